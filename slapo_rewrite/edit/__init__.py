@@ -1,0 +1,1 @@
+"""Changes to source text: the only part that does so."""

@@ -1,0 +1,1 @@
+"""The output folder: files, record, diff, all or nothing."""

@@ -1,0 +1,231 @@
+"""What can go wrong, and the only code that renders it.
+
+Every mistake a user can make is an exception class of its own under `RewriteError`. It carries the place in the user's
+files (`Span`), further places that belong to it, and a hint that says what to do, and renders like a compiler's
+diagnostic. A traceback reaches a user only for a defect of the tool.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Span:
+    """A place in a user's file.
+
+    Attributes:
+        path: The file as it is shown to the user.
+        line: 1-based.
+        column: 1-based, in characters.
+        width: How many characters the caret underlines; at least 1.
+        text: The whole line.
+        note: Words that stand beside the caret.
+    """
+
+    path: str
+    line: int
+    column: int = 1
+    width: int = 1
+    text: str = ""
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}:{self.column}"
+
+
+class RewriteError(Exception):
+    """A mistake that the user can mend.
+
+    Attributes:
+        code: Names this kind of mistake; never reused.
+        exit_code: What the command exits with.
+        at: Where it is; None where no file is involved (a bad option, say).
+        also: Other places that belong to it, the schedule's line as a rule.
+        hint: What to do about it.
+    """
+
+    code = "SR000"
+    exit_code = 2
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        at: Span | None = None,
+        also: Sequence[Span] = (),
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.at = at
+        self.also = tuple(also)
+        self.hint = hint
+
+    def render(self) -> str:
+        """The diagnostic: a headline, each place with its line and a caret, the hint."""
+        lines = [f"error[{self.code}]: {self.message}"]
+        places = ([self.at] if self.at else []) + list(self.also)
+        gutter = len(str(max((p.line for p in places), default=0)))
+        for number, place in enumerate(places):
+            lines.append(f"{' ' * gutter}{' -->' if number == 0 else ' :::'} {place}")
+            if place.text:
+                lead = place.text[: place.column - 1].expandtabs(4)
+                carets = "^" * max(1, min(place.width, len(place.text) - place.column + 1))
+                lines.append(f"{' ' * gutter} |")
+                lines.append(f"{place.line:>{gutter}} | {place.text.expandtabs(4)}")
+                lines.append(f"{' ' * gutter} | {' ' * len(lead)}{carets} {place.note}".rstrip())
+        if self.hint:
+            lines.append(f"{' ' * gutter} = help: {self.hint}")
+        return "\n".join(lines)
+
+
+class SourceError(RewriteError):
+    """The source cannot be found, read or parsed."""
+
+    code = "SR101"
+
+
+class ModelError(RewriteError):
+    """`model(m)` is missing, fails, or does not return a module."""
+
+    code = "SR102"
+
+
+class UnfollowableConstruction(RewriteError):
+    """No construction site that the rewriter can edit makes this module."""
+
+    code = "SR103"
+
+
+class UnfollowableSize(RewriteError):
+    """A `forward` depends on a sharded size in a way that cannot be followed."""
+
+    code = "SR104"
+
+
+class NameTaken(RewriteError):
+    """A name that the rewrite needs already means something else in the source."""
+
+    code = "SR105"
+
+
+class ScheduleError(RewriteError):
+    """The schedule file cannot be read, does not parse, or fails while it runs."""
+
+    code = "SR201"
+
+
+class UnknownPath(RewriteError):
+    """A selection selects nothing."""
+
+    code = "SR202"
+
+
+class UnknownParameter(RewriteError):
+    """A module has no parameter, buffer or attribute of this name."""
+
+    code = "SR203"
+
+
+class UnknownKnob(RewriteError):
+    """`--set` names a knob that the schedule does not have."""
+
+    code = "SR204"
+
+
+class BadKnob(RewriteError):
+    """`--set` gives a knob a value that its annotation does not allow."""
+
+    code = "SR205"
+
+
+class BadArgument(RewriteError):
+    """A primitive is called with an argument that it does not take."""
+
+    code = "SR206"
+
+
+class UnknownPrimitive(RewriteError):
+    """There is no primitive of this name."""
+
+    code = "SR207"
+
+
+class BadAxis(RewriteError):
+    """The axis is out of range for the parameter, or cannot be sharded there."""
+
+    code = "SR301"
+
+
+class BadSize(RewriteError):
+    """A size that the world size or the packed parts do not divide."""
+
+    code = "SR302"
+
+
+class ShardedTwice(RewriteError):
+    """The same parameter is sharded a second time."""
+
+    code = "SR303"
+
+
+class SyncMismatch(RewriteError):
+    """A collective that does not fit what it is applied to."""
+
+    code = "SR304"
+
+
+class Unsupported(RewriteError):
+    """A request that this primitive does not carry out on this kind of module."""
+
+    code = "SR305"
+
+
+class ConflictingEdits(RewriteError):
+    """Two lines of the schedule want different things of the same place."""
+
+    code = "SR306"
+
+
+class OutputEdited(RewriteError):
+    """The output folder holds hand edits, or files that the tool did not write."""
+
+    code = "SR401"
+
+
+class OutputUnwritable(RewriteError):
+    """The output folder cannot be written."""
+
+    code = "SR402"
+
+
+class NotAnOutput(RewriteError):
+    """The folder was not written by slapo-rewrite, or its record is damaged."""
+
+    code = "SR403"
+
+
+class UsageError(RewriteError):
+    """The command line does not say what is needed."""
+
+    code = "SR501"
+
+
+def nearest(asked: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The names in `known` most like `asked`, best first; near in spelling or sharing a last segment."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(asked, names, n=count, cutoff=0.6)
+    tail = asked.rsplit(".", 1)[-1]
+    close += [n for n in names if n.rsplit(".", 1)[-1] == tail and n not in close]
+    if not close:
+        close = difflib.get_close_matches(asked, names, n=count, cutoff=0.3)
+    return close[:count]
+
+
+def did_you_mean(asked: str, known: Iterable[str]) -> str | None:
+    """A hint that offers the nearest names, or None where nothing is near."""
+    names = nearest(asked, known)
+    return "did you mean " + " or ".join(f"`{n}`" for n in names) + "?" if names else None

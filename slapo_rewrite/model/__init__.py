@@ -1,0 +1,1 @@
+"""The module tree on the meta device, joined to the source that constructs it."""

@@ -1,0 +1,1 @@
+"""The schedule language's primitives, one a file."""

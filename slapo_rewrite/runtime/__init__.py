@@ -1,0 +1,1 @@
+"""Real modules whose used parts are copied into outputs; tested as themselves."""

@@ -1,0 +1,1 @@
+"""Schedule files: knobs, selections, and the primitive calls in their order."""

@@ -1,0 +1,1 @@
+"""Reads source files: classes, functions, imports, construction sites. Needs no torch."""
