@@ -1,0 +1,403 @@
+"""One source file, read with `ast` alone: what it defines and imports, where each node stands."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+
+from slapo_rewrite import errors
+
+_LINE_END = re.compile(r"\r\n|\r|\n")
+_CODING = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
+_Placed = (ast.expr, ast.stmt, ast.arg, ast.keyword, ast.alias, ast.excepthandler, ast.pattern)
+_UTF8 = {"utf-8", "utf8", "utf-8-sig", "utf_8", "u8", "ascii", "us-ascii"}
+
+
+class SourceFile:
+    """A Python file and an index of its module level.
+
+    Attributes:
+        path: The file.
+        display: The path as it is shown to the user.
+        name: The dotted name of the module.
+        package: The package that its relative imports are relative to; '' for a file on its own.
+        text: The file's characters, line ends and byte order mark as they are.
+        tree: The syntax tree of `text`.
+        classes: Classes of the module level, those under `if` and `try` among them.
+        functions: Functions of the module level, likewise.
+        imports: Local alias -> absolute dotted name.
+        names: Every name that the module level binds.
+    """
+
+    def __init__(self, path: Path, name: str, text: str, tree: ast.Module) -> None:
+        self.path = path
+        self.display = str(path)
+        self.name = name
+        self.package = _package(path, name)
+        self.text = text
+        self.tree = tree
+        self.classes: dict[str, ast.ClassDef] = {}
+        self.functions: dict[str, ast.FunctionDef] = {}
+        self.imports: dict[str, str] = {}
+        self.names: set[str] = set()
+        self._index()
+
+    @classmethod
+    def read(cls, path: Path, name: str | None = None) -> SourceFile:
+        """Reads and parses a file.
+
+        Args:
+            path: The file.
+            name: Its dotted module name; made from the packages around it where None.
+
+        Raises:
+            SourceError: It cannot be read, is not UTF-8, or does not parse.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise errors.SourceError(
+                f"cannot read `{path}`: {error.strerror or error}",
+                hint=_near_files(path),
+            ) from error
+        text = _decode(data, path)
+        return cls(path, name or package_of(path) or path.stem, text, _parse(text, path))
+
+    def __repr__(self) -> str:
+        return f"SourceFile({self.display!r}, {self.name!r})"
+
+    # Places ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        # `str.splitlines` also splits at form feeds and U+2028, where Python's lines do not end.
+        bom = 1 if self.text.startswith("\ufeff") else 0
+        return [bom, *(m.end() for m in _LINE_END.finditer(self.text)), len(self.text)]
+
+    @cached_property
+    def _ascii(self) -> bool:
+        return self.text.isascii()
+
+    def line(self, number: int) -> str:
+        """Line `number` (1-based) without its line end."""
+        if not 1 <= number < len(self._starts):
+            return ""
+        return self.text[self._starts[number - 1] : self._starts[number]].rstrip("\r\n")
+
+    def offset(self, line: int, col_utf8: int) -> int:
+        """The character offset into `text` of a position as `ast` gives it.
+
+        Args:
+            line: 1-based.
+            col_utf8: 0-based, in UTF-8 bytes.
+        """
+        start = self._starts[line - 1]
+        if self._ascii:
+            return start + col_utf8
+        chars = self.text[start : self._starts[line]]
+        return start + len(chars.encode()[:col_utf8].decode(errors="ignore"))
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """The character offsets of a node's first character and of the one after its last."""
+        begin, end = _position(node), _end(node)
+        return self.offset(*begin), self.offset(*end)
+
+    def segment(self, node: ast.AST) -> str:
+        """The text of a node, as it is in the file."""
+        begin, end = self.span(node)
+        return self.text[begin:end]
+
+    def at(self, node: ast.AST, note: str = "") -> errors.Span:
+        """A node as a place in a diagnostic; the caret is as wide as the node on its first line."""
+        line = _position(node)[0]
+        begin, end = self.span(node)
+        start = self._starts[line - 1]
+        text = self.line(line)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            end = begin + len(text)
+        width = max(1, min(end, start + len(text)) - begin)
+        return errors.Span(self.display, line, begin - start + 1, width, text, note)
+
+    # Names ----------------------------------------------------------------------------------
+
+    def qualified(self, expr: ast.expr) -> str | None:
+        """The dotted absolute name that a name or attribute expression means at module level.
+
+        Returns:
+            None for other expressions, and for names that the module level does not bind.
+        """
+        tail: list[str] = []
+        while isinstance(expr, ast.Attribute):
+            tail.append(expr.attr)
+            expr = expr.value
+        if not isinstance(expr, ast.Name):
+            return None
+        if expr.id in self.classes or expr.id in self.functions:
+            head = f"{self.name}.{expr.id}"
+        elif expr.id in self.imports:
+            head = self.imports[expr.id]
+        elif expr.id in self.names:
+            head = f"{self.name}.{expr.id}"
+        else:
+            return None
+        return ".".join([head, *reversed(tail)])
+
+    def method(self, class_name: str, method_name: str) -> ast.FunctionDef | None:
+        """A method in the class's own body; of several with that name, the one Python calls."""
+        return next((m for m in reversed(self.methods(class_name)) if m.name == method_name), None)
+
+    def methods(self, class_name: str) -> list[ast.FunctionDef]:
+        """The methods in the class's own body, without setters, deleters and overloads."""
+        body = self.classes[class_name].body if class_name in self.classes else []
+        return [s for s in _flat(body) if isinstance(s, ast.FunctionDef) and not _is_companion(s)]
+
+    def _index(self) -> None:
+        for statement in _flat(self.tree.body):
+            match statement:
+                case ast.ClassDef():
+                    self.classes[statement.name] = statement
+                    self.names.add(statement.name)
+                case ast.FunctionDef():
+                    self.functions[statement.name] = statement
+                    self.names.add(statement.name)
+                case ast.AsyncFunctionDef():
+                    self.names.add(statement.name)
+                case ast.Import():
+                    for alias in statement.names:
+                        local = alias.asname or alias.name.partition(".")[0]
+                        self.imports[local] = alias.name if alias.asname else local
+                case ast.ImportFrom():
+                    base = self.resolve_import(statement)
+                    for alias in statement.names:
+                        if alias.name != "*":
+                            self.imports[alias.asname or alias.name] = f"{base}.{alias.name}"
+                case _:
+                    self.names.update(_bound(statement))
+        self.names.update(self.imports)
+
+    def resolve_import(self, statement: ast.ImportFrom) -> str:
+        """The absolute module name that a `from ... import` statement imports from."""
+        if not statement.level:
+            return statement.module or ""
+        parts = self.package.split(".") if self.package else []
+        parts = parts[: len(parts) - statement.level + 1] if statement.level > 1 else parts
+        return ".".join([*parts, statement.module] if statement.module else parts)
+
+
+def package_of(path: Path) -> str:
+    """The dotted module name of a file that lies in a package; '' for a file that does not."""
+    path = path.absolute()
+    parts = [] if path.name == "__init__.py" else [path.stem]
+    folder = path.parent
+    if not (folder / "__init__.py").is_file():
+        return ""
+    while (folder / "__init__.py").is_file():
+        parts.append(folder.name)
+        folder = folder.parent
+    return ".".join(reversed(parts))
+
+
+def locate(source: str) -> tuple[Path, str]:
+    """The file and the dotted module name that a SOURCE argument means.
+
+    Nothing is imported where the dotted name can be followed through folders.
+
+    Args:
+        source: The path of a Python file, or the dotted name of an importable module.
+
+    Raises:
+        SourceError: There is no such file or module.
+    """
+    path = Path(source)
+    if source.endswith(".py") or path.is_file():
+        if not path.is_file():
+            raise errors.SourceError(f"there is no file `{source}`", hint=_near_files(path))
+        return path, package_of(path) or path.stem
+    if not all(part.isidentifier() for part in source.split(".")):
+        raise errors.SourceError(
+            f"`{source}` is neither a Python file nor the dotted name of a module",
+            hint=_near_files(path),
+        )
+    found = _find_module(source)
+    if found is None:
+        raise errors.SourceError(
+            f"there is no module `{source}`", hint=_near_modules(source) or _near_files(path)
+        )
+    return found, source
+
+
+def _find_module(name: str) -> Path | None:
+    """The file of a module, without importing the packages above it where possible."""
+    top, *rest = name.split(".")
+    loaded = sys.modules.get(name)
+    if loaded is not None and (getattr(loaded, "__file__", None) or "").endswith(".py"):
+        return Path(str(loaded.__file__))
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return None
+    for folder in spec.submodule_search_locations or ():
+        base = Path(folder, *rest)
+        if rest and (file := base.with_name(base.name + ".py")).is_file():
+            return file
+        if (file := base / "__init__.py").is_file():
+            return file
+    if rest:  # a package that extends its own search path
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError, AttributeError):
+            return None
+    origin = spec.origin if spec else None
+    return Path(origin) if origin and origin.endswith(".py") else None
+
+
+def _near_files(path: Path) -> str | None:
+    folder = path.parent if path.parent.is_dir() else Path()
+    names = [p.name for p in folder.glob("*.py")]
+    near = errors.nearest(path.name.removesuffix(".py") + ".py", names)
+    prefix = "" if path.parent == Path() else f"{folder}/"
+    return "did you mean " + " or ".join(f"`{prefix}{n}`" for n in near) + "?" if near else None
+
+
+def _near_modules(name: str) -> str | None:
+    """A hint with the modules beside the first segment that does not exist."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        parent = _find_module(".".join(parts[:count]))
+        if parent is None:
+            continue
+        if parent.name != "__init__.py":
+            return f"`{'.'.join(parts[:count])}` is a module, not a package: {parent}"
+        names = {p.stem for p in parent.parent.glob("*.py")}
+        names |= {p.parent.name for p in parent.parent.glob("*/__init__.py")}
+        head, asked = ".".join(parts[:count]), parts[count]
+        near = errors.nearest(asked, names - {"__init__"})
+        return errors.did_you_mean(asked, near) and (
+            "did you mean "
+            + " or ".join("`" + ".".join([head, n, *parts[count + 1 :]]) + "`" for n in near)
+            + "?"
+        )
+    return None
+
+
+def _package(path: Path, name: str) -> str:
+    if path.name == "__init__.py":
+        return name
+    package = name.rpartition(".")[0]
+    return package or package_of(path).rpartition(".")[0]
+
+
+def _decode(data: bytes, path: Path) -> str:
+    for head in data.splitlines()[:2]:
+        coding = _CODING.match(head)
+        if coding and coding.group(1).decode().lower() not in _UTF8:
+            raise errors.SourceError(
+                f"`{path}` declares the encoding `{coding.group(1).decode()}`",
+                hint="save the file as UTF-8 and drop the declaration",
+            )
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        start = data.rfind(b"\n", 0, error.start) + 1
+        end = data.find(b"\n", error.start)
+        text = data[start : end if end >= 0 else len(data)].decode(errors="replace")
+        column = len(data[start : error.start].decode(errors="replace")) + 1
+        raise errors.SourceError(
+            f"byte 0x{data[error.start]:02x} is not UTF-8",
+            at=errors.Span(str(path), line, column, 1, text.rstrip("\r")),
+            hint="save the file as UTF-8",
+        ) from error
+
+
+def _parse(text: str, path: Path) -> ast.Module:
+    null = text.find("\0")
+    if null >= 0:
+        line = text.count("\n", 0, null) + 1
+        start = text.rfind("\n", 0, null) + 1
+        raise errors.SourceError(
+            "source code cannot contain null bytes",
+            at=errors.Span(str(path), line, null - start + 1),
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an invalid escape is the source's own affair
+            return ast.parse(text.removeprefix("\ufeff"), str(path))
+    except SyntaxError as error:
+        raise errors.SourceError(error.msg, at=_syntax_place(error, path)) from error
+    except (RecursionError, MemoryError) as error:
+        raise errors.SourceError(f"`{path}` is nested too deeply to parse") from error
+
+
+def _syntax_place(error: SyntaxError, path: Path) -> errors.Span:
+    column = max(1, error.offset or 1)
+    width = 1
+    if error.end_lineno == error.lineno and error.end_offset and error.end_offset > column:
+        width = error.end_offset - column
+    text = (error.text or "").rstrip("\r\n")
+    return errors.Span(str(path), error.lineno or 1, column, width, text)
+
+
+def _position(node: ast.AST) -> tuple[int, int]:
+    if isinstance(node, ast.comprehension):
+        node = node.target
+    assert isinstance(node, _Placed), f"a {type(node).__name__} has no place of its own"
+    return node.lineno, node.col_offset
+
+
+def _end(node: ast.AST) -> tuple[int, int]:
+    if isinstance(node, ast.comprehension):
+        node = node.ifs[-1] if node.ifs else node.iter
+    assert isinstance(node, _Placed), f"a {type(node).__name__} has no place of its own"
+    return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+
+
+def _is_companion(method: ast.FunctionDef) -> bool:
+    """Whether a method stands beside another of its name: a setter, a deleter, an overload."""
+    names = {d.attr if isinstance(d, ast.Attribute) else "" for d in method.decorator_list}
+    names |= {d.id for d in method.decorator_list if isinstance(d, ast.Name)}
+    return bool(names & {"setter", "deleter", "overload"})
+
+
+def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements in order, those inside `if`, `try`, `with`, `for`, `while`, `match` among them.
+
+    Functions and classes are given, not entered.
+    """
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        for field in ("body", "handlers", "cases", "orelse", "finalbody"):
+            for inner in getattr(statement, field, ()):
+                yield from _flat([inner] if isinstance(inner, ast.stmt) else inner.body)
+
+
+def _bound(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement binds itself, not by the statements inside it."""
+    if isinstance(statement, ast.Try | ast.TryStar):
+        yield from (h.name for h in statement.handlers if h.name)
+        return
+    pending: list[ast.AST] = [statement]
+    while pending:
+        node = pending.pop()
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                yield name
+            case ast.MatchMapping(rest=str(name)):
+                yield name
+        pending.extend(
+            child
+            for child in ast.iter_child_nodes(node)
+            if not isinstance(child, ast.stmt | ast.Lambda)
+        )
