@@ -42,12 +42,16 @@ def part_size(size: int, multiple_of: int = 1) -> int:
     Raises:
         ValueError: `size` does not divide over this many ranks.
     """
+
+    def fits(ranks: int) -> bool:
+        return ranks == 1 or size % (ranks * multiple_of) == 0
+
     world = world_size()
-    fits = [n for n in range(1, world + 1) if size % (n * multiple_of) == 0 or n == 1]
-    if world not in fits:
+    if not fits(world):
+        largest = max(filter(fits, range(1, world)))
         raise ValueError(
             f"{size} does not divide over {world} ranks in units of {multiple_of}; "
-            f"the largest tensor-parallel size up to {world} that fits is {fits[-1]}"
+            f"the largest tensor-parallel size below {world} that fits is {largest}"
         )
     return size // world
 
@@ -115,7 +119,7 @@ class Shard:
         by_block = [part_sizes(size, self.multiple_of) for size in self.blocks]
         return [[sizes[r] for sizes in by_block] for r in range(world_size())]
 
-    def part_size(self) -> int:
+    def local_size(self) -> int:
         """The axis's size in this rank's part."""
         return sum(self.sizes()[rank()])
 
@@ -169,7 +173,7 @@ def sum_and_cut(x: Tensor, shard: Shard) -> Tensor:
     if len(shard.blocks) > 1 or shard.full_size() % world_size():
         return shard.cut(sum_parts(x))
     x = x.movedim(shard.axis, 0).contiguous()
-    part = x.new_empty(shard.part_size(), *x.shape[1:])
+    part = x.new_empty(shard.local_size(), *x.shape[1:])
     dist.reduce_scatter_tensor(part, x, group=_group)
     return part.movedim(0, shard.axis).contiguous()
 
@@ -310,6 +314,11 @@ def shard_parameter(
     record_shard(module, name, shard)
 
 
+def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:
+    """The ranks' outputs put together, whose gradient is this rank's slice."""
+    return y if shard is None else collective(y, shard.gather, shard.cut)
+
+
 class ColumnParallelLinear(nn.Linear):
     """A linear layer split over its output features: (..., D) -> (..., F').
 
@@ -331,8 +340,8 @@ class ColumnParallelLinear(nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         parts: int | Sequence[int] = 1,
         multiple_of: int = 1,
@@ -340,7 +349,7 @@ class ColumnParallelLinear(nn.Linear):
         gather_output: bool = False,
     ) -> None:
         shard = Shard(0, block_sizes(out_features, parts), multiple_of)
-        super().__init__(in_features, shard.part_size(), bias, device, dtype)
+        super().__init__(in_features, shard.local_size(), bias, device, dtype)
         self.reduce_input_gradient = reduce_input_gradient
         self.output_shard = replace(shard, axis=-1) if gather_output else None
         record_shard(self, "weight", shard)
@@ -352,11 +361,6 @@ class ColumnParallelLinear(nn.Linear):
         if self.reduce_input_gradient:
             input = all_reduce_gradient(input)
         return gather_if_sharded(super().forward(input), self.output_shard)
-
-
-def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:
-    """The ranks' outputs put together, whose gradient is this rank's slice."""
-    return y if shard is None else collective(y, shard.gather, shard.cut)
 
 
 class RowParallelLinear(nn.Linear):
@@ -378,15 +382,15 @@ class RowParallelLinear(nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         parts: int | Sequence[int] = 1,
         multiple_of: int = 1,
         reduce_output: bool = True,
     ) -> None:
         shard = Shard(1, block_sizes(in_features, parts), multiple_of)
-        super().__init__(shard.part_size(), out_features, bias, device, dtype)
+        super().__init__(shard.local_size(), out_features, bias, device, dtype)
         self.reduce_output = reduce_output
         record_shard(self, "weight", shard)
 
@@ -461,8 +465,8 @@ class VocabParallelEmbedding(nn.Embedding):
         sparse: bool = False,
         _weight: Tensor | None = None,
         _freeze: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         reduce_output: bool = True,
     ) -> None:
@@ -492,6 +496,8 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Looks up ids; a partial sum without `reduce_output`."""
+        if world_size() == 1:
+            return super().forward(input)
         end_id = self.first_id + self.num_embeddings
         # Ids that no rank holds are not masked: they fail as in `nn.Embedding`.
         elsewhere = (input >= 0) & (input < self.first_id)
@@ -533,8 +539,8 @@ class ColumnParallelEmbedding(nn.Embedding):
         sparse: bool = False,
         _weight: Tensor | None = None,
         _freeze: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         gather_output: bool = False,
     ) -> None:
