@@ -1,0 +1,106 @@
+"""Run a function on several real processes that share a gloo group."""
+
+import os
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+    """Call `function(*args)` on every rank of a group of `world` processes.
+
+    `function` must be importable (at the top level of its module), since the processes are fresh
+    interpreters. In a world of one it is called right here, without a group.
+
+    Returns:
+        What the ranks returned, by rank: anything that `torch.save` can write.
+
+    Raises:
+        AssertionError: With the traceback of the first rank that failed, or without one where
+            the processes ran out of time.
+    """
+    if world == 1:
+        return [function(*args)]
+    with tempfile.TemporaryDirectory() as folder:
+        spawned = mp.start_processes(
+            _rank_main,
+            (world, _free_port(), folder, timeout_s, function, args),
+            nprocs=world,
+            join=False,
+            start_method="spawn",
+        )
+        finished = _wait(spawned.processes, time.monotonic() + timeout_s)
+        failures = sorted(Path(folder).glob("*.failed"), key=_when_failed)
+        if failures:
+            raise AssertionError(f"rank {failures[0].stem} failed:\n{failures[0].read_text()}")
+        codes = [process.exitcode for process in spawned.processes]
+        assert finished, f"{world} processes did not end within {timeout_s} s"
+        assert not any(codes), f"processes ended with exit codes {codes}"
+        return [
+            torch.load(Path(folder, f"{rank}.result"), weights_only=False) for rank in range(world)
+        ]
+
+
+def _rank_main(
+    rank: int,
+    world: int,
+    port: int,
+    folder: str,
+    timeout_s: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+    }
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+        )
+        torch.save(function(*args), Path(folder, f"{rank}.result"))
+        dist.barrier()
+    except BaseException:
+        # Its name appears only with its text; the rest of the group is stopped then.
+        draft = Path(folder, f"{rank}.draft")
+        draft.write_text(traceback.format_exc())
+        draft.rename(draft.with_suffix(".failed"))
+        os._exit(1)
+    dist.destroy_process_group()
+
+
+def _wait(processes: list[Any], deadline: float) -> bool:
+    """Whether all ended well in time; what has not is ended."""
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if any(process.exitcode for process in processes):
+            break
+        time.sleep(0.02)
+    finished = not any(process.is_alive() for process in processes)
+    for process in processes:
+        process.kill()
+        process.join()
+    return finished
+
+
+def _when_failed(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port

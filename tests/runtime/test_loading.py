@@ -1,0 +1,173 @@
+"""Full tensors to parts and back, for a model with every way of being sharded."""
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_rewrite.runtime import loading
+from slapo_rewrite.runtime import tensor_parallel as tp
+from tests.processes import run
+
+VOCABULARY, WIDTH = 11, 8  # 11 divides over neither 2 nor 4
+
+
+class Block(nn.Module):
+    """Packed q, k and v of two widths, then back; `whole` is the original."""
+
+    def __init__(self, whole):
+        super().__init__()
+        if whole:
+            self.qkv = nn.Linear(WIDTH, 2 * WIDTH)
+            self.out = nn.Linear(WIDTH, WIDTH)
+        else:
+            self.qkv = tp.ColumnParallelLinear(WIDTH, 2 * WIDTH, parts=(2, 1, 1))
+            self.out = tp.RowParallelLinear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        qkv = self.qkv(x)
+        wide = qkv.shape[-1] // 2
+        q, k, v = qkv.split([wide, wide // 2, wide // 2], -1)
+        k, v = k.repeat_interleave(2, -1), v.repeat_interleave(2, -1)
+        return self.norm(x + self.out(q * k.tanh() + v))
+
+
+class Model(nn.Module):
+    """Tied table and head weight, and a bias of the model that the head shares."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(VOCABULARY))
+        self.register_buffer("counts", torch.arange(VOCABULARY))
+        self.register_buffer("scale", torch.ones(()))
+        if whole:
+            self.table = nn.Embedding(VOCABULARY, WIDTH, 0)
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+        else:
+            self.table = tp.VocabParallelEmbedding(VOCABULARY, WIDTH, 0)
+            self.head = tp.ColumnParallelLinear(WIDTH, VOCABULARY, gather_output=True)
+            tp.shard_parameter(self, "bias", 0)
+            tp.shard_parameter(self, "counts", 0)
+        self.blocks = nn.ModuleList(Block(whole) for _ in range(2))
+        self.head.weight = self.table.weight
+        self.head.bias = self.bias
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def models():
+    """The original and its sharded form, with the same weights."""
+    torch.manual_seed(0)
+    whole, sharded = Model(whole=True).double(), Model(whole=False).double()
+    with torch.no_grad():
+        torch.manual_seed(0)
+        for parameter in whole.parameters():
+            parameter.normal_()
+    sharded.load_state_dict(whole.state_dict())
+    return whole, sharded
+
+
+def same(actual, expected, exactly=True):
+    assert list(actual) == list(expected)
+    for name, tensor in expected.items():
+        if exactly:
+            assert torch.equal(actual[name], tensor), name
+            assert actual[name].dtype == tensor.dtype and not actual[name].requires_grad
+        else:
+            torch.testing.assert_close(actual[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def round_trips():
+    whole, sharded = models()
+    full = whole.state_dict()
+    same(loading.full_state_dict(sharded), full)
+    same(loading.to_local(sharded, full), sharded.state_dict())
+    same(loading.to_full(sharded, loading.to_local(sharded, full)), full)
+    same(loading.to_local(sharded, sharded.state_dict()), sharded.state_dict())
+    assert list(loading.shards(sharded)) == [
+        *("bias", "table.weight", "head.weight", "head.bias"),
+        *(
+            f"blocks.{i}.{name}"
+            for i in (0, 1)
+            for name in ("qkv.weight", "qkv.bias", "out.weight")
+        ),
+        "counts",
+    ]
+    share = sum(p.numel() for p in sharded.parameters()) / sum(
+        p.numel() for p in whole.parameters()
+    )
+    assert share < 0.85 or tp.world_size() == 1
+
+
+def half_precision_comes_back_bit_for_bit():
+    whole, sharded = models()
+    full = whole.bfloat16().state_dict()
+    sharded.bfloat16().load_state_dict(full)
+    same(loading.full_state_dict(sharded), full)
+
+
+def training_agrees():
+    whole, sharded = models()
+    ids = torch.tensor([[0, 3, 1, 7, 10], [5, 9, 2, 8, 10]])
+    optimisers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (whole, sharded)]
+    for _ in range(3):
+        for model, optimiser in zip((whole, sharded), optimisers, strict=True):
+            optimiser.zero_grad()
+            model(ids).backward()
+            optimiser.step()
+
+    def gradients(model):
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    def moments(model, optimiser):
+        return {
+            name: optimiser.state[p]["exp_avg_sq"]
+            for name, p in model.named_parameters(remove_duplicate=False)
+        }
+
+    wanted = moments(whole, optimisers[0])
+    assert {"table.weight", "head.weight", "bias", "head.bias"} <= set(wanted)
+    same(loading.to_full(sharded, moments(sharded, optimisers[1])), wanted, exactly=False)
+    same(loading.to_full(sharded, gradients(sharded)), gradients(whole), exactly=False)
+    same(loading.full_state_dict(sharded), whole.state_dict(), exactly=False)
+    same(loading.to_local(sharded, gradients(whole)), gradients(sharded), exactly=False)
+
+
+def some_names_in_any_order():
+    """The same names on all ranks, though each rank lists them in an order of its own."""
+    whole, sharded = models()
+    names = ["head.weight", "blocks.1.qkv.bias", "blocks.0.norm.bias", "counts"]
+    names = names[tp.rank() :] + names[: tp.rank()]
+    local, full = sharded.state_dict(), whole.state_dict()
+    back = loading.to_full(sharded, {name: local[name] for name in names})
+    same(back, {name: full[name] for name in names})
+
+
+def a_tie_to_a_layer_that_is_not_sharded():
+    """The other name's layer knows nothing of the shard; the tensor is found all the same."""
+    model = nn.Module()
+    model.table = tp.VocabParallelEmbedding(VOCABULARY, WIDTH)
+    model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    model.head.weight = model.table.weight
+    full = loading.full_state_dict(model)
+    assert full["head.weight"].shape == (VOCABULARY, WIDTH)
+    assert torch.equal(full["head.weight"], full["table.weight"])
+
+
+def run_all():
+    round_trips()
+    half_precision_comes_back_bit_for_bit()
+    training_agrees()
+    some_names_in_any_order()
+    a_tie_to_a_layer_that_is_not_sharded()
+
+
+@pytest.mark.parametrize(
+    "world", [1, *(pytest.param(n, marks=pytest.mark.processes) for n in (2, 4))]
+)
+def test_between_full_and_local(world):
+    run(run_all, world)

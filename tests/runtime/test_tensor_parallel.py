@@ -1,0 +1,577 @@
+"""Sharded layers and collectives against the whole layers that they stand for.
+
+The checks run on every rank of real gloo groups, in double precision, where agreement to 1e-12
+leaves no room for a wrong formula.
+"""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from slapo_rewrite.runtime import tensor_parallel as tp
+from slapo_rewrite.runtime.conv1d import ColumnParallelConv1D, RowParallelConv1D
+from slapo_rewrite.runtime.loading import to_full
+from tests.processes import run
+
+# (out_features, options): uneven, packed and grouped-query layouts.
+COLUMN_CASES = [
+    (12, {}),
+    (10, {}),
+    (24, {"parts": 3}),
+    (21, {"parts": 3}),
+    (48, {"parts": (4, 1, 1), "multiple_of": 2}),
+    (12, {"bias": False}),
+]
+ROW_CASES = [
+    (12, {}),
+    (10, {}),
+    (24, {"parts": 2, "multiple_of": 3}),
+    (12, {"bias": False}),
+]
+
+
+def seeded(*shape):
+    """The same random tensor on every rank."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def leaf(*shape):
+    return seeded(*shape).requires_grad_()
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def pair(whole, sharded):
+    """Both in double precision, with the same seeded weights."""
+    whole, sharded = whole.double(), sharded.double()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(seeded(*parameter.shape))
+    sharded.load_state_dict(whole.state_dict())
+    return whole, sharded
+
+
+def same_gradients(whole, sharded):
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    actual = to_full(sharded, {name: p.grad for name, p in sharded.named_parameters()})
+    assert list(actual) == list(expected)
+    for name, gradient in expected.items():
+        close(actual[name], gradient)
+
+
+def shard_of(sharded, axis=-1):
+    return replace(sharded.sharded_parameters["weight"], axis=axis)
+
+
+# Layers ---------------------------------------------------------------------------------------
+
+
+def check_column_parallel_linear():
+    for size, options in COLUMN_CASES:
+        column_parallel(
+            nn.Linear(6, size, options.get("bias", True)),
+            tp.ColumnParallelLinear(6, size, **options),
+            tp.ColumnParallelLinear(6, size, **options, gather_output=True),
+            tp.ColumnParallelLinear(6, size, **options, reduce_input_gradient=False),
+        )
+    layer = tp.ColumnParallelLinear(6, 12)
+    assert (layer.in_features, layer.out_features) == (6, 12 // tp.world_size())
+
+
+def check_column_parallel_conv1d():
+    for size, options in COLUMN_CASES:
+        if "bias" not in options:
+            column_parallel(
+                Conv1D(size, 6),
+                ColumnParallelConv1D(size, 6, **options),
+                ColumnParallelConv1D(size, 6, **options, gather_output=True),
+                ColumnParallelConv1D(size, 6, **options, reduce_input_gradient=False),
+            )
+    layer = ColumnParallelConv1D(12, 6)
+    assert (layer.nx, layer.nf) == (6, 12 // tp.world_size())
+
+
+def column_parallel(whole, sharded, gathering, unreduced):
+    whole, sharded = pair(whole, sharded)
+    size = whole(seeded(1, 6)).shape[-1]
+    x = leaf(2, 3, 6)
+    y = whole(x)
+    y.backward(seeded(2, 3, size))
+    cut = shard_of(sharded).cut
+
+    for layer in (sharded, gathering.double(), unreduced.double()):
+        layer.load_state_dict(whole.state_dict())
+        gathers = layer is gathering
+        x_sharded = leaf(2, 3, 6)
+        y_sharded = layer(x_sharded)
+        close(y_sharded, y if gathers else cut(y))
+        gradient = seeded(2, 3, size)
+        y_sharded.backward(gradient if gathers else cut(gradient))
+        reduced = layer is not unreduced or tp.world_size() == 1
+        close(x_sharded.grad if reduced else tp.all_reduce(x_sharded.grad), x.grad)
+        same_gradients(whole, layer)
+
+
+def check_row_parallel_linear():
+    for size, options in ROW_CASES:
+        row_parallel(
+            size,
+            nn.Linear(size, 8, options.get("bias", True)),
+            tp.RowParallelLinear(size, 8, **options),
+            tp.RowParallelLinear(size, 8, **options, reduce_output=False),
+        )
+    layer = tp.RowParallelLinear(12, 8)
+    assert (layer.in_features, layer.out_features) == (12 // tp.world_size(), 8)
+
+
+def check_row_parallel_conv1d():
+    for size, options in ROW_CASES:
+        if "bias" not in options:
+            row_parallel(
+                size,
+                Conv1D(8, size),
+                RowParallelConv1D(8, size, **options),
+                RowParallelConv1D(8, size, **options, reduce_output=False),
+            )
+    layer = RowParallelConv1D(8, 12)
+    assert (layer.nx, layer.nf) == (12 // tp.world_size(), 8)
+
+
+def row_parallel(size, whole, sharded, unreduced):
+    whole, sharded = pair(whole, sharded)
+    unreduced.double().load_state_dict(whole.state_dict())
+    x = leaf(2, 4, size)
+    y = whole(x)
+    y.backward(seeded(2, 4, 8))
+    cut = shard_of(sharded).cut
+
+    def reduce_later(x_cut):
+        return tp.all_reduce(unreduced(x_cut))
+
+    def reduce_scatter_later(x_cut):
+        return tp.all_gather(tp.reduce_scatter(unreduced(x_cut), 1), 1)
+
+    for forward in (sharded, reduce_later, reduce_scatter_later):
+        sharded.zero_grad()
+        unreduced.zero_grad()
+        x_sharded = cut(seeded(2, 4, size)).requires_grad_()
+        y_sharded = forward(x_sharded)
+        close(y_sharded, y)
+        y_sharded.backward(seeded(2, 4, 8))
+        close(x_sharded.grad, cut(x.grad))
+        same_gradients(whole, sharded if forward is sharded else unreduced)
+
+
+def check_vocab_parallel_embedding():
+    ids = torch.tensor([[0, 3, 9, 7], [5, 9, 2, 8]])
+    for padding_idx in (None, 0, 9, -3):
+        whole, sharded = pair(
+            nn.Embedding(10, 4, padding_idx), tp.VocabParallelEmbedding(10, 4, padding_idx)
+        )
+        partial = tp.VocabParallelEmbedding(10, 4, padding_idx, reduce_output=False).double()
+        partial.load_state_dict(whole.state_dict())
+        whole(ids).backward(seeded(2, 4, 4))
+        for layer in (sharded, partial):
+            y = layer(ids)
+            y = y if layer is sharded else tp.all_reduce(y)
+            close(y, whole(ids))
+            y.backward(seeded(2, 4, 4))
+            same_gradients(whole, layer)
+
+        first = sum(tp.part_sizes(10)[: tp.rank()])
+        row = None if padding_idx is None else padding_idx % 10 - first
+        here = row is not None and 0 <= row < sharded.num_embeddings
+        assert sharded.padding_idx == (row if here else None)
+
+    for wrong in (-1, 10):
+        with pytest.raises(IndexError):
+            sharded(torch.tensor([0, wrong]))
+    with pytest.raises(IndexError):
+        tp.VocabParallelEmbedding(10, 4, padding_idx=10)
+    table = seeded(10, 4)
+    frozen = tp.VocabParallelEmbedding.from_pretrained(table)
+    assert not frozen.weight.requires_grad
+    close(frozen(ids), table[ids])
+
+
+def check_column_parallel_embedding():
+    ids = torch.tensor([[0, 3, 9, 7], [5, 9, 2, 8]])
+    whole, sharded = pair(nn.Embedding(10, 8, 3), tp.ColumnParallelEmbedding(10, 8, 3))
+    _, gathering = pair(whole, tp.ColumnParallelEmbedding(10, 8, 3, gather_output=True))
+    cut = shard_of(sharded).cut
+    whole(ids).backward(seeded(2, 4, 8))
+    close(sharded(ids), cut(whole(ids)))
+    sharded(ids).backward(cut(seeded(2, 4, 8)))
+    same_gradients(whole, sharded)
+    close(gathering(ids), whole(ids))
+    gathering(ids).backward(seeded(2, 4, 8))
+    same_gradients(whole, gathering)
+    assert sharded.embedding_dim == 8 // tp.world_size()
+
+
+class Tied(nn.Module):
+    """An embedding whose table is the head's weight, and a bias with two names."""
+
+    def __init__(self, embedding, head):
+        super().__init__()
+        self.embedding, self.head = embedding, head
+        self.head.weight = self.embedding.weight
+        self.bias = self.head.bias
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
+
+
+def check_tied_embedding_and_head():
+    whole = Tied(nn.Embedding(10, 4, 1), nn.Linear(4, 10))
+    sharded = Tied(
+        tp.VocabParallelEmbedding(10, 4, 1), tp.ColumnParallelLinear(4, 10, gather_output=True)
+    )
+    tp.record_shard(sharded, "bias", sharded.head.sharded_parameters["bias"])
+    whole, sharded = pair(whole, sharded)
+    ids = torch.tensor([[0, 3, 1, 7], [5, 9, 2, 8]])
+    for model in (whole, sharded):
+        nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    close(sharded(ids), whole(ids))
+    same_gradients(whole, sharded)
+    assert sharded.head.weight is sharded.embedding.weight
+
+
+def check_gradient_of_a_gradient():
+    first, first_sharded = pair(nn.Linear(6, 12), tp.ColumnParallelLinear(6, 12))
+    second, second_sharded = pair(nn.Linear(12, 4), tp.RowParallelLinear(12, 4))
+    found = []
+    for model in (
+        nn.Sequential(first, nn.GELU(), second),
+        nn.Sequential(first_sharded, nn.GELU(), second_sharded),
+    ):
+        x = leaf(3, 6)
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        found.append(x.grad)
+    close(found[1], found[0])
+    same_gradients(first, first_sharded)
+
+
+def check_half_precision():
+    for layer, whole in (
+        (tp.RowParallelLinear(16, 8), nn.Linear(16, 8)),
+        (RowParallelConv1D(8, 16), Conv1D(8, 16)),
+    ):
+        whole, layer = pair(whole, layer)
+        whole, layer = whole.float(), layer.float()
+        x = seeded(4, 16).float()
+        part = shard_of(layer).cut(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(part).dtype == whole(x).dtype
+        torch.testing.assert_close(
+            layer.bfloat16()(part.bfloat16()).float(), whole(x), rtol=0.05, atol=0.1
+        )
+    head = tp.ColumnParallelLinear(16, 10, gather_output=True).bfloat16()
+    full = seeded(10, 16).bfloat16()
+    head.load_state_dict({"weight": full, "bias": seeded(10).bfloat16()})
+    assert torch.equal(to_full(head, head.state_dict())["weight"], full)
+    assert head(seeded(4, 16).bfloat16()).dtype == torch.bfloat16
+
+
+# Collectives ----------------------------------------------------------------------------------
+
+
+def check_collectives():
+    world, rank = tp.world_size(), tp.rank()
+    mine = [seeded(3, 4, 5) * (r + 1) for r in range(world)]  # what each rank holds
+    total = sum(mine)
+    x = mine[rank].clone()
+
+    def forward_and_gradient(function, *args, x=x, **options):
+        x = x.clone().requires_grad_()
+        before = x.detach().clone()
+        y = function(x, *args, **options)
+        gradient = seeded(*y.shape) * (rank + 1)
+        y.backward(gradient)
+        assert torch.equal(x, before) and torch.equal(gradient, seeded(*y.shape) * (rank + 1))
+        return y.detach(), x.grad
+
+    scale = sum(range(1, world + 1))
+    y, gradient = forward_and_gradient(tp.all_reduce)
+    close(y, total)
+    close(gradient, seeded(3, 4, 5) * (rank + 1))
+    y, gradient = forward_and_gradient(tp.all_reduce_gradient)
+    close(y, x)
+    close(gradient, seeded(3, 4, 5) * scale)
+
+    for axis in (0, 1, -1):
+        y, gradient = forward_and_gradient(tp.all_gather, axis)
+        close(y, torch.cat(mine, axis))
+        own = seeded(*y.shape).chunk(world, axis)[rank]
+        close(gradient, own * (rank + 1))
+        _, gradient = forward_and_gradient(tp.all_gather, axis, tensor_parallel_output_grad=True)
+        close(gradient, own * scale)
+
+    for size in (8, 10):  # 10 divides unevenly over 4
+        shard = tp.Shard(1, (size,))
+        sizes = tp.part_sizes(size)
+        whole = seeded(3, size, 5)
+        y, gradient = forward_and_gradient(tp.all_gather, 1, size, x=shard.cut(whole))
+        close(y, whole)
+        close(gradient, shard.cut(seeded(3, size, 5)) * (rank + 1))
+        _, gradient = forward_and_gradient(tp.all_gather, 1, size, True, x=shard.cut(whole))
+        close(gradient, shard.cut(seeded(3, size, 5)) * scale)
+        y, gradient = forward_and_gradient(tp.scatter, 1, x=whole)
+        close(y, shard.cut(whole))
+        expected = [seeded(*y.shape[:1], n, 5) * (r + 1) for r, n in enumerate(sizes)]
+        close(gradient, torch.cat(expected, 1))
+        y, gradient = forward_and_gradient(tp.reduce_scatter, 1, x=whole * (rank + 1))
+        close(y, shard.cut(whole) * scale)
+        close(gradient, torch.cat(expected, 1))
+
+
+def check_collectives_leave_a_world_of_one_alone():
+    if tp.world_size() == 1:
+        x = leaf(2, 2)
+        for y in (
+            tp.all_reduce(x),
+            tp.all_reduce_gradient(x),
+            tp.all_gather(x),
+            tp.reduce_scatter(x, 0),
+            tp.scatter(x, 0),
+        ):
+            assert y is x
+
+
+# State ----------------------------------------------------------------------------------------
+
+
+def check_loading_full_and_local_tensors():
+    whole, sharded = pair(nn.Linear(6, 12), tp.ColumnParallelLinear(6, 12, parts=3))
+    full = whole.state_dict()
+    local = {name: p.clone() for name, p in sharded.state_dict().items()}
+    assert all(torch.equal(to_full(sharded, local)[name], full[name]) for name in full)
+
+    other = tp.ColumnParallelLinear(6, 12, parts=3).double()
+    other.load_state_dict(local)
+    assert all(torch.equal(other.state_dict()[name], local[name]) for name in local)
+    assert all(full[name].shape == p.shape for name, p in whole.named_parameters())
+
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict({"weight": full["weight"]})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        other.load_state_dict({**full, "extra": full["bias"]})
+    for wrong in (torch.zeros(17, 6), torch.zeros(())):
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            other.load_state_dict({**full, "weight": wrong})
+
+    for twin in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+        with torch.no_grad():
+            twin.weight.zero_()
+        twin.load_state_dict(full)
+        assert torch.equal(twin.weight, sharded.weight)
+        assert twin.weight is not other.weight and twin.weight.model_parallel
+
+
+def check_meta_device():
+    full = nn.Linear(6, 10).state_dict()
+    expected = tp.ColumnParallelLinear(6, 10)
+    expected.load_state_dict(full)
+
+    materialised = tp.ColumnParallelLinear(6, 10, device="meta").to_empty(device="cpu")
+    materialised.load_state_dict(full)
+    assigned = tp.ColumnParallelLinear(6, 10, device="meta")
+    assigned.load_state_dict(full, assign=True)
+    for layer in (materialised, assigned):
+        assert torch.equal(layer.weight, expected.weight)
+        assert layer.weight.requires_grad and layer.weight.model_parallel
+        assert layer.bias.model_parallel
+    # A part does not keep the full tensor alive.
+    assert assigned.weight.untyped_storage().nbytes() == assigned.weight.nbytes
+
+    with torch.device("meta"):
+        model = nn.Module()
+        model.table = nn.Parameter(torch.empty(8, 3))
+        tp.shard_parameter(model, "table", 0)
+        assert tp.VocabParallelEmbedding(10, 4, 0).weight.is_meta
+        assert ColumnParallelConv1D(12, 4, parts=3).weight.is_meta
+    assert model.table.is_meta and model.table.shape == (8 // tp.world_size(), 3)
+
+
+def check_shard_parameter():
+    def build():
+        model = nn.Module()
+        model.table = nn.Parameter(seeded(3, 24))
+        model.scale = nn.Parameter(seeded(10).bfloat16(), requires_grad=False)
+        model.twin = model.scale
+        model.register_buffer("ids", torch.arange(8))
+        model.register_buffer("mask", torch.ones(8), persistent=False)
+        return model
+
+    whole, model = build(), build()
+    tp.shard_parameter(model, "table", -1, parts=(4, 1, 1))
+    tp.shard_parameter(model, "scale", 0)
+    tp.shard_parameter(model, "ids", 0)
+    tp.shard_parameter(model, "mask", 0)
+    assert model.twin is model.scale and not model.scale.requires_grad
+    assert model.scale.dtype == torch.bfloat16
+    assert model.table.requires_grad and model.table.model_parallel
+    assert list(model.state_dict()) == list(whole.state_dict())
+    assert torch.equal(to_full(model, {"mask": model.mask})["mask"], whole.mask)
+    blocks = whole.table.split([16, 4, 4], 1)
+    part = [block.chunk(tp.world_size(), 1)[tp.rank()] for block in blocks]
+    assert torch.equal(model.table, torch.cat(part, 1))
+
+    tp.record_shard(model, "twin", model.sharded_parameters["scale"])
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            for tensor in twin.state_dict().values():
+                tensor.zero_()
+        twin.load_state_dict(whole.state_dict())
+        back = to_full(twin, twin.state_dict())
+        assert all(torch.equal(back[name], t) for name, t in whole.state_dict().items())
+
+
+CHECKS = [check for name, check in list(globals().items()) if name.startswith("check_")]
+
+
+def run_checks():
+    for check in CHECKS:
+        check()
+
+
+@pytest.mark.parametrize(
+    "world", [1, *(pytest.param(n, marks=pytest.mark.processes) for n in (2, 4))]
+)
+def test_agrees_with_whole_layers(world):
+    run(run_checks, world)
+
+
+def two_groups_of_two():
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    tp.set_group(groups[dist.get_rank() // 2])
+    assert (tp.world_size(), tp.rank()) == (2, dist.get_rank() % 2)
+    check_column_parallel_linear()
+    check_row_parallel_linear()
+    check_collectives()
+    return tp.all_reduce(torch.tensor(float(dist.get_rank()))).item()
+
+
+@pytest.mark.processes
+def test_group_smaller_than_the_world():
+    assert run(two_groups_of_two, 4) == [1, 1, 5, 5]
+
+
+# Without processes ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world_of(monkeypatch):
+    def pretend(world, rank=0):
+        monkeypatch.setattr(tp, "world_size", lambda: world)
+        monkeypatch.setattr(tp, "rank", lambda: rank)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("sharded", "whole"),
+    [
+        (lambda: tp.ColumnParallelLinear(6, 10), lambda: nn.Linear(6, 10)),
+        (lambda: tp.RowParallelLinear(6, 10), lambda: nn.Linear(6, 10)),
+        (lambda: tp.VocabParallelEmbedding(9, 4, 2), lambda: nn.Embedding(9, 4, 2)),
+        (lambda: tp.ColumnParallelEmbedding(9, 4, -1), lambda: nn.Embedding(9, 4, -1)),
+        (lambda: ColumnParallelConv1D(10, 6), lambda: Conv1D(10, 6)),
+        (lambda: RowParallelConv1D(10, 6), lambda: Conv1D(10, 6)),
+    ],
+)
+def test_world_of_one_is_the_whole_layer(sharded, whole):
+    torch.manual_seed(0)
+    expected, then = whole(), torch.rand(1)
+    torch.manual_seed(0)
+    layer, after = sharded(), torch.rand(1)
+    assert torch.equal(after, then)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(layer.state_dict()[name], value)
+    assert isinstance(layer, type(expected))
+    x = torch.tensor([1, 2, 8]) if isinstance(layer, nn.Embedding) else torch.rand(3, 6)
+    assert torch.equal(layer(x), expected(x))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (
+            lambda: tp.part_size(12),
+            "12 does not divide over 8 ranks in units of 1; "
+            "the largest tensor-parallel size below 8 that fits is 6",
+        ),
+        (
+            lambda: tp.ColumnParallelLinear(6, 48, parts=(4, 1, 1), multiple_of=4),
+            "8 does not divide over 8 ranks in units of 4; "
+            "the largest tensor-parallel size below 8 that fits is 2",
+        ),
+        (
+            lambda: tp.ColumnParallelLinear(6, 7),
+            "7 cannot be shared by 8 ranks; the largest tensor-parallel size that fits is 7",
+        ),
+        (
+            lambda: tp.RowParallelLinear(64, 4, parts=5),
+            "64 does not divide into blocks of relative sizes (1, 1, 1, 1, 1): "
+            "it is not a multiple of 5",
+        ),
+        (
+            lambda: tp.ColumnParallelEmbedding(32, 12),
+            "12 does not divide over 8 ranks in units of 1; "
+            "the largest tensor-parallel size below 8 that fits is 6",
+        ),
+        (
+            lambda: tp.VocabParallelEmbedding(32, 12, max_norm=1.0),
+            "a sharded embedding does not support max_norm=1.0",
+        ),
+        (
+            lambda: tp.ColumnParallelEmbedding(32, 16, sparse=True),
+            "a sharded embedding does not support sparse=True",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit(world_of, build, words):
+    world_of(8)
+    with pytest.raises(ValueError) as caught:
+        build()
+    assert str(caught.value) == words
+
+
+def test_sizes():
+    assert tp.part_size(12) == 12 and tp.part_sizes(7, 2) == [7]  # a world of one fits all
+    assert tp.block_sizes(48, (4, 1, 1)) == (32, 8, 8)
+    assert tp.block_sizes(48, [32, 8, 8]) == (32, 8, 8)
+
+
+def test_uneven_sizes_put_the_larger_first(world_of):
+    world_of(4)
+    assert tp.part_sizes(30522) == [7631, 7631, 7630, 7630]
+    assert tp.part_sizes(24, 3) == [6] * 4
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_blocks_are_cut_one_by_one(world_of, world):
+    full = torch.arange(3 * 12 * 2).view(3, 12, 2)
+    shard = tp.Shard(1, (8, 4))
+    parts = []
+    for rank in range(world):
+        world_of(world, rank)
+        parts.append(shard.cut(full))
+        assert parts[-1].shape[1] == shard.local_size() == sum(shard.sizes()[rank])
+    first = torch.cat(
+        [part[:, : sizes[0]] for part, sizes in zip(parts, shard.sizes(), strict=True)], 1
+    )
+    second = torch.cat(
+        [part[:, sizes[0] :] for part, sizes in zip(parts, shard.sizes(), strict=True)], 1
+    )
+    assert torch.equal(torch.cat([first, second], 1), full)
