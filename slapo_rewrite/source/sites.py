@@ -121,12 +121,12 @@ def _find(file: SourceFile, class_name: str, later: bool) -> _Found:
         constructor = file.method(class_name, "__init__")
         if constructor is not None:
             walker.walk(constructor)
-        known[class_name, False] = _Emitter(walker).found
-        walker.placed.clear()
-        for method in file.methods(class_name):
-            if method.name not in walker.visited:
-                walker.walk(method)
-        known[class_name, True] = _Emitter(walker).found
+        if later:
+            walker.placed.clear()
+            for method in file.methods(class_name):
+                if method.name not in walker.visited:
+                    walker.walk(method)
+        known[class_name, later] = _Emitter(walker).found
     return known[class_name, later]
 
 

@@ -1,0 +1,484 @@
+"""Works out what a source expression came to when a live module was constructed.
+
+Nothing of the user's is run but attribute access: names are looked up where the finished module
+keeps them, arguments are followed to the call that made the module, all else is `Unknown`.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.source.values import Frame, Loop
+
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *(abs, all, any, bool, dict, divmod, enumerate, float, frozenset, getattr, hasattr, int),
+    *(isinstance, issubclass, len, list, max, min, range, reversed, round, set, sorted, str),
+    *(sum, tuple, type, zip),
+)
+_BUILTINS = {f.__name__: f for f in _FUNCTIONS}
+_METHODS = {"count", "endswith", "get", "get_text_config", "index", "items", "keys", "lower"}
+_METHODS |= {"removeprefix", "removesuffix", "split", "startswith", "strip", "upper", "values"}
+_OPERATORS: Mapping[type[ast.operator | ast.unaryop | ast.cmpop], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.Not: operator.not_,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+_MAX_DEPTH = 40
+
+
+class Unknown(Exception):  # noqa: N818 - an answer, not an error
+    """What an expression comes to cannot be told."""
+
+
+@dataclass
+class Scene:
+    """Where an expression is evaluated: in the constructor of a live module.
+
+    Attributes:
+        live: The module under construction; finished by now.
+        file: The file of the function.
+        frame: The function.
+        argument: What a parameter of the constructor was given by the call that made the module.
+        stored: Parameter -> the attribute that keeps it, for those that the constructor stores.
+        elements: The loops around the place, and which iteration is meant.
+        hidden: Attributes that were different before the place was reached.
+    """
+
+    live: nn.Module
+    file: SourceFile
+    frame: Frame
+    argument: Callable[[str], Any]
+    stored: Mapping[str, str] = field(default_factory=dict)
+    elements: Mapping[ast.AST, int | ast.expr] = field(default_factory=dict)
+    hidden: frozenset[str] = frozenset()
+
+
+class Evaluator:
+    """Evaluates expressions in one scene."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self._depth = 0
+
+    def evaluate(self, expr: ast.expr, frame: Frame | None = None) -> Any:
+        """What the expression came to.
+
+        Args:
+            expr: The expression.
+            frame: The function that holds it; the scene's own where None.
+
+        Raises:
+            Unknown: It cannot be told.
+        """
+        try:
+            return self._expr(expr, _Place(frame or self.scene.frame, _position(expr), {}))
+        except Unknown:
+            raise
+        except Exception as error:  # a property of the user's, an operator on odd operands
+            raise Unknown(str(error)) from error
+
+    def _expr(self, expr: ast.expr, at: _Place) -> Any:
+        self._depth += 1
+        try:
+            if self._depth > _MAX_DEPTH:
+                raise Unknown
+            return self._evaluate(expr, at)
+        finally:
+            self._depth -= 1
+
+    def _evaluate(self, expr: ast.expr, at: _Place) -> Any:
+        match expr:
+            case ast.Constant():
+                return expr.value
+            case ast.Name():
+                return self._name(expr.id, at)
+            case ast.Attribute():
+                return self._attribute(expr, at)
+            case ast.NamedExpr():
+                return self._expr(expr.value, at)
+            case ast.BoolOp():
+                return self._bool_op(expr, at)
+            case ast.UnaryOp():
+                return _OPERATORS[type(expr.op)](self._expr(expr.operand, at))
+            case ast.BinOp(op=op) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](self._expr(expr.left, at), self._expr(expr.right, at))
+            case ast.Compare():
+                return self._compare(expr, at)
+            case ast.IfExp():
+                return self._expr(expr.body if self._truth(expr.test, at) else expr.orelse, at)
+            case ast.Subscript():
+                return self._expr(expr.value, at)[self._expr(expr.slice, at)]
+            case ast.Slice():
+                return slice(
+                    *(e and self._expr(e, at) for e in (expr.lower, expr.upper, expr.step))
+                )
+            case ast.List() | ast.Tuple() | ast.Set():
+                items = [v for e in expr.elts for v in self._element(e, at)]
+                return {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(expr)](items)
+            case ast.Dict():
+                return {
+                    self._expr(k, at): self._expr(v, at)
+                    for k, v in zip(expr.keys, expr.values, strict=True)
+                    if k is not None
+                }
+            case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
+                return [self._expr(expr.elt, inner) for inner in self._turns(expr.generators, at)]
+            case ast.JoinedStr():
+                return "".join(str(self._expr(v, at)) for v in expr.values)
+            case ast.FormattedValue(format_spec=None):
+                return self._expr(expr.value, at)
+            case ast.Call():
+                return self._call(expr, at)
+        raise Unknown
+
+    def _element(self, expr: ast.expr, at: _Place) -> Iterator[Any]:
+        if isinstance(expr, ast.Starred):
+            yield from self._expr(expr.value, at)
+        else:
+            yield self._expr(expr, at)
+
+    def _truth(self, expr: ast.expr, at: _Place) -> bool:
+        value = self._expr(expr, at)
+        if isinstance(value, torch.Tensor):
+            raise Unknown
+        return bool(value)
+
+    def _bool_op(self, expr: ast.BoolOp, at: _Place) -> Any:
+        stop = isinstance(expr.op, ast.Or)
+        unknown = False
+        value: Any = None
+        for part in expr.values:
+            try:
+                value = self._expr(part, at)
+            except Unknown:
+                unknown = True
+                continue
+            if bool(value) is stop:
+                return value  # decides it whatever the others are
+        if unknown:
+            raise Unknown
+        return value
+
+    def _compare(self, expr: ast.Compare, at: _Place) -> bool:
+        left = self._expr(expr.left, at)
+        for op, part in zip(expr.ops, expr.comparators, strict=True):
+            right = self._expr(part, at)
+            if not _OPERATORS[type(op)](left, right):
+                return False
+            left = right
+        return True
+
+    def _attribute(self, expr: ast.Attribute, at: _Place) -> Any:
+        value = self._expr(expr.value, at)
+        if value is self.scene.live and expr.attr in self.scene.hidden:
+            raise Unknown
+        return getattr(value, expr.attr)
+
+    def _call(self, expr: ast.Call, at: _Place) -> Any:
+        if any(k.arg is None for k in expr.keywords):
+            raise Unknown
+        match expr.func:
+            case ast.Name(id=name) if name in _BUILTINS and name not in self.scene.file.names:
+                function = _BUILTINS[name]
+            case ast.Attribute(value=owner, attr=attr) if attr in _METHODS:
+                function = getattr(self._expr(owner, at), attr)
+            case ast.Attribute() | ast.Name() if not expr.args and not expr.keywords:
+                function = self._expr(expr.func, at)
+                name = getattr(function, "__name__", "")
+                if not (name.startswith("is_") and name.endswith("_available")):
+                    raise Unknown
+            case _:
+                raise Unknown
+        args = [v for e in expr.args for v in self._element(e, at)]
+        on_live = function in (hasattr, getattr) and args[0] is self.scene.live
+        if on_live and args[1] in self.scene.hidden:
+            raise Unknown
+        return function(*args, **{str(k.arg): self._expr(k.value, at) for k in expr.keywords})
+
+    def _turns(self, generators: list[ast.comprehension], at: _Place) -> Iterator[_Place]:
+        first, *rest = generators
+        for value in self._expr(first.iter, at):
+            inner = at.with_names(_destructured(first.target, value))
+            if all(self._truth(test, inner) for test in first.ifs):
+                if rest:
+                    yield from self._turns(rest, inner)
+                else:
+                    yield inner
+
+    # Names ----------------------------------------------------------------------------------
+
+    def _name(self, name: str, at: _Place) -> Any:
+        if name in at.names:
+            return at.names[name]
+        for node, iteration in self.scene.elements.items():
+            target = getattr(node, "target", None)
+            if target is not None and name in _targets(target):
+                return self._loop_variable(node, iteration, name, at)
+        assigned = self._assigned(name, at)
+        if assigned is not None:
+            return assigned[0]
+        parameters = at.frame.function.args
+        positional = [*parameters.posonlyargs, *parameters.args]
+        if name in {a.arg for a in (*positional, *parameters.kwonlyargs)}:
+            return self._parameter(name, at.frame)
+        if name in {a.arg for a in (parameters.vararg, parameters.kwarg) if a}:
+            raise Unknown
+        module = sys.modules.get(self.scene.file.name)
+        if module is not None and name in vars(module):
+            return vars(module)[name]
+        if name in _BUILTINS:
+            return _BUILTINS[name]
+        raise Unknown
+
+    def _loop_variable(
+        self, node: ast.AST, iteration: int | ast.expr, name: str, at: _Place
+    ) -> Any:
+        assert isinstance(node, ast.For | ast.AsyncFor | ast.comprehension)
+        place = _Place(at.frame, _position(node.iter), {})
+        if isinstance(iteration, ast.expr):
+            return _destructured(node.target, self._expr(iteration, place))[name]
+        values = self._expr(node.iter, place)
+        values = values if isinstance(values, range) else list(values)
+        return _destructured(node.target, values[iteration])[name]
+
+    def _parameter(self, name: str, frame: Frame) -> Any:
+        function = frame.function
+        if frame.call is not None and frame.parent is not None:
+            if _is_self(function, name, frame.call):
+                return self.scene.live
+            given = argument_of(function, frame.call, name)
+            if given is None:
+                raise Unknown
+            outer = frame.parent if given in ast.walk(frame.call) else frame
+            return self._expr(given, _Place(outer, _position(frame.call), {}))
+        if function.args.args and function.args.args[0].arg == name:
+            return self.scene.live
+        if name in self.scene.stored:
+            return getattr(self.scene.live, self.scene.stored[name])
+        if name == "config" and hasattr(self.scene.live, "config"):
+            return self.scene.live.config
+        return self.scene.argument(name)
+
+    def _assigned(self, name: str, at: _Place) -> tuple[Any] | None:
+        """What a local variable was last given before this place; None where nothing was."""
+        found: tuple[Any] | None = None
+        unknown = False
+        for assignment in assignments(at.frame.function, name):
+            statement = assignment.statement
+            if _position(statement) >= at.before or at.inside(statement):
+                continue
+            place = _Place(at.frame, _position(statement), at.names)
+            try:
+                if not all(self._truth(t, place) is sense for t, sense in assignment.guards):
+                    continue
+            except Unknown:
+                unknown = True
+                continue
+            if assignment.looped:
+                raise Unknown
+            found, unknown = (self._given(statement, name, place),), False
+        if unknown:
+            raise Unknown
+        return found
+
+    def _given(self, statement: ast.stmt, name: str, place: _Place) -> Any:
+        match statement:
+            case ast.Assign(targets=targets, value=value):
+                target = next(t for t in targets if name in _targets(t))
+                if isinstance(target, ast.Name):
+                    return self._expr(value, place)
+                return _destructured(target, self._expr(value, place))[name]
+            case ast.AnnAssign(value=ast.expr() as value):
+                return self._expr(value, place)
+        raise Unknown
+
+
+@dataclass(frozen=True)
+class _Place:
+    frame: Frame
+    before: tuple[int, int]
+    names: Mapping[str, Any]
+
+    def with_names(self, names: Mapping[str, Any]) -> _Place:
+        return _Place(self.frame, self.before, {**self.names, **names})
+
+    def inside(self, statement: ast.stmt) -> bool:
+        end = (statement.end_lineno or 0, statement.end_col_offset or 0)
+        return _position(statement) <= self.before < end
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A statement that binds a local name.
+
+    Attributes:
+        statement: The statement.
+        guards: The tests around it.
+        looped: Whether it runs more than once and builds on what it gave before.
+    """
+
+    statement: ast.stmt
+    guards: tuple[tuple[ast.expr, bool], ...]
+    looped: bool
+
+
+def assignments(function: ast.FunctionDef, name: str) -> list[Assignment]:
+    """The statements of a function that bind a local name, in the order of the text."""
+    cache = _assignments.get(function)
+    if cache is None:
+        cache = _assignments[function] = {}
+        for found in _bindings(function.body, (), False):
+            for bound in _bound_names(found.statement):
+                cache.setdefault(bound, []).append(found)
+    return cache.get(name, [])
+
+
+_assignments: dict[ast.FunctionDef, dict[str, list[Assignment]]] = {}
+
+
+def _bindings(
+    body: list[ast.stmt], guards: tuple[tuple[ast.expr, bool], ...], looped: bool
+) -> Iterator[Assignment]:
+    for statement in body:
+        match statement:
+            case ast.Assign() | ast.AnnAssign():
+                names = _bound_names(statement)
+                value = statement.value
+                used = (
+                    {n.id for n in ast.walk(value) if isinstance(n, ast.Name)} if value else set()
+                )
+                yield Assignment(statement, guards, looped and bool(names & used))
+            case ast.AugAssign() | ast.With() | ast.AsyncWith() | ast.Import() | ast.ImportFrom():
+                yield Assignment(statement, guards, looped)
+                yield from _bindings(getattr(statement, "body", []), guards, looped)
+            case ast.If():
+                yield from _bindings(statement.body, (*guards, (statement.test, True)), looped)
+                yield from _bindings(statement.orelse, (*guards, (statement.test, False)), looped)
+            case ast.For() | ast.AsyncFor() | ast.While():
+                yield Assignment(statement, guards, looped)
+                yield from _bindings(statement.body, guards, True)
+                yield from _bindings(statement.orelse, guards, looped)
+            case ast.Try() | ast.TryStar():
+                yield from _bindings(statement.body, guards, looped)
+                unsure = ast.copy_location(ast.Name("<undecided>", ast.Load()), statement)
+                for handler in statement.handlers:
+                    yield from _bindings(handler.body, (*guards, (unsure, True)), looped)
+                yield from _bindings([*statement.orelse, *statement.finalbody], guards, looped)
+
+
+def _bound_names(statement: ast.stmt) -> set[str]:
+    match statement:
+        case ast.Assign(targets=targets):
+            return {n for t in targets for n in _targets(t)}
+        case ast.AnnAssign(target=target, value=ast.expr()) | ast.AugAssign(target=target):
+            return set(_targets(target))
+        case ast.For(target=target) | ast.AsyncFor(target=target):
+            return set(_targets(target))
+        case ast.With(items=items) | ast.AsyncWith(items=items):
+            return {n for i in items if i.optional_vars for n in _targets(i.optional_vars)}
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return {a.asname or a.name.partition(".")[0] for a in names}
+    return set()
+
+
+def _targets(target: ast.expr) -> list[str]:
+    match target:
+        case ast.Name(id=name):
+            return [name]
+        case ast.Tuple(elts=elts) | ast.List(elts=elts):
+            return [n for e in elts for n in _targets(e)]
+        case ast.Starred(value=value):
+            return _targets(value)
+    return []
+
+
+def _destructured(target: ast.expr, value: Any) -> dict[str, Any]:
+    if isinstance(target, ast.Name):
+        return {target.id: value}
+    if isinstance(target, ast.Tuple | ast.List) and not any(
+        isinstance(e, ast.Starred) for e in target.elts
+    ):
+        names: dict[str, Any] = {}
+        for inner, part in zip(target.elts, list(value), strict=True):
+            names |= _destructured(inner, part)
+        return names
+    raise Unknown
+
+
+def _is_self(function: ast.FunctionDef, name: str, call: ast.Call) -> bool:
+    first = function.args.args[0].arg if function.args.args else None
+    return name == first == "self" and isinstance(call.func, ast.Attribute)
+
+
+def argument_of(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.expr | None:
+    """The expression that a call gives a parameter, its default where the call does not give it.
+
+    Returns:
+        None where that cannot be told: a star argument may hide it, or there is no such parameter.
+    """
+    given = function.args
+    positional = [a.arg for a in (*given.posonlyargs, *given.args)]
+    if positional and positional[0] in {"self", "cls"}:
+        positional = positional[1:]
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    if name in positional:
+        position = positional.index(name)
+        before = call.args[: position + 1]
+        if any(isinstance(a, ast.Starred) for a in before):
+            return None
+        if position < len(call.args):
+            return call.args[position]
+    if any(k.arg is None for k in call.keywords):
+        return None
+    all_positional = [a.arg for a in (*given.posonlyargs, *given.args)]
+    defaults = dict(zip(reversed(all_positional), reversed(given.defaults), strict=False))
+    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    defaults |= {a.arg: default for a, default in pairs if default is not None}
+    return defaults.get(name)
+
+
+def iterations(loops: tuple[Loop, ...], numbers: list[int]) -> dict[ast.AST, int | ast.expr]:
+    """Which iteration of each loop made the element with these numbers, as far as that is known."""
+    found: dict[ast.AST, int | ast.expr] = {x.node: x.value for x in loops if x.value is not None}
+    turning = [x for x in loops if x.value is None]
+    if len(turning) == len(numbers):
+        for loop, number in zip(turning, numbers, strict=True):
+            if loop.first is not None and number >= loop.first:
+                found[loop.node] = number - loop.first
+    return found
+
+
+def _position(node: ast.stmt | ast.expr) -> tuple[int, int]:
+    return node.lineno, node.col_offset

@@ -1,0 +1,598 @@
+"""Joins the live module tree to the source: which expression made each module and parameter."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from slapo_rewrite import errors
+from slapo_rewrite.model import evaluate
+from slapo_rewrite.model.evaluate import Evaluator, Scene, Unknown
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.source.sites import Site, find_later_sites, find_sites
+from slapo_rewrite.source.values import Frame
+
+_REFERENCES = {"argument", "alias"}
+# How a class puts a module into one that another class made, and not into a list of its own.
+_DEEP_KINDS = {"assign", "setattr", "add_module", "argument", "alias", "helper", "factory"}
+
+
+class Sources:
+    """The files that the classes of a model come from, each read once.
+
+    Attributes:
+        main: The file that is rewritten.
+    """
+
+    def __init__(self, main: SourceFile) -> None:
+        self.main = main
+        self._files: dict[str, SourceFile | None] = {main.name: main}
+        self._made: dict[type, _Maker] = {}
+        self._sites: dict[tuple[int, str], Site] = {}
+        self._nodes: dict[int, tuple[Node, dict[int, list[Node]]]] = {}
+
+    def file_of(self, cls: type) -> SourceFile | None:
+        """The file that defines a class; None where it has none that can be read."""
+        name = cls.__module__
+        if name not in self._files:
+            self._files[name] = self._read(name)
+        return self._files[name]
+
+    def _read(self, name: str) -> SourceFile | None:
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if not path or not path.endswith(".py"):
+            return None
+        if Path(path).resolve() == self.main.path.resolve():
+            return self.main
+        try:
+            return SourceFile.read(Path(path), name)
+        except errors.SourceError:
+            return None
+
+    def classes(self, cls: type) -> list[tuple[SourceFile, str]]:
+        """The classes along the MRO that have a source, most derived first, without torch's own."""
+        own = [c for c in cls.__mro__ if not c.__module__.startswith("torch.nn.")]
+        found = [(self.file_of(c), c.__name__) for c in own]
+        return [(f, name) for f, name in found if f is not None and name in f.classes]
+
+    def maker(self, cls: type) -> _Maker:
+        """What the constructors of a class make."""
+        if cls not in self._made:
+            self._made[cls] = _Maker(self, cls)
+        return self._made[cls]
+
+    def same_live(self, node: Node) -> list[Node]:
+        """The other nodes that hold the same module."""
+        root = node
+        while root.parent is not None:
+            root = root.parent
+        if id(root) not in self._nodes:
+            nodes: dict[int, list[Node]] = {}
+            for each in root.walk():
+                nodes.setdefault(id(each.live), []).append(each)
+            self._nodes[id(root)] = root, nodes
+        return [n for n in self._nodes[id(root)][1].get(id(node.live), []) if n is not node]
+
+
+def find_site(sources: Sources, node: Node) -> Site:
+    """The construction site of a module.
+
+    Raises:
+        UnfollowableConstruction: No site, or no single one, can be named.
+    """
+    return _Search(sources).module(node)
+
+
+def find_parameter_site(sources: Sources, node: Node, name: str) -> Site:
+    """The expression that makes a parameter or buffer that a class keeps itself.
+
+    Raises:
+        UnfollowableConstruction: No site, or no single one, can be named.
+    """
+    return _Search(sources).parameter(node, name)
+
+
+def resolve_callee(sources: Sources, site: Site, node: Node) -> object | None:
+    """The object that a site calls to make this module; None where that cannot be told."""
+    if site.callee is None:
+        return None
+    holder = _holder(node, site)
+    try:
+        return _Search(sources).value(site.callee, site, holder, node) if holder else None
+    except Unknown:
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """A class along the MRO whose constructor runs, and the call that made it run."""
+
+    cls: type
+    file: SourceFile
+    frame: Frame | None
+    call: ast.Call | None
+    function: ast.FunctionDef | None
+
+
+class _Maker:
+    """The sites of a class along its MRO; a base class is read only where that is needed."""
+
+    def __init__(self, sources: Sources, cls: type) -> None:
+        self.sources = sources
+        self.cls = cls
+        self.levels: list[_Level] = []
+        self._pending = _levels(sources, cls)
+        self._patterns: list[_Patterns] = []
+        self.level_of: dict[Site, int] = {}
+        self._matches: dict[str, list[tuple[Site, tuple[str, ...]]]] = {}
+
+    def match(self, relative: str) -> list[tuple[Site, tuple[str, ...]]]:
+        """The sites that may make a path, in the order in which they are carried out."""
+        if relative not in self._matches:
+            found: list[tuple[Site, tuple[str, ...]]] = []
+            head = relative.partition(".")[0]
+            for patterns in self._each():
+                here = patterns.match(relative)
+                found = [*here, *found]
+                if here and any(not s.guards for s in patterns.near(head)):
+                    break
+            self._matches[relative] = found
+        return self._matches[relative]
+
+    def near(self, relative: str) -> list[Site]:
+        """The sites of the attribute that a path begins with."""
+        head = relative.partition(".")[0]
+        return [s for patterns in self._each() for s in patterns.near(head)]
+
+    def _each(self) -> Iterator[_Patterns]:
+        number = 0
+        while number < len(self._patterns) or self._grow():
+            yield self._patterns[number]
+            number += 1
+
+    def _grow(self) -> bool:
+        """Reads one class more along the MRO; False where there is none."""
+        level = next(self._pending, None)
+        if level is None:
+            return False
+        patterns = _Patterns()
+        for sites in find_sites(level.file, level.cls.__name__).values():
+            patterns.extend(sites)
+            self.level_of.update((s, len(self.levels)) for s in sites)
+        self.levels.append(level)
+        self._patterns.append(patterns)
+        return True
+
+    @cached_property
+    def has_deep(self) -> bool:
+        """Whether the class itself puts modules into modules that other classes make."""
+        constructed = [c for c in self.cls.__mro__ if "__init__" in vars(c)]
+        own = itertools.takewhile(lambda c: c.__module__ == self.cls.__module__, constructed)
+        return any(patterns.deep for _, patterns in zip(own, self._each(), strict=False))
+
+    @cached_property
+    def later(self) -> _Patterns:
+        """The sites in other methods than the constructor."""
+        found = _Patterns()
+        for cls in reversed(self.cls.__mro__):
+            file = self.sources.file_of(cls) if cls is not nn.Module else None
+            if file is not None and cls.__name__ in file.classes:
+                for sites in find_later_sites(file, cls.__name__).values():
+                    found.extend(sites)
+        return found
+
+    @cached_property
+    def constructor(self) -> ast.FunctionDef | None:
+        """The function that takes the arguments of an instantiation."""
+        next(self._each(), None)
+        return self.levels[0].function if self.levels else None
+
+    def stored(self, level: _Level) -> dict[str, str]:
+        """The parameters that a constructor keeps in attributes as they are."""
+        found: dict[str, str] = {}
+        for path, (site, *others) in find_sites(level.file, level.cls.__name__).items():
+            plain = not others and not site.steps and "." not in path
+            if plain and site.kind == "argument" and isinstance(site.value, ast.Name):
+                found.setdefault(site.value.id, path)
+        return found
+
+
+class _Patterns:
+    """Sites by path pattern."""
+
+    def __init__(self) -> None:
+        self._exact: dict[str, list[Site]] = {}
+        self._globs: dict[str, tuple[re.Pattern[str], list[Site]]] = {}
+        self.deep = False
+
+    def extend(self, sites: list[Site]) -> None:
+        for site in sites:
+            self.deep |= "." in site.path and not site.container and site.kind in _DEEP_KINDS
+            if "*" not in site.path:
+                self._exact.setdefault(site.path, []).append(site)
+            else:
+                if site.path not in self._globs:
+                    regex = re.escape(site.path).replace(r"\*", r"([^.]+)")
+                    self._globs[site.path] = re.compile(regex), []
+                self._globs[site.path][1].append(site)
+
+    def match(self, relative: str) -> list[tuple[Site, tuple[str, ...]]]:
+        """The sites that may make this path, with what each `*` stands for."""
+        found: list[tuple[Site, tuple[str, ...]]] = [(s, ()) for s in self._exact.get(relative, ())]
+        for regex, sites in self._globs.values():
+            match = regex.fullmatch(relative)
+            if match:
+                found += [(s, match.groups()) for s in sites]
+        return found
+
+    def near(self, name: str) -> list[Site]:
+        """The sites of an attribute."""
+        return self._exact.get(name, [])
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    site: Site
+    holder: Node
+    numbers: tuple[str, ...]
+    certain: bool = False
+
+
+class _Search:
+    """One search; remembers the modules it is in the middle of, so that it ends."""
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+        self._busy: set[int] = set()
+
+    # Modules --------------------------------------------------------------------------------
+
+    def module(self, node: Node) -> Site:
+        known = self.sources._sites.get((id(node), ""))
+        if known is None:
+            known = self.sources._sites[id(node), ""] = self._module(node)
+        return known
+
+    def _module(self, node: Node) -> Site:
+        if id(node) in self._busy:
+            raise _refused(node, "its construction depends on itself", None)
+        self._busy.add(id(node))
+        try:
+            found = self._choose(node, self._candidates(node))
+            if found is None:
+                found = self._choose(node, self._candidates(node, later=True))
+            reference = found is not None and found.site.kind in _REFERENCES
+            if found is not None and not reference:
+                return self._inner(found, node)
+            return self._made_elsewhere(node, found)
+        finally:
+            self._busy.discard(id(node))
+
+    def _candidates(self, node: Node, later: bool = False) -> list[_Candidate]:
+        """The sites that may have made a module: its owner's, and those of modules further up.
+
+        What a module further up puts in its place runs later, so it comes first.
+        """
+        for holder in _holders(node):
+            relative = node.path[len(holder.path) + 1 :] if holder.path else node.path
+            maker = self.sources.maker(holder.cls)
+            if holder is not node.owner and not later and not maker.has_deep:
+                continue
+            patterns = maker.later if later else maker
+            found = [_Candidate(s, holder, n) for s, n in patterns.match(relative)]
+            if holder is not node.owner:
+                found = [c for c in found if self._fits(c, node) is not False]
+                found = [c for c in found if self._guarded(c, node)]
+            if found:
+                return found
+        return []
+
+    def _choose(self, node: Node, candidates: list[_Candidate]) -> _Candidate | None:
+        if not candidates:
+            return None
+        fitting = [c for c in candidates if self._fits(c, node) is not False]
+        if len(fitting) > 1 or (fitting and fitting[0].site.steps):
+            reached = [(c, self._guarded(c, node)) for c in fitting]
+            possible = [replace(c, certain=g is True) for c, g in reached if g is not False]
+            # A config changed after construction may speak against the one expression that fits.
+            exact = [c for c in fitting if self._fits(c, node)]
+            fitting = possible or (exact if len(exact) == 1 else [])
+        fitting = _last(fitting)
+        if len(fitting) > 1:
+            exact = [c for c in fitting if self._fits(c, node)]
+            fitting = exact or fitting
+        if len({id(c.site.value) for c in fitting}) > 1:
+            raise self._ambiguous(node, fitting)
+        return fitting[0] if fitting else None
+
+    def _ambiguous(self, node: Node, candidates: list[_Candidate]) -> errors.RewriteError:
+        first, *others = [c.site for c in candidates]
+        return errors.UnfollowableConstruction(
+            f"`{node.path}` ({node.cls.__name__}) may be made in {len(candidates)} places",
+            at=first.file.at(first.value, "here"),
+            also=[s.file.at(s.value, "or here") for s in others],
+            hint="make it in one place, or choose between them with a test of `config` or `self`",
+        )
+
+    def _fits(self, candidate: _Candidate, node: Node) -> bool | None:
+        """Whether a site makes a module of this class; None where that cannot be told."""
+        site = candidate.site
+        if site.callee is None or site.kind in {"helper", "factory"}:
+            return None
+        try:
+            made = self._evaluated(site.callee, candidate, node)
+        except Unknown:
+            return None
+        if not isinstance(made, type):
+            return None
+        if made is node.cls:
+            return True
+        return None if issubclass(node.cls, made) and issubclass(made, nn.Module) else False
+
+    def _guarded(self, candidate: _Candidate, node: Node) -> bool | None:
+        """Whether the tests around a site let it make this module; None where that is not known."""
+        unknown = False
+        for step in candidate.site.steps:
+            test = getattr(step, "test", None)
+            if test is None:
+                continue
+            try:
+                value = self._evaluated(test, candidate, node, step.frame)
+                if bool(value) is not getattr(step, "sense", True):
+                    return False
+            except Unknown:
+                unknown = True
+            except Exception:  # the truth of a user's object
+                unknown = True
+        return None if unknown else True
+
+    def _inner(self, candidate: _Candidate, node: Node) -> Site:
+        """The site inside a helper function, where one can be named."""
+        site = candidate.site
+        inner = [replace(candidate, site=s) for s in site.inner if s.kind not in _REFERENCES]
+        try:
+            found = self._choose(node, inner)
+        except errors.UnfollowableConstruction:
+            found = None
+        if found is None:
+            return site
+        return replace(self._inner(found, node), kind="helper")
+
+    def _made_elsewhere(self, node: Node, found: _Candidate | None) -> Site:
+        """The site of a module that is made under another name, or given to the constructor."""
+        for other in self.sources.same_live(node):
+            if id(other) not in self._busy:
+                try:
+                    return self.module(other)
+                except errors.UnfollowableConstruction:
+                    continue
+        given = self._given(node, found) if found is not None else None
+        if given is not None:
+            return given
+        raise self._nowhere(node, found)
+
+    def _given(self, node: Node, found: _Candidate) -> Site | None:
+        """The expression that makes a module in the call of the constructor it is given to."""
+        if not isinstance(found.site.value, ast.Name) or found.holder.parent is None:
+            return None
+        try:
+            expr, site = self._argument(found.holder, found.site.value.id, found.site)
+        except (Unknown, errors.UnfollowableConstruction):
+            return None
+        if not isinstance(expr, ast.Call | ast.Subscript):
+            return None
+        return replace(site, path=found.site.path, kind="argument", value=expr, container=False)
+
+    def _nowhere(self, node: Node, found: _Candidate | None) -> errors.RewriteError:
+        owner = node.owner
+        if found is not None:
+            return _refused(node, "is given its name here, but made elsewhere", found.site)
+        near = self.sources.maker(owner.cls).near(node.relative) if owner else []
+        if near:
+            return _refused(node, "is not made by any expression that can be followed", near[-1])
+        classes = self.sources.classes(owner.cls) if owner else []
+        at = classes[0][0].at(classes[0][0].classes[classes[0][1]]) if classes else None
+        return errors.UnfollowableConstruction(
+            f"nothing in the source makes `{node.path}` ({node.cls.__name__})",
+            at=at,
+            hint="make it in `__init__`: `self.name = Class(...)`",
+        )
+
+    # Parameters -----------------------------------------------------------------------------
+
+    def parameter(self, node: Node, name: str) -> Site:
+        key = (id(node), name)
+        if key not in self.sources._sites:
+            self.sources._sites[key] = self._parameter(node, name)
+        return self.sources._sites[key]
+
+    def _parameter(self, node: Node, name: str) -> Site:
+        full = f"{node.path}.{name}" if node.path else name
+        for later in (False, True):
+            for holder in [*_holders(node), *([] if node.is_container else [node])]:
+                relative = full[len(holder.path) + 1 :] if holder.path else full
+                maker = self.sources.maker(holder.cls)
+                patterns = maker.later if later else maker
+                found = [_Candidate(s, holder, n) for s, n in patterns.match(relative)]
+                reached = [(c, self._guarded(c, holder)) for c in found]
+                possible = [replace(c, certain=g is True) for c, g in reached if g is not False]
+                possible = _last(possible)
+                if len({id(c.site.value) for c in possible}) > 1:
+                    raise self._ambiguous(holder, possible)
+                if possible:
+                    return possible[0].site
+        raise errors.UnfollowableConstruction(
+            f"nothing in the source makes the parameter `{full}` of {node.cls.__name__}",
+            hint="make it in `__init__`: `self.name = nn.Parameter(...)`",
+        )
+
+    # Values ---------------------------------------------------------------------------------
+
+    def value(self, expr: ast.expr, site: Site, holder: Node, node: Node) -> Any:
+        """What an expression at a site came to when it made `node`; raises Unknown."""
+        return self._evaluated(expr, _Candidate(site, holder, _numbers(site, holder, node)), node)
+
+    def _evaluated(
+        self, expr: ast.expr, candidate: _Candidate, node: Node, frame: Frame | None = None
+    ) -> Any:
+        site, holder = candidate.site, candidate.holder
+        maker = self.sources.maker(holder.cls)
+        level = maker.levels[maker.level_of[site]] if site in maker.level_of else None
+        scene = Scene(
+            live=holder.live,
+            file=site.file,
+            frame=frame or site.frame,
+            argument=partial(self._argument_value, holder, level),
+            stored=maker.stored(level) if level else {},
+            elements=evaluate.iterations(
+                site.loops, [int(n) for n in candidate.numbers if n.isdecimal()]
+            ),
+            hidden=frozenset({site.path.partition(".")[0]}),
+        )
+        return Evaluator(scene).evaluate(expr)
+
+    def _argument_value(self, holder: Node, level: _Level | None, name: str) -> Any:
+        """What a parameter of a constructor was given."""
+        if level is not None and level.call is not None and level.frame is not None:
+            maker = self.sources.maker(holder.cls)
+            outer = maker.levels[maker.levels.index(level) - 1]
+            assert level.function is not None
+            given = evaluate.argument_of(level.function, level.call, name)
+            if given is None:
+                raise Unknown
+            scene = Scene(
+                live=holder.live,
+                file=outer.file,
+                frame=level.frame,
+                argument=partial(self._argument_value, holder, outer),
+                stored=maker.stored(outer),
+            )
+            return Evaluator(scene).evaluate(given)
+        if holder.parent is None:
+            raise Unknown
+        try:
+            expr, site = self._argument(holder, name, None)
+        except errors.UnfollowableConstruction as error:
+            raise Unknown from error
+        if isinstance(expr, ast.Constant):
+            return expr.value
+        outer_holder = _holder(holder, site)
+        if outer_holder is None:
+            raise Unknown
+        return self.value(expr, site, outer_holder, holder)
+
+    def _argument(self, holder: Node, name: str, within: Site | None) -> tuple[ast.expr, Site]:
+        """The expression that a constructor's parameter was given, and the call's site."""
+        if id(holder) in self._busy:
+            raise Unknown
+        maker = self.sources.maker(holder.cls)
+        if within is not None and maker.level_of.get(within):
+            raise Unknown  # behind a call of `super().__init__`
+        site = self.module(holder)
+        constructor = maker.constructor
+        if constructor is None or not isinstance(site.value, ast.Call):
+            raise Unknown
+        given = evaluate.argument_of(constructor, site.value, name)
+        if given is None:
+            raise Unknown
+        return given, site
+
+
+def _levels(sources: Sources, cls: type) -> Iterator[_Level]:
+    """The constructors that run when a class is instantiated, the most derived first."""
+    mro = list(cls.__mro__)
+    position = 0
+    frame: Frame | None = None
+    call: ast.Call | None = None
+    while position < len(mro):
+        each = mro[position]
+        file = sources.file_of(each) if each is not nn.Module else None
+        if file is None or each.__name__ not in file.classes or "__init__" not in vars(each):
+            position += 1
+            continue
+        function = file.method(each.__name__, "__init__")
+        yield _Level(each, file, frame, call, function)
+        if function is None:
+            position += 1
+            continue
+        call, position = _next_constructor(function, mro, position)
+        frame = Frame(function)
+
+
+def _next_constructor(
+    function: ast.FunctionDef, mro: list[type], position: int
+) -> tuple[ast.Call | None, int]:
+    """The call by which a constructor runs the next one, and where that is in the MRO."""
+    names = [c.__name__ for c in mro]
+    for call in ast.walk(function):
+        match call:
+            case ast.Call(func=ast.Attribute(value=owner, attr="__init__")):
+                pass
+            case _:
+                continue
+        match owner:
+            case ast.Call(func=ast.Name(id="super"), args=[]):
+                return call, position + 1
+            case ast.Call(func=ast.Name(id="super"), args=[ast.Name(id=name), *_]):
+                if name in names:
+                    return call, names.index(name) + 1
+            case ast.Name(id=name) | ast.Attribute(attr=name):
+                if name in names[position:]:
+                    return None, names.index(name)
+    return None, len(mro)
+
+
+def _holders(node: Node) -> Iterator[Node]:
+    """The modules above a node that are not containers, the outermost first."""
+    above: list[Node] = []
+    holder = node.owner
+    while holder is not None:
+        above.append(holder)
+        holder = holder.owner
+    yield from reversed(above)
+
+
+def _holder(node: Node, site: Site) -> Node | None:
+    """The module above a node whose class holds the site."""
+    for holder in _holders(node):
+        if site.class_name in {c.__name__ for c in holder.cls.__mro__}:
+            relative = node.path[len(holder.path) + 1 :] if holder.path else node.path
+            if re.fullmatch(re.escape(site.path).replace(r"\*", r"[^.]+"), relative):
+                return holder
+    return None
+
+
+def _numbers(site: Site, holder: Node, node: Node) -> tuple[str, ...]:
+    relative = node.path[len(holder.path) + 1 :] if holder.path else node.path
+    match = re.fullmatch(re.escape(site.path).replace(r"\*", r"([^.]+)"), relative)
+    return match.groups() if match else ()
+
+
+def _last(candidates: list[_Candidate]) -> list[_Candidate]:
+    """Leaves out the sites whose module another site certainly replaces.
+
+    Of the sites of one path the last certain one wins, and a known element wins over a list's `*`.
+    """
+    exact = [c for c in candidates if "*" not in c.site.path]
+    certain = [c for c in exact if c.certain]
+    if not certain:
+        return candidates
+    return exact[exact.index(certain[-1]) :]
+
+
+def _refused(node: Node, words: str, site: Site | None) -> errors.UnfollowableConstruction:
+    return errors.UnfollowableConstruction(
+        f"`{node.path}` ({node.cls.__name__}) {words}",
+        at=site.file.at(site.value) if site else None,
+        hint="make it in `__init__` of the class that uses it: `self.name = Class(...)`",
+    )

@@ -1,0 +1,187 @@
+"""The module tree of a model, built on the meta device: no memory, no weights."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from slapo_rewrite import errors
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+
+
+def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> nn.Module:
+    """Calls a schedule's `model(m)` on the meta device.
+
+    Args:
+        make: The schedule's function.
+        module: The module that is rewritten.
+
+    Raises:
+        ModelError: It raises, or returns something that is not a module.
+    """
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model = make(module)
+    except errors.RewriteError:
+        raise
+    except Exception as error:
+        raise errors.ModelError(
+            f"`model` fails: {type(error).__name__}: {error}".rstrip(": "),
+            at=_place_raised(make, error),
+            also=_deepest_place(make, error),
+            hint="`model(m)` is called on the meta device: it must not read the values of tensors",
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise errors.ModelError(
+            f"`model` returns {_described(model)}, not a torch.nn.Module",
+            at=_place_defined(make),
+            hint="end it with `return` and the module",
+        )
+    return model
+
+
+class Node:
+    """A module at one path of the tree.
+
+    Attributes:
+        path: From the root; '' for the root itself.
+        name: The last segment of the path.
+        parent: The module that holds it; None for the root.
+        children: Its submodules by name, in the order in which they were made.
+        live: The module.
+        cls: The module's class.
+        is_container: Whether it is one of torch's containers, or of a subclass that has no
+            constructor of its own: what it holds is then made by whoever made it.
+        owner: The nearest module above that is not a container; None for the root.
+        relative: The path from `owner`, `layer.3` say.
+    """
+
+    __slots__ = (
+        "children",
+        "cls",
+        "is_container",
+        "live",
+        "name",
+        "owner",
+        "parent",
+        "path",
+        "relative",
+    )
+
+    def __init__(self, name: str, live: nn.Module, parent: Node | None) -> None:
+        self.name = name
+        self.live = live
+        self.parent = parent
+        self.cls = type(live)
+        self.is_container = is_container(self.cls)
+        self.children: dict[str, Node] = {}
+        if parent is None:
+            self.path, self.relative, self.owner = "", "", None
+            return
+        self.path = f"{parent.path}.{name}" if parent.path else name
+        if parent.is_container and parent.owner is not None:
+            self.owner, self.relative = parent.owner, f"{parent.relative}.{name}"
+        else:
+            self.owner, self.relative = parent, name
+
+    def __repr__(self) -> str:
+        return f"Node({self.path!r}, {self.cls.__name__})"
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The module's own parameters, not those of its submodules."""
+        return {n: p for n, p in self.live._parameters.items() if p is not None}
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The module's own buffers, not those of its submodules."""
+        return {n: b for n, b in self.live._buffers.items() if b is not None}
+
+    def walk(self) -> Iterator[Node]:
+        """The node and everything below it, a module before what it holds."""
+        yield self
+        for child in self.children.values():
+            yield from child.walk()
+
+
+class Tree:
+    """All modules of a model.
+
+    Attributes:
+        root: The model.
+        nodes: Path -> node, a module before what it holds.
+        ties: Full parameter name -> all names of the same parameter, for those that have several.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.root = Node("", model, None)
+        self.nodes: dict[str, Node] = {}
+        names: dict[int, list[str]] = {}
+        self._build(self.root, set(), names)
+        groups = [tuple(group) for group in names.values() if len(group) > 1]
+        self.ties: dict[str, tuple[str, ...]] = {n: group for group in groups for n in group}
+
+    def _build(self, node: Node, above: set[int], names: dict[int, list[str]]) -> None:
+        self.nodes[node.path] = node
+        prefix = f"{node.path}." if node.path else ""
+        for name, parameter in node.live._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), []).append(prefix + name)
+        above.add(id(node.live))
+        for name, live in node.live._modules.items():
+            if live is None:
+                continue
+            if id(live) in above:
+                raise errors.ModelError(
+                    f"`{prefix}{name}` holds the module that it is part of",
+                    hint="a module that is reached from itself has no finite tree",
+                )
+            child = node.children[name] = Node(name, live, node)
+            self._build(child, above, names)
+        above.discard(id(node.live))
+
+
+def is_container(cls: type) -> bool:
+    """Whether what a module of this class holds is made by whoever made it."""
+    if not issubclass(cls, CONTAINERS):
+        return False
+    own = next(c for c in cls.__mro__ if "__init__" in vars(c))
+    return own in CONTAINERS
+
+
+def _described(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _place_defined(make: Callable[[ModuleType], nn.Module]) -> errors.Span | None:
+    code = getattr(make, "__code__", None)
+    return _span(code.co_filename, code.co_firstlineno) if code else None
+
+
+def _place_raised(make: Callable[[ModuleType], nn.Module], error: Exception) -> errors.Span | None:
+    """The last line of the schedule's own file that the error passed through."""
+    code = getattr(make, "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if code and f.filename == code.co_filename and f.lineno]
+    return _span(own[-1].filename, own[-1].lineno or 1) if own else _place_defined(make)
+
+
+def _deepest_place(make: Callable[[ModuleType], nn.Module], error: Exception) -> list[errors.Span]:
+    """Where the error was raised, if that is not in the schedule itself."""
+    code = getattr(make, "__code__", None)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.lineno]
+    if not code or not frames or frames[-1].filename in {code.co_filename, __file__}:
+        return []
+    return [_span(frames[-1].filename, frames[-1].lineno or 1, "raised here")]
+
+
+def _span(path: str, number: int, note: str = "") -> errors.Span:
+    text = linecache.getline(path, number).rstrip("\r\n")
+    indent = len(text) - len(text.lstrip())
+    return errors.Span(path, number, indent + 1, max(1, len(text) - indent), text, note)
