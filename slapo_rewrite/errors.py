@@ -190,6 +190,12 @@ class ConflictingEdits(RewriteError):
     code = "SR306"
 
 
+class IncompleteShard(RewriteError):
+    """A parameter has to be split with another one, and is not."""
+
+    code = "SR307"
+
+
 class OutputEdited(RewriteError):
     """The output folder holds hand edits, or files that the tool did not write."""
 

@@ -1,0 +1,686 @@
+"""Writes what changes in one class: in its own text, or as a subclass."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.definition import (
+    Attach,
+    ChangeArgument,
+    Definition,
+    Key,
+    MakeClass,
+    MakeLayer,
+    MakeOther,
+    OwnShare,
+    SplitParameter,
+    What,
+    WrapCall,
+    WrapInput,
+    WrapOutput,
+    united,
+)
+from slapo_rewrite.edit.expressions import formatted, parenthesised, replace_call
+from slapo_rewrite.edit.imports import CHECKPOINT, Imports
+from slapo_rewrite.edit.splice import Edit, apply_edits
+from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.source.sites import Site
+
+# What transformers calls the cache that a layer fills: filled twice, it would hold every key twice.
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "past_states")
+
+HOOKS = {
+    "fwd_pre": "register_forward_pre_hook",
+    "fwd_post": "register_forward_hook",
+    "bwd_post": "register_full_backward_hook",
+}
+
+
+@dataclass
+class Lines:
+    """What changes around one statement: parts of it, and whole lines before or after it."""
+
+    inside: list[Edit] = field(default_factory=list)
+    before: list[tuple[str, tuple[Directive, ...], str]] = field(default_factory=list)
+    after: list[tuple[str, tuple[Directive, ...], str]] = field(default_factory=list)
+
+
+class ClassWriter:
+    """Edits one source file, class by class.
+
+    Args:
+        file: The file.
+        sites: Construction sites by the first character of their expression.
+        imports: Takes the names that the edits refer to.
+        line_length: The file's own.
+    """
+
+    def __init__(
+        self, file: SourceFile, sites: Mapping[int, Site], imports: Imports, line_length: int
+    ) -> None:
+        self.file, self.sites, self.imports, self.line_length = file, sites, imports, line_length
+
+    # In place.
+
+    def in_place(self, class_name: str, definition: Definition, indices: IndexSets) -> list[Edit]:
+        """The edits that make the class what `definition` says."""
+        return self._written(self._lines(class_name, definition, indices))
+
+    def _written(self, lines: Mapping[ast.stmt, Lines]) -> list[Edit]:
+        edits = []
+        for statement, change in lines.items():
+            start, end = self.file.span(statement)
+            indent = statement.col_offset
+            pad = "\n" + " " * indent
+            if change.inside:
+                text, _ = apply_edits(self.file.text[start:end], _moved(change.inside, -start))
+                causes = united(*(e.causes for e in change.inside))
+                why = "; ".join(dict.fromkeys(e.why for e in change.inside))
+                edits.append(Edit(start, end, self._fitted(text, indent), causes, why))
+            # Lines of one cause stand together in one edit.
+            for text, causes, why in change.before:
+                edits.append(Edit(start, start, formatted(text, indent, self.line_length) + pad, causes, why))
+            for text, causes, why in change.after:
+                line_end = self._end_of_line(end)
+                edits.append(
+                    Edit(line_end, line_end, pad + formatted(text, indent, self.line_length), causes, why)
+                )
+        return edits
+
+    def _end_of_line(self, position: int) -> int:
+        """Past a comment that stands behind the statement."""
+        line_end = self.file.text.find("\n", position)
+        rest = self.file.text[position : line_end if line_end >= 0 else None]
+        return position + len(rest.rstrip()) if rest.strip().startswith("#") else position
+
+    def _fitted(self, text: str, indent: int) -> str:
+        """The statement as it is where it fits on its line, else as black lays it out."""
+        if "\n" not in text and indent + len(text) <= self.line_length:
+            return text
+        return formatted(text, indent, self.line_length)
+
+    def _lines(
+        self, class_name: str, definition: Definition, indices: IndexSets
+    ) -> dict[ast.stmt, Lines]:
+        lines: dict[ast.stmt, Lines] = {}
+
+        def at(statement: ast.stmt) -> Lines:
+            return lines.setdefault(statement, Lines())
+
+        by_site: dict[int, dict[str, What]] = {}
+        causes: dict[int, tuple[Directive, ...]] = {}
+        for key, change in definition.changes.items():
+            why = definition.causes.get(key, ())
+            if key[0] == "site":
+                by_site.setdefault(key[1], {})[key[2]] = change
+                causes[key[1]] = united(causes.get(key[1], ()), why)
+            elif key[0] == "parameter" and isinstance(change, SplitParameter):
+                site = self.sites[key[1]]
+                text = self._split_parameter(key[3], change, why)
+                at(site.statement).after.append((text, why, f"cut `{key[3]}` to this rank's part"))
+            elif key[0] == "hook" and isinstance(change, Attach):
+                site = self.sites[key[1]]
+                text = self._hook(site, key[2], change, why)
+                at(site.statement).after.append((text, why, f"hook on `{site.path}`"))
+            elif key[0] == "size":
+                constructor = self.file.method(class_name, "__init__")
+                assert constructor is not None
+                text = self._own_share(key[1], why)
+                at(constructor.body[-1]).after.append((text, why, f"this rank's share of `{key[1]}`"))
+            elif key[0] == "forward":
+                self._wrap_forward(class_name, change, why, at)
+            elif key[0] == "call" and isinstance(change, WrapCall):
+                self._wrap_calls(class_name, key[1], change, why, at)
+            elif key[0] == "argument" and isinstance(change, ChangeArgument):
+                self._change_argument(class_name, key, change, why, at)
+        for start, changes in by_site.items():
+            self._change_site(self.sites[start], changes, causes[start], indices, at)
+        return lines
+
+    # Construction sites.
+
+    def _change_site(
+        self,
+        site: Site,
+        changes: Mapping[str, What],
+        causes: tuple[Directive, ...],
+        indices: IndexSets,
+        at: Callable[[ast.stmt], Lines],
+    ) -> None:
+        start, end = self.file.span(site.value)
+        present = indices.of(site)
+        if len(set(changes.values())) == 1 and present <= changes.keys():
+            what = next(iter(changes.values()))
+            if isinstance(what, MakeClass) and self._change_variable(site, what, causes, at):
+                return
+            text = self._made(site, what, causes)
+            at(site.statement).inside.append(Edit(start, end, text, causes, _why(site, what)))
+            return
+        text, edits = self._choice(site, changes, causes, present)
+        at(site.statement).inside += [Edit(start, end, text, causes, f"choose by index for `{site.path}`"), *edits]
+
+    def _made(self, site: Site, what: What, causes: tuple[Directive, ...]) -> str:
+        """The construction with what was asked in it."""
+        original = self.file.segment(site.value)
+        if not isinstance(site.value, ast.Call) or site.kind in ("helper", "factory", "argument", "alias"):
+            raise errors.UnfollowableConstruction(
+                f"`{site.path}` is not made by a call that names its class",
+                at=self.file.at(site.value),
+                also=[c.at for c in causes[:1] if c.at],
+                hint="write the construction out: self.name = Class(...)",
+            )
+        if isinstance(what, MakeLayer):
+            layer = what.layer
+            keywords = [(name, _literal(value)) for name, value in layer.keywords]
+            if layer.unit is not None:
+                keywords.append(("multiple_of", f"self.{layer.unit}"))
+            return replace_call(original, self.imports.helper(layer.module, layer.name, causes), keywords)
+        if isinstance(what, MakeOther):
+            return replace_call(
+                original, self.imports.function(what.target, causes), arguments=what.arguments
+            )
+        assert isinstance(what, MakeClass)
+        return replace_call(original, what.name)
+
+    def _change_variable(
+        self, site: Site, what: MakeClass, causes: tuple[Directive, ...], at: Callable[[ast.stmt], Lines]
+    ) -> bool:
+        """A class that a local variable holds is changed where the variable gets it."""
+        if not site.variable:
+            return False
+        for statement in site.variable:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and node.id == what.original:
+                    start, end = self.file.span(node)
+                    at(statement).inside.append(Edit(start, end, what.name, causes, _why(site, what)))
+                    return True
+        return False
+
+    def _choice(
+        self,
+        site: Site,
+        changes: Mapping[str, What],
+        causes: tuple[Directive, ...],
+        present: set[str],
+    ) -> tuple[str, list[Edit]]:
+        """`New(...) if i < 6 else Old(...)`, and what the loop needs for it to know `i`."""
+        variable, edits = self._counter(site, causes)
+        by_text: dict[str, list[int]] = {}
+        original = self.file.segment(site.value)
+        for index in sorted(present, key=_number):
+            what = changes.get(index)
+            text = original if what is None else self._made(site, what, causes)
+            by_text.setdefault(text, []).append(_number(index))
+        # What most elements are stands last, the original's own class if it is among them.
+        order = sorted(by_text, key=lambda t: (t == original, len(by_text[t])))
+        text = parenthesised(order[-1]) if "\n" in order[-1] else order[-1]
+        total = len(present)
+        for choice in reversed(order[:-1]):
+            test = condition(variable, by_text[choice], total)
+            text = f"{choice} if {test} else {text}"
+        return text, edits
+
+    def _counter(self, site: Site, causes: tuple[Directive, ...]) -> tuple[str, list[Edit]]:
+        """The variable that counts the elements, and the edits that give the loop one."""
+        if site.index and site.index != "_":
+            return site.index, []
+        loop = site.loop
+        if loop is None or len(site.loops) != 1 or not isinstance(loop.node, (ast.comprehension, ast.For)):
+            raise self._no_counter(site, causes)
+        node = loop.node
+        used = {n.id for n in ast.walk(site.function) if isinstance(n, ast.Name)}
+        name = next(n for n in ("i", "index", "layer_index", "element_index") if n not in used)
+        start, end = self.file.span(node.target)
+        if site.index == "_" and isinstance(node.target, ast.Name):
+            return name, [Edit(start, end, name, causes, "count the elements")]
+        if loop.first not in (0, None) or isinstance(node, ast.For):
+            raise self._no_counter(site, causes)
+        target = self.file.segment(node.target)
+        if isinstance(node.target, ast.Tuple) and not target.startswith("("):
+            target = f"({target})"
+        first, last = self.file.span(node.iter)
+        return name, [
+            Edit(start, end, f"{name}, {target}", causes, "count the elements"),
+            Edit(first, last, f"enumerate({self.file.segment(node.iter)})", causes, "count the elements"),
+        ]
+
+    def _no_counter(self, site: Site, causes: tuple[Directive, ...]) -> errors.RewriteError:
+        return errors.UnfollowableConstruction(
+            f"elements of `{site.path}` differ, and nothing counts them where they are made",
+            at=self.file.at(site.value),
+            also=[c.at for c in causes[:1] if c.at],
+            hint="number them in the source: for i, ... in enumerate(...)",
+        )
+
+    # Lines that are added.
+
+    def _split_parameter(self, name: str, change: SplitParameter, causes: tuple[Directive, ...]) -> str:
+        function = self.imports.helper("tensor_parallel", "shard_parameter", causes)
+        parts = f", parts={_literal(_parts(change.parts))}" if len(change.parts) > 1 else ""
+        return f'{function}(self, "{name}", axis={change.axis}{parts})'
+
+    def _own_share(self, attribute: str, causes: tuple[Directive, ...]) -> str:
+        function = self.imports.helper("tensor_parallel", "part_size", causes)
+        return f"self.{attribute} = {function}(self.{attribute})"
+
+    def _hook(self, site: Site, index: str, change: Attach, causes: tuple[Directive, ...]) -> str:
+        if index:
+            raise errors.UnfollowableConstruction(
+                f"`{site.path}` is made in a loop: a hook cannot be put on one element there",
+                at=self.file.at(site.value),
+                also=[c.at for c in causes[:1] if c.at],
+                hint="put the sync on a module inside the element",
+            )
+        function = self.imports.function(change.function, causes)
+        return f"{accessor(site.path)}.{HOOKS[change.mode]}({function})"
+
+    # `forward`.
+
+    def _forward(self, class_name: str, causes: tuple[Directive, ...]) -> ast.FunctionDef:
+        forward = self.file.method(class_name, "forward")
+        if forward is None:
+            raise errors.Unsupported(
+                f"`{class_name}` has no `forward` of its own to put the collective in",
+                at=self.file.at(self.file.classes[class_name]),
+                also=[c.at for c in causes[:1] if c.at],
+                hint="put the sync on a module inside or around it",
+            )
+        return forward
+
+    def _wrap_forward(
+        self, class_name: str, change: What, causes: tuple[Directive, ...], at: Callable[[ast.stmt], Lines]
+    ) -> None:
+        forward = self._forward(class_name, causes)
+        if isinstance(change, WrapInput):
+            positional = [*forward.args.posonlyargs, *forward.args.args][1:]
+            if not positional:
+                raise errors.Unsupported(
+                    f"`{class_name}.forward` has no first argument",
+                    at=self.file.at(forward),
+                    also=[c.at for c in causes[:1] if c.at],
+                )
+            name = positional[0].arg
+            body = forward.body[1:] if ast.get_docstring(forward) is not None else forward.body
+            function = self.imports.helper("tensor_parallel", change.function, causes)
+            at(body[0]).before.append((f"{name} = {function}({name})", causes, f"{change.function} of the input"))
+        elif isinstance(change, WrapOutput):
+            for statement in _returns(forward):
+                value = statement.value
+                if isinstance(value, ast.Tuple) and value.elts:
+                    value = value.elts[0]
+                if value is None:
+                    continue
+                start, end = self.file.span(value)
+                text = self._collective(change.function, self.file.segment(value), change.axis, causes)
+                at(statement).inside.append(Edit(start, end, text, causes, f"{change.function} of the output"))
+
+    def _collective(self, function: str, value: str, axis: int | None, causes: tuple[Directive, ...]) -> str:
+        reference = self.imports.helper("tensor_parallel", function, causes)
+        return f"{reference}({value}{'' if axis in (None, -1) else f', axis={axis}'})"
+
+    def _wrap_calls(
+        self,
+        class_name: str,
+        path: str,
+        change: WrapCall,
+        causes: tuple[Directive, ...],
+        at: Callable[[ast.stmt], Lines],
+    ) -> None:
+        wanted = accessor(path)
+        found = False
+        for method in self.file.methods(class_name):
+            for statement in _simple_statements(method):
+                for node in ast.walk(statement):
+                    if not (isinstance(node, ast.Call) and ast.unparse(node.func) == wanted):
+                        continue
+                    target: ast.expr = node if change.around == "result" else node.args[0]
+                    start, end = self.file.span(target)
+                    text = self._collective(change.function, self.file.segment(target), change.axis, causes)
+                    at(statement).inside.append(Edit(start, end, text, causes, f"{change.function} at `{path}`"))
+                    found = True
+        if not found:
+            raise errors.Unsupported(
+                f"no method of `{class_name}` calls `{wanted}(...)`: there is no place for the collective",
+                at=self.file.at(self.file.classes[class_name]),
+                also=[c.at for c in causes[:1] if c.at],
+                hint="put the sync on a module around it",
+            )
+
+    def _change_argument(
+        self,
+        class_name: str,
+        key: Key,
+        change: ChangeArgument,
+        causes: tuple[Directive, ...],
+        at: Callable[[ast.stmt], Lines],
+    ) -> None:
+        _, line, column, end_line, end_column, index = key
+        for method in self.file.methods(class_name):
+            for statement in _simple_statements(method):
+                for node in ast.walk(statement):
+                    if isinstance(node, ast.Call) and (
+                        (node.lineno, node.end_lineno, node.end_col_offset) == (line, end_line, end_column)
+                        and column in (node.col_offset, getattr(node.func, "end_col_offset", -1))
+                        or (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
+                        == (line, column, end_line, end_column)
+                    ):
+                        arguments: list[ast.expr] = list(node.args)
+                        if len(arguments) == 1 and isinstance(arguments[0], (ast.Tuple, ast.List)):
+                            arguments = arguments[0].elts
+                        if any(isinstance(a, ast.Starred) for a in arguments) or index >= len(arguments):
+                            continue
+                        start, end = self.file.span(arguments[index])
+                        at(statement).inside.append(
+                            Edit(start, end, change.text, causes, "what depends on the sharded size follows")
+                        )
+                        return
+        raise errors.UnfollowableSize(
+            "an argument of this call depends on the sharded size, and cannot be told apart from the others",
+            at=errors.Span(self.file.display, line, column + 1, 1, self.file.line(line)),
+            also=[c.at for c in causes[:1] if c.at],
+            hint="write the sizes out one by one, or keep them in integer attributes of the module",
+        )
+
+    # As a subclass.
+
+    def subclass(
+        self,
+        class_name: str,
+        new_name: str,
+        whole: Definition,
+        extra: set[Key],
+        indices: IndexSets,
+        doc: str,
+    ) -> str:
+        """A subclass in which only the changes at `extra` stand.
+
+        Args:
+            class_name: The class it is derived from, as it is after its own edits.
+            new_name: Its name.
+            whole: Everything that its instances want, so that a statement is repeated as a whole.
+            extra: What the class itself does not do.
+            indices: The elements that each loop makes.
+            doc: The docstring's one line.
+        """
+        lines = self._lines(class_name, whole, indices)
+        wanted = self._lines(class_name, _only(whole, extra), indices)
+        constructor = self.file.method(class_name, "__init__")
+        forward = self.file.method(class_name, "forward")
+        body = [f'    """{doc}"""\n']
+        in_init = {s: lines[s] for s in wanted if constructor and _within(constructor, s)}
+        in_forward = {s: lines[s] for s in wanted if forward and _within(forward, s)}
+        if len(in_init) + len(in_forward) != len(wanted):
+            statement = next(s for s in wanted if s not in in_init and s not in in_forward)
+            raise errors.UnfollowableConstruction(
+                f"some instances of `{class_name}` differ in a method other than `__init__` and `forward`",
+                at=self.file.at(statement),
+                hint="schedule all instances alike",
+            )
+        if in_init and constructor:
+            body.append(self._constructor(class_name, constructor, in_init, whole, extra))
+        if in_forward and forward:
+            body.append(self._override(class_name, forward, in_forward))
+        return f"class {new_name}({class_name}):\n" + "\n".join(body)
+
+    def _constructor(
+        self,
+        class_name: str,
+        constructor: ast.FunctionDef,
+        lines: Mapping[ast.stmt, Lines],
+        whole: Definition,
+        extra: set[Key],
+    ) -> str:
+        header = self._header(constructor)
+        passed = ", ".join(_passed_on(constructor.args))
+        text = [header, f"        super().__init__({passed})"]
+        known = {a.arg for a in _arguments(constructor.args)} | self.file.names | set(dir(builtins))
+        body: list[str] = []
+        for statement in sorted(lines, key=lambda s: s.lineno):
+            self._check_repeatable(class_name, constructor, statement)
+            change = lines[statement]
+            indent = " " * 8
+            if change.inside:
+                local = self._locals(constructor, statement, known)
+                body += [indent + formatted(self.file.segment(s), 8, self.line_length) for s in local]
+                start, end = self.file.span(statement)
+                again, _ = apply_edits(self.file.text[start:end], _moved(change.inside, -start))
+                again = self._reassigned(statement, again)
+                body.append(indent + formatted(again, 8, self.line_length))
+            body += [indent + formatted(t, 8, self.line_length) for t, _, _ in (*change.before, *change.after)]
+        return "\n".join([*text, *dict.fromkeys(body)]) + "\n"
+
+    def _reassigned(self, statement: ast.stmt, text: str) -> str:
+        """`self.layer.append(X)` makes a new element: in a subclass, `self.layer[0] = X` takes its place."""
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)):
+            return text
+        sites = [s for s in self.sites.values() if s.statement is statement]
+        if value.func.attr == "append" and sites and not sites[0].path.endswith("*"):
+            parsed = ast.parse(text).body[0]
+            assert isinstance(parsed, ast.Expr) and isinstance(parsed.value, ast.Call)
+            return f"{accessor(sites[0].path)} = {ast.get_source_segment(text, parsed.value.args[0])}"
+        return text
+
+    def _check_repeatable(self, class_name: str, constructor: ast.FunctionDef, statement: ast.stmt) -> None:
+        """A statement can stand in a subclass's constructor unless a loop is around it."""
+        for node in ast.walk(constructor):
+            if isinstance(node, (ast.For, ast.While, ast.With, ast.Try)) and _within(node, statement):
+                raise errors.UnfollowableConstruction(
+                    f"some instances of `{class_name}` differ in what is made here, inside a "
+                    f"`{type(node).__name__.lower()}`",
+                    at=self.file.at(statement),
+                    hint="schedule all instances alike, or make these modules outside of it",
+                )
+
+    def _locals(
+        self, constructor: ast.FunctionDef, statement: ast.stmt, known: set[str]
+    ) -> list[ast.stmt]:
+        """The assignments of local variables that a statement uses, in order."""
+        bound = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        missing = {
+            n.id
+            for n in ast.walk(statement)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.id not in known | bound
+        }
+        needed: list[ast.stmt] = []
+        for name in sorted(missing):
+            assigned = [
+                s
+                for s in constructor.body
+                if isinstance(s, ast.Assign)
+                and any(isinstance(t, ast.Name) and t.id == name for t in s.targets)
+            ]
+            if len(assigned) != 1:
+                raise errors.UnfollowableConstruction(
+                    f"what is made here depends on the local variable `{name}`",
+                    at=self.file.at(statement),
+                    hint=f"keep `{name}` in an attribute of the module",
+                )
+            needed += [s for s in self._locals(constructor, assigned[0], known) if s not in needed]
+            needed.append(assigned[0])
+        return needed
+
+    def _override(
+        self, class_name: str, method: ast.FunctionDef, lines: Mapping[ast.stmt, Lines]
+    ) -> str:
+        start = self.file.span(method.decorator_list[0])[0] - 1 if method.decorator_list else self.file.span(method)[0]
+        end = self.file.span(method)[1]
+        if "super()" in self.file.text[start:end]:
+            raise errors.UnfollowableConstruction(
+                f"some instances of `{class_name}` need another `{method.name}`, and this one calls `super()`",
+                at=self.file.at(method),
+                hint="schedule all instances alike",
+            )
+        text, _ = apply_edits(self.file.text[start:end], _moved(self._written(lines), -start))
+        return " " * method.col_offset + text + "\n"
+
+    def _header(self, method: ast.FunctionDef) -> str:
+        start, _ = self.file.span(method)
+        first = method.body[0]
+        line = first.lineno if not isinstance(first, ast.Expr) else first.lineno
+        end = self.file.offset(line, 0)
+        header = self.file.text[start:end].rstrip()
+        # Comments between the header and the body do not belong to it.
+        while header.rsplit("\n", 1)[-1].lstrip().startswith("#"):
+            header = header.rsplit("\n", 1)[0].rstrip()
+        return " " * method.col_offset + header
+
+    def recomputing(self, class_name: str, new_name: str, shown: str) -> str:
+        """A subclass whose activations are computed again in the backward pass."""
+        forward = self.file.method(class_name, "forward") if class_name in self.file.classes else None
+        call = self.imports.outside(CHECKPOINT, "checkpoint", ())
+        doc = f"A `{shown}` that computes its activations again in the backward pass instead of keeping them."
+        text = [f"class {new_name}({shown}):", *_docstring(doc, 4, self.line_length), ""]
+        names = [a.arg for a in _arguments(forward.args)] if forward else []
+        caches = [name for name in names if name in CACHES]
+        if forward is None or not caches:
+            text += [
+                "    def forward(self, *args, **kwargs):",
+                f"        return {call}(super().forward, *args, use_reentrant=False, **kwargs)",
+            ]
+            return "\n".join(text) + "\n"
+        passed = list(_passed_on(forward.args, by_name=False))
+        stars = [p for p in passed if p.startswith("**")]
+        plain = [p for p in passed if not p.startswith("**")]
+        arguments = ", ".join(["super().forward", *plain, "use_reentrant=False", *stars])
+        text += [
+            self._header(forward),
+            "        if self.training:",
+            "            # Computing the layer a second time would fill the cache a second time.",
+            *(f"            {name} = None" for name in caches),
+            "        return " + formatted(f"{call}({arguments})", 8, self.line_length - len("return ")),
+        ]
+        return "\n".join(text) + "\n"
+
+
+class IndexSets:
+    """Which elements of each looping construction site exist, over all instances of the class."""
+
+    def __init__(self) -> None:
+        self._present: dict[int, set[str]] = {}
+
+    def add(self, start: int, index: str) -> None:
+        """Notes that an instance has the element."""
+        self._present.setdefault(start, set()).add(index)
+
+    def of(self, site: Site) -> set[str]:
+        """The indices of the elements that the site makes."""
+        return self._present.get(site.file.span(site.value)[0], {""})
+
+
+def condition(variable: str, indices: list[int], total: int) -> str:
+    """An expression that is true for these indices out of `range(total)`.
+
+    `[0, 1, 2] -> i < 3`, `[4, 5] of 6 -> i >= 4`, `[0, 2, 4] -> i % 2 == 0`.
+    """
+    first, last, count = indices[0], indices[-1], len(indices)
+    if count == 1:
+        return f"{variable} == {first}"
+    step = indices[1] - first
+    if indices == list(range(first, last + 1)):
+        if first == 0:
+            return f"{variable} < {last + 1}"
+        return f"{variable} >= {first}" if last == total - 1 else f"{first} <= {variable} < {last + 1}"
+    if indices == list(range(first % step, total, step)):
+        return f"{variable} % {step} == {first % step}"
+    return f"{variable} in ({', '.join(map(str, indices))})"
+
+
+def accessor(path: str) -> str:
+    """A module path as an expression: `mlp.0.c_fc -> self.mlp[0].c_fc`."""
+    text = "self"
+    for segment in path.split("."):
+        text += f"[{segment}]" if segment.isdigit() else f".{segment}"
+    return text
+
+
+def _parts(parts: tuple[int, ...]) -> int | tuple[int, ...]:
+    return len(parts) if len(set(parts)) == 1 else parts
+
+
+def _literal(value: object) -> str:
+    return repr(value)
+
+
+def _number(index: str) -> int:
+    return int(index.rsplit(".", 1)[-1]) if index else 0
+
+
+def _why(site: Site, what: What) -> str:
+    if isinstance(what, MakeLayer):
+        return f"`{site.path}` becomes a {what.layer.name}"
+    if isinstance(what, MakeOther):
+        return f"`{site.path}` is replaced by {what.target.name}"
+    return f"`{site.path}` becomes a {what.name}" if isinstance(what, MakeClass) else site.path
+
+
+def _only(definition: Definition, keys: set[Key]) -> Definition:
+    return Definition(
+        {k: v for k, v in definition.changes.items() if k in keys},
+        {k: v for k, v in definition.causes.items() if k in keys},
+        definition.present,
+        definition.nodes,
+    )
+
+
+def _moved(edits: Iterable[Edit], by: int) -> list[Edit]:
+    return [Edit(e.start + by, e.end + by, e.text, e.causes, e.why) for e in edits]
+
+
+def _within(outer: ast.AST, statement: ast.stmt) -> bool:
+    return any(node is statement for node in ast.walk(outer))
+
+
+def _returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
+    waiting: list[ast.AST] = list(function.body)
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, ast.Return):
+            yield node
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            waiting += list(ast.iter_child_nodes(node))
+
+
+def _simple_statements(function: ast.FunctionDef) -> Iterator[ast.stmt]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.stmt) and not hasattr(node, "body"):
+            yield node
+
+
+def _arguments(arguments: ast.arguments) -> list[ast.arg]:
+    found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return found + [a for a in (arguments.vararg, arguments.kwarg) if a]
+
+
+def _passed_on(arguments: ast.arguments, by_name: bool = True) -> Iterator[str]:
+    """The arguments of a method's caller, handed on as they came."""
+    positional = [*arguments.posonlyargs, *arguments.args][1:]
+    required = len(positional) - len(arguments.defaults)
+    for number, argument in enumerate(positional):
+        optional = by_name and number >= required and not arguments.vararg
+        yield f"{argument.arg}={argument.arg}" if optional else argument.arg
+    if arguments.vararg:
+        yield f"*{arguments.vararg.arg}"
+    for argument in arguments.kwonlyargs:
+        yield f"{argument.arg}={argument.arg}"
+    if arguments.kwarg:
+        yield f"**{arguments.kwarg.arg}"
+
+
+def _docstring(text: str, indent: int, line_length: int) -> list[str]:
+    """A docstring of one line, or broken over several where it does not fit."""
+    pad = " " * indent
+    if len(pad) + len(text) + 6 <= line_length:
+        return [f'{pad}"""{text}"""']
+    words, lines = text.split(), [pad + '"""']
+    for word in words:
+        if len(lines[-1]) + len(word) + 1 > line_length:
+            lines.append(pad + word)
+        else:
+            lines[-1] += word if lines[-1].endswith('"""') and len(lines) == 1 else " " + word
+    return [*lines, pad + '"""']

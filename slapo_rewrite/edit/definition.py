@@ -1,0 +1,181 @@
+"""A class as rewritten: what changes in it, and which of its instances agree on that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slapo_rewrite.edit.state import Directive, Function
+from slapo_rewrite.model.layers import Layer
+from slapo_rewrite.model.tree import Node
+
+
+@dataclass(frozen=True)
+class MakeLayer:
+    """At a construction site: a tensor-parallel layer."""
+
+    layer: Layer
+
+
+@dataclass(frozen=True)
+class MakeOther:
+    """At a construction site: a class that the schedule names."""
+
+    target: Function
+    arguments: str | None
+
+
+@dataclass(frozen=True)
+class MakeClass:
+    """At a construction site: a specialised class in the place of the `original` one."""
+
+    name: str
+    original: str
+
+
+@dataclass(frozen=True)
+class Attach:
+    """After a construction site: a hook on the module that was made."""
+
+    mode: str
+    function: Function
+
+
+@dataclass(frozen=True)
+class SplitParameter:
+    """After a parameter's assignment: cut it down to this rank's part."""
+
+    axis: int
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OwnShare:
+    """At the end of the constructor: an integer attribute becomes this rank's share."""
+
+
+@dataclass(frozen=True)
+class WrapInput:
+    """At the start of `forward`: its first argument goes through a collective."""
+
+    function: str
+
+
+@dataclass(frozen=True)
+class WrapOutput:
+    """Where `forward` returns: the value goes through a collective."""
+
+    function: str
+    axis: int | None
+
+
+@dataclass(frozen=True)
+class WrapCall:
+    """Where a method calls a submodule: a collective around the argument or the result."""
+
+    function: str
+    around: str
+    axis: int | None
+
+
+@dataclass(frozen=True)
+class ChangeArgument:
+    """An argument of a call in `forward`, written differently."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """The module's activations are computed again in the backward pass."""
+
+
+Key = tuple[Any, ...]
+What = (
+    MakeLayer
+    | MakeOther
+    | MakeClass
+    | Attach
+    | SplitParameter
+    | OwnShare
+    | WrapInput
+    | WrapOutput
+    | WrapCall
+    | ChangeArgument
+    | Recompute
+)
+
+
+@dataclass
+class Definition:
+    """What changes in a class for some of its instances.
+
+    Attributes:
+        changes: By the place in the class.
+        causes: The directives behind each change.
+        present: The places that these instances have; a change elsewhere would not touch them.
+        nodes: The instances.
+    """
+
+    changes: dict[Key, What] = field(default_factory=dict)
+    causes: dict[Key, tuple[Directive, ...]] = field(default_factory=dict)
+    present: set[Key] = field(default_factory=set)
+    nodes: list[Node] = field(default_factory=list)
+
+    def agrees_with(self, other: Definition) -> bool:
+        """Whether one text serves both: they want the same wherever both have something to change."""
+        for key in self.changes.keys() | other.changes.keys():
+            mine, theirs = self.changes.get(key), other.changes.get(key)
+            if mine == theirs:
+                continue
+            if (mine is None and not self.has(key)) or (theirs is None and not other.has(key)):
+                continue
+            return False
+        return True
+
+    def has(self, key: Key) -> bool:
+        """Whether these instances have the place at all; other places than sites everyone has."""
+        return key[0] not in ("site", "parameter", "hook", "call") or _place(key) in self.present
+
+    def absorb(self, other: Definition) -> None:
+        """Takes in a definition that agrees."""
+        self.changes.update(other.changes)
+        for key, causes in other.causes.items():
+            self.causes[key] = united(self.causes.get(key, ()), causes)
+        self.present |= other.present
+        self.nodes += other.nodes
+
+
+def _place(key: Key) -> Key:
+    return ("site", *key[1:3]) if key[0] == "hook" else key[:3]
+
+
+def united(*causes: Iterable[Directive]) -> tuple[Directive, ...]:
+    """Directives without repetition, in the schedule's order."""
+    found = {d.number: d for group in causes for d in group}
+    return tuple(found[n] for n in sorted(found))
+
+
+def merged(definitions: Iterable[Definition]) -> list[Definition]:
+    """As few definitions as the given ones need, in their order."""
+    result: list[Definition] = []
+    for definition in definitions:
+        for known in result:
+            if known.agrees_with(definition):
+                known.absorb(definition)
+                break
+        else:
+            result.append(definition)
+    return result
+
+
+def common(definitions: list[Definition]) -> set[Key]:
+    """The places where every definition that has them wants the same."""
+    keys = {key for d in definitions for key in d.changes}
+    shared = set()
+    for key in keys:
+        wanted = {d.changes.get(key) for d in definitions if d.has(key)}
+        if len(wanted) == 1:
+            shared.add(key)
+    return shared

@@ -1,0 +1,122 @@
+"""Names that a rewritten file needs from elsewhere, and the import lines that give them."""
+
+from __future__ import annotations
+
+import ast
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.definition import united
+from slapo_rewrite.edit.expressions import formatted
+from slapo_rewrite.edit.splice import Edit
+from slapo_rewrite.edit.state import Directive, Function
+from slapo_rewrite.source.index import SourceFile
+
+CHECKPOINT = "torch.utils.checkpoint"
+
+
+class Imports:
+    """Collects what is referred to; a name that is taken is reached through its module instead.
+
+    Attributes:
+        helpers: Names used of each helper module of the output folder.
+    """
+
+    def __init__(self, file: SourceFile) -> None:
+        self.file = file
+        self.helpers: dict[str, set[str]] = {}
+        self._modules: set[str] = set()
+        self._from: dict[str, set[str]] = {}
+        self._causes: dict[str, list[Directive]] = {}
+        self._locals = {
+            n.id for n in ast.walk(file.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        } | {n.arg for n in ast.walk(file.tree) if isinstance(n, ast.arg)}
+
+    def helper(self, module: str, name: str, causes: tuple[Directive, ...]) -> str:
+        """The reference to a name of a helper module that lies beside the model file."""
+        self.helpers.setdefault(module, set()).add(name)
+        self._causes.setdefault(f".{module}", []).extend(causes)
+        if not self._taken(name):
+            return name
+        if self._taken(module):
+            raise errors.NameTaken(
+                f"both `{name}` and `{module}` mean something else in {self.file.path.name}",
+                at=causes[0].at if causes else None,
+                hint="rename one of them in the source",
+            )
+        self._modules.add(module)
+        self.helpers[module].discard(name)
+        self.helpers[module].add(f"{module}.{name}")
+        return f"{module}.{name}"
+
+    def outside(self, module: str, name: str, causes: tuple[Directive, ...]) -> str:
+        """The reference to a name of an installed package."""
+        if self.file.imports.get(name) == f"{module}.{name}":
+            return name
+        if self._taken(name):
+            raise errors.NameTaken(
+                f"`{name}` means something else in {self.file.path.name}, and is needed from `{module}`",
+                at=causes[0].at if causes else None,
+                hint="rename it in the source",
+            )
+        self._from.setdefault(module, set()).add(name)
+        self._causes.setdefault(module, []).extend(causes)
+        return name
+
+    def function(self, function: Function, causes: tuple[Directive, ...]) -> str:
+        """The reference to a class or function that the schedule names."""
+        if function.module is None:
+            return self.helper("modules", function.name, causes)
+        if function.module == self.file.name:
+            return function.name
+        return self.outside(function.module, function.name, causes)
+
+    def _taken(self, name: str) -> bool:
+        return name in self.file.names or name in self._locals
+
+    def edits(self, line_length: int) -> list[Edit]:
+        """The import lines, each among its like: packages after the other imports from there, helpers last."""
+        edits = []
+        statements = [n for n in self.file.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
+        for module, names in sorted(self._from.items()):
+            text = formatted(f"from {module} import {', '.join(sorted(names))}", 0, line_length)
+            edits.append(self._after(_neighbour(statements, module), text, module))
+        lines = []
+        for module in sorted(self.helpers):
+            names = sorted(n for n in self.helpers[module] if "." not in n)
+            if module in self._modules:
+                lines.append(f"from . import {module}")
+            if names:
+                lines.append(formatted(f"from .{module} import {', '.join(names)}", 0, line_length))
+        if lines:
+            causes = [f".{m}" for m in sorted(self.helpers)]
+            edits.append(self._after(statements[-1] if statements else None, "\n" + "\n".join(lines), *causes))
+        return edits
+
+    def _after(self, statement: ast.stmt | None, text: str, *modules: str) -> Edit:
+        causes = united(*(self._causes.get(m, []) for m in modules))
+        if statement is not None:
+            place = self.file.span(statement)[1]
+            rest = self.file.text[place : self.file.text.find("\n", place)]
+            place += len(rest) if rest.strip().startswith("#") else 0
+            return Edit(place, place, "\n" + text, causes, "import what is used below")
+        # A file without imports: after its docstring.
+        first = self.file.tree.body[0] if self.file.tree.body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+            return Edit(*2 * (self.file.span(first)[1],), "\n\n" + text.lstrip("\n"), causes, "import")
+        return Edit(0, 0, text.lstrip("\n") + "\n\n", causes, "import what is used below")
+
+
+def _neighbour(statements: list[ast.Import | ast.ImportFrom], module: str) -> ast.stmt | None:
+    """The import after which one from `module` stands best: the last of the same package that sorts before it."""
+    package = module.split(".")[0]
+    best: ast.stmt | None = None
+    for statement in statements:
+        if isinstance(statement, ast.ImportFrom) and not statement.level:
+            names = [statement.module or ""]
+        elif isinstance(statement, ast.Import):
+            names = [a.name for a in statement.names]
+        else:
+            continue
+        if any(n.split(".")[0] == package for n in names):
+            best = statement
+    return best or (statements[-1] if statements else None)

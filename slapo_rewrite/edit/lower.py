@@ -1,0 +1,574 @@
+"""From what was asked of each module to edits of the source.
+
+Three steps. What was asked of a module becomes changes at places of the class that makes it (`_collect`). Instances of
+a class whose changes do not contradict each other share one definition (`merged`). A class whose instances all agree is
+changed in place; where only some want a change, they get a subclass, and the place that makes them picks (`_settle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.classes import ClassWriter, IndexSets
+from slapo_rewrite.edit.definition import (
+    Attach,
+    ChangeArgument,
+    Definition,
+    Key,
+    MakeClass,
+    MakeLayer,
+    MakeOther,
+    OwnShare,
+    Recompute,
+    SplitParameter,
+    What,
+    WrapCall,
+    WrapInput,
+    WrapOutput,
+    common,
+    merged,
+    united,
+)
+from slapo_rewrite.edit.imports import Imports
+from slapo_rewrite.edit.layers import choose_layer
+from slapo_rewrite.edit.splice import Edit
+from slapo_rewrite.edit.state import EMPTY, Directive, Function, ModuleState, Shard, Sync
+from slapo_rewrite.model.follow import CannotFollow, CannotRun, Followed, ShardedParameter, follow
+from slapo_rewrite.model.join import Sources, find_parameter_site, find_site
+from slapo_rewrite.model.layers import Layer, splits_of
+from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.source.sites import Site
+
+RECOMPUTE: Key = ("recompute",)
+
+
+@dataclass
+class Lowered:
+    """The edits of the model file, and what they need beside it.
+
+    Attributes:
+        edits: Of the model file.
+        imports: Names used of the helper modules.
+        warnings: What could not be checked, in words.
+    """
+
+    edits: list[Edit]
+    imports: Imports
+    warnings: list[str] = field(default_factory=list)
+
+
+def lower(
+    tree: Tree,
+    states: Mapping[str, ModuleState],
+    sources: Sources,
+    step_inputs: Callable[[], dict[str, Any]],
+    line_length: int,
+) -> Lowered:
+    """The edits that carry out what was asked.
+
+    Args:
+        tree: The module tree.
+        states: What was asked of each module path.
+        sources: The source files.
+        step_inputs: Makes the keyword arguments of one training step.
+        line_length: The file's own.
+
+    Raises:
+        RewriteError: What was asked does not fit together, or the source cannot be changed so.
+    """
+    return _Lowering(tree, dict(states), sources, line_length).run(step_inputs)
+
+
+@dataclass
+class _Pool:
+    """One class of the source, and the definitions that its instances want."""
+
+    definitions: list[Definition] = field(default_factory=list)
+
+
+class _Lowering:
+    def __init__(
+        self, tree: Tree, states: dict[str, ModuleState], sources: Sources, line_length: int
+    ) -> None:
+        self.tree, self.states, self.sources = tree, states, sources
+        self.file: SourceFile = sources.main
+        self.line_length = line_length
+        self.sites: dict[int, Site] = {}
+        self.indices = IndexSets()
+        self.imports = Imports(self.file)
+        self.writer = ClassWriter(self.file, self.sites, self.imports, line_length)
+        self.changes: dict[str, dict[Key, What]] = {}
+        self.causes: dict[str, dict[Key, tuple[Directive, ...]]] = {}
+        self.warnings: list[str] = []
+        # A class defined here goes by its name; one from elsewhere has no text to change.
+        self.renamed: dict[str, MakeClass] = {}
+        self.new_classes: dict[str, list[tuple[str, tuple[Directive, ...]]]] = {}
+        self.class_names: set[str] = set()
+
+    def run(self, step_inputs: Callable[[], dict[str, Any]]) -> Lowered:
+        """Everything, in order."""
+        follow_ties(self.tree, self.states)
+        layers, parameters = self._layers_and_parameters()
+        followed = self._follow(layers, parameters, step_inputs) if layers or parameters else Followed()
+        self._collect(layers, parameters, followed)
+        edits = self._settle()
+        edits += self.imports.edits(self.line_length)
+        return Lowered(edits, self.imports, self.warnings)
+
+    # What was asked, as layers and split parameters.
+
+    def _layers_and_parameters(self) -> tuple[dict[str, Layer], dict[str, list[ShardedParameter]]]:
+        layers: dict[str, Layer] = {}
+        parameters: dict[str, list[ShardedParameter]] = {}
+        known: dict[Any, Layer] = {}
+        for path, state in self.states.items():
+            if not state.shards:
+                continue
+            node = self.tree.nodes[path]
+            if splits_of(node.cls) is not None:
+                key = (node.cls, state, tuple(node.parameters))
+                if key not in known:
+                    known[key] = choose_layer(node, state)
+                layers[path] = known[key]
+            elif self.sources.file_of(node.cls) is self.file:
+                parameters[path] = [ShardedParameter(s.name, s.axis, s.parts) for s in state.shards]
+            else:
+                raise errors.Unsupported(
+                    f"`{path}` is a {node.cls.__module__}.{node.cls.__qualname__}: it cannot be sharded",
+                    at=state.shards[0].cause.at,
+                    hint="Linear, Embedding and transformers' Conv1D can be, "
+                    f"and parameters of classes that {self.file.path.name} defines",
+                )
+        return layers, parameters
+
+    def _follow(
+        self,
+        layers: Mapping[str, Layer],
+        parameters: Mapping[str, list[ShardedParameter]],
+        step_inputs: Callable[[], dict[str, Any]],
+    ) -> Followed:
+        path = str(self.file.path)
+        try:
+            return follow(self.tree, layers, parameters, step_inputs(), lambda name: name == path)
+        except CannotRun as error:
+            self.warnings.append(
+                "the model does not run on the meta device, so sizes inside `forward` were not followed "
+                f"({str(error).splitlines()[0]}); `--verify` tells whether they had to be"
+            )
+            return Followed()
+        except CannotFollow as error:
+            at = None
+            if error.place is not None:
+                place = error.place
+                text = self.file.line(place.line)
+                start = len(text.encode()[: place.column].decode(errors="ignore"))
+                end = len(text.encode()[: place.end_column].decode(errors="ignore"))
+                last = end if place.end_line == place.line else len(text)
+                at = errors.Span(self.file.display, place.line, start + 1, max(1, last - start), text)
+            cause = self._a_cause(error.path)
+            places = [p for p in (at, cause) if p is not None]
+            raise errors.UnfollowableSize(
+                str(error), at=places[0] if places else None, also=places[1:], hint=error.hint
+            ) from None
+
+    def _a_cause(self, path: str | None) -> errors.Span | None:
+        for candidate in [path] if path else self.states:
+            state = self.states.get(candidate)
+            if state and state.shards:
+                return state.shards[0].cause.at
+        return None
+
+    # Changes at places of classes.
+
+    def _collect(
+        self,
+        layers: Mapping[str, Layer],
+        parameters: Mapping[str, list[ShardedParameter]],
+        followed: Followed,
+    ) -> None:
+        for path, state in self.states.items():
+            node = self.tree.nodes[path]
+            if path in layers:
+                assert node.owner is not None
+                unit = followed.units.get((node.owner.cls, node.relative))
+                layer = replace(layers[path], unit=unit) if unit else layers[path]
+                causes = united((s.cause for s in state.shards), (s.cause for s in state.syncs))
+                self._at_site(node, MakeLayer(layer), causes)
+            if state.replacement:
+                new = state.replacement
+                self._at_site(node, MakeOther(new.target, new.arguments), (new.cause,))
+            for shard in state.shards if path in parameters else ():
+                self._split_parameter(node, shard)
+            for sync in state.syncs:
+                self._sync(node, sync, path in layers)
+            if state.checkpoint:
+                self._add(node.path, RECOMPUTE, Recompute(), (state.checkpoint.cause,))
+        self._sizes(layers, parameters, followed)
+
+    def _add(self, path: str, key: Key, what: What, causes: tuple[Directive, ...]) -> None:
+        self.changes.setdefault(path, {})[key] = what
+        known = self.causes.setdefault(path, {})
+        known[key] = united(known.get(key, ()), causes)
+
+    def _site(self, node: Node, causes: tuple[Directive, ...]) -> tuple[Key, Node]:
+        """The place that makes a module, and the module whose class holds it."""
+        try:
+            site = find_site(self.sources, node)
+        except errors.RewriteError as error:
+            error.also = (*error.also, *(c.at for c in causes[:1] if c.at))
+            raise
+        if site.file is not self.file:
+            raise errors.UnfollowableConstruction(
+                f"`{node.path}` is made in another file, {site.file.display}",
+                at=site.file.at(site.value),
+                also=[c.at for c in causes[:1] if c.at],
+                hint=f"copy class `{site.class_name}` into {self.file.path.name}",
+            )
+        assert node.owner is not None
+        return self._note(site, node), node.owner
+
+    def _note(self, site: Site, node: Node) -> Key:
+        start = self.file.span(site.value)[0]
+        self.sites[start] = site
+        index = _index(site.path, node.relative)
+        self.indices.add(start, index)
+        return ("site", start, index)
+
+    def _at_site(self, node: Node, what: What, causes: tuple[Directive, ...]) -> None:
+        if node.owner is None:
+            raise errors.Unsupported(
+                "the model itself is not made by another module", at=causes[0].at if causes else None
+            )
+        key, owner = self._site(node, causes)
+        self._add(owner.path, key, what, causes)
+
+    def _split_parameter(self, node: Node, shard: Shard) -> None:
+        site = find_parameter_site(self.sources, node, shard.name)
+        if site.file is not self.file:
+            raise errors.UnfollowableConstruction(
+                f"`{node.path}.{shard.name}` is made in another file, {site.file.display}",
+                at=site.file.at(site.value),
+                also=[shard.cause.at] if shard.cause.at else [],
+            )
+        start = self.file.span(site.value)[0]
+        self.sites[start] = site
+        key = ("parameter", start, "", shard.name)
+        self._add(node.path, key, SplitParameter(shard.axis, shard.parts), (shard.cause,))
+
+    def _sync(self, node: Node, sync: Sync, is_layer: bool) -> None:
+        causes = (sync.cause,)
+        if isinstance(sync.op, Function):
+            key, owner = self._site(node, causes)
+            self._add(
+                owner.path, ("hook", *key[1:], sync.mode, sync.op.name), Attach(sync.mode, sync.op), causes
+            )
+        elif is_layer:
+            return  # the layer does it
+        elif self.sources.file_of(node.cls) is self.file:
+            what: What
+            if sync.mode == "bwd_post":
+                what = WrapInput("all_reduce_gradient")
+            elif sync.mode == "fwd_post":
+                what = WrapOutput(sync.op, sync.axis)
+            else:
+                raise self._unavailable(node, sync)
+            self._add(node.path, ("forward", sync.mode, sync.op), what, causes)
+        else:
+            around = "result" if sync.mode == "fwd_post" else "argument"
+            function = "all_reduce_gradient" if sync.mode == "bwd_post" else sync.op
+            if sync.mode == "fwd_pre" or node.owner is None:
+                raise self._unavailable(node, sync)
+            key = ("call", node.relative, "", sync.mode)
+            self._add(node.owner.path, key, WrapCall(function, around, sync.axis), causes)
+
+    def _unavailable(self, node: Node, sync: Sync) -> errors.RewriteError:
+        return errors.Unsupported(
+            f"`{sync.op}` in mode `{sync.mode}` is not available for `{node.path}`", at=sync.cause.at
+        )
+
+    def _sizes(
+        self,
+        layers: Mapping[str, Layer],
+        parameters: Mapping[str, list[ShardedParameter]],
+        followed: Followed,
+    ) -> None:
+        """What follows from the shards, on every module that holds sharded parameters."""
+        owners: dict[str, list[Directive]] = {}
+        for path in (*layers, *parameters):
+            node = self.tree.nodes[path]
+            owner = node.owner if path in layers else node
+            if owner is not None:
+                owners.setdefault(owner.path, []).extend(s.cause for s in self.states[path].shards)
+        for path, shard_causes in owners.items():
+            cls = self.tree.nodes[path].cls
+            for attribute in sorted(followed.sizes.get(cls, ())):
+                self._add(path, ("size", attribute), OwnShare(), united(shard_causes))
+            for change in followed.arguments:
+                if self._is_method_line(cls, change.place.line):
+                    place = change.place
+                    key = (
+                        "argument", place.line, place.column, place.end_line, place.end_column, change.index[0],
+                    )  # fmt: skip
+                    self._add(path, key, ChangeArgument(change.template), united(shard_causes))
+
+    def _is_method_line(self, cls: type, line: int) -> bool:
+        node = self.file.classes.get(cls.__name__)
+        return node is not None and node.lineno <= line <= (node.end_lineno or line)
+
+    # Classes in place, and subclasses.
+
+    def _settle(self) -> list[Edit]:
+        edits: list[Edit] = []
+        by_class: dict[type, list[Node]] = {}
+        heights: dict[str, int] = {}
+        height_of: dict[type, int] = {}
+        for path in reversed(self.tree.nodes):
+            node = self.tree.nodes[path]
+            heights[path] = 1 + max((heights[c.path] for c in node.children.values()), default=0)
+            height_of[node.cls] = max(height_of.get(node.cls, 0), heights[path])
+            by_class.setdefault(node.cls, []).append(node)
+        for nodes in by_class.values():
+            nodes.reverse()
+        for cls in sorted(by_class, key=lambda c: height_of[c]):
+            nodes = by_class[cls]
+            if any(n.path in self.changes for n in nodes):
+                edits += self._settle_class(cls, nodes)
+        return edits
+
+    def _settle_class(self, cls: type, nodes: list[Node]) -> list[Edit]:
+        if self.sources.file_of(cls) is not self.file:
+            self._settle_foreign(cls, nodes)
+            return []
+        definitions = self._definitions(nodes)
+        self._check_homes(cls, definitions)
+        shared = common(definitions) - {RECOMPUTE}
+        edits: list[Edit] = []
+        everything = Definition()
+        for definition in definitions:
+            everything.absorb(
+                Definition(
+                    {k: v for k, v in definition.changes.items() if k in shared},
+                    {k: v for k, v in definition.causes.items() if k in shared},
+                )
+            )
+        if everything.changes:
+            edits += self.writer.in_place(self._home(cls, everything), everything, self.indices)
+        for definition in definitions:
+            edits += self._specialise(cls, definition, definition.changes.keys() - shared)
+        return edits
+
+    def _definitions(self, nodes: list[Node]) -> list[Definition]:
+        """The definitions that a class's instances want, as few as can be."""
+        alike: dict[Any, Definition] = {}
+        for node in nodes:
+            changes = self.changes.get(node.path, {})
+            present = self._present(node)
+            key = (frozenset(changes.items()), frozenset(present))
+            if key not in alike:
+                alike[key] = Definition(dict(changes), {}, present)
+            definition = alike[key]
+            definition.nodes.append(node)
+            for place, causes in self.causes.get(node.path, {}).items():
+                known = definition.causes.get(place, ())
+                if known != causes:
+                    definition.causes[place] = united(known, causes)
+        return merged(alike.values())
+
+    def _present(self, node: Node) -> set[Key]:
+        """The construction sites that an instance went through, and the parameters it made."""
+        present: set[Key] = set()
+        for child in _owned(node):
+            try:
+                site = find_site(self.sources, child)
+            except errors.UnfollowableConstruction:
+                continue
+            if site.file is self.file:
+                present.add(self._note(site, child))
+        for start, site in self.sites.items():
+            if site.kind in ("parameter", "buffer") and site.path in node.parameters:
+                present.add(("parameter", start, ""))
+        return present
+
+    def _home(self, cls: type, definition: Definition) -> str:
+        """The class whose text holds the changes: this one, or the one whose constructor it inherits."""
+        homes = {self.sites[k[1]].class_name for k in definition.changes if k[0] in ("site", "parameter", "hook")}
+        return homes.pop() if len(homes) == 1 else cls.__name__
+
+    def _check_homes(self, cls: type, definitions: list[Definition]) -> None:
+        """A constructor that several classes inherit cannot be changed for one of them alone."""
+        for definition in definitions:
+            home = self._home(cls, definition)
+            if home == cls.__name__:
+                continue
+            for node in self.tree.nodes.values():
+                inherits = any(c.__name__ == home for c in node.cls.__mro__)
+                if inherits and node.cls is not cls and not self.changes.get(node.path):
+                    cause = next(iter(definition.causes.values()))[0]
+                    raise errors.Unsupported(
+                        f"`{cls.__name__}` inherits its constructor from `{home}`, and so does "
+                        f"`{node.cls.__name__}` at `{node.path}`, which is not scheduled alike",
+                        at=cause.at,
+                        hint="schedule both alike",
+                    )
+
+    def _specialise(self, cls: type, definition: Definition, extra: set[Key]) -> list[Edit]:
+        """Gives the instances that want more than the class does a subclass of their own."""
+        if not extra:
+            return []
+        edits: list[Edit] = []
+        name = cls.__name__
+        beyond = extra - {RECOMPUTE}
+        if beyond:
+            causes = united(*(definition.causes.get(k, ()) for k in beyond))
+            if not definition.nodes[0].path:
+                # The model itself has one instance, which wants everything.
+                raise AssertionError("the root's changes are shared by all of its instances")
+            prefix, doc = self._described(definition, beyond)
+            name = self._new_name(f"{prefix}{cls.__name__}")
+            text = self.writer.subclass(
+                cls.__name__, name, definition, beyond, self.indices, f"A `{cls.__name__}` {doc}."
+            )
+            edits.append(self._class_after(cls.__name__, text, causes, f"`{name}`, for some instances"))
+        if RECOMPUTE in extra:
+            causes = definition.causes[RECOMPUTE]
+            base = name
+            name = f"Checkpointed{base}"
+            if name not in self.class_names:
+                self._new_name(name)
+                text = self.writer.recomputing(cls.__name__, name, base)
+                edits.append(self._class_after(cls.__name__, text, causes, f"`{base}`, checkpointed"))
+        self._rename(definition.nodes, name, cls.__name__, united(*(definition.causes[k] for k in extra)))
+        return edits
+
+    def _described(self, definition: Definition, extra: set[Key]) -> tuple[str, str]:
+        wanted = [definition.changes[k] for k in extra]
+        parallel = (MakeLayer, SplitParameter, OwnShare, WrapInput, WrapOutput, WrapCall, Attach, ChangeArgument)
+        made = [w.name for w in wanted if isinstance(w, MakeClass)]
+        if any(isinstance(w, parallel) for w in wanted) or any(n.startswith("TensorParallel") for n in made):
+            return "TensorParallel", "whose layers are split over the tensor-parallel group"
+        if made:
+            return "Scheduled", f"made of {' and '.join(f'`{n}`' for n in sorted(set(made)))}"
+        others = sorted({w.target.name for w in wanted if isinstance(w, MakeOther)})
+        return "Scheduled", f"made of {' and '.join(f'`{n}`' for n in others)}"
+
+    def _new_name(self, name: str) -> str:
+        unique, number = name, 2
+        while unique in self.class_names or unique in self.file.names:
+            unique, number = f"{name}{number}", number + 1
+        self.class_names.add(unique)
+        return unique
+
+    def _class_after(
+        self, class_name: str, text: str, causes: tuple[Directive, ...], why: str
+    ) -> Edit:
+        end = self.file.span(self.file.classes[class_name])[1]
+        return Edit(end, end, "\n\n\n" + text.rstrip("\n"), causes, why)
+
+    def _settle_foreign(self, cls: type, nodes: list[Node]) -> None:
+        """A class of another file can be given a subclass here, no more."""
+        nodes = [n for n in nodes if RECOMPUTE in self.changes.get(n.path, {})]
+        for node in nodes:
+            causes = self.causes[node.path][RECOMPUTE]
+            key, owner = self._site(node, causes)
+            site = self.sites[key[1]]
+            shown = self.file.segment(site.callee) if site.callee else cls.__name__
+            name = f"Checkpointed{cls.__name__}"
+            if name not in self.class_names:
+                self._new_name(name)
+                text = self.writer.recomputing(cls.__name__, name, shown)
+                self.new_classes.setdefault(site.class_name, []).append((text, causes))
+            self._rename([node], name, cls.__name__, causes)
+
+    def _rename(
+        self, nodes: list[Node], name: str, original: str, causes: tuple[Directive, ...]
+    ) -> None:
+        for node in nodes:
+            if node.owner is None:
+                raise errors.Unsupported(
+                    "the model itself cannot be checkpointed as a whole",
+                    at=causes[0].at if causes else None,
+                    hint="select modules inside it",
+                )
+            self._at_site(node, MakeClass(name, original), causes)
+
+
+def _owned(node: Node) -> list[Node]:
+    """The modules whose owner is `node`: its children, and theirs where they are containers."""
+    found = []
+    waiting = list(node.children.values())
+    while waiting:
+        child = waiting.pop()
+        if child.owner is node:
+            found.append(child)
+            if child.is_container:
+                waiting += child.children.values()
+    return found
+
+
+def _index(pattern: str, path: str) -> str:
+    """What stands in a path for the `*` of its pattern."""
+    steps = zip(pattern.split("."), path.split("."), strict=False)
+    return ".".join(have for want, have in steps if want == "*")
+
+
+def follow_ties(tree: Tree, states: dict[str, ModuleState]) -> None:
+    """Shards what is tied to a sharded parameter the same way.
+
+    A module that is split because of a tie keeps its meaning for whoever calls it: what it gives out is made whole.
+
+    Raises:
+        ConflictingEdits: Tied parameters are sharded along different axes.
+    """
+    changed = True
+    while changed:
+        changed = False
+        for names in tree.ties.values():
+            members = [(tree.nodes[n.rpartition(".")[0]], n.rpartition(".")[2]) for n in names]
+            sharded = [(node, s) for node, name in members for s in _shards(states, node) if s.name == name]
+            if not sharded:
+                continue
+            first_node, first = sharded[0]
+            for node, other in sharded[1:]:
+                if (other.axis, other.parts) != (first.axis, first.parts):
+                    raise errors.ConflictingEdits(
+                        f"`{first_node.path}.{first.name}` and `{node.path}.{other.name}` are one tied parameter, "
+                        "sharded in two ways",
+                        at=other.cause.at,
+                        also=[first.cause.at] if first.cause.at else [],
+                    )
+            for node, name in members:
+                if not any(s.name == name for s in _shards(states, node)):
+                    states[node.path] = _tied(node, states.get(node.path, EMPTY), name, first)
+                    changed = True
+
+
+def _shards(states: Mapping[str, ModuleState], node: Node) -> tuple[Shard, ...]:
+    return states.get(node.path, EMPTY).shards
+
+
+def _tied(node: Node, state: ModuleState, name: str, shard: Shard) -> ModuleState:
+    splits = splits_of(node.cls)
+    added = [Shard(name, shard.axis, shard.parts, shard.cause)]
+    if splits is None or (name, shard.axis) not in splits:
+        return replace(state, shards=(*state.shards, *added))
+    split = splits[name, shard.axis]
+    present = {s.name for s in state.shards} | {name}
+    added += [
+        Shard(other, axis, shard.parts, shard.cause)
+        for (other, axis), how in splits.items()
+        if how == split and other in node.parameters and other not in present
+    ]
+    syncs = list(state.syncs)
+    if not state.shards:
+        operation = "all_gather" if split.output == "partition" else "all_reduce"
+        axis = -1 if operation == "all_gather" else None
+        wanted = [Sync("fwd_post", operation, axis, False, shard.cause)]
+        if split.has_input_gradient:
+            wanted.append(Sync("bwd_post", "all_reduce", None, False, shard.cause))
+        have = {(s.mode, s.op) for s in syncs}
+        syncs += [s for s in wanted if (s.mode, s.op) not in have]
+    return replace(state, shards=(*state.shards, *added), syncs=tuple(syncs))

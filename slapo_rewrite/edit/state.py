@@ -1,0 +1,115 @@
+"""What a schedule has asked of one module so far, as a value.
+
+A module path points at its class *as rewritten so far*: the class, and this state. All modules start with `EMPTY`. A
+primitive gives a selection a new state and leaves every other path alone (copy on write); modules of one class whose
+states are equal at the end share one definition again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slapo_rewrite.errors import Span
+
+
+@dataclass(frozen=True)
+class Directive:
+    """One primitive call of the schedule.
+
+    Attributes:
+        number: Position in the schedule's order.
+        primitive: The primitive's name.
+        at: Where the schedule calls it.
+        text: The call as the schedule writes it, on one line.
+        paths: The module paths that it was called on.
+    """
+
+    number: int
+    primitive: str
+    at: Span | None
+    text: str
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One parameter split along an axis.
+
+    Attributes:
+        name: The parameter.
+        axis: Counted from 0.
+        parts: Relative sizes of the blocks packed along the axis; `(1,)` where it is one block.
+        cause: The directive that asked.
+    """
+
+    name: str
+    axis: int
+    parts: tuple[int, ...]
+    cause: Directive = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function or class of the schedule file, or an importable one.
+
+    Attributes:
+        name: What the output calls it.
+        module: Where it is imported from; None where the schedule file defines it.
+    """
+
+    name: str
+    module: str | None
+
+
+@dataclass(frozen=True)
+class Sync:
+    """One collective at a module's border.
+
+    Attributes:
+        mode: `fwd_pre`, `fwd_post` or `bwd_post`.
+        op: `all_reduce` or `all_gather`, or a function of the user's own.
+        axis: The axis of an all-gather.
+        partial_gradient: Whether the gathered value's gradient is summed over the ranks before it is cut.
+        cause: The directive that asked.
+    """
+
+    mode: str
+    op: str | Function
+    axis: int | None
+    partial_gradient: bool
+    cause: Directive = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """Another class in the place of the original's.
+
+    Attributes:
+        target: The new class.
+        arguments: Its constructor's arguments as source; None keeps the original's.
+        cause: The directive that asked.
+    """
+
+    target: Function
+    arguments: str | None
+    cause: Directive = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Activations computed again in the backward pass."""
+
+    cause: Directive = field(compare=False)
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """Everything that was asked of one module."""
+
+    shards: tuple[Shard, ...] = ()
+    syncs: tuple[Sync, ...] = ()
+    replacement: Replacement | None = None
+    checkpoint: Checkpoint | None = None
+
+
+EMPTY = ModuleState()

@@ -1,0 +1,149 @@
+"""`rewrite.json`: what went into an output, what came out, and why each line changed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slapo_rewrite import __version__, errors
+from slapo_rewrite.edit.splice import Change
+from slapo_rewrite.edit.state import Directive
+
+if TYPE_CHECKING:
+    from slapo_rewrite.emit.rewrite import Project
+    from slapo_rewrite.schedule.plan import Plan
+
+NAME = "rewrite.json"
+
+
+def digest(data: str | bytes) -> str:
+    """The SHA-256 of a text."""
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+
+
+@functools.cache
+def tool_digest() -> str:
+    """One hash over the tool's own files: another tool may give another output."""
+    root = Path(__file__).resolve().parents[1]
+    total = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        total.update(path.relative_to(root).as_posix().encode())
+        total.update(path.read_bytes())
+    return total.hexdigest()
+
+
+def written(
+    project: Project,
+    plan: Plan,
+    knobs: Mapping[str, Any],
+    files: Mapping[str, str],
+    changes: Iterable[Change],
+) -> str:
+    """The text of `rewrite.json`."""
+    content = {
+        "tool": {"name": "slapo-rewrite", "version": __version__, "digest": tool_digest()},
+        "source": {
+            "name": project.source_name,
+            "file": project.file.path.name,
+            "sha256": digest(project.file.text),
+        },
+        "schedule": {"name": project.schedule.name, "sha256": digest(project.schedule.text)},
+        "knobs": {name: knobs[name] for name in sorted(knobs)},
+        "packages": packages(project),
+        "depends": depends(project),
+        "files": {name: digest(text) for name, text in sorted(files.items())},
+        "directives": [directive(d) for d in plan.directives],
+        "changes": [
+            {
+                "file": project.file.path.name,
+                "lines": [change.first, change.last],
+                "directives": [d.number for d in change.causes],
+                "why": change.why,
+            }
+            for change in changes
+        ],
+        "verification": None,
+    }
+    return dumped(content)
+
+
+def dumped(content: Mapping[str, Any]) -> str:
+    """JSON with a line for each entry of the long lists."""
+    text = json.dumps(content, indent=1, ensure_ascii=False, default=repr)
+    # Number lists, and what holds nothing else, on one line.
+    text = re.sub(r"\[\s+((?:-?\d+,?\s+)+)\]", lambda m: "[" + " ".join(m[1].split()) + "]", text)
+    return text + "\n"
+
+
+def directive(item: Directive) -> dict[str, Any]:
+    """One primitive call, with its module paths in short: numeric segments are written as `*`."""
+    return {
+        "primitive": item.primitive,
+        "line": item.at.line if item.at else None,
+        "text": item.text,
+        "paths": list(dict.fromkeys(general(p) for p in item.paths)),
+    }
+
+
+def general(path: str) -> str:
+    """A module path with `*` for each number: `layer.3.mlp -> layer.*.mlp`."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def packages(project: Project) -> dict[str, str]:
+    """Versions of torch and of the package that the source lies in."""
+    names = ["torch"]
+    top = project.file.name.split(".")[0]
+    used = {top, *(q.split(".")[0] for q in project.file.imports.values())}
+    names += sorted(n for n in used if n == "transformers")
+    return {name: version for name in names if (version := installed(name))}
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package, without importing it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def depends(project: Project) -> dict[str, str]:
+    """Hashes of the other files that the model's classes come from, torch's own apart."""
+    modules = {node.cls.__module__ for node in project.tree.nodes.values()}
+    config = getattr(project.tree.root.live, "config", None)
+    if config is not None:
+        modules.add(type(config).__module__)
+    found = {}
+    for name in sorted(modules):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and name.split(".")[0] not in ("torch", "builtins") and Path(file) != project.file.path:
+            found[name] = digest(Path(file).read_bytes())
+    return found
+
+
+def read(out: Path) -> dict[str, Any]:
+    """The record of an output folder.
+
+    Raises:
+        NotAnOutput: There is none, or it is damaged.
+    """
+    path = out / NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise errors.NotAnOutput(
+            f"`{out}` holds no {NAME}: it was not written by slapo-rewrite"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise errors.NotAnOutput(f"`{path}` cannot be read: {error}") from None
+    if not isinstance(content, dict) or not {"source", "schedule", "files"} <= content.keys():
+        raise errors.NotAnOutput(f"`{path}` is not a record of slapo-rewrite")
+    return content

@@ -1,0 +1,234 @@
+"""The main job: a source file and a schedule in, the output's files out, all in memory."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import sys
+import time
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite import __version__, errors
+from slapo_rewrite.edit.lower import lower
+from slapo_rewrite.edit.splice import Edit, apply_edits
+from slapo_rewrite.emit import record
+from slapo_rewrite.emit.helpers import helper_files
+from slapo_rewrite.model import twin
+from slapo_rewrite.model.join import Sources
+from slapo_rewrite.model.tree import Tree, build_model
+from slapo_rewrite.schedule.load import ScheduleFile
+from slapo_rewrite.schedule.plan import Plan
+from slapo_rewrite.schedule.selection import Selection
+from slapo_rewrite.source.index import SourceFile, locate
+
+
+@dataclass
+class Output:
+    """What a rewrite gives.
+
+    Attributes:
+        files: The output folder's files, by name.
+        original: The source's text.
+        model_file: The name of the rewritten model file.
+        warnings: What could not be checked, in words.
+        seconds: CPU time of each part of the work.
+    """
+
+    files: dict[str, str]
+    original: str
+    model_file: str
+    warnings: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def diff(self, context: int = 3) -> str:
+        """The unified diff of the model file against the original."""
+        return unified_diff(self.original, self.files[self.model_file], self.model_file, context)
+
+
+class Project:
+    """A source file, its module, a schedule, and the model that both give.
+
+    Args:
+        source: A file or an importable module, as the user gave it.
+        schedule: A file, or the name of a schedule that ships with the tool.
+    """
+
+    def __init__(self, source: str, schedule: str) -> None:
+        self.seconds: dict[str, float] = {}
+        self.source_name = source
+        path, name = locate(source)
+        with self.timed("read"):
+            self.file = SourceFile.read(path, name)
+        with self.timed("import"):
+            self.schedule = ScheduleFile.load(schedule)
+            self.module = import_source(self.file)
+        with self.timed("tree"):
+            model = build_model(self.schedule.module.model, self.module)
+            self.tree = Tree(model)
+        self.sources = Sources(self.file)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Adds the CPU time that is spent inside to a part of the work."""
+        start = time.process_time()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.process_time() - start
+
+    def plan(self, knobs: dict[str, Any]) -> Plan:
+        """Runs the schedule."""
+        plan = Plan(self.tree, self.schedule)
+        selection = Selection(plan, [self.tree.root])
+        self.schedule.guarded(lambda: self.schedule.module.schedule(selection, **knobs), "`schedule`")
+        return plan
+
+
+def rewrite(source: str, schedule: str, settings: Sequence[str] = ()) -> Output:
+    """Carries out a schedule on a source file; writes nothing.
+
+    Args:
+        source: A file or an importable module.
+        schedule: A file, or the name of a schedule that ships with the tool.
+        settings: Knobs, as `name=value`.
+
+    Raises:
+        RewriteError: Something in the source, the schedule or the knobs is wrong.
+    """
+    project = Project(source, schedule)
+    with project.timed("rewrite"):
+        knobs = project.schedule.settings(settings)
+        plan = project.plan(knobs)
+        length = line_length(project.file.text)
+
+        def inputs() -> dict[str, Any]:
+            return training_inputs(project.schedule, project.tree.root.live)
+
+        lowered = lower(project.tree, plan.states, project.sources, inputs, length)
+        edits = [*absolute_imports(project.file), *lowered.edits]
+        text, changes = apply_edits(project.file.text, edits)
+        check_text(text, project.file)
+        name = project.file.path.name
+        header = f"# Written by slapo-rewrite {__version__} for {name}; rewrite.json says from what."
+        helpers = helper_files(lowered.imports.helpers, project.schedule, header)
+    with project.timed("write"):
+        files = {"__init__.py": init_text(name, helpers), name: text, **helpers}
+        diff = unified_diff(project.file.text, text, name, 1)
+        if diff:
+            files["rewrite.diff"] = diff
+        files["rewrite.json"] = record.written(project, plan, knobs, files, changes)
+    return Output(dict(sorted(files.items())), project.file.text, name, lowered.warnings, project.seconds)
+
+
+def import_source(file: SourceFile) -> types.ModuleType:
+    """The module of a source file, imported the way its own package imports it.
+
+    Raises:
+        SourceError: The import fails.
+    """
+    try:
+        if "." in file.name:
+            module = importlib.import_module(file.name)
+            if Path(str(module.__file__)).resolve() == file.path.resolve():
+                return module
+        spec = importlib.util.spec_from_file_location(file.name, file.path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[file.name] = module
+        spec.loader.exec_module(module)
+        return module
+    except errors.RewriteError:
+        raise
+    except Exception as error:
+        line = next(
+            (f.tb_lineno for f in _frames(error) if f.tb_frame.f_code.co_filename == str(file.path)), None
+        )
+        at = errors.Span(file.display, line, 1, 1, file.line(line)) if line else None
+        raise errors.SourceError(
+            f"`{file.display}` cannot be imported: {type(error).__name__}: {error}",
+            at=at,
+            hint="a file of a package is imported as part of it: give its dotted module name",
+        ) from error
+
+
+def _frames(error: BaseException) -> list[types.TracebackType]:
+    found, traceback = [], error.__traceback__
+    while traceback is not None:
+        found.append(traceback)
+        traceback = traceback.tb_next
+    return found
+
+
+def training_inputs(schedule: ScheduleFile, model: Any) -> dict[str, Any]:
+    """The keyword arguments of one training step, for a run without data.
+
+    A padding mask is left out where the tool makes the inputs: what it holds cannot be looked at on the meta device.
+    """
+    inputs = twin.step_inputs(schedule.module, model)
+    if not hasattr(schedule.module, "inputs"):
+        inputs.pop("attention_mask", None)
+    return inputs
+
+
+def absolute_imports(file: SourceFile) -> list[Edit]:
+    """Relative imports made absolute, since the file leaves its package.
+
+    Raises:
+        SourceError: A relative import in a file that lies in no package.
+    """
+    edits = []
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            if not file.package:
+                raise errors.SourceError(
+                    "a relative import in a file that lies in no package",
+                    at=file.at(node),
+                    hint="give the file's dotted module name instead of its path",
+                )
+            start, _ = file.span(node)
+            dots = file.text.index(".", start)
+            end = dots + node.level + len(node.module or "")
+            edits.append(Edit(dots, end, file.resolve_import(node), (), "import from outside the package"))
+    return edits
+
+
+def line_length(text: str) -> int:
+    """The length that a file's own lines keep to: the least usual limit that holds all of its code."""
+    longest = max((len(line) for line in text.splitlines() if "#" not in line and '"' not in line), default=0)
+    return next((limit for limit in (88, 100, 119, 120) if longest <= limit), 120)
+
+
+def check_text(text: str, file: SourceFile) -> None:
+    """The result must parse, and bind every name that the original binds."""
+    tree = ast.parse(text)
+    names = {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
+    lost = {n for n in (*file.classes, *file.functions)} - names
+    lost -= {n for n in lost if n not in {s.name for s in file.tree.body if hasattr(s, "name")}}
+    if lost:
+        raise AssertionError(f"the rewritten file no longer defines {sorted(lost)}")
+
+
+def init_text(name: str, helpers: dict[str, str]) -> str:
+    """The output package's own docstring."""
+    what = "tensor parallel" if "tensor_parallel.py" in helpers else "as scheduled"
+    return f'"""{name}, {what}; rewrite.diff shows what changed."""\n'
+
+
+def unified_diff(before: str, after: str, name: str, context: int) -> str:
+    """The difference of two texts, empty where there is none."""
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True),
+        after.splitlines(keepends=True),
+        f"original/{name}",
+        f"rewritten/{name}",
+        n=context,
+    )
+    return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
+

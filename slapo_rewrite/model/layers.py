@@ -1,0 +1,77 @@
+"""Which tensor-parallel layer takes the place of which torch layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of `slapo_rewrite.runtime` in the place of a torch one.
+
+    Attributes:
+        module: The runtime module that defines it.
+        name: The class.
+        keywords: Keyword arguments beside the original's, as values.
+        unit: The attribute of the owner whose value the split must be a multiple of (a head's size, say).
+    """
+
+    module: str
+    name: str
+    keywords: tuple[tuple[str, object], ...] = ()
+    unit: str | None = None
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to split a layer: which class does it, and what its output is on a rank.
+
+    Attributes:
+        module: The runtime module that defines the class.
+        name: The class.
+        output: `partition` or `partial sum`.
+        whole: The parameters that stay whole; a parameter that is neither sharded nor here must be sharded as well.
+        has_input_gradient: Whether the input has a gradient that is a partial sum on each rank.
+    """
+
+    module: str
+    name: str
+    output: str
+    whole: frozenset[str] = frozenset()
+    has_input_gradient: bool = True
+
+
+_COLUMN = Split("tensor_parallel", "ColumnParallelLinear", "partition")
+_ROW = Split("tensor_parallel", "RowParallelLinear", "partial sum", frozenset({"bias"}), False)
+_COLUMN_CONV1D = Split("conv1d", "ColumnParallelConv1D", "partition")
+_ROW_CONV1D = Split("conv1d", "RowParallelConv1D", "partial sum", frozenset({"bias"}), False)
+_VOCABULARY = Split(
+    "tensor_parallel", "VocabParallelEmbedding", "partial sum", has_input_gradient=False
+)
+_EMBEDDING = Split(
+    "tensor_parallel", "ColumnParallelEmbedding", "partition", has_input_gradient=False
+)
+
+# By qualified class: parameter and axis -> how that splits the layer.
+SPLITS: dict[str, dict[tuple[str, int], Split]] = {
+    "torch.nn.modules.linear.Linear": {
+        ("weight", 0): _COLUMN,
+        ("bias", 0): _COLUMN,
+        ("weight", 1): _ROW,
+    },
+    "torch.nn.modules.sparse.Embedding": {
+        ("weight", 0): _VOCABULARY,
+        ("weight", 1): _EMBEDDING,
+    },
+    # The weight of transformers' Conv1D is that of a linear layer, transposed.
+    "transformers.pytorch_utils.Conv1D": {
+        ("weight", 1): _COLUMN_CONV1D,
+        ("bias", 0): _COLUMN_CONV1D,
+        ("weight", 0): _ROW_CONV1D,
+    },
+}
+
+
+def splits_of(cls: type) -> dict[tuple[str, int], Split] | None:
+    """How a class can be split, or None where no layer takes its place."""
+    return SPLITS.get(f"{cls.__module__}.{cls.__qualname__}")

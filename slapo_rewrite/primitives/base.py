@@ -1,0 +1,122 @@
+"""What every primitive is made of."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.state import Directive, Function, ModuleState
+from slapo_rewrite.errors import Span
+from slapo_rewrite.model.tree import Node
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a primitive: who asks, in which schedule file, with which arguments."""
+
+    directive: Directive
+    schedule: types.ModuleType
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A worked example: a source file, a schedule for it, and the changed lines that come of it.
+
+    It is shown by `slapo-rewrite primitives NAME` and run as a test.
+    """
+
+    source: str
+    schedule: str
+    diff: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A schedule line that the primitive refuses for `Example.source`, with the error's code."""
+
+    source: str
+    schedule: str
+    code: str
+
+
+class Primitive:
+    """One verb of the schedule language.
+
+    A subclass says what its call means for one module: `apply` reads the module and what was asked of it so far, and
+    returns what is asked of it now, or raises. How that becomes source is decided later and elsewhere (`edit/`).
+    """
+
+    name: ClassVar[str]
+    examples: ClassVar[tuple[Example, ...]] = ()
+    refusals: ClassVar[tuple[Refusal, ...]] = ()
+
+    def signature(self) -> inspect.Signature:
+        """The arguments that the primitive takes in a schedule."""
+        raise NotImplementedError
+
+    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+        """What is asked of `node` after this call.
+
+        Raises:
+            RewriteError: The call does not fit the module.
+        """
+        raise NotImplementedError
+
+    def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
+        """The modules that the call is about; those selected, as a rule."""
+        return nodes
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], at: Span | None) -> dict[str, Any]:
+        """The call's arguments by name, defaults filled in.
+
+        Raises:
+            BadArgument: One is missing, or the primitive does not take it.
+        """
+        signature = self.signature()
+        for name in kwargs:
+            if name not in signature.parameters:
+                raise errors.BadArgument(
+                    f"`{self.name}` takes no argument `{name}`",
+                    at=at,
+                    hint=errors.did_you_mean(name, signature.parameters)
+                    or f"it takes {', '.join(signature.parameters) or 'none'}",
+                )
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise errors.BadArgument(
+                f"`{self.name}`: {error}", at=at, hint=f"{self.name}{signature}"
+            ) from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
+def signature_of(function: Any) -> inspect.Signature:
+    """The signature of a stub that stands for the primitive's arguments."""
+    return inspect.signature(function)
+
+
+def function_of(call: Call, value: Any, what: str) -> Function:
+    """A function or class that the schedule hands over, by the name under which the output can have it.
+
+    Raises:
+        BadArgument: It has no name of its own at the top level of a file.
+    """
+    name = getattr(value, "__qualname__", None)
+    if not callable(value) or name is None or "<" in name or "." in name:
+        raise errors.BadArgument(
+            f"{what} must be a class or function with a name of its own at the top level of a file, "
+            f"not {value!r}",
+            at=call.directive.at,
+        )
+    home = getattr(value, "__module__", None)
+    if home == call.schedule.__name__:
+        return Function(name, None)
+    if not home or home == "builtins":
+        raise errors.BadArgument(f"{what} `{name}` cannot be imported", at=call.directive.at)
+    return Function(name, home)

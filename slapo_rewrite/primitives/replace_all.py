@@ -1,0 +1,92 @@
+"""`replace_all`: another class in the place of every module of a type."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
+from slapo_rewrite.primitives.replace import SCALED, replaced
+from slapo_rewrite.primitives.shard import MLP, MODEL
+
+
+class ReplaceAll(Primitive):
+    """Replace every module of a type, at and below the selection.
+
+    `type` is a class, or its name where it is defined in the file that is rewritten. `make` is what `replace` takes.
+
+    Rewrite:
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        -->
+        self.up = ScaledLinear(width, 4 * width)
+        self.down = ScaledLinear(4 * width, width)
+    Shapes:
+        The new module's affair.
+    Numerics:
+        The new module's affair; `--verify` compares.
+    State:
+        Unchanged where the new module's parameters are named as the original's.
+    Raises:
+        SR202 no module is of this type; what `replace` raises.
+
+    Source: Slapo, arXiv 2302.08005, section 3.1.
+    """
+
+    name = "replace_all"
+    examples = (
+        Example(
+            MLP,
+            SCALED + "def schedule(s):\n    s.replace_all(nn.Linear, ScaledLinear)\n",
+            """\
++from .modules import ScaledLinear
++
+-        self.up = nn.Linear(width, 4 * width)
+-        self.down = nn.Linear(4 * width, width)
++        self.up = ScaledLinear(width, 4 * width)
++        self.down = ScaledLinear(4 * width, width)
+""",
+        ),
+    )
+    refusals = (
+        Refusal(MLP, MODEL + 'def schedule(s):\n    s.replace_all("Linaer", torch.nn.Linear)\n', "SR202"),
+    )
+
+    def signature(self) -> inspect.Signature:
+        """`replace_all(type, make, *, args=None)`."""
+
+        def replace_all(
+            type: type | str, make: type | Callable[..., Any], *, args: str | None = None
+        ) -> None: ...
+
+        return signature_of(replace_all)
+
+    def targets(self, call: Call, nodes: list[Node]) -> list[Node]:
+        """Every module of the type at or below the selected ones."""
+        wanted = call.arguments["type"]
+        name = wanted if isinstance(wanted, str) else getattr(wanted, "__qualname__", str(wanted))
+        found: dict[str, Node] = {}
+        seen: set[str] = set()
+        waiting = list(nodes)
+        while waiting:
+            node = waiting.pop(0)
+            seen.add(node.cls.__name__)
+            if node.cls is wanted or node.cls.__qualname__ == name:
+                found[node.path] = node
+            else:
+                waiting = list(node.children.values()) + waiting
+        if not found and nodes:
+            raise errors.UnknownPath(
+                f"no module is a `{name}`",
+                at=call.directive.at,
+                hint=errors.did_you_mean(name, seen),
+            )
+        return list(found.values())
+
+    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+        """Records the new class."""
+        return replaced(call, node, state, call.arguments["make"])

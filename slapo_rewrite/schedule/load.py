@@ -1,0 +1,257 @@
+"""Finds and loads a schedule file, and sets its knobs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.errors import Span
+
+
+def bundled() -> dict[str, Path]:
+    """The schedules that ship with the tool, by name."""
+    package = Path(__file__).resolve().parents[1]
+    # Installed, `rules/` lies inside the package; in a checkout it lies beside it.
+    for folder in (package / "rules" / "schedules", package.parent / "rules" / "schedules"):
+        if folder.is_dir():
+            return {p.stem: p for p in sorted(folder.glob("*.py")) if p.stem != "__init__"}
+    return {}
+
+
+def locate(name: str) -> Path:
+    """The file of a schedule that is given by path, or by name where it ships with the tool.
+
+    Raises:
+        ScheduleError: There is no such file or name.
+    """
+    path = Path(name)
+    if path.suffix == ".py" or "/" in name:
+        if not path.is_file():
+            raise errors.ScheduleError(f"there is no schedule file `{name}`")
+        return path
+    known = bundled()
+    if name in known:
+        return known[name]
+    raise errors.ScheduleError(
+        f"there is no schedule `{name}`",
+        hint=errors.did_you_mean(name, known)
+        or f"give a file (`{name}.py`) or one of " + ", ".join(known),
+    )
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A keyword parameter of `schedule` that `--set` may change."""
+
+    name: str
+    annotation: Any
+    default: Any
+
+
+class ScheduleFile:
+    """A schedule file: its text, and once loaded its functions.
+
+    Attributes:
+        name: As the user gave it.
+        path: Where it lies.
+        text: Its source.
+        module: Its namespace.
+    """
+
+    def __init__(self, name: str, path: Path, text: str, module: types.ModuleType) -> None:
+        self.name, self.path, self.text, self.module = name, path, text, module
+        self.lines = text.splitlines()
+        self.tree = ast.parse(text)
+
+    @classmethod
+    def load(cls, name: str) -> ScheduleFile:
+        """Reads and runs the file.
+
+        Raises:
+            ScheduleError: It does not parse, fails while it is run, or lacks `model` or `schedule`.
+        """
+        path = locate(name)
+        try:
+            text = path.read_text(encoding="utf-8")
+            code = compile(text, str(path), "exec")
+        except SyntaxError as error:
+            raise errors.ScheduleError(
+                f"the schedule does not parse: {error.msg}", at=syntax_span(error, str(path))
+            ) from None
+        except (OSError, ValueError) as error:
+            raise errors.ScheduleError(f"cannot read `{path}`: {error}") from None
+        module = types.ModuleType("schedule_file")
+        module.__file__ = str(path)
+        sys.modules[module.__name__] = module
+        schedule = cls(name, path, text, module)
+        # A schedule may import what lies beside it.
+        sys.path.insert(0, str(path.resolve().parent))
+        try:
+            schedule.guarded(lambda: exec(code, module.__dict__), "the schedule file")
+        finally:
+            sys.path.pop(0)
+        for wanted in ("model", "schedule"):
+            if not callable(getattr(module, wanted, None)):
+                raise errors.ScheduleError(
+                    f"`{path}` defines no function `{wanted}`",
+                    hint=f"write `def {wanted}({'m' if wanted == 'model' else 's'}): ...` in it",
+                )
+        return schedule
+
+    def guarded(self, action: Callable[[], Any], what: str) -> Any:
+        """Runs the user's code; what it raises becomes a `ScheduleError` at the user's line."""
+        try:
+            return action()
+        except errors.RewriteError:
+            raise
+        except Exception as error:
+            at = self.span_of(error.__traceback__)
+            raise errors.ScheduleError(f"{what} raises {type(error).__name__}: {error}", at=at) from error
+
+    def span_of(self, traceback: types.TracebackType | None) -> Span | None:
+        """The innermost place of a traceback that lies in this file."""
+        found = None
+        while traceback is not None:
+            if traceback.tb_frame.f_code.co_filename == str(self.path):
+                found = (traceback.tb_frame.f_code, traceback.tb_lasti, traceback.tb_lineno)
+            traceback = traceback.tb_next
+        return self.span_at(*found) if found else None
+
+    def span_at(self, code: types.CodeType, instruction: int, line: int) -> Span:
+        """The place of one bytecode instruction of this file."""
+        text = self.lines[line - 1] if line <= len(self.lines) else ""
+        start, end = len(text) - len(text.lstrip()), len(text)
+        positions = list(code.co_positions())
+        if instruction >= 0 and instruction // 2 < len(positions):
+            first, last, column, end_column = positions[instruction // 2]
+            if first == line and column is not None and end_column is not None:
+                raw = text.encode()
+                start = len(raw[:column].decode(errors="ignore"))
+                end = len(raw[:end_column].decode(errors="ignore")) if last == first else len(text)
+        return Span(str(self.path), line, start + 1, max(1, end - start), text)
+
+    def caller(self) -> Span | None:
+        """The place in this file that called into the tool just now."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == str(self.path):
+                return self.span_at(frame.f_code, frame.f_lasti, frame.f_lineno)
+            frame = frame.f_back
+        return None
+
+    @property
+    def knobs(self) -> dict[str, Knob]:
+        """The keyword parameters of `schedule`, by name."""
+        function = self.module.schedule
+        try:
+            hints = typing.get_type_hints(function)
+        except Exception:
+            hints = {}
+        found = {}
+        for parameter in list(inspect.signature(function).parameters.values())[1:]:
+            if parameter.default is inspect.Parameter.empty:
+                raise errors.ScheduleError(
+                    f"knob `{parameter.name}` of `schedule` has no default",
+                    at=self._definition("schedule"),
+                    hint=f"write `{parameter.name}: TYPE = VALUE`",
+                )
+            annotation = hints.get(parameter.name, type(parameter.default))
+            found[parameter.name] = Knob(parameter.name, annotation, parameter.default)
+        return found
+
+    def _definition(self, name: str) -> Span | None:
+        for node in self.tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                text = self.lines[node.lineno - 1]
+                return Span(str(self.path), node.lineno, 1, len(text), text)
+        return None
+
+    def settings(self, given: Sequence[str]) -> dict[str, Any]:
+        """Every knob's value: the defaults, with the `K=V` of `--set` in their place.
+
+        Raises:
+            UnknownKnob: `K` is no knob of this schedule.
+            BadKnob: `V` does not fit the knob's annotation.
+        """
+        knobs = self.knobs
+        values = {name: knob.default for name, knob in knobs.items()}
+        for item in given:
+            name, equals, text = item.partition("=")
+            if not equals:
+                raise errors.BadKnob(f"`--set {item}` has no value", hint="write `--set NAME=VALUE`")
+            if name not in knobs:
+                raise errors.UnknownKnob(
+                    f"the schedule has no knob `{name}`",
+                    at=self._definition("schedule"),
+                    hint=errors.did_you_mean(name, knobs)
+                    or ("its knobs are " + ", ".join(knobs) if knobs else "it has no knobs"),
+                )
+            values[name] = self._convert(knobs[name], text)
+        return values
+
+    def _convert(self, knob: Knob, text: str) -> Any:
+        try:
+            return convert(knob.annotation, text)
+        except ValueError as error:
+            raise errors.BadKnob(
+                f"`{text}` is not a value for knob `{knob.name}`: {error}",
+                at=self._definition("schedule"),
+            ) from None
+
+
+BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def convert(annotation: Any, text: str) -> Any:
+    """`text` as a value of the annotated type.
+
+    Raises:
+        ValueError: It is not one, in words.
+    """
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        for choice in arguments:
+            if str(choice) == text:
+                return choice
+        raise ValueError("it must be one of " + ", ".join(str(c) for c in arguments))
+    if origin in (typing.Union, types.UnionType):
+        if type(None) in arguments and text.lower() == "none":
+            return None
+        for choice in arguments:
+            if choice is not type(None):
+                try:
+                    return convert(choice, text)
+                except ValueError:
+                    continue
+        raise ValueError(f"it must be {annotation}")
+    if origin in (list, tuple):
+        inner = arguments[0] if arguments else str
+        return origin(convert(inner, part.strip()) for part in text.split(",") if part.strip())
+    if annotation is bool:
+        if text.lower() not in BOOLEANS:
+            raise ValueError("it must be true or false")
+        return BOOLEANS[text.lower()]
+    if annotation in (int, float):
+        try:
+            return annotation(text)
+        except ValueError:
+            kind = "a whole number" if annotation is int else "a number"
+            raise ValueError(f"it must be {kind}") from None
+    if annotation is str:
+        return text
+    raise ValueError(f"knobs of type {annotation} cannot be set from the command line")
+
+
+def syntax_span(error: SyntaxError, path: str) -> Span:
+    """The place that CPython's parser names."""
+    text = (error.text or "").rstrip("\n")
+    width = (error.end_offset or 0) - (error.offset or 0)
+    return Span(path, error.lineno or 1, max(1, error.offset or 1), max(1, width), text)
