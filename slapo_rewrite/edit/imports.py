@@ -73,6 +73,10 @@ class Imports:
     def _taken(self, name: str) -> bool:
         return name in self.file.names or name in self._locals
 
+    def causes(self) -> dict[str, tuple[Directive, ...]]:
+        """The directives that need each helper module."""
+        return {m.lstrip("."): united(c) for m, c in self._causes.items() if m.startswith(".")}
+
     def edits(self, line_length: int) -> list[Edit]:
         """The import lines, each among its like: packages after the other imports from there, helpers last."""
         edits = []

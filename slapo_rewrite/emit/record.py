@@ -44,10 +44,22 @@ def written(
     project: Project,
     plan: Plan,
     knobs: Mapping[str, Any],
+    given: Mapping[str, str],
     files: Mapping[str, str],
     changes: Iterable[Change],
+    helpers: Mapping[str, Iterable[Directive]],
 ) -> str:
-    """The text of `rewrite.json`."""
+    """The text of `rewrite.json`.
+
+    Args:
+        project: The source and the schedule.
+        plan: The primitive calls.
+        knobs: Every knob's value.
+        given: The knobs that the command line set, as text.
+        files: The output's other files.
+        changes: Lines of the model file, with what caused them.
+        helpers: Helper files, with what caused them.
+    """
     content = {
         "tool": {"name": "slapo-rewrite", "version": __version__, "digest": tool_digest()},
         "source": {
@@ -57,6 +69,7 @@ def written(
         },
         "schedule": {"name": project.schedule.name, "sha256": digest(project.schedule.text)},
         "knobs": {name: knobs[name] for name in sorted(knobs)},
+        "set": dict(sorted(given.items())),
         "packages": packages(project),
         "depends": depends(project),
         "files": {name: digest(text) for name, text in sorted(files.items())},
@@ -69,6 +82,15 @@ def written(
                 "why": change.why,
             }
             for change in changes
+        ]
+        + [
+            {
+                "file": name,
+                "lines": None,
+                "directives": sorted({d.number for d in causes}),
+                "why": "what the model file calls",
+            }
+            for name, causes in sorted(helpers.items())
         ],
         "verification": None,
     }
@@ -147,3 +169,76 @@ def read(out: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not {"source", "schedule", "files"} <= content.keys():
         raise errors.NotAnOutput(f"`{path}` is not a record of slapo-rewrite")
     return content
+
+
+def unverified(text: str) -> str:
+    """The text of a record without what verification added to it."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return text
+    return dumped({**content, "verification": None}) if isinstance(content, dict) else text
+
+
+def with_verification(text: str, verification: Mapping[str, Any]) -> str:
+    """The text of a record with a verification in it."""
+    return dumped({**json.loads(text), "verification": dict(verification)})
+
+
+def is_current(
+    out: Path, content: Mapping[str, Any], source: Path, schedule: Path, knobs: Mapping[str, str]
+) -> bool:
+    """Whether nothing that went into an output has changed, and nothing of what came out; hashes alone decide.
+
+    Args:
+        out: The output folder.
+        content: Its record.
+        source: The source file.
+        schedule: The schedule file.
+        knobs: The knobs given on the command line, as text.
+    """
+    if content.get("tool", {}).get("digest") != tool_digest():
+        return False
+    if content["source"]["sha256"] != digest(source.read_bytes()):
+        return False
+    if content["schedule"]["sha256"] != digest(schedule.read_bytes()):
+        return False
+    if any(installed(n) != v for n, v in content.get("packages", {}).items()):
+        return False
+    if any(_module_digest(n) != d for n, d in content.get("depends", {}).items()):
+        return False
+    if content.get("set", {}) != dict(knobs):
+        return False
+    return all(
+        (out / name).is_file() and digest((out / name).read_bytes()) == written_as
+        for name, written_as in content["files"].items()
+    )
+
+
+def _module_digest(name: str) -> str | None:
+    from slapo_rewrite.source.index import locate
+
+    try:
+        return digest(locate(name)[0].read_bytes())
+    except (errors.RewriteError, OSError):
+        return None
+
+
+def reasons(
+    content: Mapping[str, Any], source: Path, schedule: Path, knobs: Mapping[str, str]
+) -> list[str]:
+    """What has changed since an output was written, in words."""
+    found = []
+    if content["source"]["sha256"] != digest(source.read_bytes()):
+        found.append(f"the source {content['source']['name']} has changed")
+    if content["schedule"]["sha256"] != digest(schedule.read_bytes()):
+        found.append(f"the schedule {content['schedule']['name']} has changed")
+    for name, version in content.get("packages", {}).items():
+        if installed(name) != version:
+            found.append(f"{name} is {installed(name)} now; it was {version}")
+    found += [f"{n} has changed" for n, d in content.get("depends", {}).items() if _module_digest(n) != d]
+    if content.get("set", {}) != dict(knobs):
+        found.append(f"knobs were {content.get('set', {})}, and are {dict(knobs)}")
+    if content.get("tool", {}).get("digest") != tool_digest():
+        found.append("slapo-rewrite itself has changed")
+    return found

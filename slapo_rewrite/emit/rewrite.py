@@ -123,7 +123,10 @@ def rewrite(source: str, schedule: str, settings: Sequence[str] = ()) -> Output:
         diff = unified_diff(project.file.text, text, name, 1)
         if diff:
             files["rewrite.diff"] = diff
-        files["rewrite.json"] = record.written(project, plan, knobs, files, changes)
+        given = dict(item.split("=", 1) for item in settings)
+        causes = lowered.imports.causes()
+        by_file = {n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers}
+        files["rewrite.json"] = record.written(project, plan, knobs, given, files, changes, by_file)
     return Output(dict(sorted(files.items())), project.file.text, name, lowered.warnings, project.seconds)
 
 

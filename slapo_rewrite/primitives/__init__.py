@@ -14,7 +14,7 @@ def registry() -> dict[str, Primitive]:
     """Every primitive by its name: each file of this package defines one."""
     found = {}
     for info in pkgutil.iter_modules(__path__):
-        if info.name != "base":
+        if info.name not in ("base", "page"):
             module = importlib.import_module(f"{__name__}.{info.name}")
             for value in vars(module).values():
                 if isinstance(value, type) and issubclass(value, Primitive) and value is not Primitive:

@@ -1,0 +1,225 @@
+"""The command line: arguments -> one call -> an exit code.
+
+0 done; 1 the answer is "no" (`--check`, `verify`); 2 the user's input is wrong; 3 a defect of the tool.
+What costs seconds to import (torch, transformers) is imported by the calls that need it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from slapo_rewrite import __version__, errors
+
+DONE, NO, WRONG_INPUT, DEFECT = 0, 1, 2, 3
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports what is wrong as the tool reports everything else."""
+
+    def error(self, message: str) -> NoReturn:
+        raise errors.UsageError(message, hint=f"{self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if given and given[0] in COMMANDS:
+            return COMMANDS[given[0]](given[1:])
+        return _rewrite(given)
+    except errors.RewriteError as error:
+        print(error.render(), file=sys.stderr)
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader went away; leave nothing for the interpreter to flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except Exception:
+        traceback.print_exc()
+        print(
+            f"internal error: this is a defect of slapo-rewrite {__version__}, not of your input",
+            file=sys.stderr,
+        )
+        return DEFECT
+
+
+def _rewrite(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="slapo-rewrite",
+        description="Rewrite a PyTorch model file as a schedule says.",
+        epilog="Other commands: " + ", ".join(f"slapo-rewrite {name}" for name in COMMANDS),
+    )
+    parser.add_argument("source", metavar="SOURCE", help="a Python file or an importable module")
+    parser.add_argument("--schedule", "-s", required=True, metavar="S", help="a file, or the name of a bundled one")
+    parser.add_argument("-o", "--output", type=Path, metavar="OUT", help="the output folder")
+    parser.add_argument("--set", action="append", default=[], metavar="K=V", help="set a knob (repeatable)")
+    parser.add_argument("--diff", action="store_true", help="print the unified diff, write nothing")
+    parser.add_argument("--check", action="store_true", help="exit 1 if OUT is not current, write nothing")
+    parser.add_argument("--verify", action="store_true", help="run original against rewritten afterwards")
+    parser.add_argument("--world", type=int, nargs="+", metavar="N", help="world sizes to verify (default: 1 2)")
+    parser.add_argument("--force", action="store_true", help="overwrite hand edits in OUT")
+    parser.add_argument("--version", action="version", version=f"slapo-rewrite {__version__}")
+    options = parser.parse_args(arguments)
+    _check_combination(options)
+    if options.check:
+        return _check(options)
+    from slapo_rewrite.emit.rewrite import rewrite
+
+    with _working(f"rewriting {options.source}"):
+        output = rewrite(options.source, options.schedule, options.set)
+    for warning in output.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if options.diff:
+        print(output.diff(), end="")
+        return DONE
+    from slapo_rewrite.emit.write import write
+
+    write(options.output, output.files, force=options.force)
+    print(f"wrote {options.output}: {', '.join(output.files)}")
+    if options.verify:
+        return _verified(options.output, options.world or [1, 2], options.source, options.schedule)
+    return DONE
+
+
+def _check_combination(options: argparse.Namespace) -> None:
+    if options.output is None and not options.diff:
+        raise errors.UsageError("where to write is missing", hint="give -o OUT, or --diff to print only")
+    if options.check and options.output is None:
+        raise errors.UsageError("`--check` needs the folder to check", hint="give -o OUT")
+    if sum((options.diff, options.check, options.verify)) > 1:
+        raise errors.UsageError("`--diff`, `--check` and `--verify` exclude one another")
+    if options.world and not options.verify:
+        raise errors.UsageError("`--world` belongs to `--verify`")
+    if options.world and min(options.world) < 1:
+        raise errors.UsageError("a world size is at least 1")
+
+
+def _check(options: argparse.Namespace) -> int:
+    """Answers from hashes where nothing changed, without importing torch."""
+    from slapo_rewrite.emit import record
+    from slapo_rewrite.schedule.load import locate as locate_schedule
+    from slapo_rewrite.source.index import locate as locate_source
+
+    out = options.output
+    source, schedule = locate_source(options.source)[0], locate_schedule(options.schedule)
+    try:
+        content = record.read(out)
+    except errors.NotAnOutput as error:
+        print(f"not current: {error.message}")
+        return NO
+    given = dict(item.split("=", 1) for item in options.set if "=" in item)
+    if record.is_current(out, content, source, schedule, given):
+        print(f"{out} is current")
+        return DONE
+    from slapo_rewrite.emit.rewrite import rewrite
+    from slapo_rewrite.emit.write import matches
+
+    with _working(f"rewriting {options.source}"):
+        output = rewrite(options.source, options.schedule, options.set)
+    wrong = matches(out, output.files)
+    for reason in record.reasons(content, source, schedule, given) if wrong else ():
+        print(reason)
+    print(f"not current: {', '.join(wrong)}" if wrong else f"{out} is current")
+    return NO if wrong else DONE
+
+
+def _verified(out: Path, worlds: list[int], source: str | None, schedule: str | None) -> int:
+    from slapo_rewrite.emit.write import note_verification
+    from slapo_rewrite.verify.run import verify
+
+    with _working(f"verifying {out}") as progress:
+        report = verify(out, worlds, source=source, schedule=schedule, progress=progress)
+    print(report.render())
+    note_verification(out, report.record())
+    return DONE if report.ok else NO
+
+
+def _verify(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="slapo-rewrite verify",
+        description="Run original against rewritten in real processes, and compare outputs, loss, gradients, weights.",
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
+    parser.add_argument("--world", type=int, nargs="+", default=[1, 2], metavar="N", help="world sizes (default: 1 2)")
+    parser.add_argument("--source", metavar="SOURCE", help="the original, if it is not where it was")
+    parser.add_argument("--schedule", metavar="S", help="the schedule, if it is not where it was")
+    options = parser.parse_args(arguments)
+    if min(options.world) < 1:
+        raise errors.UsageError("a world size is at least 1")
+    return _verified(options.out, options.world, options.source, options.schedule)
+
+
+def _explain(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="slapo-rewrite explain",
+        description="Say which line of the schedule caused a line of the output, and why.",
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
+    parser.add_argument("place", metavar="FILE:LINE", nargs="?", help="one line; without it, every change")
+    options = parser.parse_args(arguments)
+    from slapo_rewrite.emit.explain import explain
+
+    print(explain(options.out, options.place))
+    return DONE
+
+
+def _tree(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="slapo-rewrite tree",
+        description="Print the module tree: path, class, parameters with shapes, where each module is constructed.",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="a Python file or an importable module")
+    parser.add_argument("--schedule", "-s", required=True, metavar="S", help="a file, or the name of a bundled one")
+    options = parser.parse_args(arguments)
+    from slapo_rewrite.emit.rewrite import Project
+    from slapo_rewrite.model.listing import render_tree
+
+    with _working(f"building {options.source}"):
+        project = Project(options.source, options.schedule)
+    print(render_tree(project.tree, project.sources))
+    return DONE
+
+
+def _primitives(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="slapo-rewrite primitives",
+        description="List the primitives, or show one with its worked example.",
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a primitive")
+    options = parser.parse_args(arguments)
+    from slapo_rewrite.primitives.page import listing, page
+
+    print(page(options.name) if options.name else listing())
+    return DONE
+
+
+@contextmanager
+def _working(what: str) -> Iterator[Callable[[str], None]]:
+    """Shows that work goes on, on a terminal; in a pipe nothing is shown."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what) as status:
+        yield lambda text: status.update(f"{what}: {text}")
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "explain": _explain,
+    "tree": _tree,
+    "verify": _verify,
+    "primitives": _primitives,
+}
+
+

@@ -1,0 +1,75 @@
+"""Which line of the schedule caused a line of the output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.emit import record
+from slapo_rewrite.emit.write import hand_edited
+
+
+def explain(out: Path, place: str | None) -> str:
+    """The causes of one line of an output, or of every change in it.
+
+    Args:
+        out: The output folder.
+        place: `FILE:LINE`, or a line of the model file; None for everything.
+
+    Raises:
+        NotAnOutput: The folder has no record.
+        UsageError: There is no such file or line.
+    """
+    content = record.read(out)
+    edited = hand_edited(out)
+    lines = [f"note: {name} was edited by hand since; its line numbers may be off" for name in edited]
+    if place is None:
+        lines += [line for change in content["changes"] for line in _change(out, content, change)]
+        return "\n".join(lines) or "nothing was changed"
+    name, number = _place(out, content, place)
+    text = _line(out, name, number)
+    for change in content["changes"]:
+        span = change["lines"]
+        if change["file"] == name and (span is None or span[0] <= number <= span[1]):
+            return "\n".join([*lines, f"{name}:{number}: {text.strip()}", *_causes(content, change)])
+    if name == content["source"]["file"]:
+        imported = text.startswith(("from ", "import "))
+        why = "an import made absolute, since the file left its package" if imported else "as in the original"
+        return "\n".join([*lines, f"{name}:{number}: {text.strip()}", f"    {why}"])
+    return "\n".join([*lines, f"{name}: written beside the model file"])
+
+
+def _place(out: Path, content: dict[str, Any], place: str) -> tuple[str, int]:
+    file, _, number = place.rpartition(":")
+    name = Path(file).name if file else content["source"]["file"]
+    if not number.isdigit() or not int(number):
+        raise errors.UsageError(f"`{place}` is not FILE:LINE", hint="write modeling_bert.py:120, say")
+    if name not in content["files"]:
+        raise errors.UsageError(
+            f"`{out}` has no file `{name}`", hint=errors.did_you_mean(name, content["files"])
+        )
+    return name, int(number)
+
+
+def _line(out: Path, name: str, number: int) -> str:
+    lines = (out / name).read_text(encoding="utf-8").splitlines()
+    if number > len(lines):
+        raise errors.UsageError(f"`{name}` has {len(lines)} lines: there is no line {number}")
+    return lines[number - 1]
+
+
+def _change(out: Path, content: dict[str, Any], change: dict[str, Any]) -> list[str]:
+    span = change["lines"]
+    where = change["file"]
+    if span:
+        where += f":{span[0]}" + (f"-{span[1]}" if span[1] > span[0] else "")
+    return [f"{where}  {change['why']}", *_causes(content, change)]
+
+
+def _causes(content: dict[str, Any], change: dict[str, Any]) -> list[str]:
+    schedule = content["schedule"]["name"]
+    found = [content["directives"][number] for number in change["directives"]]
+    # A loop in the schedule calls one line several times.
+    shown = dict.fromkeys((d["line"], d["text"]) for d in found)
+    return [f"    {schedule}:{line}  {text}" for line, text in shown]
