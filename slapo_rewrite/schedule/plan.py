@@ -19,12 +19,14 @@ class Plan:
         schedule: The schedule file.
         directives: The primitive calls so far.
         states: What was asked of each module path; a path that is not in it was not touched.
+        order: The position of each path in the tree.
     """
 
     def __init__(self, tree: Tree, schedule: ScheduleFile) -> None:
         self.tree, self.schedule = tree, schedule
         self.directives: list[Directive] = []
         self.states: dict[str, ModuleState] = {}
+        self.order = {path: number for number, path in enumerate(tree.nodes)}
 
     def call(
         self, primitive: Primitive, nodes: list[Node], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -58,4 +60,5 @@ class Plan:
         for node in ast.walk(self.schedule.tree):
             if isinstance(node, ast.Expr) and node.lineno <= line <= (node.end_lineno or line):
                 best = node
-        return ast.unparse(best) if best else self.schedule.lines[line - 1].strip()
+        text = ast.get_source_segment(self.schedule.text, best) if best else None
+        return " ".join((text or self.schedule.lines[line - 1]).split())

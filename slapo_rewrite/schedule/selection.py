@@ -34,18 +34,24 @@ class Selection:
 
     def _by_path(self, pattern: str) -> Selection:
         found: dict[str, Node] = {}
-        for node in self._nodes:
-            for match in descend(node, split_pattern(pattern)):
-                found[match.path] = match
-        if not found and self._nodes:
-            known = self._below()
-            raise errors.UnknownPath(
-                f"no module `{pattern}` below `{self._said}`",
-                at=self._plan.schedule.caller(),
-                hint=errors.did_you_mean(pattern, known) or _children_hint(self._nodes[0]),
-            )
-        nodes = [found[path] for path in self._plan.tree.nodes if path in found]
+        for single in alternatives(pattern):
+            steps, before = split_pattern(single), len(found)
+            for node in self._nodes:
+                for match in descend(node, steps):
+                    found[match.path] = match
+            if len(found) == before and self._nodes:
+                raise self._unknown(single)
+        order = self._plan.order
+        nodes = sorted(found.values(), key=lambda node: order[node.path])
         return Selection(self._plan, nodes, f'{self._said}["{pattern}"]')
+
+    def _unknown(self, pattern: str) -> errors.RewriteError:
+        known = self._below()
+        return errors.UnknownPath(
+            f"no module `{pattern}` below `{self._said}`",
+            at=self._plan.schedule.caller(),
+            hint=errors.did_you_mean(pattern, known) or _children_hint(self._nodes[0]),
+        )
 
     def _by_index(self, key: int | slice) -> Selection:
         nodes: list[Node] = []
@@ -111,8 +117,12 @@ class Selection:
         return len(self._nodes)
 
     def __contains__(self, pattern: str) -> bool:
-        steps = split_pattern(pattern)
-        return any(True for node in self._nodes for _ in descend(node, steps))
+        return any(
+            True
+            for single in alternatives(pattern)
+            for node in self._nodes
+            for _ in descend(node, split_pattern(single))
+        )
 
     def __repr__(self) -> str:
         return f"<{self._said}: {len(self._nodes)} modules>"
@@ -136,24 +146,24 @@ class Selection:
         return call
 
 
+def alternatives(pattern: str) -> list[str]:
+    """The patterns without braces that one with braces stands for: `a.{b,c.d}` gives `a.b` and `a.c.d`."""
+    opening = re.search(r"\{([^{}]*)\}", pattern)
+    if opening is None:
+        return [pattern]
+    before, after = pattern[: opening.start()], pattern[opening.end() :]
+    return [
+        full for choice in opening[1].split(",") for full in alternatives(before + choice.strip() + after)
+    ]
+
+
 def split_pattern(pattern: str) -> list[re.Pattern[str] | None]:
     """The segments of a path pattern as expressions; None stands for `**`."""
-    segments = re.findall(r"(?:\{[^}]*\}|[^.{])+", pattern)
-    return [None if s == "**" else _segment(s) for s in segments]
+    return [None if part == "**" else _segment(part) for part in pattern.split(".")]
 
 
 def _segment(segment: str) -> re.Pattern[str]:
-    regex = ""
-    for piece in re.split(r"(\{[^}]*\})", segment):
-        if piece.startswith("{"):
-            regex += "(?:" + "|".join(_glob(c.strip()) for c in piece[1:-1].split(",")) + ")"
-        else:
-            regex += _glob(piece)
-    return re.compile(regex)
-
-
-def _glob(text: str) -> str:
-    return re.escape(text).replace(r"\*", "[^.]*")
+    return re.compile(re.escape(segment).replace(r"\*", "[^.]*"))
 
 
 def descend(node: Node, steps: list[re.Pattern[str] | None]) -> Iterable[Node]:

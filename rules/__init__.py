@@ -1,0 +1,1 @@
+"""What the tool knows about models; installed as `slapo_rewrite.rules`."""

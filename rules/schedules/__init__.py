@@ -1,0 +1,1 @@
+"""Schedules that ship with the tool, one model family a file."""

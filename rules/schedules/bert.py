@@ -1,0 +1,48 @@
+"""Tensor parallel BERT for masked language modeling, the first layers checkpointed.
+
+Attention is split by heads and the MLP by its inner width, so a layer needs one all-reduce after each, as in
+Megatron-LM (arXiv 1909.08053). The vocabulary is split in the embedding and in the head, which share their weight.
+"""
+
+from transformers import BertConfig
+
+
+def model(m):
+    """BERT-base."""
+    return m.BertForMaskedLM(BertConfig())
+
+
+def verify_model(m):
+    """A small one, with a vocabulary that no world size divides."""
+    return m.BertForMaskedLM(
+        BertConfig(
+            vocab_size=203,
+            hidden_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=96,
+            max_position_embeddings=64,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
+    """Splits the layers, and checkpoints the first `ckpt_ratio` of them."""
+    layers = s["bert.encoder.layer"]
+    if tensor_parallel:
+        columns = layers["*.{attention.self.query,attention.self.key,attention.self.value,intermediate.dense}"]
+        columns.shard(["weight", "bias"], axis=0)
+        columns.sync("bwd_post", "all_reduce")
+        rows = layers["*.{attention.output.dense,output.dense}"]
+        rows.shard("weight", axis=1)
+        rows.sync("fwd_post", "all_reduce")
+
+        s["bert.embeddings.word_embeddings"].shard("weight", axis=0)
+        s["bert.embeddings.word_embeddings"].sync("fwd_post", "all_reduce")
+        head = s["cls.predictions.decoder"]
+        head.shard(["weight", "bias"], axis=0)
+        head.sync("bwd_post", "all_reduce")
+        head.sync("fwd_post", "all_gather", axis=-1)
+    layers[: round(ckpt_ratio * len(layers["*"]))].checkpoint()

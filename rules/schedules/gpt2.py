@@ -1,0 +1,50 @@
+"""Tensor parallel GPT-2, the first blocks checkpointed.
+
+`c_attn` packs query, key and value as `[q|k|v]`, so each of the three is split for itself. The weight of a `Conv1D` is
+that of a linear layer transposed: its outputs are axis 1.
+"""
+
+from transformers import GPT2Config
+
+
+def model(m):
+    """GPT-2, the smallest of the published four."""
+    return m.GPT2LMHeadModel(GPT2Config())
+
+
+def verify_model(m):
+    """A small one, with a vocabulary that no world size divides."""
+    return m.GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=203,
+            n_positions=64,
+            n_embd=64,
+            n_layer=4,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
+def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
+    """Splits the blocks, and checkpoints the first `ckpt_ratio` of them."""
+    blocks = s["transformer.h"]
+    if tensor_parallel:
+        blocks["*.attn.c_attn"].shard("weight", axis=1, parts=3)
+        blocks["*.attn.c_attn"].shard("bias", axis=0, parts=3)
+        blocks["*.mlp.c_fc"].shard("weight", axis=1)
+        blocks["*.mlp.c_fc"].shard("bias", axis=0)
+        blocks["*.{attn.c_attn,mlp.c_fc}"].sync("bwd_post", "all_reduce")
+        blocks["*.{attn.c_proj,mlp.c_proj}"].shard("weight", axis=0)
+        blocks["*.{attn.c_proj,mlp.c_proj}"].sync("fwd_post", "all_reduce")
+
+        s["transformer.wte"].shard("weight", axis=0)
+        s["transformer.wte"].sync("fwd_post", "all_reduce")
+        s["lm_head"].shard("weight", axis=0)
+        s["lm_head"].sync("bwd_post", "all_reduce")
+        s["lm_head"].sync("fwd_post", "all_gather", axis=-1)
+    blocks[: round(ckpt_ratio * len(blocks["*"]))].checkpoint()

@@ -1,0 +1,55 @@
+"""Tensor parallel Llama, the first layers checkpointed.
+
+With grouped-query attention the key/value heads are split as the query heads are, so a rank keeps whole groups: the
+world size has to divide the number of key/value heads.
+"""
+
+from transformers import LlamaConfig
+
+
+def model(m):
+    """A Llama with grouped-query attention, of the shape of Llama 3 8B."""
+    return m.LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+        )
+    )
+
+
+def verify_model(m):
+    """A small one, with a vocabulary that no world size divides and two query heads for a key/value head."""
+    return m.LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=203,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+        )
+    )
+
+
+def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
+    """Splits the layers, and checkpoints the first `ckpt_ratio` of them."""
+    layers = s["model.layers"]
+    if tensor_parallel:
+        columns = layers["*.{self_attn.q_proj,self_attn.k_proj,self_attn.v_proj,mlp.gate_proj,mlp.up_proj}"]
+        columns.shard("weight", axis=0)
+        columns.sync("bwd_post", "all_reduce")
+        rows = layers["*.{self_attn.o_proj,mlp.down_proj}"]
+        rows.shard("weight", axis=1)
+        rows.sync("fwd_post", "all_reduce")
+
+        s["model.embed_tokens"].shard("weight", axis=0)
+        s["model.embed_tokens"].sync("fwd_post", "all_reduce")
+        s["lm_head"].shard("weight", axis=0)
+        s["lm_head"].sync("bwd_post", "all_reduce")
+        s["lm_head"].sync("fwd_post", "all_gather", axis=-1)
+    layers[: round(ckpt_ratio * len(layers["*"]))].checkpoint()

@@ -1,0 +1,49 @@
+"""Tensor parallel T5, the first blocks of encoder and decoder checkpointed.
+
+The relative position bias is a table with a column for each head: it is split with the heads, in the first block of
+each stack, and the other blocks of the stack are handed this rank's part of it.
+"""
+
+from transformers import T5Config
+
+
+def model(m):
+    """T5-small."""
+    return m.T5ForConditionalGeneration(T5Config())
+
+
+def verify_model(m):
+    """A small one, with a vocabulary that no world size divides and a decoder of another depth."""
+    return m.T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=203,
+            d_model=64,
+            d_kv=16,
+            d_ff=96,
+            num_layers=3,
+            num_decoder_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+        )
+    )
+
+
+def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
+    """Splits the blocks, and checkpoints the first `ckpt_ratio` of each stack."""
+    stacks = s["{encoder,decoder}.block"]
+    if tensor_parallel:
+        columns = stacks["**.{q,k,v,wi}"]
+        columns.shard("weight", axis=0)
+        columns.sync("bwd_post", "all_reduce")
+        rows = stacks["**.{o,wo}"]
+        rows.shard("weight", axis=1)
+        rows.sync("fwd_post", "all_reduce")
+        stacks["**.relative_attention_bias"].shard("weight", axis=1)
+
+        s["{shared,encoder.embed_tokens,decoder.embed_tokens}"].shard("weight", axis=0)
+        s["{shared,encoder.embed_tokens,decoder.embed_tokens}"].sync("fwd_post", "all_reduce")
+        s["lm_head"].shard("weight", axis=0)
+        s["lm_head"].sync("bwd_post", "all_reduce")
+        s["lm_head"].sync("fwd_post", "all_gather", axis=-1)
+    for stack in stacks:
+        stack[: round(ckpt_ratio * len(stack["*"]))].checkpoint()
