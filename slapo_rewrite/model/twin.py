@@ -1,0 +1,376 @@
+"""The small model that verification runs, its inputs and its loss.
+
+Also executed by its path in processes that may not import the rest of this package, so it imports
+torch and the standard library only.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY = 203  # odd: no world size above 1 that people use divides it
+HEAD_SIZE = 16  # rotary parts of a half, a quarter and 0.4 of it are even
+LARGEST_TWIN = 200_000_000  # parameters; each process holds about ten times their bytes
+BATCH, TOKENS = 2, 16
+FIRST_PADDED = 12  # the second row is padding from here on
+
+_WIDTHS = (
+    "hidden_size",
+    "d_model",
+    "dim",
+    "embed_dim",
+    "embedding_size",
+    "word_embed_proj_dim",
+    "rnn_hidden_size",
+    "attention_hidden_size",
+    "lru_width",
+)
+_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_encoder_layers",
+    "num_decoder_layers",
+)
+_HEADS = (
+    "num_attention_heads",
+    "n_heads",
+    "num_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+    "num_encoder_attention_heads",
+    "num_decoder_attention_heads",
+)
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
+_HEAD_SIZES = ("head_dim", "d_kv", "kv_channels", "attention_head_dim", "global_head_dim")
+_INNER = (
+    "intermediate_size",
+    "ffn_dim",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "d_ff",
+    "n_inner",
+    "ffn_hidden_size",
+    "inner_dim",
+    "dense_ffn_hidden_size",
+)
+_POSITIONS = (
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_sequence_length",
+    "max_seq_len",
+    "max_source_positions",
+    "max_target_positions",
+    "seq_length",
+)
+_AT_MOST = {  # sizes that stand alone
+    "sliding_window": 8,
+    "window_size": 8,
+    "attention_window": 8,
+    "attention_chunk_size": 8,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "num_hidden_groups": 2,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 0,
+}
+
+
+def build_small(schedule: Any, module: Any) -> nn.Module:
+    """The twin of the model that `schedule` describes, built from `module`.
+
+    Args:
+        schedule: The schedule's module.
+        module: The module being rewritten, or what it was rewritten to.
+
+    Returns:
+        `schedule.verify_model(module)` where that is defined; else the same Hugging Face class with
+        a smaller config; else `schedule.model(module)` itself.
+
+    Raises:
+        ValueError: The model is too large to be run as it is, and has no config to make smaller.
+    """
+    if hasattr(schedule, "verify_model"):
+        return _module(schedule.verify_model(module), "verify_model")
+    with torch.device("meta"):
+        full = _module(schedule.model(module), "model")
+    config = getattr(full, "config", None)
+    if hasattr(config, "to_dict"):
+        small = small_config(config)
+        if type(full).__name__.endswith("ForSequenceClassification") and small.pad_token_id is None:
+            small.pad_token_id = 0  # without one they refuse more than one row
+        return _module(type(full)(small), "the model's class")
+    num_parameters = sum(p.numel() for p in full.parameters())
+    if num_parameters > LARGEST_TWIN:
+        raise ValueError(
+            f"the model has {num_parameters:,} parameters, too many to run it here: "
+            "define verify_model(m) in the schedule, which builds a smaller one"
+        )
+    return _module(schedule.model(module), "model")
+
+
+def _module(built: Any, by: str) -> nn.Module:
+    if not isinstance(built, nn.Module):
+        raise TypeError(f"`{by}` returns {type(built).__name__}, not a torch.nn.Module")
+    return built
+
+
+def small_config(config: Any) -> Any:
+    """A copy of a Hugging Face config, small but consistent, without dropout."""
+    small = copy.deepcopy(config)
+    _shrink(small)
+    return small
+
+
+def _shrink(config: Any) -> None:
+    # By the standard names; GPT-2's `n_embd` is known as `hidden_size`.
+    standard = {own: name for name, own in getattr(config, "attribute_map", {}).items()}
+    numbers = {
+        standard.get(name, name): value
+        for name, value in vars(config).items()
+        if not name.startswith("_") and isinstance(value, int) and not isinstance(value, bool)
+    }
+    sizes = _head_sizes(numbers)
+    for own, value in list(vars(config).items()):
+        name = standard.get(own, own)
+        if hasattr(value, "to_dict") and hasattr(value, "attribute_map"):
+            _shrink(value)
+        elif name in sizes:
+            setattr(config, own, sizes[name])
+        elif name in _POSITIONS and name in numbers:
+            setattr(config, own, min(value, 64))
+        elif name in _AT_MOST and name in numbers:
+            setattr(config, own, min(value, _AT_MOST[name]))
+        elif "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool):
+            setattr(config, own, type(value)(0))
+    _shrink_layers(config)
+    _shrink_rotary(config)
+    _shrink_vocabulary(config)
+
+
+def _head_sizes(numbers: Mapping[str, int]) -> dict[str, int]:
+    """New values for everything that hangs together with heads and hidden size."""
+
+    def first(names: tuple[str, ...]) -> int:
+        return next((numbers[n] for n in names if numbers.get(n)), 0)
+
+    hidden, heads = first(_WIDTHS), first(_HEADS)
+    if not hidden or not heads:
+        return {}
+    kv_heads = first(_KV_HEADS) or heads
+    size = first(_HEAD_SIZES) or hidden // heads
+    small_kv = min(kv_heads, 4)
+    ratio = min(max(1, heads // kv_heads), 4)
+    if heads >= 4 and small_kv * ratio % 4:  # four ranks divide the queries
+        ratio *= 4 // math.gcd(4, small_kv * ratio)
+    small_heads = small_kv * ratio
+    # Where the heads together are not as wide as the model, they stay so.
+    small_hidden = small_heads * (HEAD_SIZE if size * heads == hidden else HEAD_SIZE + 8)
+    new = {}
+    for name, value in numbers.items():
+        if name in _HEADS and value:
+            new[name] = small_heads if value >= 4 else value
+        elif name in _KV_HEADS and value:
+            new[name] = small_kv if value == kv_heads else min(value, small_kv)
+        elif name in _HEAD_SIZES and value:
+            latent = {numbers.get(n): _AT_MOST[n] for n in ("qk_head_dim", "qk_rope_head_dim")}
+            new[name] = latent.get(value, HEAD_SIZE)
+        elif name == "rotary_dim" and value:
+            new[name] = max(2, HEAD_SIZE * value // size // 2 * 2)
+        elif name in _WIDTHS and value:
+            new[name] = small_hidden if value == hidden else small_hidden // 2
+        elif name in _INNER and value:
+            new[name] = max(8, round(min(value / hidden, 4.0) * small_hidden / 8) * 8)
+    return new
+
+
+def _shrink_layers(config: Any) -> None:
+    """Two layers, or as many as there are kinds; lists with an entry a layer are cut alike."""
+    mapped = getattr(config, "attribute_map", {}).get("num_hidden_layers")
+    counts = {
+        name: value
+        for name, value in vars(config).items()
+        if (name in _LAYERS or name == mapped) and isinstance(value, int) and value
+    }
+    if not counts:
+        return
+    per_layer = {
+        name: list(value)
+        for name, value in vars(config).items()
+        if isinstance(value, (list, tuple)) and len(value) > 2 and len(value) in counts.values()
+    }
+    kept = [0, 1]
+    if per_layer:
+        kinds = list(zip(*per_layer.values(), strict=False))
+        first_of_kind = {repr(kind): index for index, kind in reversed(list(enumerate(kinds)))}
+        kept = sorted(first_of_kind.values())[:4]
+        kept = sorted([*kept, *(i for i in range(2) if i not in kept)][: max(2, len(kept))])
+    for name, values in per_layer.items():
+        setattr(config, name, type(getattr(config, name))(values[i] for i in kept))
+    for name, value in counts.items():
+        setattr(config, name, min(value, len(kept)))
+    pattern = getattr(config, "attention_types", None)  # GPT-Neo: [[["global", "local"], 12]]
+    if isinstance(pattern, list) and all(isinstance(p, list) and len(p) == 2 for p in pattern):
+        config.attention_types = [[list(config.attention_layers), 1]]
+
+
+def _shrink_rotary(config: Any) -> None:
+    """Lists with an entry for each rotary frequency follow the head size."""
+    rotary = getattr(config, "rope_parameters", None)
+    if not isinstance(rotary, dict):
+        return
+    for parameters in (rotary, *(v for v in rotary.values() if isinstance(v, dict))):
+        frequencies = int(HEAD_SIZE * float(parameters.get("partial_rotary_factor") or 1.0)) // 2
+        for name, value in parameters.items():
+            if name in ("short_factor", "long_factor") and isinstance(value, list):
+                parameters[name] = value[:frequencies]
+            elif name == "mrope_section" and isinstance(value, list):
+                part = frequencies // len(value)
+                parameters[name] = [frequencies - part * (len(value) - 1)] + [part] * (
+                    len(value) - 1
+                )
+            elif name == "original_max_position_embeddings" and isinstance(value, int):
+                parameters[name] = min(value, 64)
+
+
+def _shrink_vocabulary(config: Any) -> None:
+    size = getattr(config, "vocab_size", None)
+    if not isinstance(size, int):
+        return
+    small = min(size, VOCABULARY)
+    config.vocab_size = small
+    moved: dict[int, int] = {}
+
+    def clamp(token: Any) -> Any:
+        if isinstance(token, list):
+            return [clamp(t) for t in token]
+        if not isinstance(token, int) or token < small:
+            return token
+        return moved.setdefault(token, max(0, small - 1 - len(moved)))
+
+    for name, value in list(vars(config).items()):
+        if name.endswith("_vocab_size") and value == size:
+            setattr(config, name, small)
+        elif name.endswith(("_token_id", "_token_ids", "_token_index")):
+            setattr(config, name, clamp(value))
+
+
+def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any]:
+    """The keyword arguments of one training step.
+
+    Args:
+        schedule: The schedule's module; its `inputs(model)` is called where it is defined.
+        model: The model that they are for.
+        seed: What random numbers start from.
+
+    Returns:
+        For a Hugging Face model token ids, a mask with padding at the end of the second row, and
+        labels, as far as its `forward` takes them.
+
+    Raises:
+        ValueError: There is neither `inputs` nor a config to make inputs from.
+    """
+    if hasattr(schedule, "inputs"):
+        torch.manual_seed(seed)
+        return dict(schedule.inputs(model))
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    else:
+        vocabulary = getattr(config, "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        raise ValueError(
+            f"no inputs for {type(model).__name__} can be made up, because it has no config with "
+            "a vocabulary: define inputs(model) in the schedule"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, vocabulary, (BATCH, TOKENS), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, FIRST_PADDED:] = 0
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    given.update(_labels(model, config, ids, generator))
+    if getattr(config, "is_encoder_decoder", False):
+        given["decoder_input_ids"] = ids.clone()
+    taken = inspect.signature(model.forward).parameters
+    return {name: value for name, value in given.items() if name in taken}
+
+
+def _labels(
+    model: nn.Module, config: Any, ids: torch.Tensor, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Labels in the shape that the kind of head takes, which its class's name tells."""
+    head = type(model).__name__
+
+    def choose(count: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, count, shape, generator=generator)
+
+    if head.endswith("ForSequenceClassification"):
+        return {"labels": choose(config.num_labels, BATCH)}
+    if head.endswith("ForQuestionAnswering"):
+        return {
+            "start_positions": choose(FIRST_PADDED, BATCH),
+            "end_positions": choose(FIRST_PADDED, BATCH),
+        }
+    if head.endswith("ForNextSentencePrediction"):
+        return {"labels": choose(2, BATCH)}
+    tokens = choose(config.num_labels, BATCH, TOKENS) if "ForTokenClass" in head else ids.clone()
+    tokens[1, FIRST_PADDED:] = -100
+    given = {"labels": tokens}
+    if head.endswith("ForPreTraining"):
+        given["next_sentence_label"] = choose(2, BATCH)
+        given["sentence_order_label"] = choose(2, BATCH)
+    return given
+
+
+def loss_of(schedule: Any, outputs: Any) -> torch.Tensor:
+    """The loss of one step: `schedule.loss(outputs)` where it is defined, else `outputs.loss`.
+
+    Raises:
+        ValueError: There is no loss.
+    """
+    choose: Callable[[Any], Any] | None = getattr(schedule, "loss", None)
+    loss = choose(outputs) if choose else _own_loss(outputs)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shown = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(
+            f"the step gives no loss but {shown}: let inputs(model) in the schedule ask for one "
+            "(labels), or define loss(outputs)"
+        )
+    return loss
+
+
+def _own_loss(outputs: Any) -> Any:
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss")
+    return getattr(outputs, "loss", outputs if isinstance(outputs, torch.Tensor) else None)
