@@ -1,7 +1,7 @@
 """The command line: arguments -> one call -> an exit code.
 
-0 done; 1 the answer is "no" (`--check`, `verify`); 2 the user's input is wrong; 3 a defect of the tool.
-What costs seconds to import (torch, transformers) is imported by the calls that need it.
+0 done; 1 the answer is "no" (`--check`, `verify`); 2 the user's input is wrong; 3 a defect of the
+tool. What costs seconds to import (torch, transformers) is imported by the calls that need it.
 """
 
 from __future__ import annotations
@@ -60,13 +60,23 @@ def _rewrite(arguments: list[str]) -> int:
         epilog="Other commands: " + ", ".join(f"slapo-rewrite {name}" for name in COMMANDS),
     )
     parser.add_argument("source", metavar="SOURCE", help="a Python file or an importable module")
-    parser.add_argument("--schedule", "-s", required=True, metavar="S", help="a file, or the name of a bundled one")
+    parser.add_argument(
+        "--schedule", "-s", required=True, metavar="S", help="a file, or the name of a bundled one"
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="OUT", help="the output folder")
-    parser.add_argument("--set", action="append", default=[], metavar="K=V", help="set a knob (repeatable)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="K=V", help="set a knob (repeatable)"
+    )
     parser.add_argument("--diff", action="store_true", help="print the unified diff, write nothing")
-    parser.add_argument("--check", action="store_true", help="exit 1 if OUT is not current, write nothing")
-    parser.add_argument("--verify", action="store_true", help="run original against rewritten afterwards")
-    parser.add_argument("--world", type=int, nargs="+", metavar="N", help="world sizes to verify (default: 1 2)")
+    parser.add_argument(
+        "--check", action="store_true", help="exit 1 if OUT is not current, write nothing"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="run original against rewritten afterwards"
+    )
+    parser.add_argument(
+        "--world", type=int, nargs="+", metavar="N", help="world sizes to verify (default: 1 2)"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite hand edits in OUT")
     parser.add_argument("--version", action="version", version=f"slapo-rewrite {__version__}")
     options = parser.parse_args(arguments)
@@ -93,7 +103,9 @@ def _rewrite(arguments: list[str]) -> int:
 
 def _check_combination(options: argparse.Namespace) -> None:
     if options.output is None and not options.diff:
-        raise errors.UsageError("where to write is missing", hint="give -o OUT, or --diff to print only")
+        raise errors.UsageError(
+            "where to write is missing", hint="give -o OUT, or --diff to print only"
+        )
     if options.check and options.output is None:
         raise errors.UsageError("`--check` needs the folder to check", hint="give -o OUT")
     if sum((options.diff, options.check, options.verify)) > 1:
@@ -147,11 +159,20 @@ def _verified(out: Path, worlds: list[int], source: str | None, schedule: str | 
 def _verify(arguments: list[str]) -> int:
     parser = _Parser(
         prog="slapo-rewrite verify",
-        description="Run original against rewritten in real processes, and compare outputs, loss, gradients, weights.",
+        description="Run original against rewritten in real processes and compare their numbers.",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
-    parser.add_argument("--world", type=int, nargs="+", default=[1, 2], metavar="N", help="world sizes (default: 1 2)")
-    parser.add_argument("--source", metavar="SOURCE", help="the original, if it is not where it was")
+    parser.add_argument(
+        "--world",
+        type=int,
+        nargs="+",
+        default=[1, 2],
+        metavar="N",
+        help="world sizes (default: 1 2)",
+    )
+    parser.add_argument(
+        "--source", metavar="SOURCE", help="the original, if it is not where it was"
+    )
     parser.add_argument("--schedule", metavar="S", help="the schedule, if it is not where it was")
     options = parser.parse_args(arguments)
     if min(options.world) < 1:
@@ -165,7 +186,9 @@ def _explain(arguments: list[str]) -> int:
         description="Say which line of the schedule caused a line of the output, and why.",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
-    parser.add_argument("place", metavar="FILE:LINE", nargs="?", help="one line; without it, every change")
+    parser.add_argument(
+        "place", metavar="FILE:LINE", nargs="?", help="one line; without it, every change"
+    )
     options = parser.parse_args(arguments)
     from slapo_rewrite.emit.explain import explain
 
@@ -176,10 +199,12 @@ def _explain(arguments: list[str]) -> int:
 def _tree(arguments: list[str]) -> int:
     parser = _Parser(
         prog="slapo-rewrite tree",
-        description="Print the module tree: path, class, parameters with shapes, where each module is constructed.",
+        description="Print the module tree: path, class, parameters, construction site.",
     )
     parser.add_argument("source", metavar="SOURCE", help="a Python file or an importable module")
-    parser.add_argument("--schedule", "-s", required=True, metavar="S", help="a file, or the name of a bundled one")
+    parser.add_argument(
+        "--schedule", "-s", required=True, metavar="S", help="a file, or the name of a bundled one"
+    )
     options = parser.parse_args(arguments)
     from slapo_rewrite.emit.rewrite import Project
     from slapo_rewrite.model.listing import render_tree
@@ -221,5 +246,3 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "verify": _verify,
     "primitives": _primitives,
 }
-
-

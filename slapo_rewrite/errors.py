@@ -1,8 +1,9 @@
 """What can go wrong, and the only code that renders it.
 
-Every mistake a user can make is an exception class of its own under `RewriteError`. It carries the place in the user's
-files (`Span`), further places that belong to it, and a hint that says what to do, and renders like a compiler's
-diagnostic. A traceback reaches a user only for a defect of the tool.
+Every mistake a user can make is an exception class of its own under `RewriteError`. It carries the
+place in the user's files (`Span`), further places that belong to it, and a hint that says what to
+do, and renders like a compiler's diagnostic. A traceback reaches a user only for a defect of the
+tool.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ class UsageError(RewriteError):
 
 
 def nearest(asked: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The names in `known` most like `asked`, best first; near in spelling or sharing a last segment."""
+    """The names in `known` most like `asked`, best first."""
     names = sorted(set(known))
     close = difflib.get_close_matches(asked, names, n=count, cutoff=0.6)
     tail = asked.rsplit(".", 1)[-1]

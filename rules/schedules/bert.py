@@ -1,7 +1,8 @@
 """Tensor parallel BERT for masked language modeling, the first layers checkpointed.
 
-Attention is split by heads and the MLP by its inner width, so a layer needs one all-reduce after each, as in
-Megatron-LM (arXiv 1909.08053). The vocabulary is split in the embedding and in the head, which share their weight.
+Attention is split by heads and the MLP by its inner width, so a layer needs one all-reduce after
+each, as in Megatron-LM (arXiv 1909.08053). The vocabulary is split in the embedding and in the
+head, which share their weight.
 """
 
 from transformers import BertConfig
@@ -32,7 +33,9 @@ def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
     """Splits the layers, and checkpoints the first `ckpt_ratio` of them."""
     layers = s["bert.encoder.layer"]
     if tensor_parallel:
-        columns = layers["*.{attention.self.query,attention.self.key,attention.self.value,intermediate.dense}"]
+        columns = layers[
+            "*.{attention.self.query,attention.self.key,attention.self.value,intermediate.dense}"
+        ]
         columns.shard(["weight", "bias"], axis=0)
         columns.sync("bwd_post", "all_reduce")
         rows = layers["*.{attention.output.dense,output.dense}"]

@@ -1,7 +1,7 @@
 """Tensor parallel GPT-2, the first blocks checkpointed.
 
-`c_attn` packs query, key and value as `[q|k|v]`, so each of the three is split for itself. The weight of a `Conv1D` is
-that of a linear layer transposed: its outputs are axis 1.
+`c_attn` packs query, key and value as `[q|k|v]`, so each of the three is split for itself. The
+weight of a `Conv1D` is that of a linear layer transposed: its outputs are axis 1.
 """
 
 from transformers import GPT2Config

@@ -1,7 +1,7 @@
 """Tensor parallel Llama, the first layers checkpointed.
 
-With grouped-query attention the key/value heads are split as the query heads are, so a rank keeps whole groups: the
-world size has to divide the number of key/value heads.
+With grouped-query attention the key/value heads are split as the query heads are, so a rank keeps
+whole groups: the world size has to divide the number of key/value heads.
 """
 
 from transformers import LlamaConfig
@@ -22,7 +22,7 @@ def model(m):
 
 
 def verify_model(m):
-    """A small one, with a vocabulary that no world size divides and two query heads for a key/value head."""
+    """A small one: an odd vocabulary, two query heads for each key/value head."""
     return m.LlamaForCausalLM(
         LlamaConfig(
             vocab_size=203,
@@ -40,7 +40,9 @@ def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
     """Splits the layers, and checkpoints the first `ckpt_ratio` of them."""
     layers = s["model.layers"]
     if tensor_parallel:
-        columns = layers["*.{self_attn.q_proj,self_attn.k_proj,self_attn.v_proj,mlp.gate_proj,mlp.up_proj}"]
+        columns = layers[
+            "*.{self_attn.q_proj,self_attn.k_proj,self_attn.v_proj,mlp.gate_proj,mlp.up_proj}"
+        ]
         columns.shard("weight", axis=0)
         columns.sync("bwd_post", "all_reduce")
         rows = layers["*.{self_attn.o_proj,mlp.down_proj}"]

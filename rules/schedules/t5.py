@@ -1,7 +1,7 @@
 """Tensor parallel T5, the first blocks of encoder and decoder checkpointed.
 
-The relative position bias is a table with a column for each head: it is split with the heads, in the first block of
-each stack, and the other blocks of the stack are handed this rank's part of it.
+The relative position bias is a table with a column for each head: it is split with the heads, in
+the first block of each stack, and the other blocks of the stack are handed this rank's part of it.
 """
 
 from transformers import T5Config

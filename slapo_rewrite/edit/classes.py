@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -16,7 +17,6 @@ from slapo_rewrite.edit.definition import (
     MakeClass,
     MakeLayer,
     MakeOther,
-    OwnShare,
     SplitParameter,
     What,
     WrapCall,
@@ -84,11 +84,19 @@ class ClassWriter:
                 edits.append(Edit(start, end, self._fitted(text, indent), causes, why))
             # Lines of one cause stand together in one edit.
             for text, causes, why in change.before:
-                edits.append(Edit(start, start, formatted(text, indent, self.line_length) + pad, causes, why))
+                edits.append(
+                    Edit(start, start, formatted(text, indent, self.line_length) + pad, causes, why)
+                )
             for text, causes, why in change.after:
                 line_end = self._end_of_line(end)
                 edits.append(
-                    Edit(line_end, line_end, pad + formatted(text, indent, self.line_length), causes, why)
+                    Edit(
+                        line_end,
+                        line_end,
+                        pad + formatted(text, indent, self.line_length),
+                        causes,
+                        why,
+                    )
                 )
         return edits
 
@@ -131,7 +139,9 @@ class ClassWriter:
                 constructor = self.file.method(class_name, "__init__")
                 assert constructor is not None
                 text = self._own_share(key[1], why)
-                at(constructor.body[-1]).after.append((text, why, f"this rank's share of `{key[1]}`"))
+                at(constructor.body[-1]).after.append(
+                    (text, why, f"this rank's share of `{key[1]}`")
+                )
             elif key[0] == "forward":
                 self._wrap_forward(class_name, change, why, at)
             elif key[0] == "call" and isinstance(change, WrapCall):
@@ -162,12 +172,20 @@ class ClassWriter:
             at(site.statement).inside.append(Edit(start, end, text, causes, _why(site, what)))
             return
         text, edits = self._choice(site, changes, causes, present)
-        at(site.statement).inside += [Edit(start, end, text, causes, f"choose by index for `{site.path}`"), *edits]
+        at(site.statement).inside += [
+            Edit(start, end, text, causes, f"choose by index for `{site.path}`"),
+            *edits,
+        ]
 
     def _made(self, site: Site, what: What, causes: tuple[Directive, ...]) -> str:
         """The construction with what was asked in it."""
         original = self.file.segment(site.value)
-        if not isinstance(site.value, ast.Call) or site.kind in ("helper", "factory", "argument", "alias"):
+        if not isinstance(site.value, ast.Call) or site.kind in (
+            "helper",
+            "factory",
+            "argument",
+            "alias",
+        ):
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is not made by a call that names its class",
                 at=self.file.at(site.value),
@@ -179,7 +197,9 @@ class ClassWriter:
             keywords = [(name, _literal(value)) for name, value in layer.keywords]
             if layer.unit is not None:
                 keywords.append(("multiple_of", f"self.{layer.unit}"))
-            return replace_call(original, self.imports.helper(layer.module, layer.name, causes), keywords)
+            return replace_call(
+                original, self.imports.helper(layer.module, layer.name, causes), keywords
+            )
         if isinstance(what, MakeOther):
             return replace_call(
                 original, self.imports.function(what.target, causes), arguments=what.arguments
@@ -188,7 +208,11 @@ class ClassWriter:
         return replace_call(original, what.name)
 
     def _change_variable(
-        self, site: Site, what: MakeClass, causes: tuple[Directive, ...], at: Callable[[ast.stmt], Lines]
+        self,
+        site: Site,
+        what: MakeClass,
+        causes: tuple[Directive, ...],
+        at: Callable[[ast.stmt], Lines],
     ) -> bool:
         """A class that a local variable holds is changed where the variable gets it."""
         if not site.variable:
@@ -197,7 +221,9 @@ class ClassWriter:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and node.id == what.original:
                     start, end = self.file.span(node)
-                    at(statement).inside.append(Edit(start, end, what.name, causes, _why(site, what)))
+                    at(statement).inside.append(
+                        Edit(start, end, what.name, causes, _why(site, what))
+                    )
                     return True
         return False
 
@@ -230,7 +256,11 @@ class ClassWriter:
         if site.index and site.index != "_":
             return site.index, []
         loop = site.loop
-        if loop is None or len(site.loops) != 1 or not isinstance(loop.node, (ast.comprehension, ast.For)):
+        if (
+            loop is None
+            or len(site.loops) != 1
+            or not isinstance(loop.node, (ast.comprehension, ast.For))
+        ):
             raise self._no_counter(site, causes)
         node = loop.node
         used = {n.id for n in ast.walk(site.function) if isinstance(n, ast.Name)}
@@ -246,7 +276,13 @@ class ClassWriter:
         first, last = self.file.span(node.iter)
         return name, [
             Edit(start, end, f"{name}, {target}", causes, "count the elements"),
-            Edit(first, last, f"enumerate({self.file.segment(node.iter)})", causes, "count the elements"),
+            Edit(
+                first,
+                last,
+                f"enumerate({self.file.segment(node.iter)})",
+                causes,
+                "count the elements",
+            ),
         ]
 
     def _no_counter(self, site: Site, causes: tuple[Directive, ...]) -> errors.RewriteError:
@@ -259,7 +295,9 @@ class ClassWriter:
 
     # Lines that are added.
 
-    def _split_parameter(self, name: str, change: SplitParameter, causes: tuple[Directive, ...]) -> str:
+    def _split_parameter(
+        self, name: str, change: SplitParameter, causes: tuple[Directive, ...]
+    ) -> str:
         function = self.imports.helper("tensor_parallel", "shard_parameter", causes)
         parts = f", parts={_literal(_parts(change.parts))}" if len(change.parts) > 1 else ""
         return f'{function}(self, "{name}", axis={change.axis}{parts})'
@@ -293,7 +331,11 @@ class ClassWriter:
         return forward
 
     def _wrap_forward(
-        self, class_name: str, change: What, causes: tuple[Directive, ...], at: Callable[[ast.stmt], Lines]
+        self,
+        class_name: str,
+        change: What,
+        causes: tuple[Directive, ...],
+        at: Callable[[ast.stmt], Lines],
     ) -> None:
         forward = self._forward(class_name, causes)
         if isinstance(change, WrapInput):
@@ -307,7 +349,9 @@ class ClassWriter:
             name = positional[0].arg
             body = forward.body[1:] if ast.get_docstring(forward) is not None else forward.body
             function = self.imports.helper("tensor_parallel", change.function, causes)
-            at(body[0]).before.append((f"{name} = {function}({name})", causes, f"{change.function} of the input"))
+            at(body[0]).before.append(
+                (f"{name} = {function}({name})", causes, f"{change.function} of the input")
+            )
         elif isinstance(change, WrapOutput):
             for statement in _returns(forward):
                 value = statement.value
@@ -316,10 +360,16 @@ class ClassWriter:
                 if value is None:
                     continue
                 start, end = self.file.span(value)
-                text = self._collective(change.function, self.file.segment(value), change.axis, causes)
-                at(statement).inside.append(Edit(start, end, text, causes, f"{change.function} of the output"))
+                text = self._collective(
+                    change.function, self.file.segment(value), change.axis, causes
+                )
+                at(statement).inside.append(
+                    Edit(start, end, text, causes, f"{change.function} of the output")
+                )
 
-    def _collective(self, function: str, value: str, axis: int | None, causes: tuple[Directive, ...]) -> str:
+    def _collective(
+        self, function: str, value: str, axis: int | None, causes: tuple[Directive, ...]
+    ) -> str:
         reference = self.imports.helper("tensor_parallel", function, causes)
         return f"{reference}({value}{'' if axis in (None, -1) else f', axis={axis}'})"
 
@@ -340,12 +390,17 @@ class ClassWriter:
                         continue
                     target: ast.expr = node if change.around == "result" else node.args[0]
                     start, end = self.file.span(target)
-                    text = self._collective(change.function, self.file.segment(target), change.axis, causes)
-                    at(statement).inside.append(Edit(start, end, text, causes, f"{change.function} at `{path}`"))
+                    text = self._collective(
+                        change.function, self.file.segment(target), change.axis, causes
+                    )
+                    at(statement).inside.append(
+                        Edit(start, end, text, causes, f"{change.function} at `{path}`")
+                    )
                     found = True
         if not found:
             raise errors.Unsupported(
-                f"no method of `{class_name}` calls `{wanted}(...)`: there is no place for the collective",
+                f"no method of `{class_name}` calls `{wanted}(...)`: there is no place for "
+                "the collective",
                 at=self.file.at(self.file.classes[class_name]),
                 also=[c.at for c in causes[:1] if c.at],
                 hint="put the sync on a module around it",
@@ -364,23 +419,36 @@ class ClassWriter:
             for statement in _simple_statements(method):
                 for node in ast.walk(statement):
                     if isinstance(node, ast.Call) and (
-                        (node.lineno, node.end_lineno, node.end_col_offset) == (line, end_line, end_column)
-                        and column in (node.col_offset, getattr(node.func, "end_col_offset", -1))
+                        (
+                            (node.lineno, node.end_lineno, node.end_col_offset)
+                            == (line, end_line, end_column)
+                            and column
+                            in (node.col_offset, getattr(node.func, "end_col_offset", -1))
+                        )
                         or (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
                         == (line, column, end_line, end_column)
                     ):
                         arguments: list[ast.expr] = list(node.args)
                         if len(arguments) == 1 and isinstance(arguments[0], (ast.Tuple, ast.List)):
                             arguments = arguments[0].elts
-                        if any(isinstance(a, ast.Starred) for a in arguments) or index >= len(arguments):
+                        if any(isinstance(a, ast.Starred) for a in arguments) or index >= len(
+                            arguments
+                        ):
                             continue
                         start, end = self.file.span(arguments[index])
                         at(statement).inside.append(
-                            Edit(start, end, change.text, causes, "what depends on the sharded size follows")
+                            Edit(
+                                start,
+                                end,
+                                change.text,
+                                causes,
+                                "what depends on the sharded size follows",
+                            )
                         )
                         return
         raise errors.UnfollowableSize(
-            "an argument of this call depends on the sharded size, and cannot be told apart from the others",
+            "an argument of this call depends on the sharded size, and cannot be told apart "
+            "from the others",
             at=errors.Span(self.file.display, line, column + 1, 1, self.file.line(line)),
             also=[c.at for c in causes[:1] if c.at],
             hint="write the sizes out one by one, or keep them in integer attributes of the module",
@@ -411,13 +479,14 @@ class ClassWriter:
         wanted = self._lines(class_name, _only(whole, extra), indices)
         constructor = self.file.method(class_name, "__init__")
         forward = self.file.method(class_name, "forward")
-        body = [f'    """{doc}"""\n']
+        body = ["\n".join(_docstring(doc, 4, self.line_length)) + "\n"]
         in_init = {s: lines[s] for s in wanted if constructor and _within(constructor, s)}
         in_forward = {s: lines[s] for s in wanted if forward and _within(forward, s)}
         if len(in_init) + len(in_forward) != len(wanted):
             statement = next(s for s in wanted if s not in in_init and s not in in_forward)
             raise errors.UnfollowableConstruction(
-                f"some instances of `{class_name}` differ in a method other than `__init__` and `forward`",
+                f"some instances of `{class_name}` differ in a method other than `__init__` "
+                "and `forward`",
                 at=self.file.at(statement),
                 hint="schedule all instances alike",
             )
@@ -446,16 +515,21 @@ class ClassWriter:
             indent = " " * 8
             if change.inside:
                 local = self._locals(constructor, statement, known)
-                body += [indent + formatted(self.file.segment(s), 8, self.line_length) for s in local]
+                body += [
+                    indent + formatted(self.file.segment(s), 8, self.line_length) for s in local
+                ]
                 start, end = self.file.span(statement)
                 again, _ = apply_edits(self.file.text[start:end], _moved(change.inside, -start))
                 again = self._reassigned(statement, again)
                 body.append(indent + formatted(again, 8, self.line_length))
-            body += [indent + formatted(t, 8, self.line_length) for t, _, _ in (*change.before, *change.after)]
+            body += [
+                indent + formatted(t, 8, self.line_length)
+                for t, _, _ in (*change.before, *change.after)
+            ]
         return "\n".join([*text, *dict.fromkeys(body)]) + "\n"
 
     def _reassigned(self, statement: ast.stmt, text: str) -> str:
-        """`self.layer.append(X)` makes a new element: in a subclass, `self.layer[0] = X` takes its place."""
+        """In a subclass, `self.layer[0] = X` takes the place of `self.layer.append(X)`."""
         value = statement.value if isinstance(statement, ast.Expr) else None
         if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)):
             return text
@@ -463,13 +537,19 @@ class ClassWriter:
         if value.func.attr == "append" and sites and not sites[0].path.endswith("*"):
             parsed = ast.parse(text).body[0]
             assert isinstance(parsed, ast.Expr) and isinstance(parsed.value, ast.Call)
-            return f"{accessor(sites[0].path)} = {ast.get_source_segment(text, parsed.value.args[0])}"
+            return (
+                f"{accessor(sites[0].path)} = {ast.get_source_segment(text, parsed.value.args[0])}"
+            )
         return text
 
-    def _check_repeatable(self, class_name: str, constructor: ast.FunctionDef, statement: ast.stmt) -> None:
+    def _check_repeatable(
+        self, class_name: str, constructor: ast.FunctionDef, statement: ast.stmt
+    ) -> None:
         """A statement can stand in a subclass's constructor unless a loop is around it."""
         for node in ast.walk(constructor):
-            if isinstance(node, (ast.For, ast.While, ast.With, ast.Try)) and _within(node, statement):
+            if isinstance(node, (ast.For, ast.While, ast.With, ast.Try)) and _within(
+                node, statement
+            ):
                 raise errors.UnfollowableConstruction(
                     f"some instances of `{class_name}` differ in what is made here, inside a "
                     f"`{type(node).__name__.lower()}`",
@@ -481,7 +561,11 @@ class ClassWriter:
         self, constructor: ast.FunctionDef, statement: ast.stmt, known: set[str]
     ) -> list[ast.stmt]:
         """The assignments of local variables that a statement uses, in order."""
-        bound = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        bound = {
+            n.id
+            for n in ast.walk(statement)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        }
         missing = {
             n.id
             for n in ast.walk(statement)
@@ -508,11 +592,16 @@ class ClassWriter:
     def _override(
         self, class_name: str, method: ast.FunctionDef, lines: Mapping[ast.stmt, Lines]
     ) -> str:
-        start = self.file.span(method.decorator_list[0])[0] - 1 if method.decorator_list else self.file.span(method)[0]
+        start = (
+            self.file.span(method.decorator_list[0])[0] - 1
+            if method.decorator_list
+            else self.file.span(method)[0]
+        )
         end = self.file.span(method)[1]
         if "super()" in self.file.text[start:end]:
             raise errors.UnfollowableConstruction(
-                f"some instances of `{class_name}` need another `{method.name}`, and this one calls `super()`",
+                f"some instances of `{class_name}` need another `{method.name}`, and this one "
+                "calls `super()`",
                 at=self.file.at(method),
                 hint="schedule all instances alike",
             )
@@ -522,8 +611,7 @@ class ClassWriter:
     def _header(self, method: ast.FunctionDef) -> str:
         start, _ = self.file.span(method)
         first = method.body[0]
-        line = first.lineno if not isinstance(first, ast.Expr) else first.lineno
-        end = self.file.offset(line, 0)
+        end = self.file.offset(first.lineno, 0)
         header = self.file.text[start:end].rstrip()
         # Comments between the header and the body do not belong to it.
         while header.rsplit("\n", 1)[-1].lstrip().startswith("#"):
@@ -532,9 +620,11 @@ class ClassWriter:
 
     def recomputing(self, class_name: str, new_name: str, shown: str) -> str:
         """A subclass whose activations are computed again in the backward pass."""
-        forward = self.file.method(class_name, "forward") if class_name in self.file.classes else None
+        forward = (
+            self.file.method(class_name, "forward") if class_name in self.file.classes else None
+        )
         call = self.imports.outside(CHECKPOINT, "checkpoint", ())
-        doc = f"A `{shown}` that computes its activations again in the backward pass instead of keeping them."
+        doc = f"A `{shown}` that recomputes its activations in the backward pass."
         text = [f"class {new_name}({shown}):", *_docstring(doc, 4, self.line_length), ""]
         names = [a.arg for a in _arguments(forward.args)] if forward else []
         caches = [name for name in names if name in CACHES]
@@ -553,7 +643,8 @@ class ClassWriter:
             "        if self.training:",
             "            # Computing the layer a second time would fill the cache a second time.",
             *(f"            {name} = None" for name in caches),
-            "        return " + formatted(f"{call}({arguments})", 8, self.line_length - len("return ")),
+            "        return "
+            + formatted(f"{call}({arguments})", 8, self.line_length - len("return ")),
         ]
         return "\n".join(text) + "\n"
 
@@ -585,7 +676,9 @@ def condition(variable: str, indices: list[int], total: int) -> str:
     if indices == list(range(first, last + 1)):
         if first == 0:
             return f"{variable} < {last + 1}"
-        return f"{variable} >= {first}" if last == total - 1 else f"{first} <= {variable} < {last + 1}"
+        return (
+            f"{variable} >= {first}" if last == total - 1 else f"{first} <= {variable} < {last + 1}"
+        )
     if indices == list(range(first % step, total, step)):
         return f"{variable} % {step} == {first % step}"
     return f"{variable} in ({', '.join(map(str, indices))})"
@@ -642,7 +735,9 @@ def _returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
         node = waiting.pop(0)
         if isinstance(node, ast.Return):
             yield node
-        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+        elif not isinstance(
+            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+        ):
             waiting += list(ast.iter_child_nodes(node))
 
 
@@ -677,10 +772,13 @@ def _docstring(text: str, indent: int, line_length: int) -> list[str]:
     pad = " " * indent
     if len(pad) + len(text) + 6 <= line_length:
         return [f'{pad}"""{text}"""']
-    words, lines = text.split(), [pad + '"""']
-    for word in words:
-        if len(lines[-1]) + len(word) + 1 > line_length:
-            lines.append(pad + word)
-        else:
-            lines[-1] += word if lines[-1].endswith('"""') and len(lines) == 1 else " " + word
-    return [*lines, pad + '"""']
+    return [
+        *textwrap.wrap(
+            f'"""{text}',
+            line_length,
+            initial_indent=pad,
+            subsequent_indent=pad,
+            break_on_hyphens=False,
+        ),
+        f'{pad}"""',
+    ]

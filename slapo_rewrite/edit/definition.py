@@ -124,7 +124,7 @@ class Definition:
     nodes: list[Node] = field(default_factory=list)
 
     def agrees_with(self, other: Definition) -> bool:
-        """Whether one text serves both: they want the same wherever both have something to change."""
+        """Whether one text serves both: where both have a place, they want the same."""
         for key in self.changes.keys() | other.changes.keys():
             mine, theirs = self.changes.get(key), other.changes.get(key)
             if mine == theirs:

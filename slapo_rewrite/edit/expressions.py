@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import black
 import libcst as cst
+from black.mode import TargetVersion
 
 
 def replace_call(
@@ -15,7 +16,7 @@ def replace_call(
     keywords: Sequence[tuple[str, str]] = (),
     arguments: str | None = None,
 ) -> str:
-    """A call with another callee, other arguments, or keyword arguments added; comments and line breaks stay.
+    """A call with another callee, other arguments, or keyword arguments added.
 
     `nn.Linear(a, b)  ->  ColumnParallelLinear(a, b, parts=3)`
     """
@@ -27,7 +28,9 @@ def replace_call(
     if arguments is not None:
         other = cst.parse_expression(f"f({arguments})")
         assert isinstance(other, cst.Call)
-        call = call.with_changes(args=other.args, whitespace_before_args=other.whitespace_before_args)
+        call = call.with_changes(
+            args=other.args, whitespace_before_args=other.whitespace_before_args
+        )
     for name, value in keywords:
         call = call.with_changes(args=_appended(call.args, name, value))
     return cst.Module([]).code_for_node(call)
@@ -64,14 +67,15 @@ def _mode(line_length: int) -> black.Mode:
     return black.Mode(
         line_length=line_length,
         string_normalization=False,
-        target_versions={black.TargetVersion.PY311},
+        target_versions={TargetVersion.PY311},
     )
 
 
 def formatted(text: str, indent: int, line_length: int) -> str:
     """Statements as `black` lays them out at `indent` columns, ready to stand there.
 
-    The first line carries no indentation, as it stands behind what is there already; the others carry all of theirs.
+    The first line carries no indentation, as it stands behind what is there already; the others
+    carry all of theirs.
     """
     laid_out = black.format_str(text, mode=_mode(max(20, line_length - indent))).rstrip("\n")
     lines = laid_out.split("\n")

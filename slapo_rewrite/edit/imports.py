@@ -28,7 +28,9 @@ class Imports:
         self._from: dict[str, set[str]] = {}
         self._causes: dict[str, list[Directive]] = {}
         self._locals = {
-            n.id for n in ast.walk(file.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            n.id
+            for n in ast.walk(file.tree)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
         } | {n.arg for n in ast.walk(file.tree) if isinstance(n, ast.arg)}
 
     def helper(self, module: str, name: str, causes: tuple[Directive, ...]) -> str:
@@ -54,7 +56,8 @@ class Imports:
             return name
         if self._taken(name):
             raise errors.NameTaken(
-                f"`{name}` means something else in {self.file.path.name}, and is needed from `{module}`",
+                f"`{name}` means something else in {self.file.path.name}, and is needed from "
+                f"`{module}`",
                 at=causes[0].at if causes else None,
                 hint="rename it in the source",
             )
@@ -78,7 +81,7 @@ class Imports:
         return {m.lstrip("."): united(c) for m, c in self._causes.items() if m.startswith(".")}
 
     def edits(self, line_length: int) -> list[Edit]:
-        """The import lines, each among its like: packages after the other imports from there, helpers last."""
+        """The import lines: a package's after others of that package, helpers last."""
         edits = []
         statements = [n for n in self.file.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
         for module, names in sorted(self._from.items()):
@@ -86,14 +89,18 @@ class Imports:
             edits.append(self._after(_neighbour(statements, module), text, module))
         lines = []
         for module in sorted(self.helpers):
-            names = sorted(n for n in self.helpers[module] if "." not in n)
+            shown = sorted(n for n in self.helpers[module] if "." not in n)
             if module in self._modules:
                 lines.append(f"from . import {module}")
-            if names:
-                lines.append(formatted(f"from .{module} import {', '.join(names)}", 0, line_length))
+            if shown:
+                lines.append(formatted(f"from .{module} import {', '.join(shown)}", 0, line_length))
         if lines:
-            causes = [f".{m}" for m in sorted(self.helpers)]
-            edits.append(self._after(statements[-1] if statements else None, "\n" + "\n".join(lines), *causes))
+            needed = [f".{m}" for m in sorted(self.helpers)]
+            edits.append(
+                self._after(
+                    statements[-1] if statements else None, "\n" + "\n".join(lines), *needed
+                )
+            )
         return edits
 
     def _after(self, statement: ast.stmt | None, text: str, *modules: str) -> Edit:
@@ -106,12 +113,14 @@ class Imports:
         # A file without imports: after its docstring.
         first = self.file.tree.body[0] if self.file.tree.body else None
         if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            return Edit(*2 * (self.file.span(first)[1],), "\n\n" + text.lstrip("\n"), causes, "import")
+            return Edit(
+                *2 * (self.file.span(first)[1],), "\n\n" + text.lstrip("\n"), causes, "import"
+            )
         return Edit(0, 0, text.lstrip("\n") + "\n\n", causes, "import what is used below")
 
 
 def _neighbour(statements: list[ast.Import | ast.ImportFrom], module: str) -> ast.stmt | None:
-    """The import after which one from `module` stands best: the last of the same package that sorts before it."""
+    """The import after which one from `module` stands best: its package's last."""
     package = module.split(".")[0]
     best: ast.stmt | None = None
     for statement in statements:

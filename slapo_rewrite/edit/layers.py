@@ -20,7 +20,10 @@ def choose_layer(node: Node, state: ModuleState) -> Layer:
     keywords: dict[str, object] = {}
     parts = {shard.parts for shard in state.shards}
     if len(parts) > 1:
-        first, second = state.shards[0], next(s for s in state.shards if s.parts != state.shards[0].parts)
+        first, second = (
+            state.shards[0],
+            next(s for s in state.shards if s.parts != state.shards[0].parts),
+        )
         raise errors.ConflictingEdits(
             f"`{node.path}`: `{first.name}` and `{second.name}` are packed differently",
             at=second.cause.at,
@@ -51,7 +54,8 @@ def _split(node: Node, state: ModuleState) -> Split:
         split = possible.get((shard.name, shard.axis))
         if split is None:
             raise errors.BadAxis(
-                f"`{node.path}.{shard.name}` ({node.cls.__name__}) cannot be sharded along axis {shard.axis}",
+                f"`{node.path}.{shard.name}` ({node.cls.__name__}) cannot be sharded along "
+                f"axis {shard.axis}",
                 at=shard.cause.at,
                 hint="it can be sharded as " + ", ".join(f"`{n}` axis {a}" for n, a in possible),
             )
@@ -59,11 +63,15 @@ def _split(node: Node, state: ModuleState) -> Split:
     if len(chosen) > 1:
         (_, first), (_, second) = list(chosen.items())[:2]
         raise errors.BadAxis(
-            f"`{node.path}`: `{first.name}` along axis {first.axis} and `{second.name}` along axis {second.axis} "
+            f"`{node.path}`: `{first.name}` along axis {first.axis} and `{second.name}` along "
+            f"axis {second.axis} "
             "split the layer in different ways",
             at=second.cause.at,
             also=_places(first),
-            hint="the bias of a layer that is split over its inputs stays whole: it is added once, after the sum",
+            hint=(
+                "the bias of a layer that is split over its inputs stays whole: it is added "
+                "once, after the sum"
+            ),
         )
     split, shard = next(iter(chosen.items()))
     sharded = {s.name for s in state.shards}
@@ -91,13 +99,22 @@ def check_sync(node: Node, split: Split, sync: Sync, state: ModuleState) -> None
     shard = state.shards[0]
     problem = hint = None
     if sync.mode == "fwd_post" and sync.op == "all_reduce" and split.output == "partition":
-        problem = f"the output of `{node.path}` is a partition: an all-reduce would add up different features"
+        problem = (
+            f"the output of `{node.path}` is a partition: an all-reduce would add up "
+            "different features"
+        )
         hint = 'gather it: .sync("fwd_post", "all_gather", axis=-1)'
     elif sync.mode == "fwd_post" and sync.op == "all_gather" and split.output == "partial sum":
-        problem = f"the output of `{node.path}` is a partial sum: an all-gather would line up the summands"
+        problem = (
+            f"the output of `{node.path}` is a partial sum: an all-gather would line up "
+            "the summands"
+        )
         hint = 'add them up: .sync("fwd_post", "all_reduce")'
     elif sync.mode == "bwd_post" and not split.has_input_gradient:
-        problem = f"the gradient of the input of `{node.path}` is no partial sum: there is nothing to reduce"
+        problem = (
+            f"the gradient of the input of `{node.path}` is no partial sum: there is "
+            "nothing to reduce"
+        )
         hint = "take this line out"
     if problem:
         raise errors.SyncMismatch(problem, at=sync.cause.at, also=_places(shard), hint=hint)
@@ -107,7 +124,8 @@ def check_sync(node: Node, split: Split, sync: Sync, state: ModuleState) -> None
         )
     if sync.op == "all_gather" and (sync.axis != -1 or sync.partial_gradient):
         raise errors.Unsupported(
-            f"the output of `{node.path}` can be gathered along axis -1, for a consumer that is not sharded",
+            f"the output of `{node.path}` can be gathered along axis -1, for a consumer that "
+            "is not sharded",
             at=sync.cause.at,
             hint="write axis=-1, without tensor_parallel_output_grad",
         )

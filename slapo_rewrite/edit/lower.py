@@ -1,12 +1,14 @@
 """From what was asked of each module to edits of the source.
 
-Three steps. What was asked of a module becomes changes at places of the class that makes it (`_collect`). Instances of
-a class whose changes do not contradict each other share one definition (`merged`). A class whose instances all agree is
-changed in place; where only some want a change, they get a subclass, and the place that makes them picks (`_settle`).
+Three steps. What was asked of a module becomes changes at places of the class that makes it
+(`_collect`). Instances of a class whose changes do not contradict each other share one definition
+(`merged`). A class whose instances all agree is changed in place; where only some want a change,
+they get a subclass, and the place that makes them picks (`_settle`).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -83,13 +85,6 @@ def lower(
     return _Lowering(tree, dict(states), sources, line_length).run(step_inputs)
 
 
-@dataclass
-class _Pool:
-    """One class of the source, and the definitions that its instances want."""
-
-    definitions: list[Definition] = field(default_factory=list)
-
-
 class _Lowering:
     def __init__(
         self, tree: Tree, states: dict[str, ModuleState], sources: Sources, line_length: int
@@ -104,16 +99,15 @@ class _Lowering:
         self.changes: dict[str, dict[Key, What]] = {}
         self.causes: dict[str, dict[Key, tuple[Directive, ...]]] = {}
         self.warnings: list[str] = []
-        # A class defined here goes by its name; one from elsewhere has no text to change.
-        self.renamed: dict[str, MakeClass] = {}
-        self.new_classes: dict[str, list[tuple[str, tuple[Directive, ...]]]] = {}
         self.class_names: set[str] = set()
 
     def run(self, step_inputs: Callable[[], dict[str, Any]]) -> Lowered:
         """Everything, in order."""
         follow_ties(self.tree, self.states)
         layers, parameters = self._layers_and_parameters()
-        followed = self._follow(layers, parameters, step_inputs) if layers or parameters else Followed()
+        followed = (
+            self._follow(layers, parameters, step_inputs) if layers or parameters else Followed()
+        )
         self._collect(layers, parameters, followed)
         edits = self._settle()
         edits += self.imports.edits(self.line_length)
@@ -138,7 +132,8 @@ class _Lowering:
                 parameters[path] = [ShardedParameter(s.name, s.axis, s.parts) for s in state.shards]
             else:
                 raise errors.Unsupported(
-                    f"`{path}` is a {node.cls.__module__}.{node.cls.__qualname__}: it cannot be sharded",
+                    f"`{path}` is a {node.cls.__module__}.{node.cls.__qualname__}: it cannot "
+                    "be sharded",
                     at=state.shards[0].cause.at,
                     hint="Linear, Embedding and transformers' Conv1D can be, "
                     f"and parameters of classes that {self.file.path.name} defines",
@@ -151,12 +146,17 @@ class _Lowering:
         parameters: Mapping[str, list[ShardedParameter]],
         step_inputs: Callable[[], dict[str, Any]],
     ) -> Followed:
-        path = str(self.file.path)
+        names = {
+            str(self.file.path),
+            os.path.realpath(self.file.path),
+            os.path.abspath(self.file.path),
+        }
         try:
-            return follow(self.tree, layers, parameters, step_inputs(), lambda name: name == path)
+            return follow(self.tree, layers, parameters, step_inputs(), names.__contains__)
         except CannotRun as error:
             self.warnings.append(
-                "the model does not run on the meta device, so sizes inside `forward` were not followed "
+                "the model does not run on the meta device, so sizes inside `forward` were "
+                "not followed "
                 f"({str(error).splitlines()[0]}); `--verify` tells whether they had to be"
             )
             return Followed()
@@ -168,7 +168,9 @@ class _Lowering:
                 start = len(text.encode()[: place.column].decode(errors="ignore"))
                 end = len(text.encode()[: place.end_column].decode(errors="ignore"))
                 last = end if place.end_line == place.line else len(text)
-                at = errors.Span(self.file.display, place.line, start + 1, max(1, last - start), text)
+                at = errors.Span(
+                    self.file.display, place.line, start + 1, max(1, last - start), text
+                )
             cause = self._a_cause(error.path)
             places = [p for p in (at, cause) if p is not None]
             raise errors.UnfollowableSize(
@@ -241,7 +243,8 @@ class _Lowering:
     def _at_site(self, node: Node, what: What, causes: tuple[Directive, ...]) -> None:
         if node.owner is None:
             raise errors.Unsupported(
-                "the model itself is not made by another module", at=causes[0].at if causes else None
+                "the model itself is not made by another module",
+                at=causes[0].at if causes else None,
             )
         key, owner = self._site(node, causes)
         self._add(owner.path, key, what, causes)
@@ -264,7 +267,10 @@ class _Lowering:
         if isinstance(sync.op, Function):
             key, owner = self._site(node, causes)
             self._add(
-                owner.path, ("hook", *key[1:], sync.mode, sync.op.name), Attach(sync.mode, sync.op), causes
+                owner.path,
+                ("hook", *key[1:], sync.mode, sync.op.name),
+                Attach(sync.mode, sync.op),
+                causes,
             )
         elif is_layer:
             return  # the layer does it
@@ -287,7 +293,8 @@ class _Lowering:
 
     def _unavailable(self, node: Node, sync: Sync) -> errors.RewriteError:
         return errors.Unsupported(
-            f"`{sync.op}` in mode `{sync.mode}` is not available for `{node.path}`", at=sync.cause.at
+            f"`{sync.op}` in mode `{sync.mode}` is not available for `{node.path}`",
+            at=sync.cause.at,
         )
 
     def _sizes(
@@ -310,9 +317,8 @@ class _Lowering:
             for change in followed.arguments:
                 if self._is_method_line(cls, change.place.line):
                     place = change.place
-                    key = (
-                        "argument", place.line, place.column, place.end_line, place.end_column, change.index[0],
-                    )  # fmt: skip
+                    ends = (place.end_line, place.end_column)
+                    key = ("argument", place.line, place.column, *ends, change.index[0])
                     self._add(path, key, ChangeArgument(change.template), united(shard_causes))
 
     def _is_method_line(self, cls: type, line: int) -> bool:
@@ -341,8 +347,7 @@ class _Lowering:
 
     def _settle_class(self, cls: type, nodes: list[Node]) -> list[Edit]:
         if self.sources.file_of(cls) is not self.file:
-            self._settle_foreign(cls, nodes)
-            return []
+            return self._settle_foreign(cls, nodes)
         definitions = self._definitions(nodes)
         self._check_homes(cls, definitions)
         shared = common(definitions) - {RECOMPUTE}
@@ -394,8 +399,12 @@ class _Lowering:
         return present
 
     def _home(self, cls: type, definition: Definition) -> str:
-        """The class whose text holds the changes: this one, or the one whose constructor it inherits."""
-        homes = {self.sites[k[1]].class_name for k in definition.changes if k[0] in ("site", "parameter", "hook")}
+        """The class whose text holds the changes; a constructor may be inherited."""
+        homes = {
+            self.sites[k[1]].class_name
+            for k in definition.changes
+            if k[0] in ("site", "parameter", "hook")
+        }
         return homes.pop() if len(homes) == 1 else cls.__name__
 
     def _check_homes(self, cls: type, definitions: list[Definition]) -> None:
@@ -432,7 +441,9 @@ class _Lowering:
             text = self.writer.subclass(
                 cls.__name__, name, definition, beyond, self.indices, f"A `{cls.__name__}` {doc}."
             )
-            edits.append(self._class_after(cls.__name__, text, causes, f"`{name}`, for some instances"))
+            edits.append(
+                self._class_after(cls.__name__, text, causes, f"`{name}`, for some instances")
+            )
         if RECOMPUTE in extra:
             causes = definition.causes[RECOMPUTE]
             base = name
@@ -440,15 +451,30 @@ class _Lowering:
             if name not in self.class_names:
                 self._new_name(name)
                 text = self.writer.recomputing(cls.__name__, name, base)
-                edits.append(self._class_after(cls.__name__, text, causes, f"`{base}`, checkpointed"))
-        self._rename(definition.nodes, name, cls.__name__, united(*(definition.causes[k] for k in extra)))
+                edits.append(
+                    self._class_after(cls.__name__, text, causes, f"`{base}`, checkpointed")
+                )
+        self._rename(
+            definition.nodes, name, cls.__name__, united(*(definition.causes[k] for k in extra))
+        )
         return edits
 
     def _described(self, definition: Definition, extra: set[Key]) -> tuple[str, str]:
         wanted = [definition.changes[k] for k in extra]
-        parallel = (MakeLayer, SplitParameter, OwnShare, WrapInput, WrapOutput, WrapCall, Attach, ChangeArgument)
+        parallel = (
+            MakeLayer,
+            SplitParameter,
+            OwnShare,
+            WrapInput,
+            WrapOutput,
+            WrapCall,
+            Attach,
+            ChangeArgument,
+        )
         made = [w.name for w in wanted if isinstance(w, MakeClass)]
-        if any(isinstance(w, parallel) for w in wanted) or any(n.startswith("TensorParallel") for n in made):
+        if any(isinstance(w, parallel) for w in wanted) or any(
+            n.startswith("TensorParallel") for n in made
+        ):
             return "TensorParallel", "whose layers are split over the tensor-parallel group"
         if made:
             return "Scheduled", f"made of {' and '.join(f'`{n}`' for n in sorted(set(made)))}"
@@ -468,20 +494,33 @@ class _Lowering:
         end = self.file.span(self.file.classes[class_name])[1]
         return Edit(end, end, "\n\n\n" + text.rstrip("\n"), causes, why)
 
-    def _settle_foreign(self, cls: type, nodes: list[Node]) -> None:
-        """A class of another file can be given a subclass here, no more."""
-        nodes = [n for n in nodes if RECOMPUTE in self.changes.get(n.path, {})]
+    def _class_before(
+        self, class_name: str, text: str, causes: tuple[Directive, ...], why: str
+    ) -> Edit:
+        node = self.file.classes[class_name]
+        line = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        start = self.file.offset(line, 0)
+        return Edit(start, start, text.rstrip("\n") + "\n\n\n", causes, why)
+
+    def _settle_foreign(self, cls: type, nodes: list[Node]) -> list[Edit]:
+        """A class of another file can be given a subclass here, before the class that makes it."""
+        edits: list[Edit] = []
+        name = f"Checkpointed{cls.__name__}"
         for node in nodes:
-            causes = self.causes[node.path][RECOMPUTE]
-            key, owner = self._site(node, causes)
+            causes = self.causes.get(node.path, {}).get(RECOMPUTE)
+            if causes is None:
+                continue
+            key, _ = self._site(node, causes)
             site = self.sites[key[1]]
-            shown = self.file.segment(site.callee) if site.callee else cls.__name__
-            name = f"Checkpointed{cls.__name__}"
             if name not in self.class_names:
-                self._new_name(name)
+                name = self._new_name(name)
+                shown = self.file.segment(site.callee) if site.callee else cls.__name__
                 text = self.writer.recomputing(cls.__name__, name, shown)
-                self.new_classes.setdefault(site.class_name, []).append((text, causes))
+                edits.append(
+                    self._class_before(site.class_name, text, causes, f"`{shown}`, checkpointed")
+                )
             self._rename([node], name, cls.__name__, causes)
+        return edits
 
     def _rename(
         self, nodes: list[Node], name: str, original: str, causes: tuple[Directive, ...]
@@ -518,7 +557,8 @@ def _index(pattern: str, path: str) -> str:
 def follow_ties(tree: Tree, states: dict[str, ModuleState]) -> None:
     """Shards what is tied to a sharded parameter the same way.
 
-    A module that is split because of a tie keeps its meaning for whoever calls it: what it gives out is made whole.
+    A module that is split because of a tie keeps its meaning for whoever calls it: what it gives
+    out is made whole.
 
     Raises:
         ConflictingEdits: Tied parameters are sharded along different axes.
@@ -528,14 +568,17 @@ def follow_ties(tree: Tree, states: dict[str, ModuleState]) -> None:
         changed = False
         for names in tree.ties.values():
             members = [(tree.nodes[n.rpartition(".")[0]], n.rpartition(".")[2]) for n in names]
-            sharded = [(node, s) for node, name in members for s in _shards(states, node) if s.name == name]
+            sharded = [
+                (node, s) for node, name in members for s in _shards(states, node) if s.name == name
+            ]
             if not sharded:
                 continue
             first_node, first = sharded[0]
             for node, other in sharded[1:]:
                 if (other.axis, other.parts) != (first.axis, first.parts):
                     raise errors.ConflictingEdits(
-                        f"`{first_node.path}.{first.name}` and `{node.path}.{other.name}` are one tied parameter, "
+                        f"`{first_node.path}.{first.name}` and `{node.path}.{other.name}` are "
+                        "one tied parameter, "
                         "sharded in two ways",
                         at=other.cause.at,
                         also=[first.cause.at] if first.cause.at else [],

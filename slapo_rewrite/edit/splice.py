@@ -60,8 +60,7 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> tuple[str, list[Change]]:
     for edit in sorted(edits, key=lambda e: (e.start, e.end)):
         if previous is not None and edit.start < position:
             raise errors.ConflictingEdits(
-                "two lines of the schedule change the same place: "
-                f"{previous.why}, and {edit.why}",
+                f"two lines of the schedule change the same place: {previous.why}, and {edit.why}",
                 at=edit.causes[0].at if edit.causes else None,
                 also=[c.at for c in previous.causes[:1] if c.at],
             )
@@ -73,7 +72,9 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> tuple[str, list[Change]]:
         tail = len(edit.text) - len(edit.text.rstrip("\n"))
         last = line + edit.text.count("\n")
         if edit.causes:
-            changes.append(Change(line + lead, max(line + lead, last - tail), edit.causes, edit.why))
+            changes.append(
+                Change(line + lead, max(line + lead, last - tail), edit.causes, edit.why)
+            )
         line = last
         position, previous = edit.end, edit
     pieces.append(text[position:])

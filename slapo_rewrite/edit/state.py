@@ -1,8 +1,8 @@
 """What a schedule has asked of one module so far, as a value.
 
-A module path points at its class *as rewritten so far*: the class, and this state. All modules start with `EMPTY`. A
-primitive gives a selection a new state and leaves every other path alone (copy on write); modules of one class whose
-states are equal at the end share one definition again.
+A module path points at its class *as rewritten so far*: the class, and this state. All modules
+start with `EMPTY`. A primitive gives a selection a new state and leaves every other path alone
+(copy on write); modules of one class whose states are equal at the end share one definition again.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Sync:
         mode: `fwd_pre`, `fwd_post` or `bwd_post`.
         op: `all_reduce` or `all_gather`, or a function of the user's own.
         axis: The axis of an all-gather.
-        partial_gradient: Whether the gathered value's gradient is summed over the ranks before it is cut.
-        cause: The directive that asked.
+        partial_gradient: Whether the gathered value's gradient is summed over the ranks before it
+        is cut. cause: The directive that asked.
     """
 
     mode: str

@@ -23,7 +23,9 @@ def explain(out: Path, place: str | None) -> str:
     """
     content = record.read(out)
     edited = hand_edited(out)
-    lines = [f"note: {name} was edited by hand since; its line numbers may be off" for name in edited]
+    lines = [
+        f"note: {name} was edited by hand since; its line numbers may be off" for name in edited
+    ]
     if place is None:
         lines += [line for change in content["changes"] for line in _change(out, content, change)]
         return "\n".join(lines) or "nothing was changed"
@@ -32,10 +34,16 @@ def explain(out: Path, place: str | None) -> str:
     for change in content["changes"]:
         span = change["lines"]
         if change["file"] == name and (span is None or span[0] <= number <= span[1]):
-            return "\n".join([*lines, f"{name}:{number}: {text.strip()}", *_causes(content, change)])
+            return "\n".join(
+                [*lines, f"{name}:{number}: {text.strip()}", *_causes(content, change)]
+            )
     if name == content["source"]["file"]:
         imported = text.startswith(("from ", "import "))
-        why = "an import made absolute, since the file left its package" if imported else "as in the original"
+        why = (
+            "an import made absolute, since the file left its package"
+            if imported
+            else "as in the original"
+        )
         return "\n".join([*lines, f"{name}:{number}: {text.strip()}", f"    {why}"])
     return "\n".join([*lines, f"{name}: written beside the model file"])
 
@@ -44,7 +52,9 @@ def _place(out: Path, content: dict[str, Any], place: str) -> tuple[str, int]:
     file, _, number = place.rpartition(":")
     name = Path(file).name if file else content["source"]["file"]
     if not number.isdigit() or not int(number):
-        raise errors.UsageError(f"`{place}` is not FILE:LINE", hint="write modeling_bert.py:120, say")
+        raise errors.UsageError(
+            f"`{place}` is not FILE:LINE", hint="write modeling_bert.py:120, say"
+        )
     if name not in content["files"]:
         raise errors.UsageError(
             f"`{out}` has no file `{name}`", hint=errors.did_you_mean(name, content["files"])

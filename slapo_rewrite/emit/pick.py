@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -98,15 +99,14 @@ def _names_in(*statements: ast.stmt) -> set[str]:
             elif isinstance(node, ast.Global):
                 names.update(node.names)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                # Quoted annotations.
-                if node.value.isidentifier():
-                    names.add(node.value)
+                names.update(re.findall(r"^\w+$", node.value))  # a quoted annotation
     return names
 
 
 def _first_line(lines: list[str], statement: ast.stmt) -> int:
     """Where a definition begins, its decorators and the comment above it included."""
-    line = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    line = min([statement.lineno, *(d.lineno for d in decorators)])
     while line > 1 and lines[line - 2].startswith("#"):
         line -= 1
     return line
@@ -115,7 +115,7 @@ def _first_line(lines: list[str], statement: ast.stmt) -> int:
 def _imports(
     tree: ast.Module, text: str, used: set[str]
 ) -> tuple[list[list[str]], dict[str, set[str]]]:
-    """The import lines that are used, in the file's groups, and what is used of other runtime modules."""
+    """The import lines in use, in their groups, and the names of other runtime modules."""
     groups: list[list[str]] = []
     helpers: dict[str, set[str]] = {}
     local: list[str] = []
@@ -158,7 +158,9 @@ def _attributes(tree: ast.Module, name: str) -> set[str]:
     return {
         node.attr
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == name
     }
 
 

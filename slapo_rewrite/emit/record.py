@@ -146,7 +146,11 @@ def depends(project: Project) -> dict[str, str]:
     found = {}
     for name in sorted(modules):
         file = getattr(sys.modules.get(name), "__file__", None)
-        if file and name.split(".")[0] not in ("torch", "builtins") and Path(file) != project.file.path:
+        if (
+            file
+            and name.split(".")[0] not in ("torch", "builtins")
+            and Path(file) != project.file.path
+        ):
             found[name] = digest(Path(file).read_bytes())
     return found
 
@@ -188,7 +192,7 @@ def with_verification(text: str, verification: Mapping[str, Any]) -> str:
 def is_current(
     out: Path, content: Mapping[str, Any], source: Path, schedule: Path, knobs: Mapping[str, str]
 ) -> bool:
-    """Whether nothing that went into an output has changed, and nothing of what came out; hashes alone decide.
+    """Whether nothing that went into an output has changed, nor what came out, by hashes.
 
     Args:
         out: The output folder.
@@ -236,7 +240,9 @@ def reasons(
     for name, version in content.get("packages", {}).items():
         if installed(name) != version:
             found.append(f"{name} is {installed(name)} now; it was {version}")
-    found += [f"{n} has changed" for n, d in content.get("depends", {}).items() if _module_digest(n) != d]
+    found += [
+        f"{n} has changed" for n, d in content.get("depends", {}).items() if _module_digest(n) != d
+    ]
     if content.get("set", {}) != dict(knobs):
         found.append(f"knobs were {content.get('set', {})}, and are {dict(knobs)}")
     if content.get("tool", {}).get("digest") != tool_digest():

@@ -87,7 +87,9 @@ class Project:
         """Runs the schedule."""
         plan = Plan(self.tree, self.schedule)
         selection = Selection(plan, [self.tree.root])
-        self.schedule.guarded(lambda: self.schedule.module.schedule(selection, **knobs), "`schedule`")
+        self.schedule.guarded(
+            lambda: self.schedule.module.schedule(selection, **knobs), "`schedule`"
+        )
         return plan
 
 
@@ -116,7 +118,9 @@ def rewrite(source: str, schedule: str, settings: Sequence[str] = ()) -> Output:
         text, changes = apply_edits(project.file.text, edits)
         check_text(text, project.file)
         name = project.file.path.name
-        header = f"# Written by slapo-rewrite {__version__} for {name}; rewrite.json says from what."
+        header = (
+            f"# Written by slapo-rewrite {__version__} for {name}; rewrite.json says from what."
+        )
         helpers = helper_files(lowered.imports.helpers, project.schedule, header)
     with project.timed("write"):
         files = {"__init__.py": init_text(name, helpers), name: text, **helpers}
@@ -125,9 +129,13 @@ def rewrite(source: str, schedule: str, settings: Sequence[str] = ()) -> Output:
             files["rewrite.diff"] = diff
         given = dict(item.split("=", 1) for item in settings)
         causes = lowered.imports.causes()
-        by_file = {n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers}
+        by_file = {
+            n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers
+        }
         files["rewrite.json"] = record.written(project, plan, knobs, given, files, changes, by_file)
-    return Output(dict(sorted(files.items())), project.file.text, name, lowered.warnings, project.seconds)
+    return Output(
+        dict(sorted(files.items())), project.file.text, name, lowered.warnings, project.seconds
+    )
 
 
 def import_source(file: SourceFile) -> types.ModuleType:
@@ -151,7 +159,12 @@ def import_source(file: SourceFile) -> types.ModuleType:
         raise
     except Exception as error:
         line = next(
-            (f.tb_lineno for f in _frames(error) if f.tb_frame.f_code.co_filename == str(file.path)), None
+            (
+                f.tb_lineno
+                for f in _frames(error)
+                if f.tb_frame.f_code.co_filename == str(file.path)
+            ),
+            None,
         )
         at = errors.Span(file.display, line, 1, 1, file.line(line)) if line else None
         raise errors.SourceError(
@@ -172,7 +185,8 @@ def _frames(error: BaseException) -> list[types.TracebackType]:
 def training_inputs(schedule: ScheduleFile, model: Any) -> dict[str, Any]:
     """The keyword arguments of one training step, for a run without data.
 
-    A padding mask is left out where the tool makes the inputs: what it holds cannot be looked at on the meta device.
+    A padding mask is left out where the tool makes the inputs: what it holds cannot be looked at on
+    the meta device.
     """
     inputs = twin.step_inputs(schedule.module, model)
     if not hasattr(schedule.module, "inputs"):
@@ -198,13 +212,17 @@ def absolute_imports(file: SourceFile) -> list[Edit]:
             start, _ = file.span(node)
             dots = file.text.index(".", start)
             end = dots + node.level + len(node.module or "")
-            edits.append(Edit(dots, end, file.resolve_import(node), (), "import from outside the package"))
+            edits.append(
+                Edit(dots, end, file.resolve_import(node), (), "import from outside the package")
+            )
     return edits
 
 
 def line_length(text: str) -> int:
-    """The length that a file's own lines keep to: the least usual limit that holds all of its code."""
-    longest = max((len(line) for line in text.splitlines() if "#" not in line and '"' not in line), default=0)
+    """The length a file's lines keep to: the least usual limit that holds its code."""
+    longest = max(
+        (len(line) for line in text.splitlines() if "#" not in line and '"' not in line), default=0
+    )
     return next((limit for limit in (88, 100, 119, 120) if longest <= limit), 120)
 
 
@@ -212,7 +230,7 @@ def check_text(text: str, file: SourceFile) -> None:
     """The result must parse, and bind every name that the original binds."""
     tree = ast.parse(text)
     names = {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
-    lost = {n for n in (*file.classes, *file.functions)} - names
+    lost = {*file.classes, *file.functions} - names
     lost -= {n for n in lost if n not in {s.name for s in file.tree.body if hasattr(s, "name")}}
     if lost:
         raise AssertionError(f"the rewritten file no longer defines {sorted(lost)}")
@@ -233,5 +251,6 @@ def unified_diff(before: str, after: str, name: str, context: int) -> str:
         f"rewritten/{name}",
         n=context,
     )
-    return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
-
+    return "".join(
+        line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines
+    )

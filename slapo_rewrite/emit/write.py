@@ -26,7 +26,7 @@ def hand_edited(out: Path) -> list[str]:
 
 
 def in_the_way(out: Path, files: Mapping[str, str]) -> list[str]:
-    """Files that writing `files` would overwrite although the tool did not write them, or not so."""
+    """Files that writing would overwrite although the tool did not write them so."""
     if not out.is_dir():
         return []
     try:
@@ -36,7 +36,7 @@ def in_the_way(out: Path, files: Mapping[str, str]) -> list[str]:
     found = []
     for name in files:
         path = out / name
-        if not path.exists() or name == record.NAME and known:
+        if not path.exists() or (name == record.NAME and known):
             continue
         now = record.digest(path.read_bytes())
         if now not in (known.get(name), record.digest(files[name])):
@@ -49,15 +49,16 @@ def write(out: Path, files: Mapping[str, str], *, force: bool = False) -> None:
     """Puts the files in the folder; what else lies there stays.
 
     Raises:
-        OutputEdited: A file there was edited by hand, or is not the tool's, and `force` is not given.
-        OutputUnwritable: The folder cannot be written; it is as it was.
+        OutputEdited: A file there was edited by hand, or is not the tool's, and `force` is not
+        given. OutputUnwritable: The folder cannot be written; it is as it was.
     """
     if out.exists() and not out.is_dir():
         raise errors.OutputUnwritable(f"`{out}` is a file, not a folder")
     conflicts = in_the_way(out, files)
     if conflicts and not force:
         raise errors.OutputEdited(
-            f"`{out}` holds changes that were not written by slapo-rewrite: {', '.join(sorted(conflicts))}",
+            f"`{out}` holds changes that were not written by slapo-rewrite: "
+            f"{', '.join(sorted(conflicts))}",
             hint="keep them elsewhere and give --force to overwrite them, or choose another folder",
         )
     target = out.resolve()
@@ -65,7 +66,9 @@ def write(out: Path, files: Mapping[str, str], *, force: bool = False) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     except OSError as error:
-        raise errors.OutputUnwritable(f"cannot write beside `{out}`: {error.strerror or error}") from None
+        raise errors.OutputUnwritable(
+            f"cannot write beside `{out}`: {error.strerror or error}"
+        ) from None
     try:
         _stage(staged, target, files)
         _swap(staged, target)
@@ -106,7 +109,7 @@ def _recorded(target: Path) -> Iterable[str]:
 
 
 def _swap(staged: Path, target: Path) -> None:
-    """Puts the staged folder in the target's place; an interruption leaves the one or the other there."""
+    """Puts the staged folder in the target's place; one of the two is always there."""
     if not target.exists():
         staged.rename(target)
         return

@@ -1,10 +1,11 @@
 """Finds what inside `forward` depends on a sharded size, by running it on the meta device.
 
-The model runs twice, without memory or weights: whole, and as rank 0 of a group would run it, with the sharded layers in
-place. Both runs call the same operations in the same order, so comparing the shapes at each call tells which axes are
-partitions, and an operation that was told a size (`view`, `split`, `expand`, an index) tells which of its arguments must
-shrink with them. An argument that is an attribute of the module (`self.num_heads`) becomes this rank's share of it; an
-argument of `view` that is a plain number becomes -1; anything else is refused with its line.
+The model runs twice, without memory or weights: whole, and as rank 0 of a group would run it, with
+the sharded layers in place. Both runs call the same operations in the same order, so comparing the
+shapes at each call tells which axes are partitions, and an operation that was told a size (`view`,
+`split`, `expand`, an index) tells which of its arguments must shrink with them. An argument that is
+an attribute of the module (`self.num_heads`) becomes this rank's share of it; an argument of `view`
+that is a plain number becomes -1; anything else is refused with its line.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Place:
 
 @dataclass(frozen=True)
 class ArgumentChange:
-    """An argument of a call that must be written differently: number `index`, as `template` has it."""
+    """An argument of a call that must be written as `template` has it."""
 
     place: Place
     index: tuple[int, ...]
@@ -65,8 +66,8 @@ class Followed:
 
     Attributes:
         sizes: Integer attributes that become this rank's share, by the class of the module.
-        units: The attribute that a split must be a multiple of, by owner class and relative path of the layer.
-        arguments: Arguments of calls in `forward` that have to change.
+        units: The attribute that a split must be a multiple of, by owner class and relative path of
+        the layer. arguments: Arguments of calls in `forward` that have to change.
     """
 
     sizes: dict[type, set[str]] = field(default_factory=dict)
@@ -223,9 +224,12 @@ def _compare_outputs(expected: Any, got: Any) -> None:
     for (name, want), have in zip(named(expected).items(), named(got).values(), strict=False):
         if want.shape != have.shape:
             raise CannotFollow(
-                f"the model's `{name}` has shape {list(have.shape)} on a rank instead of {list(want.shape)}",
+                f"the model's `{name}` has shape {list(have.shape)} on a rank instead of "
+                f"{list(want.shape)}",
                 None,
-                hint='gather it: .sync("fwd_post", "all_gather", axis=-1) on the layer that makes it',
+                hint=(
+                    'gather it: .sync("fwd_post", "all_gather", axis=-1) on the layer that makes it'
+                ),
             )
 
 
@@ -247,7 +251,7 @@ def _one_of_each(
     layers: Mapping[str, Layer],
     parameters: Mapping[str, Sequence[ShardedParameter]],
 ) -> Iterator[None]:
-    """Leaves one of equal elements in every module list, so that the runs cost what the classes cost."""
+    """Leaves one of equal elements in every module list: the runs cost what classes cost."""
     keys: dict[str, int] = {}
     numbers: dict[Any, int] = {}
     for path in reversed(tree.nodes):
@@ -325,7 +329,7 @@ def _layer_call() -> None:
 
 
 class _Rank(TorchFunctionMode):
-    """Runs the model with its sharded layers, holding every operation against the whole model's record."""
+    """Runs the model with its sharded layers, and compares each operation with the record."""
 
     def __init__(
         self,
@@ -359,7 +363,7 @@ class _Rank(TorchFunctionMode):
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """The model with its sharded layers, split parameters and marked integers, for the time of a run."""
+        """The model with sharded layers, split parameters and marked integers, for one run."""
         undo: list[Callable[[], None]] = []
         try:
             with torch.device("meta"):
@@ -440,7 +444,7 @@ class _Rank(TorchFunctionMode):
         if self.depth == 0:
             self._next(_layer_call)
             for tensor in _tensors(output):
-                self.origins[id(tensor)] = module._followed_path
+                self.origins[id(tensor)] = str(module._followed_path)
                 self.alive.append(tensor)
 
     # One operation.
@@ -483,7 +487,8 @@ class _Rank(TorchFunctionMode):
             if len(want) != len(have) or any(h > w for h, w in zip(have, want, strict=True)):
                 self._shrink_what_it_was_made_with((args, kwargs))
                 raise CannotFollow(
-                    f"the result has shape {list(have)} on a rank, and {list(want)} without sharding",
+                    f"the result has shape {list(have)} on a rank, and {list(want)} without "
+                    "sharding",
                     self._place(),
                 )
 
@@ -621,7 +626,8 @@ class _Rank(TorchFunctionMode):
         ):
             wanted = len(pieces) if len(set(pieces)) == 1 else pieces
             raise CannotFollow(
-                f"`{path}` is taken apart in pieces of {pieces} here, but was not sharded in these parts",
+                f"`{path}` is taken apart in pieces of {pieces} here, but was not sharded in "
+                "these parts",
                 self._place(),
                 path,
                 f"shard it with parts={wanted}, so that every rank has its share of each",
@@ -695,7 +701,7 @@ class _Rank(TorchFunctionMode):
         return None
 
     def _place(self) -> Place | None:
-        """The operation's place in a file that may be changed, or else where it is called from there."""
+        """The operation's place in an editable file, or the place that leads to it."""
         frame = self._frame()
         while frame is not None and not self.editable(frame.f_code.co_filename):
             frame = frame.f_back

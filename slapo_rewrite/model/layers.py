@@ -13,7 +13,8 @@ class Layer:
         module: The runtime module that defines it.
         name: The class.
         keywords: Keyword arguments beside the original's, as values.
-        unit: The attribute of the owner whose value the split must be a multiple of (a head's size, say).
+        unit: The attribute of the owner whose value the split must be a multiple of (a head's size,
+            say).
     """
 
     module: str
@@ -30,8 +31,9 @@ class Split:
         module: The runtime module that defines the class.
         name: The class.
         output: `partition` or `partial sum`.
-        whole: The parameters that stay whole; a parameter that is neither sharded nor here must be sharded as well.
-        has_input_gradient: Whether the input has a gradient that is a partial sum on each rank.
+        whole: The parameters that stay whole; a parameter that is neither sharded nor here must be
+        sharded as well. has_input_gradient: Whether the input has a gradient that is a partial sum
+        on each rank.
     """
 
     module: str

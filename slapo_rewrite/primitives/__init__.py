@@ -17,6 +17,10 @@ def registry() -> dict[str, Primitive]:
         if info.name not in ("base", "page"):
             module = importlib.import_module(f"{__name__}.{info.name}")
             for value in vars(module).values():
-                if isinstance(value, type) and issubclass(value, Primitive) and value is not Primitive:
+                if (
+                    isinstance(value, type)
+                    and issubclass(value, Primitive)
+                    and value is not Primitive
+                ):
                     found[value.name] = value()
     return dict(sorted(found.items()))

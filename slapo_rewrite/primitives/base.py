@@ -47,8 +47,9 @@ class Refusal:
 class Primitive:
     """One verb of the schedule language.
 
-    A subclass says what its call means for one module: `apply` reads the module and what was asked of it so far, and
-    returns what is asked of it now, or raises. How that becomes source is decided later and elsewhere (`edit/`).
+    A subclass says what its call means for one module: `apply` reads the module and what was asked
+    of it so far, and returns what is asked of it now, or raises. How that becomes source is decided
+    later and elsewhere (`edit/`).
     """
 
     name: ClassVar[str]
@@ -71,7 +72,9 @@ class Primitive:
         """The modules that the call is about; those selected, as a rule."""
         return nodes
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], at: Span | None) -> dict[str, Any]:
+    def bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], at: Span | None
+    ) -> dict[str, Any]:
         """The call's arguments by name, defaults filled in.
 
         Raises:
@@ -102,7 +105,7 @@ def signature_of(function: Any) -> inspect.Signature:
 
 
 def function_of(call: Call, value: Any, what: str) -> Function:
-    """A function or class that the schedule hands over, by the name under which the output can have it.
+    """A function or class that the schedule hands over, by the name the output can use.
 
     Raises:
         BadArgument: It has no name of its own at the top level of a file.
@@ -110,7 +113,8 @@ def function_of(call: Call, value: Any, what: str) -> Function:
     name = getattr(value, "__qualname__", None)
     if not callable(value) or name is None or "<" in name or "." in name:
         raise errors.BadArgument(
-            f"{what} must be a class or function with a name of its own at the top level of a file, "
+            f"{what} must be a class or function with a name of its own at the top level of a "
+            "file, "
             f"not {value!r}",
             at=call.directive.at,
         )

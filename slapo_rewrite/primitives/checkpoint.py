@@ -11,7 +11,7 @@ from slapo_rewrite.edit.state import ModuleState
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
 
-STACK = '''\
+STACK = """\
 import torch
 from torch import nn
 
@@ -34,9 +34,9 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-'''
+"""
 
-MODEL = '''\
+MODEL = """\
 import torch
 
 
@@ -52,26 +52,31 @@ def loss(outputs):
     return outputs.square().mean()
 
 
-'''
+"""
 
 
 class Checkpoint(Primitive):
     """Keep only a module's inputs, and compute its activations again in the backward pass.
 
-    Non-reentrant, so keyword arguments stay keywords and inputs need no gradient; the random state is restored for the
-    second computation. A cache of keys and values that a layer would fill twice is not passed on in training.
+    Non-reentrant, so keyword arguments stay keywords and inputs need no gradient; the random state
+    is restored for the second computation. A cache of keys and values that a layer would fill twice
+    is not passed on in training.
 
     Rewrite:
         nn.ModuleList([Block(width) for _ in range(depth)])
         -->
         nn.ModuleList([CheckpointedBlock(width) if i < 2 else Block(width) for i in range(depth)])
         with a subclass `CheckpointedBlock` of `Block`
+
     Shapes:
         Unchanged.
+
     Numerics:
         Exact.
+
     State:
         Unchanged; no parameter is renamed.
+
     Raises:
         SR305 a module list (select its elements), or a module checkpointed already.
 
@@ -86,20 +91,21 @@ class Checkpoint(Primitive):
             """\
 +from torch.utils.checkpoint import checkpoint
 +class CheckpointedBlock(Block):
-+    \"\"\"A `Block` that computes its activations again in the backward pass instead of keeping them.\"\"\"
-+
++    \"\"\"A `Block` that recomputes its activations in the backward pass.\"\"\"
 +    def forward(self, *args, **kwargs):
 +        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
-+
-+
 -        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
-+        self.blocks = nn.ModuleList([CheckpointedBlock(width) if i < 2 else Block(width) for i in range(depth)])
++        self.blocks = nn.ModuleList(
++            [CheckpointedBlock(width) if i < 2 else Block(width) for i in range(depth)]
++        )
 """,
         ),
     )
     refusals = (
         Refusal(STACK, MODEL + 'def schedule(s):\n    s["blocks"].checkpoint()\n', "SR305"),
-        Refusal(STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(ratio=1)\n', "SR206"),
+        Refusal(
+            STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(ratio=1)\n', "SR206"
+        ),
     )
 
     def signature(self) -> inspect.Signature:

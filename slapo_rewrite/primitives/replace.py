@@ -11,7 +11,14 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.edit.state import ModuleState, Replacement
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, function_of, signature_of
+from slapo_rewrite.primitives.base import (
+    Call,
+    Example,
+    Primitive,
+    Refusal,
+    function_of,
+    signature_of,
+)
 from slapo_rewrite.primitives.shard import MLP, MODEL
 
 SCALED = MODEL.replace(
@@ -64,22 +71,28 @@ def replaced(call: Call, node: Node, state: ModuleState, new: Any) -> ModuleStat
 class Replace(Primitive):
     """Build another class where the original was built.
 
-    A class (or a function that returns a module) defined in the schedule file is copied into the output with what it
-    needs; an importable one is imported. It is called with the original's constructor arguments, unless `args` gives
-    others as source. Its parameters must have the original's names and shapes.
+    A class (or a function that returns a module) defined in the schedule file is copied into the
+    output with what it needs; an importable one is imported. It is called with the original's
+    constructor arguments, unless `args` gives others as source. Its parameters must have the
+    original's names and shapes.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
         -->
         self.up = ScaledLinear(width, 4 * width)
+
     Shapes:
         The new module's affair.
+
     Numerics:
         The new module's affair; `--verify` compares.
+
     State:
         Unchanged where the new module's parameters are named as the original's.
+
     Raises:
-        SR206 the new module is no class or function that a file can import; SR306 the module was changed before.
+        SR206 the new module is no class or function that a file can import; SR306 the module was
+        changed before.
 
     Source: Slapo, arXiv 2302.08005, section 3.1.
     """
@@ -91,7 +104,6 @@ class Replace(Primitive):
             SCALED + 'def schedule(s):\n    s["up"].replace(ScaledLinear)\n',
             """\
 +from .modules import ScaledLinear
-+
 -        self.up = nn.Linear(width, 4 * width)
 +        self.up = ScaledLinear(width, 4 * width)
 """,

@@ -17,7 +17,8 @@ from slapo_rewrite.primitives.shard import MLP, MODEL
 class ReplaceAll(Primitive):
     """Replace every module of a type, at and below the selection.
 
-    `type` is a class, or its name where it is defined in the file that is rewritten. `make` is what `replace` takes.
+    `type` is a class, or its name where it is defined in the file that is rewritten. `make` is what
+    `replace` takes.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
@@ -25,12 +26,16 @@ class ReplaceAll(Primitive):
         -->
         self.up = ScaledLinear(width, 4 * width)
         self.down = ScaledLinear(4 * width, width)
+
     Shapes:
         The new module's affair.
+
     Numerics:
         The new module's affair; `--verify` compares.
+
     State:
         Unchanged where the new module's parameters are named as the original's.
+
     Raises:
         SR202 no module is of this type; what `replace` raises.
 
@@ -44,7 +49,6 @@ class ReplaceAll(Primitive):
             SCALED + "def schedule(s):\n    s.replace_all(nn.Linear, ScaledLinear)\n",
             """\
 +from .modules import ScaledLinear
-+
 -        self.up = nn.Linear(width, 4 * width)
 -        self.down = nn.Linear(4 * width, width)
 +        self.up = ScaledLinear(width, 4 * width)
@@ -53,7 +57,9 @@ class ReplaceAll(Primitive):
         ),
     )
     refusals = (
-        Refusal(MLP, MODEL + 'def schedule(s):\n    s.replace_all("Linaer", torch.nn.Linear)\n', "SR202"),
+        Refusal(
+            MLP, MODEL + 'def schedule(s):\n    s.replace_all("Linaer", torch.nn.Linear)\n', "SR202"
+        ),
     )
 
     def signature(self) -> inspect.Signature:

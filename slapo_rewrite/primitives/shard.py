@@ -13,7 +13,7 @@ from slapo_rewrite.edit.state import Shard as ShardState
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
 
-MLP = '''\
+MLP = """\
 import torch
 from torch import nn
 
@@ -26,9 +26,9 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.down(torch.relu(self.up(x)))
-'''
+"""
 
-MODEL = '''\
+MODEL = """\
 import torch
 
 
@@ -44,31 +44,37 @@ def loss(outputs):
     return outputs.square().mean()
 
 
-'''
+"""
 
 
 class Shard(Primitive):
     """Split one or several parameters of a module over the tensor-parallel group.
 
-    `axis` counts as the parameter's own axes do. `parts` says that the axis packs several blocks, each of which is
-    split for itself: an int for equal blocks (`parts=3` for `[q|k|v]`), or the blocks' sizes. What `forward` derives
-    from the sharded size (head counts, split sizes, the arguments of `view`) follows.
+    `axis` counts as the parameter's own axes do. `parts` says that the axis packs several blocks,
+    each of which is split for itself: an int for equal blocks (`parts=3` for `[q|k|v]`), or the
+    blocks' sizes. What `forward` derives from the sharded size (head counts, split sizes, the
+    arguments of `view`) follows.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
         -->
         self.up = ColumnParallelLinear(width, 4 * width)
+
     Shapes:
-        On a rank the axis has its full size divided by the world size. Linear, axis 0 and `Conv1D`, axis 1: the
-        output is a partition; the other axis: a partial sum. Embedding, axis 0: a partial sum, axis 1: a partition.
+        On a rank the axis has its full size divided by the world size. Linear, axis 0 and `Conv1D`,
+        axis 1: the output is a partition; the other axis: a partial sum. Embedding, axis 0: a
+        partial sum, axis 1: a partition.
+
     Numerics:
         Reassociated: sums are taken per rank, then over the ranks.
+
     State:
-        `load_state_dict` takes the full tensors, `loading.full_state_dict` gives them back bit for bit. Tied
-        parameters follow.
+        `load_state_dict` takes the full tensors, `loading.full_state_dict` gives them back bit for
+        bit. Tied parameters follow.
+
     Raises:
-        SR203 no such parameter; SR301 axis out of range; SR302 a size that `parts` does not divide; SR303 sharded
-        already; SR305 a module that cannot be sharded there.
+        SR203 no such parameter; SR301 axis out of range; SR302 a size that `parts` does not divide;
+        SR303 sharded already; SR305 a module that cannot be sharded there.
 
     Source: Slapo, arXiv 2302.08005, section 3.2; Megatron-LM, arXiv 1909.08053, section 3.
     """
@@ -78,16 +84,15 @@ class Shard(Primitive):
         Example(
             MLP,
             MODEL
-            + '''\
+            + """\
 def schedule(s):
     s["up"].shard(["weight", "bias"], axis=0)
     s["up"].sync("bwd_post", "all_reduce")
     s["down"].shard("weight", axis=1)
     s["down"].sync("fwd_post", "all_reduce")
-''',
+""",
             """\
 +from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
-+
 -        self.up = nn.Linear(width, 4 * width)
 -        self.down = nn.Linear(4 * width, width)
 +        self.up = ColumnParallelLinear(width, 4 * width)
@@ -104,7 +109,8 @@ def schedule(s):
         Refusal(
             MLP,
             MODEL
-            + 'def schedule(s):\n    s["up"].shard("weight", axis=0)\n    s["up"].shard("weight", axis=1)\n',
+            + 'def schedule(s):\n    s["up"].shard("weight", axis=0)\n'
+            + '    s["up"].shard("weight", axis=1)\n',
             "SR303",
         ),
     )
@@ -112,7 +118,9 @@ def schedule(s):
     def signature(self) -> inspect.Signature:
         """`shard(names, axis, *, parts=1)`."""
 
-        def shard(names: str | Sequence[str], axis: int, *, parts: int | Sequence[int] = 1) -> None: ...
+        def shard(
+            names: str | Sequence[str], axis: int, *, parts: int | Sequence[int] = 1
+        ) -> None: ...
 
         return signature_of(shard)
 
@@ -125,14 +133,16 @@ def schedule(s):
 
     def _one(self, call: Call, node: Node, state: ModuleState, name: str) -> ModuleState:
         at = call.directive.at
-        parameter = node.parameters.get(name)
-        if parameter is None:
-            parameter = node.buffers.get(name)
+        parameter = {**node.buffers, **node.parameters}.get(name)
         if parameter is None:
             empty = name in getattr(node.live, "_parameters", {})
             raise errors.UnknownParameter(
                 f"`{node.path}` ({node.cls.__name__}) "
-                + (f"is made without its optional `{name}`" if empty else f"has no parameter `{name}`"),
+                + (
+                    f"is made without its optional `{name}`"
+                    if empty
+                    else f"has no parameter `{name}`"
+                ),
                 at=at,
                 hint=errors.did_you_mean(name, node.parameters)
                 or f"it has {', '.join(node.parameters) or 'none of its own'}",
@@ -153,7 +163,9 @@ def schedule(s):
             raise errors.BadAxis(
                 f"`{node.path}.{name}` has shape {list(shape)}: there is no axis {axis}",
                 at=at,
-                hint=f"its axes are 0 to {len(shape) - 1}" if shape else "a scalar cannot be sharded",
+                hint=f"its axes are 0 to {len(shape) - 1}"
+                if shape
+                else "a scalar cannot be sharded",
             )
         axis %= len(shape)
         parts = self._parts(call, node, name, shape[axis])
@@ -163,7 +175,11 @@ def schedule(s):
         parts = call.arguments["parts"]
         if isinstance(parts, int) and not isinstance(parts, bool) and parts >= 1:
             sizes = (1,) * parts
-        elif isinstance(parts, Sequence) and parts and all(isinstance(p, int) and p > 0 for p in parts):
+        elif (
+            isinstance(parts, Sequence)
+            and parts
+            and all(isinstance(p, int) and p > 0 for p in parts)
+        ):
             sizes = tuple(parts)
         else:
             raise errors.BadArgument(

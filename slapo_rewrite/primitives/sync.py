@@ -11,7 +11,14 @@ from slapo_rewrite import errors
 from slapo_rewrite.edit.state import ModuleState
 from slapo_rewrite.edit.state import Sync as SyncState
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, function_of, signature_of
+from slapo_rewrite.primitives.base import (
+    Call,
+    Example,
+    Primitive,
+    Refusal,
+    function_of,
+    signature_of,
+)
 from slapo_rewrite.primitives.shard import MLP, MODEL
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
@@ -21,23 +28,29 @@ OPERATIONS = ("all_reduce", "all_gather")
 class Sync(Primitive):
     """Communicate at a module's border: before it, after it, or after its backward pass.
 
-    `fwd_post all_reduce` adds up partial sums; `fwd_post all_gather(axis=-1)` joins partitions; `bwd_post all_reduce`
-    adds up the gradient of the module's input. A row-parallel linear reduces before its bias is added. A function
-    (a forward pre-hook, forward hook or full backward hook, by `mode`) is copied into the output or imported there.
+    `fwd_post all_reduce` adds up partial sums; `fwd_post all_gather(axis=-1)` joins partitions;
+    `bwd_post all_reduce` adds up the gradient of the module's input. A row-parallel linear reduces
+    before its bias is added. A function (a forward pre-hook, forward hook or full backward hook, by
+    `mode`) is copied into the output or imported there.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
         -->
         self.up = ColumnParallelLinear(width, 4 * width, gather_output=True)
+
     Shapes:
         all_reduce: unchanged. all_gather: the partitioned axis has its full size again.
+
     Numerics:
         Reassociated.
+
     State:
         Unchanged.
+
     Raises:
-        SR206 an unknown mode or operation; SR304 an operation that does not fit: an all-reduce of a partition, an
-        all-gather of a partial sum, the same twice; SR305 an operation that is not available.
+        SR206 an unknown mode or operation; SR304 an operation that does not fit: an all-reduce of a
+        partition, an all-gather of a partial sum, the same twice; SR305 an operation that is not
+        available.
 
     Source: Slapo, documentation of `sync`, its five cases.
     """
@@ -47,15 +60,14 @@ class Sync(Primitive):
         Example(
             MLP,
             MODEL
-            + '''\
+            + """\
 def schedule(s):
     s["up"].shard(["weight", "bias"], axis=0)
     s["up"].sync("bwd_post", "all_reduce")
     s["up"].sync("fwd_post", "all_gather", axis=-1)
-''',
+""",
             """\
 +from .tensor_parallel import ColumnParallelLinear
-+
 -        self.up = nn.Linear(width, 4 * width)
 +        self.up = ColumnParallelLinear(width, 4 * width, gather_output=True)
 """,

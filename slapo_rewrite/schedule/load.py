@@ -114,7 +114,9 @@ class ScheduleFile:
             raise
         except Exception as error:
             at = self.span_of(error.__traceback__)
-            raise errors.ScheduleError(f"{what} raises {type(error).__name__}: {error}", at=at) from error
+            raise errors.ScheduleError(
+                f"{what} raises {type(error).__name__}: {error}", at=at
+            ) from error
 
     def span_of(self, traceback: types.TracebackType | None) -> Span | None:
         """The innermost place of a traceback that lies in this file."""
@@ -186,7 +188,9 @@ class ScheduleFile:
         for item in given:
             name, equals, text = item.partition("=")
             if not equals:
-                raise errors.BadKnob(f"`--set {item}` has no value", hint="write `--set NAME=VALUE`")
+                raise errors.BadKnob(
+                    f"`--set {item}` has no value", hint="write `--set NAME=VALUE`"
+                )
             if name not in knobs:
                 raise errors.UnknownKnob(
                     f"the schedule has no knob `{name}`",

@@ -33,8 +33,8 @@ class Plan:
     ) -> None:
         """Carries out one primitive call on the selected modules.
 
-        The primitive decides once for each different combination of class, parameter shapes and state, not for each
-        module.
+        The primitive decides once for each different combination of class, parameter shapes and
+        state, not for each module.
         """
         at = self.schedule.caller()
         directive = Directive(

@@ -14,9 +14,10 @@ from slapo_rewrite.schedule.plan import Plan
 class Selection:
     """Modules of the model, in the order of the tree.
 
-    `s[path]` selects by dotted path, relative to what is selected already: `*` is one segment, `**` any number,
-    `{a,b}` one of several. `s[i]` and `s[a:b:c]` index a module list. `s.match(regex)` selects by regular expression
-    on the whole path. Every primitive is a method: `s["mlp.*"].shard("weight", axis=0)`.
+    `s[path]` selects by dotted path, relative to what is selected already: `*` is one segment, `**`
+    any number, `{a,b}` one of several. `s[i]` and `s[a:b:c]` index a module list. `s.match(regex)`
+    selects by regular expression on the whole path. Every primitive is a method:
+    `s["mlp.*"].shard("weight", axis=0)`.
     """
 
     def __init__(self, plan: Plan, nodes: list[Node], said: str = "s") -> None:
@@ -75,7 +76,7 @@ class Selection:
         return Selection(self._plan, nodes, f"{self._said}[{shown}]")
 
     def match(self, regex: str) -> Selection:
-        """The modules at or below the selection whose path, relative to it, the expression matches as a whole.
+        """The modules below the selection whose relative path the whole expression matches.
 
         Raises:
             UnknownPath: It matches none.
@@ -147,13 +148,15 @@ class Selection:
 
 
 def alternatives(pattern: str) -> list[str]:
-    """The patterns without braces that one with braces stands for: `a.{b,c.d}` gives `a.b` and `a.c.d`."""
+    """The patterns that one with braces stands for: `a.{b,c.d}` gives `a.b` and `a.c.d`."""
     opening = re.search(r"\{([^{}]*)\}", pattern)
     if opening is None:
         return [pattern]
     before, after = pattern[: opening.start()], pattern[opening.end() :]
     return [
-        full for choice in opening[1].split(",") for full in alternatives(before + choice.strip() + after)
+        full
+        for choice in opening[1].split(",")
+        for full in alternatives(before + choice.strip() + after)
     ]
 
 

@@ -1,0 +1,42 @@
+"""Tensor parallel GPT, the first blocks checkpointed."""
+
+import torch
+
+
+def model(m):
+    """The size of GPT-2."""
+    return m.GPT(m.GPTConfig())
+
+
+def verify_model(m):
+    """A small one, with a vocabulary that no world size divides."""
+    return m.GPT(m.GPTConfig(vocab_size=203, block_size=32, n_layer=3, n_head=4, n_embd=64))
+
+
+def inputs(model):
+    """One batch."""
+    idx = torch.randint(model.config.vocab_size, (2, 17))
+    return {"idx": idx[:, :-1], "targets": idx[:, 1:].contiguous()}
+
+
+def loss(outputs):
+    """The model gives logits and loss."""
+    return outputs[1]
+
+
+def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
+    """Splits the blocks, and checkpoints the first `ckpt_ratio` of them."""
+    blocks = s["transformer.h"]
+    if tensor_parallel:
+        blocks["*.attn.c_attn"].shard(["weight", "bias"], axis=0, parts=3)
+        blocks["*.mlp.c_fc"].shard(["weight", "bias"], axis=0)
+        blocks["*.{attn.c_attn,mlp.c_fc}"].sync("bwd_post", "all_reduce")
+        blocks["*.{attn,mlp}.c_proj"].shard("weight", axis=1)
+        blocks["*.{attn,mlp}.c_proj"].sync("fwd_post", "all_reduce")
+
+        s["transformer.wte"].shard("weight", axis=0)
+        s["transformer.wte"].sync("fwd_post", "all_reduce")
+        s["lm_head"].shard("weight", axis=0)
+        s["lm_head"].sync("bwd_post", "all_reduce")
+        s["lm_head"].sync("fwd_post", "all_gather", axis=-1)
+    blocks[: round(ckpt_ratio * len(blocks["*"]))].checkpoint()
