@@ -1,0 +1,46 @@
+# Every target makes the environment that it needs; PYTHON=python3.12 makes it with another Python.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+READY = $(VENV)/.installed
+BERT = transformers.models.bert.modeling_bert --schedule bert --set ckpt_ratio=0.5
+
+.PHONY: help demo test lint check generated bench
+
+help:
+	@echo 'make demo       rewrite BERT, show the diff, verify it in two processes'
+	@echo 'make test       run the tests'
+	@echo 'make check      lint, types and tests'
+	@echo 'make generated  make the outputs in generated/ again'
+	@echo 'make bench      measure, and write benchmark/results/'
+
+$(READY): pyproject.toml setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	@echo '== the diff of a rewritten BERT: tensor parallel, half of its layers checkpointed'
+	$(BIN)/slapo-rewrite $(BERT) --diff
+	@echo '== written to demo/bert, and run against the original in two processes'
+	$(BIN)/slapo-rewrite $(BERT) -o demo/bert --verify --world 2
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/black --check --quiet slapo_rewrite/runtime
+	$(BIN)/mypy
+
+# That `generated/` is current is one of the tests.
+check: lint test
+
+generated: $(READY)
+	$(BIN)/python -m tests.golden
+
+bench: $(READY)
+	$(BIN)/python benchmark/readability.py
+	$(BIN)/python benchmark/rewrite_time.py
+	$(BIN)/python benchmark/construction_sites.py
