@@ -56,7 +56,7 @@ _OPERATORS: Mapping[type[ast.operator | ast.unaryop | ast.cmpop], Callable[..., 
 _MAX_DEPTH = 40
 
 
-class Unknown(Exception):  # noqa: N818 - an answer, not an error
+class Unknown(Exception):
     """What an expression comes to cannot be told."""
 
 
@@ -475,8 +475,9 @@ def iterations(loops: tuple[Loop, ...], numbers: list[int]) -> dict[ast.AST, int
     turning = [x for x in loops if x.value is None]
     if len(turning) == len(numbers):
         for loop, number in zip(turning, numbers, strict=True):
-            if loop.first is not None and number >= loop.first:
-                found[loop.node] = number - loop.first
+            iteration = loop.iteration(number)
+            if iteration is not None:
+                found[loop.node] = iteration
     return found
 
 

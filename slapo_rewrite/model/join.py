@@ -43,7 +43,10 @@ class Sources:
 
     def file_of(self, cls: type) -> SourceFile | None:
         """The file that defines a class; None where it has none that can be read."""
-        name = cls.__module__
+        return self.file_named(cls.__module__)
+
+    def file_named(self, name: str) -> SourceFile | None:
+        """The file of a module that has been imported."""
         if name not in self._files:
             self._files[name] = self._read(name)
         return self._files[name]
@@ -290,6 +293,7 @@ class _Search:
                 continue
             patterns = maker.later if later else maker
             found = [_Candidate(s, holder, n) for s, n in patterns.match(relative)]
+            found = [c for c in found if _numbered(c)]
             if holder is not node.owner:
                 found = [c for c in found if self._fits(c, node) is not False]
                 found = [c for c in found if self._guarded(c, node)]
@@ -376,9 +380,10 @@ class _Search:
                     return self.module(other)
                 except errors.UnfollowableConstruction:
                     continue
-        given = self._given(node, found) if found is not None else None
-        if given is not None:
-            return given
+        if found is not None:
+            given = self._given(node, found) or self._global(node, found.site)
+            if given is not None:
+                return given
         raise self._nowhere(node, found)
 
     def _given(self, node: Node, found: _Candidate) -> Site | None:
@@ -389,9 +394,31 @@ class _Search:
             expr, site = self._argument(found.holder, found.site.value.id, found.site)
         except (Unknown, errors.UnfollowableConstruction):
             return None
-        if not isinstance(expr, ast.Call | ast.Subscript):
+        outer = _holder(found.holder, site)
+        if outer is None:
             return None
-        return replace(site, path=found.site.path, kind="argument", value=expr, container=False)
+        path = f"{site.path}.{found.site.path}"
+        given = replace(site, path=path, kind="argument", value=expr, container=False)
+        if isinstance(expr, ast.Name):
+            given = _assigned(given, expr.id)
+        called = _Candidate(given, outer, _numbers(site, outer, found.holder))
+        makes = isinstance(given.value, ast.Call | ast.Subscript)
+        return given if makes and self._fits(called, node) is not False else None
+
+    def _global(self, node: Node, site: Site) -> Site | None:
+        """The module-level assignment of a module that is made once, at import."""
+        name = site.file.qualified(site.value)
+        home, _, attribute = (name or "").rpartition(".")
+        if vars(sys.modules.get(home, object)).get(attribute) is not node.live:
+            return None
+        file = self.sources.file_named(home)
+        for statement in file.tree.body if file else ():
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=target)]) if target == attribute:
+                    assert file is not None
+                    value = statement.value
+                    return replace(site, file=file, statement=statement, value=value, steps=())
+        return None
 
     def _nowhere(self, node: Node, found: _Candidate | None) -> errors.RewriteError:
         owner = node.owner
@@ -576,6 +603,26 @@ def _numbers(site: Site, holder: Node, node: Node) -> tuple[str, ...]:
     relative = node.path[len(holder.path) + 1 :] if holder.path else node.path
     match = re.fullmatch(re.escape(site.path).replace(r"\*", r"([^.]+)"), relative)
     return match.groups() if match else ()
+
+
+def _assigned(site: Site, name: str) -> Site:
+    """The site's value followed to the last assignment of a local variable before it."""
+    before = (site.value.lineno, site.value.col_offset)
+    for each in reversed(evaluate.assignments(site.function, name)):
+        statement = each.statement
+        if isinstance(statement, ast.Assign) and (statement.lineno, statement.col_offset) < before:
+            return replace(site, statement=statement, value=statement.value)
+    return site
+
+
+def _numbered(candidate: _Candidate) -> bool:
+    """Whether the elements that a loop makes can have this number."""
+    turning = [x for x in candidate.site.loops if x.value is None]
+    numbers = [n for n in candidate.numbers if n.isdecimal()]
+    if len(turning) != len(numbers):
+        return True
+    pairs = zip(turning, numbers, strict=True)
+    return all(x.first is None or x.iteration(int(n)) is not None for x, n in pairs)
 
 
 def _last(candidates: list[_Candidate]) -> list[_Candidate]:

@@ -196,7 +196,7 @@ class _Numbering:
 
     def __init__(self, sequence: Sequence) -> None:
         self.keys: dict[int, str] = {}
-        self._first: dict[tuple[int, Loop], int] = {}
+        self._first: dict[tuple[int, Loop], tuple[int, int]] = {}
         self._base = sequence.steps
         self._number([(i, self._inside(i)) for i in sequence.items], 0, self.keys)
 
@@ -205,10 +205,13 @@ class _Numbering:
 
     def looped(self, item: Item) -> tuple[Step, ...]:
         """The item's steps; its loops know which element their first iteration makes."""
-        return tuple(
-            replace(s, first=self._first.get((id(item), s))) if isinstance(s, Loop) else s
-            for s in item.steps
-        )
+        steps: list[Step] = []
+        for step in item.steps:
+            if isinstance(step, Loop) and (id(item), step) in self._first:
+                first, every = self._first[id(item), step]
+                step = replace(step, first=first, every=every)
+            steps.append(step)
+        return tuple(steps)
 
     def _number(
         self, items: list[tuple[Item, tuple[Step, ...]]], start: int | None, keys: dict[int, str]
@@ -239,11 +242,12 @@ class _Numbering:
         start: int | None,
         keys: dict[int, str],
     ) -> int | None:
-        per_turn = self._number(inside, 0, {})
+        within: dict[int, str] = {}
+        per_turn = self._number(inside, 0, within)
         for item, _ in inside:
             keys[id(item)] = "*"
-            if per_turn == 1 and start is not None:
-                self._first[id(item), loop] = start
+            if per_turn and start is not None and within[id(item)] != "*":
+                self._first[id(item), loop] = start + int(within[id(item)]), per_turn
         turns = _count(loop)
         if per_turn is None or start is None or turns is None:
             return None

@@ -66,8 +66,9 @@ class Loop:
         frame: Where it stands.
         counter: The local variable that counts its iterations from 0, if there is one.
         value: The constant that its target stands for, where a loop over constants was unrolled.
-        first: The number of the list element that the first iteration makes; None where iterations
-            do not make one element each.
+        first: The number of the list element that is made here in the first iteration; None where
+            that is not known.
+        every: How many elements each iteration adds to the list.
     """
 
     node: ast.comprehension | ast.For | ast.AsyncFor | ast.While
@@ -75,11 +76,18 @@ class Loop:
     counter: str | None = None
     value: ast.expr | None = None
     first: int | None = None
+    every: int = 1
 
     @property
     def index(self) -> str | None:
         """The local variable that counts the elements made from 0, if there is one."""
-        return self.counter if self.first == 0 else None
+        return self.counter if self.first == 0 and self.every == 1 else None
+
+    def iteration(self, element: int) -> int | None:
+        """The iteration that makes an element of the list here; None where none does."""
+        if self.first is None or element < self.first or (element - self.first) % self.every:
+            return None
+        return (element - self.first) // self.every
 
 
 Step = Guard | Loop
