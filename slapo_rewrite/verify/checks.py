@@ -1,0 +1,280 @@
+"""What is compared between original and rewritten, in the order in which it is."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .figures import LIMITS, Check, Named, compare, difference
+from .pair import Pair
+from .probes import tie_groups, watching
+
+STEPS = 3
+DROPOUT = 0.1  # for layers whose own is 0 in the twin
+
+
+class StoppedError(Exception):
+    """A check failed after which nothing else can be compared."""
+
+
+class Checks:
+    """Runs the checks on one pair.
+
+    Attributes:
+        done: What was checked so far.
+        module: The first module, in the order of the calls, whose output differs, and how much.
+
+    Args:
+        pair: The models.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.done: list[Check] = []
+        self.module: tuple[str, float] | None = None
+
+    def run(self) -> None:
+        """All of them.
+
+        Raises:
+            StoppedError: One failed after which the others mean nothing.
+        """
+        self.state()
+        self.first_step()
+        self.eval_mode()
+        self.dropout()
+        self.training()
+        tried = self.pair.blocker.tried
+        if tried:
+            self.done.append(Check("runs without the tool", False, detail="; ".join(tried)))
+
+    def state(self) -> None:
+        """The original's weights go in, come back bit for bit, and are tied as they were."""
+        pair, name = self.pair, "loads the original's weights"
+        pair.stage("loading the original's state dict")
+        try:
+            answer = pair.rewritten.load_state_dict(dict(pair.full), strict=True)
+        except Exception as error:
+            self.done.append(Check(name, False, detail=f"{type(error).__name__}: {error}"))
+            raise StoppedError from error
+        left = [*getattr(answer, "missing_keys", []), *getattr(answer, "unexpected_keys", [])]
+        self.done.append(Check(name, not left, detail=some("left out:", left)))
+        pair.stage("gathering the full state dict")
+        self.done.append(_compare_state(pair.full, pair.full_state()))
+        if pair.groups or tie_groups(pair.rewritten):
+            self.done.append(self._compare_ties())
+
+    def _compare_ties(self) -> Check:
+        pair = self.pair
+        parameters = dict(pair.rewritten.named_parameters(remove_duplicate=False))
+        lost = [
+            (name, group[0])
+            for group in pair.groups
+            for name in group[1:]
+            if parameters.get(name) is not parameters.get(group[0])
+        ]
+        words = [f"{name} is no longer {first}" for name, first in lost]
+        words += [
+            f"{group[1]} has become {group[0]}"
+            for group in tie_groups(pair.rewritten)
+            if not set(group) <= set(pair.aliases.get(group[0], []))
+        ]
+        differs = [(name, math.inf) for name, _ in lost]
+        return Check(
+            "keeps tied parameters tied", not words, detail=some("", words), differs=differs
+        )
+
+    def first_step(self) -> None:
+        """Outputs, loss and every gradient; and where the first module's output differs."""
+        pair = self.pair
+        pair.make_inputs()
+        seen: dict[tuple[str, int], Tensor] = {}
+        seen_rewritten: dict[tuple[str, int], Tensor] = {}
+        pair.stage("the original's first step")
+        with watching(pair.original, seen):
+            outputs, loss = pair.step(pair.original)
+        if not loss.isfinite():
+            words = f"the original's loss is {loss.item()}: nothing can be concluded"
+            self.done.append(Check("loss", False, detail=words))
+            raise StoppedError
+        pair.stage("the original's first step in float64")
+        exact_outputs, exact_loss = pair.exactly(pair.step) or ({}, None)
+        pair.stage("the rewritten model's first step")
+        with watching(pair.rewritten, seen_rewritten):
+            got_outputs, got_loss = pair.step(pair.rewritten)
+        pair.stage("comparing the first step")
+        self.done += [
+            self._compare_outputs("outputs", got_outputs, outputs, exact_outputs),
+            _compare_loss("loss", "loss", got_loss, loss, exact_loss),
+        ]
+        if not all(check.ok for check in self.done[-2:]):
+            self.module = _first_difference(seen_rewritten, seen)
+        pair.stage("gathering the gradients")
+        self.done += self._compare_gradients("gradients", pair.exact)
+
+    def _compare_outputs(self, name: str, got: Named, want: Named, exact: Named) -> Check:
+        got, joined = self.pair.join_outputs(got, want)
+        missing = [key for key in want if key not in got]
+        if missing:
+            return Check(name, False, detail=some("missing:", missing))
+        check = compare(name, LIMITS["outputs"], got, want, exact)
+        check.differs = []  # those are no parameters
+        if joined and check.ok:
+            check.detail = f"{', '.join(joined)} joined from all ranks"
+        return check
+
+    def _compare_gradients(self, name: str, exact: nn.Module | None) -> list[Check]:
+        """That every parameter has a gradient as in the original, and how far they differ."""
+        pair = self.pair
+        want, local = _gradients(pair.original), _gradients(pair.rewritten)
+        full = pair.to_full(local)
+        got = pair.find(full, list(want))
+        missing = [n for n in want if n not in got]
+        known = {alias for n in want for alias in (n, *pair.aliases.get(n, []))}
+        extra = [n for n, g in full.items() if n not in known and bool(g.count_nonzero())]
+        words = [some("none for", missing), some("unasked for:", extra)]
+        complete = Check(
+            f"{name} complete",
+            not missing and not extra,
+            detail="; ".join(w for w in words if w) or f"{len(got)} parameters",
+            differs=[(n, math.inf) for n in missing],
+        )
+        known_exactly = {} if exact is None else _gradients(exact)
+        return [complete, compare(name, LIMITS["gradients"], got, want, known_exactly)]
+
+    def eval_mode(self) -> None:
+        """Outputs in eval mode."""
+        pair = self.pair
+        pair.stage("the original in eval mode")
+        want, exact = pair.evaluate(pair.original), pair.exactly(pair.evaluate) or {}
+        pair.stage("the rewritten model in eval mode")
+        got = pair.evaluate(pair.rewritten)
+        self.done.append(self._compare_outputs("outputs in eval mode", got, want, exact))
+
+    def dropout(self) -> None:
+        """Gradients with dropout, where both draw the same random numbers in the forward pass.
+
+        A recomputed forward that draws others shows in the gradients only.
+        """
+        pair, name = self.pair, "gradients with dropout"
+        if not pair.rates:
+            return
+        pair.set_dropout(lambda path: pair.rates.get(path) or DROPOUT, configs=False)
+        pair.stage("the original with dropout")
+        outputs, loss = pair.step(pair.original, seed=11)
+        pair.stage("the rewritten model with dropout")
+        got_outputs, got_loss = pair.step(pair.rewritten, seed=11)
+        pair.stage("comparing the step with dropout")
+        same = (
+            self._compare_outputs("", got_outputs, outputs, {}).ok,
+            _compare_loss("", "loss", got_loss, loss, None).ok,
+        )
+        check = self._compare_gradients(name, None)[1]
+        if not all(same):
+            alike = all(c.ok for c in self.done if c.name in ("outputs", "loss"))
+            why = "the two draw different random numbers" if alike else "nor are the outputs"
+            check = Check(name, True, detail=f"not comparable: {why}")
+        self.done.append(check)
+        pair.set_dropout(lambda path: 0.0, configs=False)
+
+    def training(self) -> None:
+        """Losses and weights over some steps of SGD with momentum."""
+        pair = self.pair
+        optimisers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in pair.models()]
+        names = ("original", "rewritten model", "original in float64")
+        later: list[Check] = []
+        for number in range(1, STEPS + 1):
+            losses: list[Tensor] = []
+            for model, name, optimiser in zip(pair.models(), names, optimisers, strict=False):
+                pair.stage(f"step {number} of the {name}")
+                losses.append(pair.step(model)[1])
+                optimiser.step()
+            want, got, *exact = losses
+            if number > 1:
+                name = f"losses of steps 2 to {STEPS}"
+                exactly = exact[0] if exact else None
+                later.append(_compare_loss(name, "later losses", got, want, exactly))
+        self.done.append(max(later, key=lambda check: check.error or 0.0))
+        pair.stage("gathering the weights")
+        self.done.append(self._compare_weights())
+
+    def _compare_weights(self) -> Check:
+        """Parameters through `to_full`, buffers through the full state dict."""
+        pair = self.pair
+        want = dict(_parameters(pair.original))
+        got = pair.find(pair.to_full(_parameters(pair.rewritten)), list(want))
+        exact = {} if pair.exact is None else _parameters(pair.exact)
+        state, full = pair.original.state_dict(), pair.full_state()
+        buffers = {name for name, _ in pair.original.named_buffers()} & set(state)
+        want.update((name, state[name]) for name in state if name in buffers)
+        got.update((name, full[name]) for name in full if name in buffers)
+        check = compare(f"weights after {STEPS} steps", LIMITS["weights"], got, want, exact)
+        missing = [name for name in want if name not in got]
+        if missing:
+            check.ok, check.detail = False, some("missing:", missing)
+        return check
+
+
+def some(label: str, names: list[str], most: int = 3) -> str:
+    """The first of `names` behind a label, and how many there are besides."""
+    if not names:
+        return ""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{label} {', '.join(names[:most])}{rest}".strip()
+
+
+def _gradients(model: nn.Module) -> Named:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _parameters(model: nn.Module) -> Named:
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+def _compare_state(want: Named, got: Named) -> Check:
+    wrong = {}
+    for name in want.keys() & got.keys():
+        a, b = got[name], want[name]
+        if a.shape != b.shape:
+            wrong[name] = f"{name} is {list(a.shape)}, not {list(b.shape)}"
+        elif a.dtype != b.dtype:
+            wrong[name] = f"{name} is {a.dtype}, not {b.dtype}"
+        elif not torch.equal(a, b) and not (a.isnan() & b.isnan() | (a == b)).all():
+            wrong[name] = f"{name} has other values"
+    missing = [name for name in want if name not in got]
+    words = (
+        some("missing:", missing),
+        some("unknown:", [name for name in got if name not in want]),
+        some("", [wrong[name] for name in want if name in wrong]),
+    )
+    detail = "; ".join(w for w in words if w)
+    differs = [(name, math.inf) for name in want if name in wrong or name not in got]
+    return Check("gives them back bit for bit", not detail, detail=detail, differs=differs)
+
+
+def _compare_loss(name: str, limit: str, got: Tensor, want: Tensor, exact: Tensor | None) -> Check:
+    def named(loss: Tensor) -> Named:
+        return {"loss": loss.reshape(())}
+
+    known = {} if exact is None else named(exact)
+    check = compare(name, LIMITS[limit], named(got), named(want), known)
+    check.detail = "" if check.ok else f"{got.item():.6g}, not {want.item():.6g}"
+    check.place, check.differs = "", []
+    return check
+
+
+def _first_difference(
+    got: dict[tuple[str, int], Tensor], want: dict[tuple[str, int], Tensor]
+) -> tuple[str, float] | None:
+    """The first module, in the order of the original's calls, with another output.
+
+    Outputs of another shape are parts of the original's, and say nothing.
+    """
+    for key, tensor in want.items():
+        if key in got and got[key].shape == tensor.shape:
+            error = difference(got[key], tensor)
+            if error > LIMITS["outputs"]:
+                return key[0], error
+    return None

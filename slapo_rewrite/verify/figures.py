@@ -1,0 +1,111 @@
+"""How far two tensors differ, and whether that is too far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SMALLEST_SCALE = 1e-6
+LIMITS = {
+    "outputs": 1e-4,
+    "loss": 1e-5,
+    "gradients": 1e-3,
+    "later losses": 1e-4,
+    "weights": 1e-3,
+}
+CACHES = ("past_key_values", "past_key_value", "cache_params", "mems")
+
+Named = dict[str, Tensor]
+
+
+@dataclass
+class Check:
+    """One thing that was compared on this rank.
+
+    Attributes:
+        name: What.
+        ok: Whether it holds.
+        error: The largest relative error, rewritten against original.
+        limit: The largest that is allowed.
+        own: The original's own: in its own precision against float64, same place.
+        reference: Rewritten against the original in float64, same place.
+        place: The name of the tensor with the largest error.
+        detail: What is wrong, or worth knowing, in words.
+        differs: Names beyond the limit with their errors, in model order.
+        after: The name that follows the last of them, which is right.
+    """
+
+    name: str
+    ok: bool
+    error: float | None = None
+    limit: float | None = None
+    own: float | None = None
+    reference: float | None = None
+    place: str = ""
+    detail: str = ""
+    differs: list[tuple[str, float]] = field(default_factory=list)
+    after: str = ""
+
+
+def difference(got: Tensor, want: Tensor) -> float:
+    """The largest difference, relative to the largest number in `want`; equal NaNs are equal."""
+    if got.shape != want.shape:
+        return math.inf
+    if want.numel() == 0:
+        return 0.0
+    got, want = (t.detach().to_dense().to(torch.float64) for t in (got, want))
+    same = (got == want) | (got.isnan() & want.isnan())
+    gap = (got - want).abs().masked_fill(same, 0.0)
+    if not gap.isfinite().all():
+        return math.inf
+    scale = want.abs().masked_fill(~want.isfinite(), 0.0).max().clamp_min(SMALLEST_SCALE)
+    return float(gap.max() / scale)
+
+
+def tensors_in(value: Any, name: str = "") -> Named:
+    """Every tensor in a model's output by name, without caches."""
+    if isinstance(value, Tensor):
+        return {name or "output": value}
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = zip(getattr(value, "_fields", range(len(value))), value, strict=False)
+    else:
+        return {}
+    found: Named = {}
+    for key, part in items:
+        if key not in CACHES:
+            found.update(tensors_in(part, f"{name}.{key}" if name else str(key)))
+    return found
+
+
+def compare(name: str, limit: float, got: Named, want: Named, exact: Named) -> Check:
+    """Compares what both have.
+
+    Args:
+        name: The check's.
+        limit: The largest relative error that is allowed.
+        got: The rewritten model's tensors.
+        want: The original's, in model order.
+        exact: The original's in float64, as far as they are known.
+    """
+    errors = {key: difference(got[key], want[key]) for key in want if key in got}
+    if not errors:
+        return Check(name, False, detail="nothing to compare")
+    key = max(errors, key=lambda k: errors[k])
+    differs = [(k, error) for k, error in errors.items() if error > limit]
+    check = Check(name, not differs, errors[key], limit, place=key, differs=differs)
+    if differs:
+        names = list(errors)
+        check.after = "".join(names[names.index(differs[-1][0]) + 1 :][:1])
+    if got[key].shape != want[key].shape:
+        check.detail = f"the shape is {list(got[key].shape)}, not {list(want[key].shape)}"
+    elif key in exact:
+        check.own = difference(want[key], exact[key])
+        check.reference = difference(got[key], exact[key])
+    return check

@@ -1,0 +1,99 @@
+"""Imports schedule, original and output by what they are, and keeps the tool out."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+import traceback
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class ToolBlocker:
+    """Refuses to import the tool, and remembers which files of the output tried."""
+
+    def __init__(self, tool: str, out: Path) -> None:
+        self.tool, self.out = tool, out
+        self.tried: list[str] = []
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Answers `import`: an error for the tool, no opinion on anything else."""
+        if name.split(".")[0] != self.tool:
+            return
+        for frame in reversed(traceback.extract_stack()[:-1]):
+            file = Path(frame.filename)
+            if "importlib" not in frame.filename:
+                if self.out in file.parents:
+                    self.tried.append(f"{file.name}:{frame.lineno} imports {name}")
+                break
+        raise ImportError(f"an output must not need the tool, yet `{name}` is imported")
+
+    def install(self) -> None:
+        """From now on the tool cannot be imported, not even what of it is loaded already."""
+        for name in [n for n in sys.modules if n.split(".")[0] == self.tool]:
+            del sys.modules[name]
+        sys.meta_path.insert(0, self)
+
+
+def load_file(path: Path, name: str, search: list[str] | None = None) -> types.ModuleType:
+    """Imports the file at `path` as module `name`; as a package where it is given a `search`."""
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=search)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_schedule(path: Path) -> types.ModuleType:
+    """Runs a schedule file, which may import what lies beside it."""
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        return load_file(path, "slapo_schedule")
+    finally:
+        sys.path.pop(0)
+
+
+def free_name(wanted: str, otherwise: str) -> str:
+    """`wanted` where it can name a module and names none yet."""
+    if not wanted.isidentifier() or wanted in sys.modules or wanted in sys.stdlib_module_names:
+        return otherwise
+    with contextlib.suppress(ImportError, ValueError):
+        if importlib.util.find_spec(wanted) is None:
+            return wanted
+    return otherwise
+
+
+def import_original(source: Mapping[str, str]) -> types.ModuleType:
+    """The original: a module by its name, or a file, within its package where it has one."""
+    if "module" in source:
+        return importlib.import_module(source["module"])
+    path = Path(source["file"])
+    names, folder = [path.stem], path.parent
+    while (folder / "__init__.py").exists() and folder.name.isidentifier():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    # As where it is run in its own folder; at the end, so that it hides nothing.
+    sys.path.append(str(folder))
+    if len(names) == 1:
+        return load_file(path, f"original_{path.stem}")
+    return importlib.import_module(".".join(names))
+
+
+def import_output(out: Path, stem: str) -> tuple[types.ModuleType, types.ModuleType | None]:
+    """The rewritten model's module, and the module that joins its weights, if it has one."""
+    package = free_name(out.name, "rewritten_output")
+    if (out / "__init__.py").exists():
+        load_file(out / "__init__.py", package, [str(out)])
+    else:
+        module = types.ModuleType(package)
+        module.__path__ = [str(out)]
+        sys.modules[package] = module
+    rewritten = importlib.import_module(f"{package}.{stem}")
+    if (out / "loading.py").exists():
+        return rewritten, importlib.import_module(f"{package}.loading")
+    return rewritten, rewritten if hasattr(rewritten, "full_state_dict") else None

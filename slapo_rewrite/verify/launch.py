@@ -1,0 +1,198 @@
+"""Starts one process a rank, watches them, and says what became of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite.verify.report import Failure
+
+WORKER = Path(__file__).resolve().with_name("worker.py")
+GRACE_S = 3.0  # for the other ranks to say what they saw, once one failed
+LATE_S = 10.0  # after its time a rank that has not ended itself is killed
+POLL_S = 0.05
+PEER_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out wait", re.I)
+# A launcher around this process means its own ranks, not ours.
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Ranks:
+    """The processes of one world size.
+
+    Args:
+        job: What every rank is told.
+        world: How many ranks.
+        folder: A new folder for what they write.
+        timeout_s: How long they may take, from their start.
+        progress: Told what rank 0 is doing.
+    """
+
+    def __init__(
+        self,
+        job: dict[str, Any],
+        world: int,
+        folder: Path,
+        timeout_s: float,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.job, self.world, self.folder = job, world, folder
+        self.timeout_s, self.progress = timeout_s, progress
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.killed: set[int] = set()
+
+    def run(self) -> None:
+        """Runs them to their end; whatever happens, none is left behind."""
+        deadline = time.time() + self.timeout_s
+        job = {**self.job, "world": self.world, "folder": str(self.folder), "deadline": deadline}
+        file = self.folder / "job.json"
+        file.write_text(json.dumps(job))
+        try:
+            for rank in range(self.world):
+                self._start(file, rank)
+            self._watch(deadline)
+        finally:
+            self._end()
+
+    def _start(self, job: Path, rank: int) -> None:
+        with open(self.folder / f"{rank}.log", "wb") as log:
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-P", str(WORKER), str(job), str(rank)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=_environment(),
+                    start_new_session=True,  # an interrupt reaches us alone, and we end them
+                )
+            )
+
+    def _watch(self, deadline: float) -> None:
+        shown = ""
+        failed_at: float | None = None
+        while any(process.poll() is None for process in self.processes):
+            now = time.time()
+            if failed_at is None and any(process.poll() for process in self.processes):
+                failed_at = now
+            if now > deadline + LATE_S or (failed_at is not None and now > failed_at + GRACE_S):
+                return
+            stage = f"world size {self.world}: {self._stage(0)}"
+            if stage != shown:
+                shown = stage
+                self.progress(stage)
+            time.sleep(POLL_S)
+
+    def _end(self) -> None:
+        for rank, process in enumerate(self.processes):
+            if process.poll() is None:
+                self.killed.add(rank)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+    def _stage(self, rank: int) -> str:
+        return self._read(rank, "stage") or "starting"
+
+    def _read(self, rank: int, what: str) -> str:
+        path = self.folder / f"{rank}.{what}"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def results(self) -> dict[int, dict[str, Any]]:
+        """What the ranks wrote, as far as they got to it."""
+        texts = {rank: self._read(rank, "json") for rank in range(self.world)}
+        return {rank: json.loads(text) for rank, text in texts.items() if text}
+
+    def failure(self, out: Path) -> Failure | None:
+        """What kept them from comparing everything: the first cause, not what followed from it."""
+        results = self.results()
+        hung = [rank for rank in range(self.world) if self._read(rank, "hang")]
+        if hung or (len(self.killed) == self.world):
+            return self._hang(hung or sorted(self.killed), out)
+        for rank, process in enumerate(self.processes):
+            if rank not in results and rank not in self.killed:
+                return self._death(rank, process.returncode)
+        if any(result["stopped"] for result in results.values() if "stopped" in result):
+            return None  # a check says why
+        errors = {rank: r["error"] for rank, r in results.items() if "error" in r}
+        if not errors:
+            return None
+        first = min(
+            errors,
+            key=lambda rank: (
+                bool(PEER_LOST.search(errors[rank]["message"])),
+                errors[rank]["time"],
+            ),
+        )
+        return self._error(first, errors[first], out)
+
+    def _who(self, rank: int) -> str:
+        one = "the process" if self.world == 1 else f"rank {rank}"
+        return f"{one} at world size {self.world}"
+
+    def _error(self, rank: int, error: dict[str, str], out: Path) -> Failure:
+        headline = f"{self._who(rank)} fails during: {error['stage']}"
+        words = f"{error['type']}: {error['message']}".rstrip(": ")
+        frames = _frames(error["traceback"], out)
+        return Failure(self.world, headline, "\n".join([words, *frames]), error["stage"])
+
+    def _death(self, rank: int, status: int) -> Failure:
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        stage = self._stage(rank)
+        headline = f"{self._who(rank)} dies with {how} during: {stage}"
+        log = "\n".join(self._read(rank, "log").splitlines()[-12:])
+        return Failure(self.world, headline, log or "it printed nothing", stage)
+
+    def _hang(self, ranks: list[int], out: Path) -> Failure:
+        lines = []
+        for rank in range(self.world):
+            lines.append(f"rank {rank}: {self._stage(rank)}")
+            if rank in ranks:
+                lines += [f"  {frame}" for frame in _hang_frames(self._read(rank, "hang"), out)]
+        if self.world > 1:
+            lines.append("so hangs a collective that not every rank calls, or in another order")
+        headline = f"world size {self.world} hangs: not done after {self.timeout_s:g} s"
+        return Failure(self.world, headline, "\n".join(lines), self._stage(ranks[0]))
+
+
+def _environment() -> dict[str, str]:
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
+    environment.update(
+        OMP_NUM_THREADS="1",
+        MKL_NUM_THREADS="1",
+        TOKENIZERS_PARALLELISM="false",
+        PYTHONDONTWRITEBYTECODE="1",  # the output folder stays as it is
+    )
+    # Not the address that the host's name resolves to, which need not be reachable.
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    return environment
+
+
+def _frames(text: str, out: Path, most: int = 4) -> list[str]:
+    """The innermost places of a traceback that lie in the output, else its last ones."""
+    lines = text.splitlines()
+    places = [
+        (line.strip(), lines[number + 1].strip() if number + 1 < len(lines) else "")
+        for number, line in enumerate(lines)
+        if line.startswith('  File "')
+    ]
+    own = [place for place in places if f'"{out}{os.sep}' in place[0]]
+    return [f"{file}: {code}" for file, code in (own or places)[-most:]]
+
+
+def _hang_frames(text: str, out: Path, most: int = 4) -> list[str]:
+    """Where a rank hangs: faulthandler names the innermost place first."""
+    places = [line.strip() for line in text.splitlines() if line.startswith('  File "')]
+    own = [place for place in places if f'"{out}{os.sep}' in place]
+    return (own or places)[:most]

@@ -1,0 +1,91 @@
+"""What verification changes in models, or reads from them, while it runs them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from .figures import tensors_in
+
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+
+def vary_constants(model: nn.Module) -> None:
+    """Adds a little noise to weights that are all alike, as biases and norms are at the start.
+
+    The parts of a constant tensor are equal, so a wrong part would not show.
+    """
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point() and tensor.numel() > 1:
+                first = tensor.reshape(-1)[0]
+                if bool((tensor == first).all()):
+                    noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float32)
+                    tensor.add_(0.1 * noise.to(tensor.dtype))
+
+
+def is_dropout(module: object) -> TypeGuard[nn.Dropout]:
+    """Whether this is one of torch's dropout layers."""
+    return isinstance(module, DROPOUTS)
+
+
+def dropouts(model: nn.Module, *, configs: bool) -> Iterator[tuple[Any, str, float]]:
+    """Where dropout probabilities are kept: (object, attribute, value)."""
+    seen: set[int] = set()
+    for module in model.modules():
+        holders: list[Any] = [module]
+        config = getattr(module, "config", None)
+        if configs and hasattr(config, "__dict__") and id(config) not in seen:
+            seen.add(id(config))
+            holders.append(config)
+        for holder in holders:
+            for name, value in list(vars(holder).items()):
+                named = "dropout" in name or "pdrop" in name or "layerdrop" in name
+                if is_dropout(holder):
+                    named |= name == "p"
+                if named and isinstance(value, float):
+                    yield holder, name, value
+
+
+def tie_groups(model: nn.Module) -> list[list[str]]:
+    """Names of the same parameter, for every parameter that has several."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+@contextlib.contextmanager
+def watching(model: nn.Module, seen: dict[tuple[str, int], Tensor]) -> Iterator[None]:
+    """Fills `seen` with each module's first output tensor, by path and number of the call."""
+    handles = []
+    calls: dict[str, int] = {}
+
+    def watch(path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            number = calls[path] = calls.get(path, -1) + 1
+            for tensor in list(tensors_in(output).values())[:1]:
+                seen[path, number] = tensor.detach().clone()
+
+        return hook
+
+    for path, module in model.named_modules():
+        if path:
+            handles.append(module.register_forward_hook(watch(path)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

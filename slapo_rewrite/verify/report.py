@@ -1,0 +1,297 @@
+"""What verification found, in words and as a record."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 110
+OUTPUTS = ("outputs", "loss", "outputs in eval mode")
+ROUNDING = 4  # times the original's own error: what summing in another order may cost
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check at one world size, as the worst rank sees it.
+
+    Attributes:
+        world: The world size.
+        name: What was compared.
+        ok: Whether it holds on every rank.
+        error: The largest relative error, rewritten against original; None for yes or no.
+        limit: The largest that is allowed.
+        own: The original's own rounding error at that place: against itself in float64.
+        reference: The rewritten model's error at that place against the original in float64.
+        place: The name of the tensor with the largest error.
+        detail: What is wrong, or worth knowing, in words.
+        rank: The worst rank.
+        differs: Parameters beyond the limit with their errors, in model order.
+        after: The parameter that follows the last of them, which is right.
+    """
+
+    world: int
+    name: str
+    ok: bool
+    error: float | None
+    limit: float | None
+    own: float | None
+    reference: float | None
+    place: str
+    detail: str
+    rank: int
+    differs: tuple[tuple[str, float], ...] = ()
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A world size that did not run to its end.
+
+    Attributes:
+        world: The world size.
+        headline: What happened, on which rank, while doing what.
+        text: The error's own words, or where each rank hangs.
+        stage: What was being done.
+    """
+
+    world: int
+    headline: str
+    text: str
+    stage: str
+
+
+@dataclass(frozen=True)
+class Directive:
+    """What one line of the schedule asked for."""
+
+    place: str
+    text: str
+    paths: tuple[str, ...]
+
+    def covers(self, module_path: str) -> int | None:
+        """How many segments lie between its nearest path and the module; None if none does."""
+        path = general(module_path).split(".")
+        distances = [
+            len(path) - len(own)
+            for own in (p.split(".") if p else [] for p in map(general, self.paths))
+            if path[: len(own)] == own
+        ]
+        return min(distances, default=None)
+
+
+@dataclass
+class Report:
+    """The outcome of one verification.
+
+    Attributes:
+        worlds: The world sizes asked for.
+        rows: Every check at every world size.
+        failures: World sizes that did not run to their end.
+        shares: The largest rank's share of the original's parameters, by world size.
+        modules: The first module whose output differs, and how much, by world size.
+        directives: The schedule's lines, as the output's record has them.
+        warnings: What makes the answer mean less than it seems to.
+        notes: What else a reader should know.
+        changed: Which of the recorded inputs are not what they were: "source", "schedule".
+    """
+
+    worlds: tuple[int, ...]
+    rows: list[Row] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    shares: dict[int, float] = field(default_factory=dict)
+    modules: dict[int, tuple[str, float]] = field(default_factory=dict)
+    directives: list[Directive] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether rewritten equals original at every world size."""
+        ran = {row.world for row in self.rows}
+        return not self.failures and all(r.ok for r in self.rows) and ran == set(self.worlds)
+
+    @property
+    def verdict(self) -> str:
+        """The answer in one line."""
+        if self.ok:
+            return f"verified: rewritten equals original at {sizes(self.worlds)}"
+        wrong = [row for row in self.rows if not row.ok]
+        if wrong:
+            where = sizes(sorted({row.world for row in wrong}))
+            names = ", ".join(dict.fromkeys(row.name for row in wrong))
+            return f"NOT equal at {where}: {names}"
+        if self.failures:
+            return f"NOT verified: {self.failures[0].headline}"
+        return "NOT verified: nothing was compared"
+
+    def render(self, width: int = WIDTH) -> str:
+        """Everything, as plain text."""
+        parts = [_table(self.rows, width)] if self.rows else []
+        for world, share in sorted(self.shares.items()):
+            if world > 1:
+                parts.append(f"a rank of {world} holds {share:.2f} of the parameters")
+        parts += [f"note: {note}" for note in self.notes]
+        parts += [f"warning: {warning}" for warning in self.warnings]
+        for failure in self.failures:
+            parts += ["", failure.headline, *_indented(failure.text.splitlines())]
+        for world in dict.fromkeys(row.world for row in self.rows if not row.ok):
+            parts += ["", *self._blame(world)]
+        return "\n".join([*parts, "", self.verdict]).strip("\n") + "\n"
+
+    def _blame(self, world: int) -> list[str]:
+        """Where to look for what is wrong at this world size."""
+        wrong = [row for row in self.rows if row.world == world and not row.ok]
+        lines = [f"at world size {world}:", *map(_what, wrong)]
+        if world in self.modules:
+            path, error = self.modules[world]
+            lines.append(f"  first module with another output: {path}, by {error:.1e}")
+            lines += self._schedule_lines(path)
+        row = next((row for row in wrong if row.differs), None)
+        if row is not None:
+            forward_ok = not any(r.name in OUTPUTS for r in wrong)
+            lines += self._parameters(row, forward_ok and row.name.startswith("gradients"))
+        lines += [
+            f"  {r.name}: {r.error:.1e} is within {ROUNDING} times the original's own rounding "
+            f"error of {r.own:.1e}, so it may be rounding"
+            for r in wrong
+            if r.error is not None and r.own is not None and r.error <= ROUNDING * r.own
+        ]
+        return lines
+
+    def _parameters(self, row: Row, backward: bool) -> list[str]:
+        """The parameters to look at first, with the schedule's lines for their modules."""
+        roles = {"first": row.differs[0]}
+        if backward:  # it goes from the end of the model to its start
+            roles["last, so the first that the backward pass gets wrong"] = row.differs[-1]
+        roles["worst"] = max(row.differs, key=lambda pair: pair[1])
+        count = f"the {len(row.differs)} parameters" if len(row.differs) > 1 else "one parameter"
+        lines = [f"  of {count} wrong in `{row.name}`, in model order:"]
+        for name, error in dict.fromkeys(roles.values()):
+            role = ", ".join(role for role, pair in roles.items() if pair == (name, error))
+            amount = f" by {error:.1e}" if math.isfinite(error) else ""
+            lines.append(f"    {role}: {name}{amount}, in module {module_of(name) or 'itself'}")
+            lines += self._schedule_lines(module_of(name))
+        if backward and row.after:
+            lines.append(f"    right again: {row.after}, in module {module_of(row.after)}")
+            lines += self._schedule_lines(module_of(row.after))
+        return lines
+
+    def _schedule_lines(self, module_path: str) -> list[str]:
+        near = [
+            (distance, number, directive)
+            for number, directive in enumerate(self.directives)
+            if (distance := directive.covers(module_path)) is not None
+        ]
+        lines = [f"      {d.place}: {d.text}" for *_, d in sorted(near, key=lambda n: n[:2])]
+        return list(dict.fromkeys(lines)) or ["      no line of the schedule names it"]
+
+    def record(self) -> dict[str, Any]:
+        """What `rewrite.json` keeps: figures are rounded up to powers of ten."""
+        verdict = "equal" if self.ok else "not equal" if self.rows else "not run"
+        if self.failures:
+            verdict = "failed"
+        return {
+            "verdict": verdict,
+            "worlds": list(self.worlds),
+            "changed": list(self.changed),
+            "parameters_on_a_rank": {str(w): round(s, 2) for w, s in sorted(self.shares.items())},
+            "checks": [_record_row(row) for row in self.rows],
+            "failures": [{"world": f.world, "what": f.headline} for f in self.failures],
+        }
+
+
+def _record_row(row: Row) -> dict[str, Any]:
+    kept: dict[str, Any] = {"world": row.world, "check": row.name, "ok": row.ok}
+    if row.limit is not None:
+        kept["error"] = None if row.error is None else power_of_ten(row.error)
+        kept["limit"] = row.limit
+    return kept
+
+
+def power_of_ten(value: float) -> float | str:
+    """The next power of ten that is not smaller: the same on machines that round differently."""
+    if not math.isfinite(value):
+        return "inf"
+    return 0.0 if value == 0 else float(f"1e{math.ceil(math.log10(value))}")
+
+
+def general(path: str) -> str:
+    """A module path with `*` for every number."""
+    return ".".join("*" if segment.isdigit() else segment for segment in path.split("."))
+
+
+def module_of(parameter: str) -> str:
+    """The module that holds a parameter."""
+    return parameter.rpartition(".")[0]
+
+
+def sizes(worlds: Iterable[int]) -> str:
+    """World sizes in words."""
+    listed = [str(world) for world in worlds]
+    return f"world size{'s' if len(listed) > 1 else ''} {', '.join(listed)}"
+
+
+def merge(world: int, results: Mapping[int, Mapping[str, Any]]) -> list[Row]:
+    """The ranks' checks as one row each, with the worst rank's figures."""
+    rows: dict[str, Row] = {}
+    for rank, result in sorted(results.items()):
+        for check in result.get("checks", []):
+            fields = {**check, "differs": tuple((n, e) for n, e in check["differs"])}
+            row = Row(world=world, rank=rank, **fields)
+            known = rows.get(row.name)
+            if known is None or _badness(row) > _badness(known):
+                rows[row.name] = row
+    return list(rows.values())
+
+
+def _badness(row: Row) -> tuple[bool, float]:
+    return not row.ok, row.error or 0.0
+
+
+def _table(rows: Iterable[Row], width: int) -> str:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading, how in (("world", "right"), ("check", "left"), ("", "left"), ("error", "right")):
+        table.add_column(heading, justify=how, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("limit", justify="right", no_wrap=True)
+    table.add_column("original's own", justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    before = None
+    for row in rows:
+        table.add_row(
+            str(row.world) if row.world != before else "",
+            row.name,
+            "ok" if row.ok else "WRONG",
+            figure(row.error),
+            figure(row.limit, 0),
+            figure(row.own),
+            row.detail if row.ok else "",
+        )
+        before = row.world
+    text = io.StringIO()
+    console = Console(file=text, width=width, color_system=None, force_terminal=False)
+    console.print(table, markup=False, highlight=False)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _what(row: Row) -> str:
+    """One line on a check that does not hold."""
+    rank = f" (rank {row.rank})" if row.world > 1 else ""
+    amount = f"differs by {figure(row.error)}" if row.error is not None else ""
+    words = [text for text in (row.detail.strip().replace("\n", "\n    "), amount) if text]
+    return f"  {row.name}{rank}: {' '.join([row.place, ', '.join(words)]).strip()}"
+
+
+def figure(value: float | None, digits: int = 1) -> str:
+    """A relative error for reading."""
+    return "" if value is None else "0" if value == 0 else f"{value:.{digits}e}"
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"    {line}".rstrip() for line in lines]

@@ -1,0 +1,96 @@
+"""One rank of a verification, in a process of its own.
+
+    python -P worker.py JOB RANK
+
+JOB is a JSON file that `run.py` writes. The schedule is loaded first; from then on nothing can
+import the tool, as on a machine that does not have it. What was found goes to `RANK.json` in the
+job's folder, what is being done to `RANK.stage`, and where it hangs to `RANK.hang`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+PARTS = "slapo_verify"  # what this folder is imported as, since the tool itself may not be
+Result = dict[str, Any]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs one rank and ends the process, with status 1 where not everything was compared."""
+    job: dict[str, Any] = json.loads(Path(arguments[0]).read_text())
+    rank, folder = int(arguments[1]), Path(job["folder"])
+    sys.path[:] = [*job["sys_path"], *(p for p in sys.path if p not in job["sys_path"])]
+    package = types.ModuleType(PARTS)
+    package.__path__ = [str(Path(__file__).parent)]
+    sys.modules[PARTS] = package
+    result: Result = {}
+    stages: list[str] = []
+
+    def stage(name: str) -> None:
+        stages.append(name)
+        write(folder / f"{rank}.stage", name)
+
+    with open(folder / f"{rank}.hang", "w") as hang:
+        # Ends this process even where the one that started it is gone.
+        left_s = max(0.1, job["deadline"] - time.time())
+        faulthandler.dump_traceback_later(left_s, exit=True, file=hang)
+        try:
+            compare(job, rank, stage, result)
+        except BaseException as error:
+            result["error"] = {
+                "stage": stages[-1] if stages else "starting",
+                "type": type(error).__name__,
+                "message": str(error),
+                "traceback": traceback.format_exc(),
+                "time": time.time(),
+            }
+        write(folder / f"{rank}.json", json.dumps(result))
+        failed = "error" in result or result["stopped"]
+        if job["world"] > 1 and not failed:
+            stage("waiting for the other ranks")
+            importlib.import_module("torch.distributed").barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1 if failed else 0)  # a collective that still waits must not hold the process
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file that another process reads at any time."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def compare(job: dict[str, Any], rank: int, stage: Callable[[str], None], result: Result) -> None:
+    """Builds both models and compares them; `result` gets what was found, as far as it went."""
+    stage("importing torch")
+    torch = importlib.import_module("torch")
+    torch.set_num_threads(1)
+    pairs = importlib.import_module(f"{PARTS}.pair")
+    checking = importlib.import_module(f"{PARTS}.checks")
+    pair = pairs.Pair(job, rank, stage)
+    checks = checking.Checks(pair)
+    result["stopped"] = False
+    try:
+        pair.load()
+        checks.run()
+    except checking.StoppedError:
+        result["stopped"] = True
+    finally:
+        result["checks"] = [asdict(check) for check in checks.done]
+        result.update(source=pair.source, share=pair.share, notes=pair.notes, module=checks.module)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
