@@ -100,6 +100,7 @@ class _Lowering:
         self.causes: dict[str, dict[Key, tuple[Directive, ...]]] = {}
         self.warnings: list[str] = []
         self.class_names: set[str] = set()
+        self.variants: dict[Any, str] = {}
 
     def run(self, step_inputs: Callable[[], dict[str, Any]]) -> Lowered:
         """Everything, in order."""
@@ -432,18 +433,23 @@ class _Lowering:
         name = cls.__name__
         beyond = extra - {RECOMPUTE}
         if beyond:
-            causes = united(*(definition.causes.get(k, ()) for k in beyond))
-            if not definition.nodes[0].path:
-                # The model itself has one instance, which wants everything.
-                raise AssertionError("the root's changes are shared by all of its instances")
-            prefix, doc = self._described(definition, beyond)
-            name = self._new_name(f"{prefix}{cls.__name__}")
-            text = self.writer.subclass(
-                cls.__name__, name, definition, beyond, self.indices, f"A `{cls.__name__}` {doc}."
-            )
-            edits.append(
-                self._class_after(cls.__name__, text, causes, f"`{name}`, for some instances")
-            )
+            variant = (cls, frozenset((k, definition.changes[k]) for k in beyond))
+            name = self.variants.get(variant, "")
+            if not name:
+                causes = united(*(definition.causes.get(k, ()) for k in beyond))
+                prefix, doc = self._described(definition, beyond)
+                name = self.variants[variant] = self._new_name(f"{prefix}{cls.__name__}")
+                text = self.writer.subclass(
+                    cls.__name__,
+                    name,
+                    definition,
+                    beyond,
+                    self.indices,
+                    f"A `{cls.__name__}` {doc}.",
+                )
+                edits.append(
+                    self._class_after(cls.__name__, text, causes, f"`{name}`, for some instances")
+                )
         if RECOMPUTE in extra:
             causes = definition.causes[RECOMPUTE]
             base = name
