@@ -1,0 +1,96 @@
+"""What `slapo-rewrite tree` prints: the modules, their parameters, and where each is made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slapo_rewrite import errors
+from slapo_rewrite.model.join import Sources, find_site
+from slapo_rewrite.model.tree import Node, Tree
+
+_Shape = tuple[str, str, str, tuple[tuple[str, "_Shape"], ...]]
+
+
+@dataclass(frozen=True)
+class _Row:
+    path: str
+    cls: str
+    parameters: str
+    place: str
+
+
+def render_tree(tree: Tree, sources: Sources) -> str:
+    """One line for each module: path, class, its own parameters, the line that makes it.
+
+    Elements of a list that are alike stand on one line, `layer.[0-11]`; tied parameters are named
+    at the end.
+    """
+    shapes: dict[int, _Shape] = {}
+    _shape(tree.root, shapes, sources)
+    rows = list(_rows(tree.root, tree.root.cls.__name__, shapes))
+    widths = [max(len(getattr(r, f)) for r in rows) for f in ("path", "cls", "parameters")]
+    lines = [
+        f"{r.path:{widths[0]}}  {r.cls:{widths[1]}}  {r.parameters:{widths[2]}}  {r.place}".rstrip()
+        for r in rows
+    ]
+    ties = dict.fromkeys(tree.ties.values())
+    lines += ["", *(f"tied: {' = '.join(names)}" for names in ties)] if ties else []
+    return "\n".join(_coloured(lines, len(rows), widths) if sys.stdout.isatty() else lines)
+
+
+def _rows(node: Node, shown: str, shapes: dict[int, _Shape]) -> Iterator[_Row]:
+    _, parameters, place, _ = shapes[id(node)]
+    yield _Row(shown, node.cls.__name__, parameters, place)
+    prefix = shown if node.parent is not None else ""
+    for first, last in _runs(node, shapes):
+        name = first.name if first is last else f"[{first.name}-{last.name}]"
+        yield from _rows(first, f"{prefix}.{name}" if prefix else name, shapes)
+
+
+def _runs(node: Node, shapes: dict[int, _Shape]) -> list[tuple[Node, Node]]:
+    """Neighbouring children, numbered ones that are alike put together, as first and last."""
+    found: list[tuple[Node, Node]] = []
+    for child in node.children.values():
+        if found:
+            first, last = found[-1]
+            follows = last.name.isdecimal() and child.name == str(int(last.name) + 1)
+            if follows and shapes[id(last)] == shapes[id(child)]:
+                found[-1] = first, child
+                continue
+        found.append((child, child))
+    return found
+
+
+def _shape(node: Node, shapes: dict[int, _Shape], sources: Sources) -> _Shape:
+    """What a row says of a module, and what the rows below it say."""
+    inner = tuple((name, _shape(child, shapes, sources)) for name, child in node.children.items())
+    cls = f"{node.cls.__module__}.{node.cls.__qualname__}"
+    shapes[id(node)] = cls, _parameters(node), _place(node, sources), inner
+    return shapes[id(node)]
+
+
+def _parameters(node: Node) -> str:
+    return ", ".join(f"{n} {list(p.shape)}" for n, p in node.parameters.items())
+
+
+def _place(node: Node, sources: Sources) -> str:
+    if node.parent is None:
+        return ""
+    try:
+        site = find_site(sources, node)
+    except errors.UnfollowableConstruction:
+        return "?"
+    return f"{site.file.path.name}:{site.value.lineno}"
+
+
+def _coloured(lines: list[str], rows: int, widths: list[int]) -> list[str]:
+    """The same lines with the class in bold and the rest of a row dimmed, for a terminal."""
+    first, second = widths[0] + 2, widths[0] + 2 + widths[1]
+    return [
+        f"{line[:first]}\x1b[1m{line[first:second]}\x1b[0m\x1b[2m{line[second:]}\x1b[0m"
+        if number < rows
+        else line
+        for number, line in enumerate(lines)
+    ]
