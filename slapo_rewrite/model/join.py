@@ -377,7 +377,8 @@ class _Search:
         for other in self.sources.same_live(node):
             if id(other) not in self._busy:
                 try:
-                    return self.module(other)
+                    site = self.module(other)
+                    return replace(site, kind="alias", alias=other.path)
                 except errors.UnfollowableConstruction:
                     continue
         if found is not None:

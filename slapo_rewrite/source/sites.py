@@ -139,7 +139,11 @@ class _Emitter:
         self.found: _Found = {}
         self._order = 0
         for placed in walker.placed:
-            self._emit(placed.path, placed.value, placed.kind, placed.steps)
+            value, steps = placed.value, placed.steps
+            if placed.counted is not None:
+                value = replace(value, steps=_numbered(value.steps, placed.counted))
+                steps = _numbered(steps, placed.counted)
+            self._emit(placed.path, value, placed.kind, steps)
 
     def _emit(self, path: str, made: Made, kind: str, steps: tuple[Step, ...]) -> None:
         steps = merged(steps, made.steps) if steps else made.steps
@@ -198,13 +202,16 @@ class _Numbering:
         self.keys: dict[int, str] = {}
         self._first: dict[tuple[int, Loop], tuple[int, int]] = {}
         self._base = sequence.steps
-        self._number([(i, self._inside(i)) for i in sequence.items], 0, self.keys)
+        positional = [i for i in sequence.items if i.key is None]
+        self._number([(i, self._inside(i)) for i in positional], 0, self.keys)
 
     def _inside(self, item: Item) -> tuple[Step, ...]:
         return item.steps[len(common(self._base, item.steps)) :]
 
     def looped(self, item: Item) -> tuple[Step, ...]:
         """The item's steps; its loops know which element their first iteration makes."""
+        if item.counted is not None:
+            return _numbered(item.steps, item.counted)
         steps: list[Step] = []
         for step in item.steps:
             if isinstance(step, Loop) and (id(item), step) in self._first:
@@ -282,6 +289,11 @@ def _count(loop: Loop) -> int | None:
         case ast.List(elts=elts) | ast.Tuple(elts=elts):
             return None if any(isinstance(e, ast.Starred) for e in elts) else len(elts)
     return None
+
+
+def _numbered(steps: tuple[Step, ...], counted: Loop) -> tuple[Step, ...]:
+    """The steps, with the iterations of one loop known to number what it makes."""
+    return tuple(replace(counted, first=0) if s is counted else s for s in steps)
 
 
 def _is_plain(expr: ast.expr) -> bool:

@@ -95,12 +95,18 @@ Step = Guard | Loop
 
 @dataclass(eq=False)
 class Item:
-    """An element put into a list, a dict or a module container."""
+    """An element put into a list, a dict or a module container.
+
+    Attributes:
+        key: Its name as a pattern; None where its place in the order is its name.
+        counted: The loop whose iterations the name counts, if it does.
+    """
 
     key: str | None
     values: list[Made]
     steps: tuple[Step, ...]
     kind: str
+    counted: Loop | None = None
 
 
 @dataclass(eq=False)
@@ -147,6 +153,7 @@ class Placed:
     value: Made
     kind: str
     steps: tuple[Step, ...]
+    counted: Loop | None = None
 
 
 @dataclass(frozen=True)
@@ -339,8 +346,10 @@ class Walker:
                     for value in values:
                         self._place(path, value, here, kind or "assign")
 
-    def _place(self, path: str, value: Made, here: _Here, kind: str) -> None:
-        placed = Placed(path, value, kind, here.steps)
+    def _place(
+        self, path: str, value: Made, here: _Here, kind: str, counted: Loop | None = None
+    ) -> None:
+        placed = Placed(path, value, kind, here.steps, counted)
         self.placed.append(placed)
         before = self._paths.get(path, [])
         kept = [p for p in before if not _covers(here.steps, p.steps)]
@@ -391,7 +400,7 @@ class Walker:
         match call:
             case ast.Call(func=ast.Name(id="setattr"), args=[owner, name, value]):
                 path = _joined(self._path(owner), self._text(name))
-                self._set(path, value, here, "setattr")
+                self._set(path, value, here, "setattr", _counted(name, here))
             case ast.Call(func=ast.Attribute(value=owner, attr=attr)):
                 self._method_effect(call, owner, attr, here)
             case ast.Call(func=ast.Name()):
@@ -406,19 +415,23 @@ class Walker:
         elif attr in {"extend", "update"} and len(arguments) == 1:
             self._extend(owner, arguments[0], here)
         elif attr in {"add_module", "register_module"} and len(arguments) == 2:
-            self._add(owner, self._text(arguments[0]), arguments[1], here, "add_module")
+            name, value = arguments
+            self._add(owner, self._text(name), value, here, "add_module", _counted(name, here))
         elif attr in {"register_parameter", "register_buffer"} and len(arguments) >= 2:
             path = _joined(self._path(owner), self._text(arguments[0]))
-            self._set(path, arguments[1], here, attr.removeprefix("register_"))
+            kind = attr.removeprefix("register_")
+            self._set(path, arguments[1], here, kind, _counted(arguments[0], here))
         elif attr == "__init__":
             self._constructed(call, owner, here)
         elif self._path(owner) == "" and attr in self._methods:
             self._inlined(call, here)
 
-    def _set(self, path: str | None, value: ast.expr, here: _Here, kind: str) -> None:
+    def _set(
+        self, path: str | None, value: ast.expr, here: _Here, kind: str, counted: Loop | None
+    ) -> None:
         if path:
             for made in self._values(value, here, kind):
-                self._place(path, made, here, kind)
+                self._place(path, made, here, kind, counted)
 
     def _constructed(self, call: ast.Call, owner: ast.expr, here: _Here) -> None:
         """`super().__init__(...)`: what a container's constructor is given become its elements."""
@@ -432,10 +445,16 @@ class Walker:
         self._place("", root, here, "assign")
 
     def _add(
-        self, owner: ast.expr, key: str | None, value: ast.expr, here: _Here, kind: str
+        self,
+        owner: ast.expr,
+        key: str | None,
+        value: ast.expr,
+        here: _Here,
+        kind: str,
+        counted: Loop | None = None,
     ) -> None:
         """Adds an element to a list or a container, be it an attribute or a local variable."""
-        item = Item(key, self._values(value, here, kind), here.steps, kind)
+        item = Item(key, self._values(value, here, kind), here.steps, kind, counted)
         targets = self._held(owner)
         for made in targets:
             for sequence in made.sequences or ():
@@ -443,7 +462,7 @@ class Walker:
         path = self._path(owner)
         if path is not None and not targets:
             for made in item.values:
-                self._place(_joined(path, key or "*") or "", made, here, kind)
+                self._place(_joined(path, key or "*") or "", made, here, kind, counted)
 
     def _extend(self, owner: ast.expr, value: ast.expr, here: _Here) -> None:
         targets = self._held(owner)
@@ -629,7 +648,8 @@ class Walker:
             case ast.DictComp():
                 inner = self._turned(expr.generators, here)
                 values = self._values(expr.value, inner, "comprehension")
-                item = Item(self._text(expr.key), values, inner.steps, "comprehension")
+                counted = _counted(expr.key, inner)
+                item = Item(self._text(expr.key), values, inner.steps, "comprehension", counted)
                 return [Sequence([item], here.steps)]
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return [
@@ -775,6 +795,17 @@ def merged(outer: tuple[Step, ...], inner: tuple[Step, ...]) -> tuple[Step, ...]
 def _leaves(body: list[ast.stmt]) -> bool:
     """Whether a block always ends what is around it (one that raises needs no guard after it)."""
     return bool(body) and isinstance(body[-1], ast.Return | ast.Continue | ast.Break)
+
+
+def _counted(name: ast.expr, here: _Here) -> Loop | None:
+    """The loop whose counter is all that varies in a name: `f"layer{i}"`, `str(i)`."""
+    nodes = list(ast.walk(name))
+    variables = {n.id for n in nodes if isinstance(n, ast.Name)} - {"str"}
+    arithmetic = any(isinstance(n, ast.Constant) and not isinstance(n.value, str) for n in nodes)
+    loops = [s for s in here.steps if isinstance(s, Loop) and s.value is None]
+    if arithmetic or not loops or variables != {loops[-1].counter}:
+        return None
+    return loops[-1]
 
 
 def _undecided(node: ast.stmt | ast.expr, here: _Here) -> Guard:
