@@ -31,10 +31,14 @@ def digest(data: str | bytes) -> str:
 
 @functools.cache
 def tool_digest() -> str:
-    """One hash over the tool's own files: another tool may give another output."""
+    """One hash over the tool's own files: another tool may give another output.
+
+    Without the bundled schedules, which lie in the package only where it is installed: a record
+    holds its schedule's own hash.
+    """
     root = Path(__file__).resolve().parents[1]
     total = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(set(root.rglob("*.py")) - set((root / "rules").rglob("*.py"))):
         total.update(path.relative_to(root).as_posix().encode())
         total.update(path.read_bytes())
     return total.hexdigest()
@@ -130,9 +134,12 @@ def packages(project: Project) -> dict[str, str]:
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package, without importing it."""
+    """The version of an installed package, without importing it.
+
+    The label of a build (`+cpu`) is left out: an output does not depend on it.
+    """
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(package).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return None
 
@@ -175,13 +182,20 @@ def read(out: Path) -> dict[str, Any]:
     return content
 
 
-def unverified(text: str) -> str:
-    """The text of a record without what verification added to it."""
+def comparable(text: str) -> str:
+    """The text of a record without what says nothing about the output.
+
+    What verification found is added later, and the digest of the tool only spares `--check` a
+    rewrite: another tool that gives the same files leaves an output current.
+    """
     try:
         content = json.loads(text)
     except ValueError:
         return text
-    return dumped({**content, "verification": None}) if isinstance(content, dict) else text
+    if not isinstance(content, dict):
+        return text
+    tool = {k: v for k, v in content.get("tool", {}).items() if k != "digest"}
+    return dumped({**content, "tool": tool, "verification": None})
 
 
 def with_verification(text: str, verification: Mapping[str, Any]) -> str:

@@ -126,14 +126,14 @@ def _swap(staged: Path, target: Path) -> None:
 
 
 def matches(out: Path, files: Mapping[str, str]) -> list[str]:
-    """Files of the folder that are not what `files` says, verification record apart."""
+    """Files of the folder that are not what `files` says."""
     wrong = []
     for name, text in files.items():
         path = out / name
         if not path.is_file():
             wrong.append(name)
         elif name == record.NAME:
-            if record.unverified(path.read_text(encoding="utf-8")) != record.unverified(text):
+            if record.comparable(path.read_text(encoding="utf-8")) != record.comparable(text):
                 wrong.append(name)
         elif path.read_bytes() != text.encode():
             wrong.append(name)
