@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import united
@@ -27,11 +28,7 @@ class Imports:
         self._modules: set[str] = set()
         self._from: dict[str, set[str]] = {}
         self._causes: dict[str, list[Directive]] = {}
-        self._locals = {
-            n.id
-            for n in ast.walk(file.tree)
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-        } | {n.arg for n in ast.walk(file.tree) if isinstance(n, ast.arg)}
+        self._locals: set[str] | None = None
 
     def helper(self, module: str, name: str, causes: tuple[Directive, ...]) -> str:
         """The reference to a name of a helper module that lies beside the model file."""
@@ -74,7 +71,19 @@ class Imports:
         return self.outside(function.module, function.name, causes)
 
     def _taken(self, name: str) -> bool:
-        return name in self.file.names or name in self._locals
+        """Whether a name means something in the file, at its top level or inside a function."""
+        if name in self.file.names:
+            return True
+        if not re.search(rf"\b{name}\b", self.file.text):
+            return False
+        if self._locals is None:
+            self._locals = {
+                n.arg if isinstance(n, ast.arg) else n.id
+                for n in ast.walk(self.file.tree)
+                if isinstance(n, ast.arg)
+                or (isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            }
+        return name in self._locals
 
     def causes(self) -> dict[str, tuple[Directive, ...]]:
         """The directives that need each helper module."""

@@ -39,7 +39,12 @@ from slapo_rewrite.edit.layers import choose_layer
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import EMPTY, Directive, Function, ModuleState, Shard, Sync
 from slapo_rewrite.model.follow import CannotFollow, CannotRun, Followed, ShardedParameter, follow
-from slapo_rewrite.model.join import Sources, find_parameter_site, find_site
+from slapo_rewrite.model.join import (
+    Sources,
+    find_parameter_site,
+    find_site,
+    resolve_callee,
+)
 from slapo_rewrite.model.layers import Layer, splits_of
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.source.index import SourceFile
@@ -248,7 +253,24 @@ class _Lowering:
                 at=causes[0].at if causes else None,
             )
         key, owner = self._site(node, causes)
+        if isinstance(what, MakeLayer):
+            self._check_callee(self.sites[key[1]], node, causes)
         self._add(owner.path, key, what, causes)
+
+    def _check_callee(self, site: Site, node: Node, causes: tuple[Directive, ...]) -> None:
+        """A layer takes the place of a call of its own class, whose arguments it knows."""
+        if site.callee is not None:
+            name = self.file.qualified(site.callee) or ""
+            if name.rpartition(".")[2] == node.cls.__name__:
+                return
+            if resolve_callee(self.sources, site, node) is node.cls:
+                return
+        raise errors.UnfollowableConstruction(
+            f"`{node.path}` is a {node.cls.__name__}, but is not made by a call of that class here",
+            at=self.file.at(site.value),
+            also=[c.at for c in causes[:1] if c.at],
+            hint=f"write the construction out: self.{site.path} = nn.{node.cls.__name__}(...)",
+        )
 
     def _split_parameter(self, node: Node, shard: Shard) -> None:
         site = find_parameter_site(self.sources, node, shard.name)

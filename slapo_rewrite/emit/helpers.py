@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
 import black
 
 from slapo_rewrite import errors
-from slapo_rewrite.emit.pick import Picked, pick
+from slapo_rewrite.emit.pick import Library, Picked
 from slapo_rewrite.schedule.load import ScheduleFile
 
 RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
@@ -49,13 +50,14 @@ def helper_files(
     if "loading" in wanted and not _shards_something(wanted["tensor_parallel"]):
         del wanted["loading"]
     for module in sorted(wanted.keys() - {"modules"}):
-        picked = _runtime(module, wanted[module] | SURFACE.get(module, set()))
+        picked = _runtime(module).pick(wanted[module] | SURFACE.get(module, set()))
         files[f"{module}.py"] = f'{header}\n"""{picked.docstring}"""\n\n{picked.text}'
     return files
 
 
-def _runtime(module: str, names: set[str]) -> Picked:
-    return pick((RUNTIME / f"{module}.py").read_text(encoding="utf-8"), names)
+@functools.cache
+def _runtime(module: str) -> Library:
+    return Library((RUNTIME / f"{module}.py").read_text(encoding="utf-8"))
 
 
 def _close(wanted: dict[str, set[str]]) -> None:
@@ -63,20 +65,20 @@ def _close(wanted: dict[str, set[str]]) -> None:
     waiting = [m for m in wanted if m != "modules"]
     while waiting:
         module = waiting.pop()
-        for other, names in _runtime(module, wanted[module]).helpers.items():
+        for other, names in _runtime(module).pick(wanted[module]).helpers.items():
             if not names <= wanted.get(other, set()):
                 wanted.setdefault(other, set()).update(names)
                 waiting.append(other)
 
 
 def _shards_something(names: set[str]) -> bool:
-    text = (RUNTIME / "tensor_parallel.py").read_text(encoding="utf-8")
-    return "def record_shard" in pick(text, names - {"Shard"}).text if names - {"Shard"} else False
+    """Whether a parameter is cut anywhere, so that there is something to gather."""
+    return "record_shard" in _runtime("tensor_parallel").closure(names)
 
 
 def _copied(schedule: ScheduleFile, names: set[str]) -> Picked:
     try:
-        return pick(schedule.text, names, schedule.tree)
+        return Library(schedule.text, schedule.tree).pick(names)
     except KeyError as error:
         raise errors.ScheduleError(
             f"{error} is not defined at the top level of `{schedule.path}`",

@@ -27,52 +27,65 @@ class Picked:
     helpers: dict[str, set[str]] = field(default_factory=dict)
 
 
-def pick(text: str, names: Iterable[str], taken: ast.Module | None = None) -> Picked:
-    """The definitions of `names`, and of what they refer to, in the file's order.
+class Library:
+    """A Python file whose top-level definitions can be taken out one by one.
 
     Args:
         text: The file.
-        names: Top-level names that are wanted.
-        taken: The file as parsed, if that was done already.
-
-    Raises:
-        KeyError: The file does not define one of the names.
+        tree: The file as parsed, if that was done already.
     """
-    tree = taken or ast.parse(text)
-    defined = _definitions(tree)
-    wanted: set[str] = set()
-    waiting = sorted(names)
-    for name in waiting:
-        if name not in defined:
-            raise KeyError(name)
-    while waiting:
-        name = waiting.pop()
-        if name in wanted:
-            continue
-        wanted.add(name)
-        used = _names_in(*defined[name])
-        waiting += sorted(used & defined.keys() - wanted)
-    statements = {id(s): s for name in wanted for s in defined[name]}
-    ordered = [s for s in tree.body if id(s) in statements]
-    used = _names_in(*ordered)
-    groups, helpers = _imports(tree, text, used)
-    lines = text.splitlines()
-    blocks = ["\n".join(lines[_first_line(lines, s) - 1 : s.end_lineno]) for s in ordered]
-    pieces = ["\n".join(group) for group in groups]
-    head = "\n\n".join(pieces)
-    body = ""
-    previous: ast.stmt | None = None
-    for statement, block in zip(ordered, blocks, strict=True):
-        big = isinstance(statement, (ast.FunctionDef, ast.ClassDef))
-        after_big = previous is None or isinstance(previous, (ast.FunctionDef, ast.ClassDef))
-        if previous is None:
-            gap = "\n\n\n" if big else "\n\n"
-        else:
-            gap = "\n\n\n" if big or after_big else "\n"
-        body += gap + block
-        previous = statement
-    combined = (head + body) if head else body.lstrip("\n")
-    return Picked(combined + "\n", ast.get_docstring(tree, clean=False), helpers)
+
+    def __init__(self, text: str, tree: ast.Module | None = None) -> None:
+        self.text, self.tree = text, tree or ast.parse(text)
+        self.lines = text.splitlines()
+        self.defined = _definitions(self.tree)
+        self._used: dict[int, set[str]] = {}
+
+    def pick(self, names: Iterable[str]) -> Picked:
+        """The definitions of `names`, and of what they refer to, in the file's order.
+
+        Raises:
+            KeyError: The file does not define one of the names.
+        """
+        statements = {id(s) for name in self.closure(names) for s in self.defined[name]}
+        ordered = [s for s in self.tree.body if id(s) in statements]
+        used = {name for s in ordered for name in self._names_in(s)}
+        groups, helpers = _imports(self.tree, used)
+        head = "\n\n".join("\n".join(group) for group in groups)
+        body = "".join(
+            self._gap(before, statement) + self._block(statement)
+            for before, statement in zip([None, *ordered], ordered, strict=False)
+        )
+        text = (head + body).lstrip("\n") + "\n"
+        return Picked(text, ast.get_docstring(self.tree, clean=False), helpers)
+
+    def closure(self, names: Iterable[str]) -> set[str]:
+        """The names, and those of this file that their definitions refer to."""
+        found: set[str] = set()
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                for statement in self.defined[name]:
+                    waiting += self._names_in(statement) & self.defined.keys()
+        return found
+
+    def _names_in(self, statement: ast.stmt) -> set[str]:
+        if id(statement) not in self._used:
+            self._used[id(statement)] = _names_in(statement)
+        return self._used[id(statement)]
+
+    def _block(self, statement: ast.stmt) -> str:
+        first = _first_line(self.lines, statement)
+        return "\n".join(self.lines[first - 1 : statement.end_lineno])
+
+    def _gap(self, before: ast.stmt | None, statement: ast.stmt) -> str:
+        """Blank lines as black sets them: two around functions and classes."""
+        big = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        if isinstance(statement, big) or isinstance(before, big):
+            return "\n\n\n"
+        return "\n\n" if before is None else "\n"
 
 
 def _definitions(tree: ast.Module) -> dict[str, list[ast.stmt]]:
@@ -90,16 +103,15 @@ def _definitions(tree: ast.Module) -> dict[str, list[ast.stmt]]:
     return found
 
 
-def _names_in(*statements: ast.stmt) -> set[str]:
+def _names_in(statement: ast.stmt) -> set[str]:
     names: set[str] = set()
-    for statement in statements:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name):
-                names.add(node.id)
-            elif isinstance(node, ast.Global):
-                names.update(node.names)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                names.update(re.findall(r"^\w+$", node.value))  # a quoted annotation
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Global):
+            names.update(node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.update(re.findall(r"^\w+$", node.value))  # a quoted annotation
     return names
 
 
@@ -112,9 +124,7 @@ def _first_line(lines: list[str], statement: ast.stmt) -> int:
     return line
 
 
-def _imports(
-    tree: ast.Module, text: str, used: set[str]
-) -> tuple[list[list[str]], dict[str, set[str]]]:
+def _imports(tree: ast.Module, used: set[str]) -> tuple[list[list[str]], dict[str, set[str]]]:
     """The import lines in use, in their groups, and the names of other runtime modules."""
     groups: list[list[str]] = []
     helpers: dict[str, set[str]] = {}

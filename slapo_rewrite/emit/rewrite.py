@@ -6,6 +6,7 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
 import time
 import types
@@ -158,11 +159,12 @@ def import_source(file: SourceFile) -> types.ModuleType:
     except errors.RewriteError:
         raise
     except Exception as error:
+        here = os.path.realpath(file.path)
         line = next(
             (
                 f.tb_lineno
                 for f in _frames(error)
-                if f.tb_frame.f_code.co_filename == str(file.path)
+                if os.path.realpath(f.tb_frame.f_code.co_filename) == here
             ),
             None,
         )

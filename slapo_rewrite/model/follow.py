@@ -210,6 +210,14 @@ def _follow(
                     return followed
                 except _Again:
                     continue
+                except (CannotFollow, _Indivisible):
+                    raise
+                except Exception as error:
+                    raise CannotFollow(
+                        f"`forward` does not fit the sharded sizes: {error}",
+                        _place_in_traceback(error, editable),
+                        hint="a layer that is split over its inputs wants an input that is a partition",
+                    ) from error
         except _Indivisible as error:
             indivisible = indivisible or error
     raise CannotFollow(str(indivisible), None)
@@ -716,11 +724,25 @@ class _Rank(TorchFunctionMode):
 
 
 def _place_of(frame: types.FrameType) -> Place | None:
-    positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-    line, end_line, column, end_column = positions
+    return _place_at(frame.f_code, frame.f_lasti)
+
+
+def _place_at(code: types.CodeType, instruction: int) -> Place | None:
+    line, end_line, column, end_column = list(code.co_positions())[instruction // 2]
     if line is None or end_line is None or column is None or end_column is None:
         return None
-    return Place(frame.f_code.co_filename, line, end_line, column, end_column)
+    return Place(code.co_filename, line, end_line, column, end_column)
+
+
+def _place_in_traceback(error: BaseException, editable: Callable[[str], bool]) -> Place | None:
+    """The innermost place of an error that lies in a file that may be changed."""
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if editable(code.co_filename):
+            found = _place_at(code, traceback.tb_lasti)
+        traceback = traceback.tb_next
+    return found
 
 
 def _make(layer: Layer, original: nn.Module) -> nn.Module:

@@ -1,0 +1,316 @@
+"""Every row of the table of bad input: what the user reads, and that nothing is written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from slapo_rewrite.cli import main
+
+SOURCE = """\
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def make(width):
+    return nn.Linear(width, width) if width % 2 else nn.Identity()
+
+
+class Model(nn.Module):
+    def __init__(self, width=12, heads=2):
+        super().__init__()
+        self.embed = nn.Embedding(30, width)
+        self.norm = nn.LayerNorm(width)
+        self.layers = nn.ModuleList([Attention(width, heads) for _ in range(4)])
+        self.head = nn.Linear(width, 30, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(self.norm(x))
+        return self.head(x)
+"""
+
+MODEL = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"ids": torch.randint(30, (2, 5))}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s, ratio: float = 0.5, style: str = "a"):
+"""
+
+
+class Run:
+    """The command, run on small files in a folder of its own."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.capsys = folder, capsys
+        (folder / "net.py").write_text(SOURCE)
+
+    def __call__(self, body: str, *options: str, schedule: str | None = None) -> str:
+        """The error text for a schedule whose `schedule` function has this body."""
+        lines = "".join(f"    {line}\n" for line in body.splitlines())
+        (self.folder / "s.py").write_text(MODEL + lines if schedule is None else schedule)
+        code = main(["net.py", "--schedule", "s.py", "-o", "out", *options])
+        captured = self.capsys.readouterr()
+        assert code == 2, captured.err
+        assert captured.out == ""
+        assert not (self.folder / "out").exists(), "nothing is written"
+        assert "Traceback" not in captured.err
+        return captured.err
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+    return Run(tmp_path, capsys)
+
+
+def line_of(text: str, part: str = MODEL) -> int:
+    """The line of the schedule's body that follows the common part."""
+    return part.count("\n") + 1
+
+
+FIRST = line_of("")
+
+
+def test_source_does_not_parse(run: Run):
+    (run.folder / "net.py").write_text("class A:\n    def f(self)\n        pass\n")
+    text = run("pass")
+    assert "net.py:2:16" in text
+    assert "2 |     def f(self)" in text
+    assert "expected ':'" in text
+
+
+def test_schedule_does_not_parse(run: Run):
+    text = run("", schedule="def model(m):\n    return m.Model(\n")
+    assert "s.py:2" in text and "'(' was never closed" in text
+
+
+def test_no_such_source_or_schedule(run: Run, capsys):
+    assert main(["nte.py", "--schedule", "s.py", "-o", "out"]) == 2
+    assert "did you mean `net.py`?" in capsys.readouterr().err
+    assert main(["net.py", "--schedule", "brt", "-o", "out"]) == 2
+    assert "did you mean `bert`?" in capsys.readouterr().err
+    assert main(["transformers.models.bert.modeling_brt", "--schedule", "bert", "-o", "out"]) == 2
+    assert "transformers.models.bert.modeling_bert" in capsys.readouterr().err
+
+
+def test_unknown_path(run: Run):
+    text = run('s["layers.*.qvk"].shard("weight", axis=0)')
+    assert "error[SR202]: no module `layers.*.qvk`" in text
+    assert f"s.py:{FIRST}:5" in text
+    assert "| " + '    s["layers.*.qvk"]' in text and "^" * 10 in text
+    assert ".qkv`" in text
+
+
+def test_unknown_index(run: Run):
+    assert "`layers` has 4 modules: there is no [7]" in run('s["layers"][7].checkpoint()')
+    assert "is a Linear, not a module list" in run('s["head"][0].checkpoint()')
+
+
+def test_empty_match(run: Run):
+    assert "matches `layers.x`" in run('s.match("layers.x").checkpoint()')
+    assert "is not a regular expression" in run('s.match("(").checkpoint()')
+
+
+def test_unknown_parameter(run: Run):
+    text = run('s["head"].shard("wieght", axis=0)')
+    assert "`head` (Linear) has no parameter `wieght`" in text and "did you mean `weight`?" in text
+    assert "is made without its optional `bias`" in run('s["head"].shard("bias", axis=0)')
+
+
+def test_unknown_knob(run: Run):
+    text = run("pass", "--set", "ration=1")
+    assert "no knob `ration`" in text and "did you mean `ratio`?" in text and "s.py:" in text
+
+
+def test_knob_of_another_type(run: Run):
+    assert "`much` is not a value for knob `ratio`: it must be a number" in run(
+        "pass", "--set", "ratio=much"
+    )
+    assert "has no value" in run("pass", "--set", "ratio")
+
+
+def test_unknown_primitive_and_argument(run: Run):
+    assert "did you mean `shard`?" in run('s["head"].shrad("weight", axis=0)')
+    text = run('s["head"].shard("weight", axes=0)')
+    assert "`shard` takes no argument `axes`" in text and "did you mean `axis`" in text
+    assert "missing a required argument: 'axis'" in run('s["head"].shard("weight")')
+
+
+def test_axis_out_of_range(run: Run):
+    text = run('s["head"].shard("weight", axis=2)')
+    assert "`head.weight` has shape [30, 12]: there is no axis 2" in text
+    assert "must be a whole number" in run('s["head"].shard("weight", axis="0")')
+
+
+def test_parts_that_do_not_divide(run: Run):
+    text = run('s["head"].shard("weight", axis=0, parts=4)')
+    assert "`head.weight` has size 30 there: it cannot be cut in 4 equal parts" in text
+    assert "add up to 29" in run('s["head"].shard("weight", axis=0, parts=[10, 19])')
+
+
+def test_sharded_twice_shows_both_lines(run: Run):
+    text = run('s["head"].shard("weight", axis=0)\ns["head"].shard("weight", axis=1)')
+    assert "sharded already, along axis 0" in text
+    assert f"s.py:{FIRST + 1}:5" in text and f"s.py:{FIRST}:5" in text
+
+
+def test_all_gather_of_a_partial_sum_shows_both_lines(run: Run):
+    text = run(
+        's["head"].shard("weight", axis=1)\ns["head"].sync("fwd_post", "all_gather", axis=-1)'
+    )
+    assert "is a partial sum: an all-gather would line up the summands" in text
+    assert f"s.py:{FIRST + 1}:5" in text and f"s.py:{FIRST}:5" in text
+
+
+def test_all_reduce_of_a_partition_shows_both_lines(run: Run):
+    text = run('s["head"].shard("weight", axis=0)\ns["head"].sync("fwd_post", "all_reduce")')
+    assert "is a partition: an all-reduce would add up different features" in text
+    assert f"s.py:{FIRST + 1}:5" in text and f"s.py:{FIRST}:5" in text
+
+
+def test_bias_left_out(run: Run):
+    text = run('s["layers.*.out"].shard("weight", axis=0)')
+    assert "bias` is not sharded, but `weight` is" in text
+
+
+def test_output_left_in_parts(run: Run):
+    text = run('s["head"].shard("weight", axis=0)\ns["head"].sync("bwd_post", "all_reduce")')
+    assert "has shape [2, 5, 15] on a rank instead of [2, 5, 30]" in text
+    assert "all_gather" in text
+
+
+def test_packed_projection_without_parts(run: Run):
+    text = run(
+        's["layers.*.qkv"].shard(["weight", "bias"], axis=0)\n'
+        's["layers.*.qkv"].sync("bwd_post", "all_reduce")\n'
+        's["layers.*.out"].shard("weight", axis=1)\n'
+        's["layers.*.out"].sync("fwd_post", "all_reduce")'
+    )
+    assert "shard it with parts=3" in text
+    assert "net.py:14:" in text and ".chunk(3, dim=-1)" in text
+    assert f"s.py:{FIRST}:5" in text
+
+
+def test_row_without_a_partitioned_input(run: Run):
+    text = run(
+        's["layers.*.out"].shard("weight", axis=1)\n'
+        's["layers.*.out"].sync("fwd_post", "all_reduce")'
+    )
+    assert "error[SR104]" in text and "net.py:17:" in text
+
+
+def test_construction_that_cannot_be_followed(run: Run):
+    source = SOURCE.replace(
+        "self.head = nn.Linear(width, 30, bias=False)", "self.head = HEADS['a'](width)"
+    )
+    source = source.replace(
+        "def make(width)",
+        "HEADS = {'a': lambda width: nn.Linear(width, 30, bias=False)}\n\n\ndef make(width)",
+    )
+    (run.folder / "net.py").write_text(source)
+    text = run(
+        's["head"].shard("weight", axis=0)\ns["head"].sync("bwd_post", "all_reduce")\n'
+        's["head"].sync("fwd_post", "all_gather", axis=-1)'
+    )
+    assert "error[SR103]" in text and "net.py:" in text and "help:" in text
+
+
+def test_a_layer_that_cannot_be_sharded(run: Run):
+    text = run('s["norm"].shard("weight", axis=0)')
+    assert "`norm` is a torch.nn.modules.normalization.LayerNorm: it cannot be sharded" in text
+
+
+def test_user_code_that_fails(run: Run):
+    text = run('s["head"].shard("weight", axis=1 // 0)')
+    assert "raises ZeroDivisionError" in text and f"s.py:{FIRST}:" in text
+    text = run("", schedule="def model(m):\n    return m.Modle()\n\ndef schedule(s):\n    pass\n")
+    assert "Modle" in text and "s.py:2" in text
+    text = run("", schedule="def model(m):\n    return m.Model()\n")
+    assert "defines no function `schedule`" in text
+
+
+def test_a_source_that_cannot_be_imported(run: Run):
+    (run.folder / "net.py").write_text("import no_such_package_here\n")
+    text = run("pass")
+    assert "cannot be imported: ModuleNotFoundError" in text and "net.py:1" in text
+
+
+def test_a_name_that_is_taken(run: Run):
+    source = SOURCE.replace("def make(width)", "def checkpoint(width)")
+    (run.folder / "net.py").write_text(source)
+    assert "`checkpoint` means something else in net.py" in run('s["layers.*"].checkpoint()')
+
+
+def test_output_is_a_file(run: Run, capsys):
+    (run.folder / "out").write_text("mine")
+    (run.folder / "s.py").write_text(MODEL + "    pass\n")
+    assert main(["net.py", "--schedule", "s.py", "-o", "out"]) == 2
+    assert "is a file, not a folder" in capsys.readouterr().err
+    assert (run.folder / "out").read_text() == "mine"
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a folder nobody can write")
+def test_output_that_cannot_be_written(run: Run, capsys):
+    (run.folder / "s.py").write_text(MODEL + "    pass\n")
+    assert main(["net.py", "--schedule", "s.py", "-o", "/proc/out"]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["net.py", "--schedule", "s.py"], "where to write is missing"),
+        (["net.py", "-o", "out"], "--schedule"),
+        (["net.py", "--schedule", "s.py", "-o", "out", "--world", "2"], "belongs to `--verify`"),
+        (["net.py", "--schedule", "s.py", "-o", "out", "--diff", "--check"], "exclude"),
+        (["explain", "nothing"], "rewrite.json"),
+        (["verify", "nothing"], "rewrite.json"),
+    ],
+)
+def test_usage(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_defect_is_called_one(run: Run, capsys, monkeypatch):
+    import slapo_rewrite.emit.rewrite as module
+
+    def broken(*args: object) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(module, "rewrite", broken)
+    assert main(["net.py", "--schedule", "s.py", "-o", "out"]) == 3
+    assert "this is a defect of slapo-rewrite" in capsys.readouterr().err
+    assert not os.path.exists("out")
