@@ -253,7 +253,7 @@ def _find_module(name: str) -> Path | None:
     if rest:  # a package that extends its own search path
         try:
             spec = importlib.util.find_spec(name)
-        except (ImportError, ValueError, AttributeError):
+        except Exception:  # the package's own: importing it is the last resort
             return None
     origin = spec.origin if spec else None
     return Path(origin) if origin and origin.endswith(".py") else None

@@ -250,7 +250,9 @@ class _Numbering:
         keys: dict[int, str],
     ) -> int | None:
         within: dict[int, str] = {}
+        outside = dict(self._first)
         per_turn = self._number(inside, 0, within)
+        self._first = outside  # loops inside this one start again with each of its turns
         for item, _ in inside:
             keys[id(item)] = "*"
             if per_turn and start is not None and within[id(item)] != "*":

@@ -384,7 +384,8 @@ class Walker:
                 ]
                 return re.sub(r"\*+", "*", "".join(texts))
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return re.sub(r"\*+", "*", self._text(left) + self._text(right))
+                if not any(_is_number(side) for side in (left, right)):
+                    return re.sub(r"\*+", "*", self._text(left) + self._text(right))
             case ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Mod()):
                 return re.sub(r"\*+", "*", re.sub(r"%[\d.]*[dsi]", "*", text))
             case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(text)), attr="format")):
@@ -853,6 +854,10 @@ def _counter(target: ast.expr, iterable: ast.expr) -> str | None:
             counters = (_counter(t, a) for t, a in zip(elts, args, strict=False))
             return next((c for c in counters if c), None)
     return None
+
+
+def _is_number(expr: ast.expr) -> bool:
+    return isinstance(expr, ast.Constant) and isinstance(expr.value, int | float)
 
 
 def _is_zero(expr: ast.expr) -> bool:
