@@ -1,0 +1,78 @@
+"""Schedule files: knobs, their types, and what is wrong with a file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from slapo_rewrite import errors
+from slapo_rewrite.schedule.load import ScheduleFile, bundled, convert, locate
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "value"),
+    [
+        (float, "0.25", 0.25),
+        (int, "3", 3),
+        (bool, "true", True),
+        (bool, "0", False),
+        (str, "a=b", "a=b"),
+        (int | None, "none", None),
+        (int | None, "4", 4),
+        (Literal["uniform", "head"], "head", "head"),
+        (list[int], "1,2,3", [1, 2, 3]),
+    ],
+)
+def test_convert(annotation, text, value):
+    assert convert(annotation, text) == value
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text"),
+    [(int, "0.5"), (bool, "maybe"), (Literal["a"], "b"), (int | None, "x"), (dict, "{}")],
+)
+def test_convert_refuses(annotation, text):
+    with pytest.raises(ValueError):
+        convert(annotation, text)
+
+
+def write(folder, text):
+    path = folder / "s.py"
+    path.write_text(text)
+    return ScheduleFile.load(str(path))
+
+
+def test_settings(tmp_path):
+    schedule = write(
+        tmp_path,
+        "def model(m): ...\ndef schedule(s, *, ratio: float = 0.5, n=2, on: bool = True): ...\n",
+    )
+    assert schedule.settings(["ratio=1", "on=no"]) == {"ratio": 1.0, "n": 2, "on": False}
+    assert schedule.settings(["n=7"])["n"] == 7, "without an annotation the default's type counts"
+
+
+def test_annotations_as_text(tmp_path):
+    text = (
+        "from __future__ import annotations\ndef model(m): ...\ndef schedule(s, n: int = 1): ...\n"
+    )
+    assert write(tmp_path, text).settings(["n=2"]) == {"n": 2}
+
+
+def test_a_knob_needs_a_default(tmp_path):
+    schedule = write(tmp_path, "def model(m): ...\ndef schedule(s, n: int): ...\n")
+    with pytest.raises(errors.ScheduleError, match="no default"):
+        schedule.settings([])
+
+
+def test_a_schedule_imports_what_lies_beside_it(tmp_path):
+    (tmp_path / "beside_the_schedule.py").write_text("RATIO = 0.5\n")
+    schedule = write(
+        tmp_path, "from beside_the_schedule import RATIO\ndef model(m): ...\ndef schedule(s): ...\n"
+    )
+    assert schedule.module.RATIO == 0.5
+
+
+def test_bundled_schedules_are_found_by_name():
+    assert {"bert", "gpt2", "llama", "t5"} <= set(bundled())
+    assert locate("bert").name == "bert.py"
