@@ -25,6 +25,7 @@ class Checks:
     Attributes:
         done: What was checked so far.
         module: The first module, in the order of the calls, whose output differs, and how much.
+        whole: Modules whose outputs on this rank are as large as the original's.
 
     Args:
         pair: The models.
@@ -34,6 +35,7 @@ class Checks:
         self.pair = pair
         self.done: list[Check] = []
         self.module: tuple[str, float] | None = None
+        self.whole: set[str] = set()
 
     def run(self) -> None:
         """All of them.
@@ -105,6 +107,8 @@ class Checks:
         with watching(pair.rewritten, seen_rewritten):
             got_outputs, got_loss = pair.step(pair.rewritten)
         pair.stage("comparing the first step")
+        same = {k: k in seen_rewritten and seen_rewritten[k].shape == seen[k].shape for k in seen}
+        self.whole = {path for path, _ in same} - {key[0] for key, ok in same.items() if not ok}
         self.done += [
             self._compare_outputs("outputs", got_outputs, outputs, exact_outputs),
             _compare_loss("loss", "loss", got_loss, loss, exact_loss),
@@ -156,12 +160,21 @@ class Checks:
     def dropout(self) -> None:
         """Gradients with dropout, where both draw the same random numbers in the forward pass.
 
-        A recomputed forward that draws others shows in the gradients only.
+        A recomputed forward that draws others shows in the gradients only. Layers that work on
+        parts of tensors draw others by their nature, and stay switched off.
         """
         pair, name = self.pair, "gradients with dropout"
         if not pair.rates:
             return
-        pair.set_dropout(lambda path: pair.rates.get(path) or DROPOUT, configs=False)
+        whole = pair.agree(self.whole) if pair.world > 1 else set(pair.rates)
+        active = [path for path in pair.rates if path in whole]
+        if not active:
+            words = "not comparable: no dropout layer works on whole tensors"
+            self.done.append(Check(name, True, detail=words))
+            return
+        rates = {path: pair.rates[path] or DROPOUT for path in active}
+        rates[""] = DROPOUT if pair.world == 1 else 0.0  # what is no layer may work on parts
+        pair.set_dropout(lambda path: rates.get(path, 0.0), configs=False)
         pair.stage("the original with dropout")
         outputs, loss = pair.step(pair.original, seed=11)
         pair.stage("the rewritten model with dropout")
@@ -176,6 +189,8 @@ class Checks:
             alike = all(c.ok for c in self.done if c.name in ("outputs", "loss"))
             why = "the two draw different random numbers" if alike else "nor are the outputs"
             check = Check(name, True, detail=f"not comparable: {why}")
+        elif len(active) < len(pair.rates):
+            check.detail = f"{len(active)} of {len(pair.rates)} layers; the rest work on parts"
         self.done.append(check)
         pair.set_dropout(lambda path: 0.0, configs=False)
 

@@ -97,15 +97,15 @@ def compare(name: str, limit: float, got: Named, want: Named, exact: Named) -> C
     errors = {key: difference(got[key], want[key]) for key in want if key in got}
     if not errors:
         return Check(name, False, detail="nothing to compare")
-    key = max(errors, key=lambda k: errors[k])
+    own = {key: difference(want[key], exact[key]) for key in errors if key in exact}
+    key = max(errors, key=lambda k: (errors[k], own.get(k, 0.0)))
     differs = [(k, error) for k, error in errors.items() if error > limit]
-    check = Check(name, not differs, errors[key], limit, place=key, differs=differs)
+    check = Check(name, not differs, errors[key], limit, own.get(key), place=key, differs=differs)
     if differs:
         names = list(errors)
         check.after = "".join(names[names.index(differs[-1][0]) + 1 :][:1])
     if got[key].shape != want[key].shape:
         check.detail = f"the shape is {list(got[key].shape)}, not {list(want[key].shape)}"
     elif key in exact:
-        check.own = difference(want[key], exact[key])
         check.reference = difference(got[key], exact[key])
     return check

@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +116,19 @@ class Pair:
             for holder, name, _ in list(dropouts(model, configs=configs)):
                 setattr(holder, name, rate(paths[id(holder)] if is_dropout(holder) else ""))
 
+    def agree(self, names: Iterable[str]) -> set[str]:
+        """What every rank names; every rank calls it."""
+        if self.world == 1:
+            return set(names)
+        everywhere: list[list[str]] = [[] for _ in range(self.world)]
+        dist.all_gather_object(everywhere, sorted(names))
+        return set(everywhere[0]).intersection(*everywhere[1:])
+
     def to_full(self, named: Named) -> Named:
         """Full tensors from this rank's, on all ranks together; only what all ranks have."""
         named = {name: tensor.detach() for name, tensor in named.items()}
-        if self.world > 1:
-            everywhere: list[list[str]] = [[] for _ in range(self.world)]
-            dist.all_gather_object(everywhere, list(named))
-            common = set(everywhere[0]).intersection(*everywhere[1:])
-            named = {name: tensor for name, tensor in named.items() if name in common}
+        common = self.agree(named)
+        named = {name: tensor for name, tensor in named.items() if name in common}
         if self.loading is None:
             return named
         return dict(self.loading.to_full(self.rewritten, named))

@@ -84,6 +84,16 @@ def test_wrong_gradients_with_a_right_loss(tmp_path):
     assert f"{right}      {tmp_path}/plan.py:11: s[" in text
 
 
+def test_recomputation_with_other_random_numbers(tmp_path):
+    plain = "            x = block(x)\n"
+    again = "checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)"
+    recompute = "            from torch.utils.checkpoint import checkpoint\n"
+    recompute += f"            x = {again}\n"
+    report = verify(outputs.write(tmp_path, "out", {"net.py": (plain, recompute)}), [1])
+    assert wrong(report) == {"gradients with dropout"}
+    assert "NOT equal at world size 1: gradients with dropout\n" in report.render()
+
+
 def test_lost_tie_at_world_size_1(tmp_path):
     change = ("        self.head.weight = self.embed.weight\n", "")
     out = outputs.write(tmp_path, "out", {"net.py": change})
