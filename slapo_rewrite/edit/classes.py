@@ -618,12 +618,14 @@ class ClassWriter:
             header = header.rsplit("\n", 1)[0].rstrip()
         return " " * method.col_offset + header
 
-    def recomputing(self, class_name: str, new_name: str, shown: str) -> str:
+    def recomputing(
+        self, class_name: str, new_name: str, shown: str, causes: tuple[Directive, ...]
+    ) -> str:
         """A subclass whose activations are computed again in the backward pass."""
         forward = (
             self.file.method(class_name, "forward") if class_name in self.file.classes else None
         )
-        call = self.imports.outside(CHECKPOINT, "checkpoint", ())
+        call = self.imports.outside(CHECKPOINT, "checkpoint", causes)
         doc = f"A `{shown}` that recomputes its activations in the backward pass."
         text = [f"class {new_name}({shown}):", *_docstring(doc, 4, self.line_length), ""]
         names = [a.arg for a in _arguments(forward.args)] if forward else []

@@ -478,7 +478,7 @@ class _Lowering:
             name = f"Checkpointed{base}"
             if name not in self.class_names:
                 self._new_name(name)
-                text = self.writer.recomputing(cls.__name__, name, base)
+                text = self.writer.recomputing(cls.__name__, name, base, causes)
                 edits.append(
                     self._class_after(cls.__name__, text, causes, f"`{base}`, checkpointed")
                 )
@@ -543,7 +543,7 @@ class _Lowering:
             if name not in self.class_names:
                 name = self._new_name(name)
                 shown = self.file.segment(site.callee) if site.callee else cls.__name__
-                text = self.writer.recomputing(cls.__name__, name, shown)
+                text = self.writer.recomputing(cls.__name__, name, shown, causes)
                 edits.append(
                     self._class_before(site.class_name, text, causes, f"`{shown}`, checkpointed")
                 )

@@ -151,13 +151,9 @@ def depends(project: Project) -> dict[str, str]:
     if config is not None:
         modules.add(type(config).__module__)
     found = {}
-    for name in sorted(modules):
+    for name in sorted(modules - {project.file.name}):
         file = getattr(sys.modules.get(name), "__file__", None)
-        if (
-            file
-            and name.split(".")[0] not in ("torch", "builtins")
-            and Path(file) != project.file.path
-        ):
+        if file and name.split(".")[0] not in ("torch", "builtins"):
             found[name] = digest(Path(file).read_bytes())
     return found
 

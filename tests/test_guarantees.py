@@ -1,0 +1,200 @@
+"""The guarantees, held against real transformers files and a file of our own."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+from slapo_rewrite.cli import main
+from slapo_rewrite.edit.splice import apply_edits
+from slapo_rewrite.emit.rewrite import Output, absolute_imports, check_text, rewrite
+from slapo_rewrite.source.index import SourceFile
+
+ROOT = Path(__file__).parents[1]
+MODELS = Path(transformers.__file__).parent / "models"
+
+CASES = [
+    ("transformers.models.bert.modeling_bert", "bert"),
+    ("transformers.models.gpt2.modeling_gpt2", "gpt2"),
+    ("transformers.models.llama.modeling_llama", "llama"),
+    ("transformers.models.t5.modeling_t5", "t5"),
+    ("tests/models/gpt.py", "tests/models/gpt_schedule.py"),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda c: c[0].rpartition(".")[2])
+def output(request) -> Output:
+    source, schedule = request.param
+    os.chdir(ROOT)
+    return rewrite(source, schedule, ["ckpt_ratio=0.5"])
+
+
+def test_identity_of_a_file_without_relative_imports():
+    os.chdir(ROOT)
+    output = rewrite(*CASES[-1], ["tensor_parallel=false"])
+    assert output.files["gpt.py"] == (ROOT / "tests/models/gpt.py").read_text()
+    assert set(output.files) == {"__init__.py", "gpt.py", "rewrite.json"}
+
+
+@pytest.mark.parametrize("case", CASES[:-1], ids=lambda c: c[1])
+def test_identity_apart_from_imports(case):
+    output = rewrite(*case, ["tensor_parallel=false"])
+    removed = [x[1:] for x in output.diff(0).splitlines()[2:] if x.startswith("-")]
+    added = [x[1:] for x in output.diff(0).splitlines()[2:] if x.startswith("+")]
+    assert len(removed) == len(added)
+    for before, after in zip(removed, added, strict=True):
+        assert before.startswith("from ."), before
+        assert after.startswith(("from transformers.", "from transformers ")), after
+        assert before.partition(" import ")[2] == after.partition(" import ")[2]
+
+
+def test_absolute_imports_of_every_modeling_file():
+    """Nothing but the dots of relative imports changes, in any file of the library."""
+    paths = sorted(MODELS.glob("*/modeling_*.py"))
+    assert len(paths) > 300
+    for path in paths[::4]:
+        file = SourceFile.read(path)
+        text, _ = apply_edits(file.text, absolute_imports(file))
+        tree = ast.parse(text)
+        assert not any(isinstance(n, ast.ImportFrom) and n.level for n in ast.walk(tree)), path
+        assert len(text.splitlines()) == len(file.text.splitlines())
+        before, after = file.text.splitlines(), text.splitlines()
+        for old, new in zip(before, after, strict=True):
+            assert old == new or old.lstrip().startswith("from ."), path
+
+
+def test_every_changed_line_has_a_cause(output: Output):
+    record = json.loads(output.files["rewrite.json"])
+    covered = set()
+    for change in record["changes"]:
+        if change["file"] == output.model_file:
+            assert change["directives"]
+            covered.update(range(change["lines"][0], change["lines"][1] + 1))
+    before = output.original.splitlines()
+    after = output.files[output.model_file].splitlines()
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    for tag, _, _, first, last in matcher.get_opcodes():
+        if tag == "equal":
+            continue
+        for number in range(first, last):
+            line = after[number]
+            made_absolute = line.startswith(("from transformers.", "from transformers "))
+            assert not line.strip() or made_absolute or number + 1 in covered, (number + 1, line)
+
+
+def test_original_lines_are_kept(output: Output):
+    before = output.original.splitlines()
+    after = output.files[output.model_file].splitlines()
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    kept = sum(block.size for block in matcher.get_matching_blocks())
+    # A short file of which most lines are layers cannot keep as much as a long one.
+    assert kept / len(before) > (0.9 if len(before) < 600 else 0.975)
+
+
+def test_no_strings_attached(output: Output):
+    for name, text in output.files.items():
+        if name.endswith(".py"):
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Import):
+                    assert all(a.name.split(".")[0] != "slapo_rewrite" for a in node.names)
+                if isinstance(node, ast.ImportFrom):
+                    assert (node.module or "").split(".")[0] != "slapo_rewrite"
+
+
+def test_new_files_are_clean(output: Output, tmp_path):
+    helpers = {n: t for n, t in output.files.items() if n != output.model_file}
+    for name, text in output.files.items():
+        (tmp_path / name).write_text(text)
+    paths = [str(tmp_path / n) for n in helpers if n.endswith(".py")]
+    done = subprocess.run(
+        [sys.executable, "-m", "black", "--check", *paths], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    paths.append(str(tmp_path / output.model_file))
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "E9,F", *paths],
+        capture_output=True,
+        text=True,
+    )
+    unused = [x for x in done.stdout.splitlines() if "F401" in x]
+    assert done.returncode == 0 or not unused, done.stdout
+
+
+def test_no_line_is_longer_than_the_file_allows(output: Output):
+    longest = max(len(x) for x in output.original.splitlines())
+    for line in output.files[output.model_file].splitlines():
+        assert len(line) <= max(longest, 120), line
+
+
+def test_same_bytes_in_another_process(tmp_path):
+    """Whatever order sets and dictionaries have there."""
+    texts = []
+    for seed in ("1", "2"):
+        out = tmp_path / f"out{seed}"
+        command = [
+            sys.executable,
+            "-m",
+            "slapo_rewrite",
+            *CASES[-1][:1],
+            "--schedule",
+            CASES[-1][1],
+        ]
+        subprocess.run(
+            [*command, "-o", str(out), "--set", "ckpt_ratio=0.5"],
+            check=True,
+            capture_output=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        texts.append({p.name: p.read_bytes() for p in sorted(out.iterdir())})
+    assert texts[0] == texts[1]
+
+
+def test_check_and_explain(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "out"
+    command = [CASES[-1][0], "--schedule", CASES[-1][1], "-o", str(out)]
+    assert main(command) == 0
+    assert main([*command, "--check"]) == 0
+    assert main([*command, "--check", "--set", "ckpt_ratio=0.5"]) == 1
+    assert "knobs were" in capsys.readouterr().out
+    text = (out / "gpt.py").read_text()
+    number = 1 + next(i for i, x in enumerate(text.splitlines()) if "parts=3" in x)
+    assert main(["explain", str(out), f"gpt.py:{number}"]) == 0
+    shown = capsys.readouterr().out
+    assert 'blocks["*.attn.c_attn"].shard(["weight", "bias"], axis=0, parts=3)' in shown
+    assert "gpt_schedule.py:" in shown
+    assert main(["explain", str(out), "gpt.py:1"]) == 0
+    assert "as in the original" in capsys.readouterr().out
+    (out / "gpt.py").write_text(text + "# mine\n")
+    assert main([*command, "--check"]) == 1
+    assert main(command) == 2
+    assert "--force" in capsys.readouterr().err
+    assert (out / "gpt.py").read_text().endswith("# mine\n")
+
+
+def test_check_of_a_current_output_needs_no_torch(tmp_path):
+    out = tmp_path / "out"
+    arguments = [CASES[-1][0], "--schedule", CASES[-1][1], "-o", str(out)]
+    code = (
+        "import sys; from slapo_rewrite.cli import main; code = main(sys.argv[1:]);"
+        "assert 'torch' not in sys.modules and 'libcst' not in sys.modules; sys.exit(code)"
+    )
+    subprocess.run([sys.executable, "-m", "slapo_rewrite", *arguments], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", code, *arguments, "--check"], check=True, cwd=ROOT)
+
+
+def test_the_result_must_define_what_the_original_defines(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text("class A:\n    pass\n")
+    file = SourceFile.read(path)
+    with pytest.raises(AssertionError, match="no longer defines"):
+        check_text("class B:\n    pass\n", file)
