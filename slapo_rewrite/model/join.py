@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from slapo_rewrite import errors
-from slapo_rewrite.model import evaluate
+from slapo_rewrite.model import construction, evaluate
 from slapo_rewrite.model.evaluate import Evaluator, Scene, Unknown
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.source.index import SourceFile
@@ -268,20 +268,19 @@ class _Search:
 
     def _module(self, node: Node) -> Site:
         if id(node) in self._busy:
-            raise _refused(node, "its construction depends on itself", None)
+            raise self._nowhere(node, None)
         self._busy.add(id(node))
         try:
-            found = self._choose(node, self._candidates(node))
-            if found is None:
-                found = self._choose(node, self._candidates(node, later=True))
-            reference = found is not None and found.site.kind in _REFERENCES
-            if found is not None and not reference:
+            groups = itertools.chain(self._groups(node), self._groups(node, later=True))
+            chosen = (self._choose(node, group) for group in groups)
+            found = next((c for c in chosen if c is not None), None)
+            if found is not None and found.site.kind not in _REFERENCES:
                 return self._inner(found, node)
             return self._made_elsewhere(node, found)
         finally:
             self._busy.discard(id(node))
 
-    def _candidates(self, node: Node, later: bool = False) -> list[_Candidate]:
+    def _groups(self, node: Node, later: bool = False) -> Iterator[list[_Candidate]]:
         """The sites that may have made a module: its owner's, and those of modules further up.
 
         What a module further up puts in its place runs later, so it comes first.
@@ -297,14 +296,16 @@ class _Search:
             if holder is not node.owner:
                 found = [c for c in found if self._fits(c, node) is not False]
                 found = [c for c in found if self._guarded(c, node)]
-            if found:
-                return found
-        return []
+            yield found
 
     def _choose(self, node: Node, candidates: list[_Candidate]) -> _Candidate | None:
         if not candidates:
             return None
+        made = _passed(candidates, node)
+        if made is not None:
+            return made
         fitting = [c for c in candidates if self._fits(c, node) is not False]
+        fitting = [c for c in fitting if not _missed(c, node)]
         if len(fitting) > 1 or (fitting and fitting[0].site.steps):
             reached = [(c, self._guarded(c, node)) for c in fitting]
             possible = [replace(c, certain=g is True) for c, g in reached if g is not False]
@@ -423,17 +424,18 @@ class _Search:
 
     def _nowhere(self, node: Node, found: _Candidate | None) -> errors.RewriteError:
         owner = node.owner
-        if found is not None:
-            return _refused(node, "is given its name here, but made elsewhere", found.site)
         near = self.sources.maker(owner.cls).near(node.relative) if owner else []
-        if near:
-            return _refused(node, "is not made by any expression that can be followed", near[-1])
-        classes = self.sources.classes(owner.cls) if owner else []
-        at = classes[0][0].at(classes[0][0].classes[classes[0][1]]) if classes else None
+        named = found.site if found is not None else near[-1] if near else None
+        places = [construction.place(construction.stack_of(node.live))]
+        places.append(named.file.at(named.value, "named here") if named else None)
+        if places == [None, None] and owner is not None:
+            places += [f.at(f.classes[name]) for f, name in self.sources.classes(owner.cls)[:1]]
+        known = [p for p in places if p is not None]
         return errors.UnfollowableConstruction(
-            f"nothing in the source makes `{node.path}` ({node.cls.__name__})",
-            at=at,
-            hint="make it in `__init__`: `self.name = Class(...)`",
+            f"nothing that can be followed makes `{node.path}` ({node.cls.__name__})",
+            at=known[0] if known else None,
+            also=known[1:],
+            hint="make it in `__init__` of the class that uses it: `self.name = Class(...)`",
         )
 
     # Parameters -----------------------------------------------------------------------------
@@ -616,6 +618,20 @@ def _assigned(site: Site, name: str) -> Site:
     return site
 
 
+def _passed(candidates: list[_Candidate], node: Node) -> _Candidate | None:
+    """The candidate that Python passed through when it made the module, if that was noted."""
+    stack = construction.stack_of(node.live)
+    depths = [(construction.depth(c.site.file, c.site.value, stack), c) for c in candidates]
+    found = [(depth, c) for depth, c in depths if depth is not None]
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _missed(candidate: _Candidate, node: Node) -> bool:
+    """Whether Python is known not to have passed through a candidate."""
+    site, stack = candidate.site, construction.stack_of(node.live)
+    return site.kind not in _REFERENCES and construction.passes_through(site.file, stack)
+
+
 def _numbered(candidate: _Candidate) -> bool:
     """Whether the elements that a loop makes can have this number."""
     turning = [x for x in candidate.site.loops if x.value is None]
@@ -636,11 +652,3 @@ def _last(candidates: list[_Candidate]) -> list[_Candidate]:
     if not certain:
         return candidates
     return exact[exact.index(certain[-1]) :]
-
-
-def _refused(node: Node, words: str, site: Site | None) -> errors.UnfollowableConstruction:
-    return errors.UnfollowableConstruction(
-        f"`{node.path}` ({node.cls.__name__}) {words}",
-        at=site.file.at(site.value) if site else None,
-        hint="make it in `__init__` of the class that uses it: `self.name = Class(...)`",
-    )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import nn
 
 from slapo_rewrite import errors
+from slapo_rewrite.model import construction
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
@@ -26,7 +28,7 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
         ModelError: It raises, or returns something that is not a module.
     """
     try:
-        with torch.device("meta"), torch.no_grad():
+        with torch.device("meta"), torch.no_grad(), construction.recorded():
             model = make(module)
     except errors.RewriteError:
         raise
@@ -173,10 +175,13 @@ def _place_raised(make: Callable[[ModuleType], nn.Module], error: Exception) -> 
 
 
 def _deepest_place(make: Callable[[ModuleType], nn.Module], error: Exception) -> list[errors.Span]:
-    """Where the error was raised, if that is not in the schedule itself."""
+    """The last line that is neither torch's own nor the schedule's."""
     code = getattr(make, "__code__", None)
+    torch_folder = str(Path(torch.__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.lineno]
-    if not code or not frames or frames[-1].filename in {code.co_filename, __file__}:
+    frames = [f for f in frames if not f.filename.startswith(torch_folder)]
+    frames = [f for f in frames if not f.filename.startswith(str(Path(__file__).parent))]
+    if not code or not frames or frames[-1].filename == code.co_filename:
         return []
     return [_span(frames[-1].filename, frames[-1].lineno or 1, "raised here")]
 

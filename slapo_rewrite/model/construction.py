@@ -1,0 +1,102 @@
+"""Where Python was when it made a module.
+
+While a model is built, `nn.Module.__init__` notes the calls that led to it. Of several expressions
+that may have made a module, the one that Python passed through did.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from slapo_rewrite import errors
+from slapo_rewrite.source.index import SourceFile
+
+_MAX_CALLS = 16
+
+Position = tuple[int, int, int, int]
+Stack = tuple[tuple[str, Position], ...]
+_stacks: WeakKeyDictionary[nn.Module, Stack] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def recorded(stacks: WeakKeyDictionary[nn.Module, Stack] = _stacks) -> Iterator[None]:
+    """Notes the calls that lead to each module made meanwhile, the innermost first."""
+    original = nn.Module.__init__
+
+    @functools.wraps(original)
+    def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        stack = _calls(self, sys._getframe(1))
+        original(self, *args, **kwargs)
+        stacks.setdefault(self, stack)
+
+    nn.Module.__init__ = construct  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__init__ = original  # type: ignore[method-assign]
+
+
+def stack_of(module: nn.Module) -> Stack:
+    """The calls that led to a module; none where it was not made while that was noted."""
+    return _stacks.get(module, ())
+
+
+def depth(file: SourceFile, value: ast.expr, stack: Stack) -> int | None:
+    """Which of the calls of a stack an expression is; None where it is none of them."""
+    begin, end = (value.lineno, value.col_offset), (value.end_lineno, value.end_col_offset)
+    path = _real(str(file.path))
+    for number, (name, at) in enumerate(stack):
+        # A method call over several lines begins, for CPython, at the line of the method's name.
+        if at[2:] == end and at[:2] >= begin and _real(name) == path:
+            return number
+    return None
+
+
+def place(stack: Stack) -> errors.Span | None:
+    """The innermost of the calls, for a diagnostic."""
+    if not stack:
+        return None
+    path, (line, begin, last, end) = stack[0]
+    text = linecache.getline(path, line).rstrip("\r\n")
+    start = len(text.encode()[:begin].decode(errors="ignore"))
+    stop = len(text.encode()[:end].decode(errors="ignore")) if last == line else len(text)
+    return errors.Span(path, line, start + 1, max(1, stop - start), text, "made here")
+
+
+def passes_through(file: SourceFile, stack: Stack) -> bool:
+    """Whether any of the calls stands in a file."""
+    path = _real(str(file.path))
+    return any(_real(name) == path for name, _ in stack)
+
+
+def _calls(module: nn.Module, frame: FrameType | None) -> Stack:
+    while frame is not None and frame.f_code.co_name == "__init__":
+        names = frame.f_code.co_varnames
+        if not names or frame.f_locals.get(names[0]) is not module:
+            break
+        frame = frame.f_back
+    calls: list[tuple[str, Position]] = []
+    while frame is not None and len(calls) < _MAX_CALLS:
+        calls.append((frame.f_code.co_filename, _positions(frame.f_code)[frame.f_lasti // 2]))
+        frame = frame.f_back
+    return tuple(calls)
+
+
+@functools.cache
+def _positions(code: CodeType) -> list[Position]:
+    """Line, column, last line and last column of each instruction, counted as in `ast`."""
+    return [(a or 0, c or 0, b or 0, d or 0) for a, b, c, d in code.co_positions()]
+
+
+_real = functools.cache(os.path.realpath)
