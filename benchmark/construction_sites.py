@@ -9,7 +9,8 @@ and marked so.
 
 Each site is held against the place where Python really was when the module was made: the call stack
 in `nn.Module.__init__` must pass through exactly the expression that was found. A module whose
-making cannot be seen that way (a deep copy, an instance made at import) counts as `unseen`.
+making cannot be seen that way (a deep copy, an instance made at import) counts as `unseen`. The
+search itself is not told these stacks here, as it is in `slapo_rewrite.model.tree.build_model`.
 
 Writes `benchmark/results/construction_sites.json`.
 """
@@ -18,8 +19,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
-import functools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -28,10 +27,9 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 RESULTS = Path(__file__).parent / "results" / "construction_sites.json"
 KINDS = {
@@ -54,80 +52,34 @@ def families(only: set[str]) -> list[tuple[str, str, str]]:
     ]
 
 
-Position = tuple[int, int, int, int]
-
-
-@functools.cache
-def positions(code: CodeType) -> list[Position]:
-    """Line, column, last line and last column of each instruction, as in `ast`."""
-    return [(a or 0, c or 0, b or 0, d or 0) for a, b, c, d in code.co_positions()]
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[dict[int, tuple[Any, list[tuple[str, Position]]]]]:
-    """The call stack at the construction of each module, the innermost caller first."""
-    from torch import nn
-
-    original = nn.Module.__init__
-    seen: dict[int, tuple[Any, list[tuple[str, Position]]]] = {}
-
-    @functools.wraps(original)
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_name == "__init__":
-            code = frame.f_code
-            if not code.co_varnames or frame.f_locals.get(code.co_varnames[0]) is not self:
-                break
-            frame = frame.f_back
-        stack: list[tuple[str, Position]] = []
-        while frame is not None and len(stack) < 16:
-            place = positions(frame.f_code)[frame.f_lasti // 2]
-            stack.append((frame.f_code.co_filename, place))
-            frame = frame.f_back
-        seen[id(self)] = self, stack
-        original(self, *args, **kwargs)
-
-    nn.Module.__init__ = construct  # type: ignore[method-assign]
-    try:
-        yield seen
-    finally:
-        nn.Module.__init__ = original  # type: ignore[method-assign]
-
-
-def agrees(site: Any, stack: list[tuple[str, Position]]) -> bool:
-    """Whether the construction passed through exactly this expression."""
-    value = site.value
-    wanted = (value.lineno, value.col_offset, value.end_lineno, value.end_col_offset)
-    path = str(site.file.path)
-    # A method call over several lines begins, for CPython, at the line of the method's name.
-    return any(p == path and (at == wanted or at[2:] == wanted[2:]) for p, at in stack)
-
-
-def build(model_type: str, name: str, layers: int | None) -> Any:
+def build(model_type: str, name: str, layers: int | None) -> tuple[Any, Any]:
+    """A model on the meta device, and the call stacks of its modules."""
+    import torch
     import transformers
 
-    from slapo_rewrite.model.tree import build_model
+    from slapo_rewrite.model import construction
 
     config = transformers.CONFIG_MAPPING[model_type]()
     for part in (config, config.get_text_config()):
         for key in ("num_hidden_layers", "num_layers", "n_layer"):
             if layers is not None and isinstance(getattr(part, key, None), int):
                 setattr(part, key, layers)
-    cls = getattr(transformers, name)
-    return build_model(lambda _: cls(config), sys.modules[cls.__module__])
+    stacks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+    with torch.device("meta"), construction.recorded(stacks):
+        return getattr(transformers, name)(config), stacks
 
 
 def measure(model_type: str, name: str, layers: int | None) -> dict[str, Any]:
     """How many modules a model has, of how many the site is found, and why not of the others."""
     from slapo_rewrite import errors
+    from slapo_rewrite.model import construction
     from slapo_rewrite.model.join import Sources, find_site
     from slapo_rewrite.model.tree import Tree
     from slapo_rewrite.source.index import SourceFile
 
     started = time.perf_counter()
     try:
-        with recorded() as stacks:
-            model = build(model_type, name, layers)
+        model, stacks = build(model_type, name, layers)
     except Exception as error:
         return {"unbuilt": f"{error}".splitlines()[0][:160] if str(error) else repr(error)}
     built = time.perf_counter()
@@ -144,10 +96,10 @@ def measure(model_type: str, name: str, layers: int | None) -> dict[str, Any]:
         try:
             site = find_site(sources, node)
             kinds[site.kind] += 1
-            _, stack = stacks.get(id(node.live), (None, None))
+            stack = stacks.get(node.live)
             if stack is None:
                 seen["unseen"] += 1
-            elif agrees(site, stack):
+            elif construction.depth(site.file, site.value, stack) is not None:
                 seen["agree"] += 1
             else:
                 seen["disagree"] += 1
