@@ -452,6 +452,8 @@ class _Search:
             for holder in [*_holders(node), *([] if node.is_container else [node])]:
                 relative = full[len(holder.path) + 1 :] if holder.path else full
                 maker = self.sources.maker(holder.cls)
+                if holder is not node and not later and not maker.has_deep:
+                    continue
                 patterns = maker.later if later else maker
                 found = [_Candidate(s, holder, n) for s, n in patterns.match(relative)]
                 reached = [(c, self._guarded(c, holder)) for c in found]
