@@ -23,8 +23,11 @@ from slapo_rewrite.source.sites import Site, find_later_sites, find_sites
 from slapo_rewrite.source.values import Frame
 
 _REFERENCES = {"argument", "alias"}
-# How a class puts a module into one that another class made, and not into a list of its own.
-_DEEP_KINDS = {"assign", "setattr", "add_module", "argument", "alias", "helper", "factory"}
+# How a class puts something into a module that another class made, and not into a list of its own.
+_DEEP_KINDS = {
+    *("assign", "setattr", "add_module", "argument", "alias", "helper", "factory"),
+    *("parameter", "buffer"),
+}
 
 
 class Sources:
@@ -448,11 +451,12 @@ class _Search:
 
     def _parameter(self, node: Node, name: str) -> Site:
         full = f"{node.path}.{name}" if node.path else name
+        direct = node.owner if node.is_container else node
         for later in (False, True):
             for holder in [*_holders(node), *([] if node.is_container else [node])]:
                 relative = full[len(holder.path) + 1 :] if holder.path else full
                 maker = self.sources.maker(holder.cls)
-                if holder is not node and not later and not maker.has_deep:
+                if holder is not direct and not later and not maker.has_deep:
                     continue
                 patterns = maker.later if later else maker
                 found = [_Candidate(s, holder, n) for s, n in patterns.match(relative)]
