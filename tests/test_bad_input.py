@@ -314,3 +314,10 @@ def test_a_defect_is_called_one(run: Run, capsys, monkeypatch):
     assert main(["net.py", "--schedule", "s.py", "-o", "out"]) == 3
     assert "this is a defect of slapo-rewrite" in capsys.readouterr().err
     assert not os.path.exists("out")
+
+
+def test_an_argument_that_a_sharded_layer_does_not_take(run: Run):
+    source = SOURCE.replace("nn.Embedding(30, width)", "nn.Embedding(30, width, max_norm=1.0)")
+    (run.folder / "net.py").write_text(source)
+    text = run('s["embed"].shard("weight", axis=0)\ns["embed"].sync("fwd_post", "all_reduce")')
+    assert "does not take the argument `max_norm`" in text and "net.py:27:" in text

@@ -8,6 +8,7 @@ they get a subclass, and the place that makes them picks (`_settle`).
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from slapo_rewrite.edit.definition import (
     MakeOther,
     OwnShare,
     Recompute,
+    ShareParameter,
     SplitParameter,
     What,
     WrapCall,
@@ -38,14 +40,22 @@ from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.layers import choose_layer
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import EMPTY, Directive, Function, ModuleState, Shard, Sync
-from slapo_rewrite.model.follow import CannotFollow, CannotRun, Followed, ShardedParameter, follow
+from slapo_rewrite.model.follow import (
+    Asked,
+    Border,
+    CannotFollow,
+    CannotRun,
+    Followed,
+    ShardedParameter,
+    follow,
+)
 from slapo_rewrite.model.join import (
     Sources,
     find_parameter_site,
     find_site,
     resolve_callee,
 )
-from slapo_rewrite.model.layers import Layer, splits_of
+from slapo_rewrite.model.layers import Layer, arguments_of, splits_of
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.sites import Site
@@ -158,7 +168,8 @@ class _Lowering:
             os.path.abspath(self.file.path),
         }
         try:
-            return follow(self.tree, layers, parameters, step_inputs(), names.__contains__)
+            asked = Asked(layers, parameters, self._borders(layers))
+            return follow(self.tree, asked, step_inputs(), names.__contains__)
         except CannotRun as error:
             self.warnings.append(
                 "the model does not run on the meta device, so sizes inside `forward` were "
@@ -182,6 +193,20 @@ class _Lowering:
             raise errors.UnfollowableSize(
                 str(error), at=places[0] if places else None, also=places[1:], hint=error.hint
             ) from None
+
+    def _borders(self, layers: Mapping[str, Layer]) -> dict[str, list[Border]]:
+        """The collectives that no layer carries out by itself."""
+        return {
+            path: borders
+            for path, state in self.states.items()
+            if (
+                borders := [
+                    Border(sync.mode, sync.op if isinstance(sync.op, str) else "function", sync.axis)
+                    for sync in state.syncs
+                    if path not in layers or not isinstance(sync.op, str)
+                ]
+            )
+        }
 
     def _a_cause(self, path: str | None) -> errors.Span | None:
         for candidate in [path] if path else self.states:
@@ -255,6 +280,7 @@ class _Lowering:
         key, owner = self._site(node, causes)
         if isinstance(what, MakeLayer):
             self._check_callee(self.sites[key[1]], node, causes)
+            self._check_arguments(self.sites[key[1]], what.layer, causes)
         self._add(owner.path, key, what, causes)
 
     def _check_callee(self, site: Site, node: Node, causes: tuple[Directive, ...]) -> None:
@@ -271,6 +297,17 @@ class _Lowering:
             also=[c.at for c in causes[:1] if c.at],
             hint=f"write the construction out: self.{site.path} = nn.{node.cls.__name__}(...)",
         )
+
+    def _check_arguments(self, site: Site, layer: Layer, causes: tuple[Directive, ...]) -> None:
+        """Refuses constructor arguments that the sharded layer has no equal for."""
+        for keyword in site.value.keywords if isinstance(site.value, ast.Call) else ():
+            if keyword.arg is not None and keyword.arg not in arguments_of(layer):
+                raise errors.Unsupported(
+                    f"a sharded layer does not take the argument `{keyword.arg}`",
+                    at=self.file.at(keyword),
+                    also=[c.at for c in causes[:1] if c.at],
+                    hint=f"{layer.name} takes {', '.join(arguments_of(layer))}",
+                )
 
     def _split_parameter(self, node: Node, shard: Shard) -> None:
         site = find_parameter_site(self.sources, node, shard.name)
@@ -333,16 +370,48 @@ class _Lowering:
             owner = node.owner if path in layers else node
             if owner is not None:
                 owners.setdefault(owner.path, []).extend(s.cause for s in self.states[path].shards)
-        for path, shard_causes in owners.items():
-            cls = self.tree.nodes[path].cls
-            for attribute in sorted(followed.sizes.get(cls, ())):
-                self._add(path, ("size", attribute), OwnShare(), united(shard_causes))
+        for path, holder in self._holders(owners).items():
+            cls, causes = self.tree.nodes[path].cls, united(owners[holder.path])
+            for attribute in sorted(a.name for a in followed.sizes if (a.cls, a.holder) == (cls, holder.cls)):
+                self._add(path, ("size", attribute), OwnShare(), causes)
             for change in followed.arguments:
                 if self._is_method_line(cls, change.place.line):
                     place = change.place
-                    ends = (place.end_line, place.end_column)
-                    key = ("argument", place.line, place.column, *ends, change.index[0])
-                    self._add(path, key, ChangeArgument(change.template), united(shard_causes))
+                    key = (
+                        "argument", place.line, place.column, place.end_line, place.end_column, change.index,
+                    )  # fmt: skip
+                    self._add(path, key, ChangeArgument(change.template), causes)
+        for path, name in sorted(followed.shared):
+            self._share_parameter(path, name, owners)
+
+    def _holders(self, owners: Mapping[str, list[Directive]]) -> dict[str, Node]:
+        """The nearest module, itself or above, that holds sharded parameters: for every module that has one."""
+        found: dict[str, Node] = {}
+        for path, node in self.tree.nodes.items():
+            if path in owners:
+                found[path] = node
+            elif node.parent is not None and node.parent.path in found:
+                found[path] = found[node.parent.path]
+        return found
+
+    def _share_parameter(
+        self, path: str, name: str, owners: Mapping[str, list[Directive]]
+    ) -> None:
+        """Adds up the gradients of a whole parameter that meets parts, wherever its like does."""
+        holder = self._holders(owners)[path]
+        relative = path[len(holder.path) :]
+        for owner, causes in owners.items():
+            node = self.tree.nodes.get(owner + relative)
+            if node is None or self.tree.nodes[owner].cls is not holder.cls:
+                continue
+            if self.sources.file_of(node.cls) is not self.file:
+                raise errors.Unsupported(
+                    f"`{node.path}.{name}` is whole on every rank, but is used on parts: its gradients have to be "
+                    f"added up, and {node.cls.__module__}.{node.cls.__qualname__} cannot be changed for that",
+                    at=causes[0].at,
+                    hint=f"copy class `{node.cls.__name__}` into {self.file.path.name}",
+                )
+            self._add(node.path, ("gradient", name), ShareParameter(name), united(causes))
 
     def _is_method_line(self, cls: type, line: int) -> bool:
         node = self.file.classes.get(cls.__name__)
@@ -498,6 +567,7 @@ class _Lowering:
             WrapCall,
             Attach,
             ChangeArgument,
+            ShareParameter,
         )
         made = [w.name for w in wanted if isinstance(w, MakeClass)]
         if any(isinstance(w, parallel) for w in wanted) or any(

@@ -41,17 +41,34 @@ class Split:
     output: str
     whole: frozenset[str] = frozenset()
     has_input_gradient: bool = True
+    arguments: tuple[str, ...] = ("in_features", "out_features", "bias", "device", "dtype")
 
 
+_TABLE = ("num_embeddings", "embedding_dim", "padding_idx", "device", "dtype")
 _COLUMN = Split("tensor_parallel", "ColumnParallelLinear", "partition")
 _ROW = Split("tensor_parallel", "RowParallelLinear", "partial sum", frozenset({"bias"}), False)
-_COLUMN_CONV1D = Split("conv1d", "ColumnParallelConv1D", "partition")
-_ROW_CONV1D = Split("conv1d", "RowParallelConv1D", "partial sum", frozenset({"bias"}), False)
+_COLUMN_CONV1D = Split("conv1d", "ColumnParallelConv1D", "partition", arguments=("nf", "nx"))
+_ROW_CONV1D = Split(
+    "conv1d",
+    "RowParallelConv1D",
+    "partial sum",
+    frozenset({"bias"}),
+    False,
+    arguments=("nf", "nx"),
+)
 _VOCABULARY = Split(
-    "tensor_parallel", "VocabParallelEmbedding", "partial sum", has_input_gradient=False
+    "tensor_parallel",
+    "VocabParallelEmbedding",
+    "partial sum",
+    has_input_gradient=False,
+    arguments=_TABLE,
 )
 _EMBEDDING = Split(
-    "tensor_parallel", "ColumnParallelEmbedding", "partition", has_input_gradient=False
+    "tensor_parallel",
+    "ColumnParallelEmbedding",
+    "partition",
+    has_input_gradient=False,
+    arguments=_TABLE,
 )
 
 # By qualified class: parameter and axis -> how that splits the layer.
@@ -77,3 +94,13 @@ SPLITS: dict[str, dict[tuple[str, int], Split]] = {
 def splits_of(cls: type) -> dict[tuple[str, int], Split] | None:
     """How a class can be split, or None where no layer takes its place."""
     return SPLITS.get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def arguments_of(layer: Layer) -> tuple[str, ...]:
+    """What a layer's constructor takes of the original's arguments."""
+    return next(
+        split.arguments
+        for splits in SPLITS.values()
+        for split in splits.values()
+        if split.name == layer.name
+    )

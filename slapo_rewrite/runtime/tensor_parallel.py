@@ -421,34 +421,14 @@ def zero_after_first_rank(x: Tensor) -> Tensor:
     return x if rank() == 0 else torch.zeros_like(x)
 
 
-def refuse_options(**options: object) -> None:
-    """Refuses those options of an embedding that need the whole table at once.
-
-    Raises:
-        ValueError: One of them is set.
-    """
-    for name, value in options.items():
-        if value:
-            raise ValueError(f"a sharded embedding does not support {name}={value}")
-
-
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding split over its vocabulary: ids (B, T) -> (B, T, D).
 
-    The first arguments are those of `nn.Embedding`, for the whole table; the attribute
-    `num_embeddings` is V', and `padding_idx` is the padding's row in this rank's part,
-    None where another rank holds it.
-
     Args:
-        num_embeddings: V.
+        num_embeddings: V, of the whole table; the attribute of that name is V'.
         embedding_dim: D.
-        padding_idx: The id whose row gets no gradient.
-        max_norm: Not supported.
-        norm_type: Without meaning.
-        scale_grad_by_freq: Not supported.
-        sparse: Not supported.
-        _weight: The whole table, if it exists already.
-        _freeze: Whether the table is not trained.
+        padding_idx: The id whose row gets no gradient. The attribute is that row in
+            this rank's part, None where another rank holds it.
         device: Where the table is made.
         dtype: Its type.
         reduce_output: Sum the output over the ranks. Off where the caller does it.
@@ -459,21 +439,11 @@ class VocabParallelEmbedding(nn.Embedding):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        _freeze: bool = False,
+        *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
         reduce_output: bool = True,
     ) -> None:
-        refuse_options(
-            max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
-        )
-        shard = Shard(0, (num_embeddings,))
         sizes = part_sizes(num_embeddings)
         first_id = sum(sizes[: rank()])
         if padding_idx is not None:
@@ -481,18 +451,12 @@ class VocabParallelEmbedding(nn.Embedding):
             if not 0 <= padding_idx < sizes[rank()]:
                 padding_idx = None
         super().__init__(
-            sizes[rank()],
-            embedding_dim,
-            padding_idx,
-            _weight=None if _weight is None else shard.cut(_weight),
-            _freeze=_freeze,
-            device=device,
-            dtype=dtype,
+            sizes[rank()], embedding_dim, padding_idx, device=device, dtype=dtype
         )
         self.first_id = first_id
         self.full_num_embeddings = num_embeddings
         self.reduce_output = reduce_output
-        record_shard(self, "weight", shard)
+        record_shard(self, "weight", Shard(0, (num_embeddings,)))
 
     def forward(self, input: Tensor) -> Tensor:
         """Looks up ids; a partial sum without `reduce_output`."""
@@ -510,19 +474,10 @@ class VocabParallelEmbedding(nn.Embedding):
 class ColumnParallelEmbedding(nn.Embedding):
     """An embedding split over its features: ids (B, T) -> (B, T, D').
 
-    The first arguments are those of `nn.Embedding`, for the whole table; the attribute
-    `embedding_dim` is D'.
-
     Args:
         num_embeddings: V.
-        embedding_dim: D, which must divide evenly.
+        embedding_dim: D, which must divide evenly; the attribute of that name is D'.
         padding_idx: The id whose row gets no gradient.
-        max_norm: Not supported.
-        norm_type: Without meaning.
-        scale_grad_by_freq: Not supported.
-        sparse: Not supported.
-        _weight: The whole table, if it exists already.
-        _freeze: Whether the table is not trained.
         device: Where the table is made.
         dtype: Its type.
         gather_output: Return (B, T, D) on every rank.
@@ -533,30 +488,14 @@ class ColumnParallelEmbedding(nn.Embedding):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        _freeze: bool = False,
+        *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
         gather_output: bool = False,
     ) -> None:
-        refuse_options(
-            max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
-        )
+        size = part_size(embedding_dim)
+        super().__init__(num_embeddings, size, padding_idx, device=device, dtype=dtype)
         shard = Shard(1, (embedding_dim,))
-        super().__init__(
-            num_embeddings,
-            part_size(embedding_dim),
-            padding_idx,
-            _weight=None if _weight is None else shard.cut(_weight),
-            _freeze=_freeze,
-            device=device,
-            dtype=dtype,
-        )
         self.output_shard = replace(shard, axis=-1) if gather_output else None
         record_shard(self, "weight", shard)
 
