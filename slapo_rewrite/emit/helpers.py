@@ -17,7 +17,7 @@ RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
 # What an output offers beside what the model file itself calls.
 SURFACE = {
     "tensor_parallel": {"set_group"},
-    "loading": {"to_local", "to_full", "full_state_dict"},
+    "loading": {"build", "full_state_dict", "load_pretrained", "to_full", "to_local"},
 }
 
 

@@ -4,7 +4,8 @@ Shapes: B batch, T tokens, D features in, F features out, V vocabulary. A prime 
 marks the part that this rank holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 _group = None
+_alone = False
 
 
 def set_group(group: dist.ProcessGroup | None) -> None:
@@ -26,14 +28,25 @@ def set_group(group: dist.ProcessGroup | None) -> None:
     _group = group
 
 
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    """Inside, layers are made whole, as if this rank were the only one."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
+
+
 def world_size() -> int:
     """How many ranks share the model's layers."""
-    return dist.get_world_size(_group) if dist.is_initialized() else 1
+    return 1 if _alone or not dist.is_initialized() else dist.get_world_size(_group)
 
 
 def rank() -> int:
     """This process's place in the tensor-parallel group."""
-    return dist.get_rank(_group) if dist.is_initialized() else 0
+    return 0 if _alone or not dist.is_initialized() else dist.get_rank(_group)
 
 
 def part_size(size: int, multiple_of: int = 1) -> int:
@@ -119,6 +132,16 @@ class Shard:
         by_block = [part_sizes(size, self.multiple_of) for size in self.blocks]
         return [[sizes[r] for sizes in by_block] for r in range(world_size())]
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where this rank's pieces lie on the full axis, one for each block."""
+        found, start = [], 0
+        for block, size in enumerate(self.blocks):
+            before = sum(sizes[block] for sizes in self.sizes()[: rank()])
+            length = self.sizes()[rank()][block]
+            found.append((start + before, start + before + length))
+            start += size
+        return found
+
     def local_size(self) -> int:
         """The axis's size in this rank's part."""
         return sum(self.sizes()[rank()])
@@ -131,10 +154,7 @@ class Shard:
         """This rank's part of a full tensor."""
         if world_size() == 1:
             return full
-        pieces = []
-        for block in torch.split(full, list(self.blocks), self.axis):
-            sizes = part_sizes(block.shape[self.axis], self.multiple_of)
-            pieces.append(torch.split(block, sizes, self.axis)[rank()])
+        pieces = [full.narrow(self.axis, a, b - a) for a, b in self.ranges()]
         return torch.cat(pieces, self.axis)
 
     def gather(self, part: Tensor) -> Tensor:

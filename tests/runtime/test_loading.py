@@ -1,7 +1,11 @@
 """Full tensors to parts and back, for a model with every way of being sharded."""
 
+import json
+
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 
 from slapo_rewrite.runtime import loading
@@ -171,3 +175,67 @@ def run_all():
 )
 def test_between_full_and_local(world):
     run(run_all, world)
+
+
+def check_build_is_alike():
+    torch.manual_seed(5)
+    whole = Model(whole=True)
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    model = loading.build(lambda: Model(whole=False))
+    assert torch.equal(torch.rand(3), after), "random numbers go on as after the whole model"
+    full = loading.full_state_dict(model)
+    assert full.keys() == whole.state_dict().keys()
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(full[name], tensor), name
+    assert model.head.weight is model.table.weight
+
+
+def check_load_pretrained(folder):
+    torch.manual_seed(6)
+    whole = Model(whole=True)
+    if tp.rank() == 0:
+        kept = {n: t.contiguous() for n, t in whole.state_dict().items()}
+        for tied in ("head.weight", "head.bias"):
+            del kept[tied]
+        names = sorted(kept)
+        halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+        for file, some in halves.items():
+            save_file({n: kept[n] for n in some}, folder / file)
+        index = {"weight_map": {n: file for file, some in halves.items() for n in some}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        save_file(kept, folder / "single.safetensors")
+        save_file({"encoder." + n: t for n, t in kept.items()}, folder / "other.safetensors")
+    if tp.world_size() > 1:
+        dist.barrier()
+    for path in (folder, folder / "single.safetensors"):
+        model = Model(whole=False)
+        loading.load_pretrained(model, path)
+        full = loading.full_state_dict(model)
+        for name, tensor in whole.state_dict().items():
+            assert torch.equal(full[name], tensor), name
+    with pytest.raises(KeyError, match="encoder"):
+        loading.load_pretrained(model, folder / "other.safetensors")
+    model.base_model_prefix = "base"
+    assert loading.checkpoint_names({"base.x": torch.ones(1)}, {"x"}, "base") == {"base.x": "x"}
+
+
+def check_starting(folder):
+    check_build_is_alike()
+    check_load_pretrained(folder)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_starting(world, tmp_path):
+    run(check_starting, world, tmp_path)
+
+
+def test_a_checkpoint_of_another_size_is_refused(tmp_path):
+    model = Model(whole=False)
+    state = {n: t.clone() for n, t in Model(whole=True).state_dict().items()}
+    state["table.weight"] = torch.ones(VOCABULARY + 1, WIDTH)
+    del state["head.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"table\.weight is 12 long in the checkpoint, not 11"):
+        loading.load_pretrained(model, tmp_path)
