@@ -149,7 +149,7 @@ class _Emitter:
         steps = merged(steps, made.steps) if steps else made.steps
         if path and (made.container or made.sequences is None) and not _is_plain(made.expr):
             self.found.setdefault(path, []).append(self._site(path, made, kind, steps))
-        for sequence in made.sequences or ():
+        for sequence in [*(made.sequences or ()), Sequence(made.attributes, made.steps)]:
             self._emit_items(path, sequence, steps)
         for inner in made.inner:
             for sequence in inner.sequences or ():

@@ -131,6 +131,7 @@ class Made:
         container: Whether it is a module container, rather than a plain list or dict.
         inner: What a helper function returns, or a wrapper was given.
         alias: The path of the existing module that the expression means.
+        attributes: What is put into it while a local variable holds it.
     """
 
     expr: ast.expr
@@ -143,6 +144,7 @@ class Made:
     inner: list[Made] = field(default_factory=list)
     alias: str | None = None
     constant: bool = False
+    attributes: list[Item] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -270,11 +272,39 @@ class Walker:
         for value in constants:
             self._bind_constants(statement.target, value, here)
             self._block(statement.body, here.under(Loop(statement, here.frame, value=value)))
-        if not constants:
+        if not constants and not self._unrolled(statement, here):
             loop = Loop(statement, here.frame, _counter(statement.target, statement.iter))
             self._bind_elements(statement.target, statement.iter, here)
             self._block(statement.body, here.under(loop))
         self._block(statement.orelse, here)
+
+    def _unrolled(self, statement: ast.For | ast.AsyncFor, here: _Here) -> bool:
+        """Walks a loop over a list of which every element is known, once for each element."""
+        target, iterable, number = statement.target, statement.iter, None
+        match target, iterable:
+            case ast.Tuple(elts=[counter, inner]), ast.Call(func=ast.Name(id="enumerate")):
+                if len(iterable.args) != 1 or iterable.keywords:
+                    return False
+                target, iterable, number = inner, iterable.args[0], counter
+        if not isinstance(target, ast.Name):
+            return False
+        held = [made for made in self._held(iterable) if not made.container]
+        sequences = [s for made in held for s in made.sequences or ()]
+        if len(sequences) != 1 or len(sequences[0].items) > _MAX_UNROLLED:
+            return False
+        items = sequences[0].items
+        if any(i.key is not None or i.steps != sequences[0].steps for i in items):
+            return False
+        for position, item in enumerate(items):
+            value: ast.expr = ast.Name(UNDECIDED, ast.Load())
+            if number is not None:
+                count = ast.Constant(position)
+                self._bind_constants(number, count, here)
+                value = ast.Tuple([count, value], ast.Load())
+            value = ast.fix_missing_locations(ast.copy_location(value, iterable))
+            self._scope[target.id] = item.values
+            self._block(statement.body, here.under(Loop(statement, here.frame, value=value)))
+        return True
 
     def _bind_constants(self, target: ast.expr, value: ast.expr, here: _Here) -> None:
         if isinstance(target, ast.Name):
@@ -345,6 +375,25 @@ class Walker:
                 if path:
                     for value in values:
                         self._place(path, value, here, kind or "assign")
+                elif isinstance(target, ast.Attribute | ast.Subscript):
+                    self._store_local(target, values, here)
+
+    def _store_local(
+        self, target: ast.Attribute | ast.Subscript, values: list[Made], here: _Here
+    ) -> None:
+        """`block.fc = ...` and `parts["fc"] = ...` where a local variable holds the block."""
+        if not isinstance(target.value, ast.Name):
+            return
+        known = self._scope.get(target.value.id, [])
+        if isinstance(target, ast.Attribute):
+            item = Item(target.attr, values, here.steps, "assign")
+            for made in known:
+                if isinstance(made.expr, ast.Call):
+                    made.attributes.append(item)
+        else:
+            item = Item(self._text(target.slice), values, here.steps, "dict")
+            for sequence in (q for made in known for q in made.sequences or ()):
+                sequence.items.append(item)
 
     def _place(
         self, path: str, value: Made, here: _Here, kind: str, counted: Loop | None = None
@@ -497,11 +546,13 @@ class Walker:
         """What an expression makes: one value, or one for each way that its branches go."""
         match expr:
             case ast.IfExp():
-                taken = here.under(Guard(expr.test, True, here.frame))
-                other = here.under(Guard(expr.test, False, here.frame))
+                taken = Guard(expr.test, True, here.frame)
+                other = Guard(expr.test, False, here.frame)
                 return [
-                    *self._values(expr.body, taken, kind),
-                    *self._values(expr.orelse, other, kind),
+                    # A variable's value may come from before the test: it is still under it here.
+                    value if guard in value.steps else replace(value, steps=(*value.steps, guard))
+                    for guard, side in ((taken, expr.body), (other, expr.orelse))
+                    for value in self._values(side, here.under(guard), kind)
                 ]
             case ast.BoolOp():
                 unsure = here.under(_undecided(expr, here))

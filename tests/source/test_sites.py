@@ -156,6 +156,30 @@ CASES = {
         "self.x = nn.ModuleDict()\nself.x['a'] = A()",
         {"x": ["assign nn.ModuleDict()"], "x.a": ["assign A()"]},
     ),
+    "dict in a variable": (
+        "parts = {}\nparts['a'] = A()\nfor t in config.types:\n    parts[t] = B()\n"
+        "self.x = nn.ModuleDict(parts)",
+        {"x": ["assign nn.ModuleDict(parts)"], "x.a": ["dict A()"], "x.*": ["dict B()"]},
+    ),
+    "module in a variable": (
+        "self.x = nn.ModuleList()\nfor i in range(n):\n    block = nn.Module()\n"
+        "    block.fc = A()\n    self.x.append(block)",
+        {
+            "x": ["assign nn.ModuleList()"],
+            "x.*": ["append nn.Module()"],
+            "x.*.fc": ["assign A()"],
+        },
+    ),
+    "list entered under its numbers": (
+        "self.layers = [A(), B()]\nfor i, layer in enumerate(self.layers):\n"
+        "    self.add_module(str(i), layer)",
+        {
+            "layers.0": ["list A()"],
+            "layers.1": ["list B()"],
+            "0": ["add_module A()"],
+            "1": ["add_module B()"],
+        },
+    ),
     "setattr": (
         "for i in range(n):\n    setattr(self, f'layer{i}', A(i))",
         {"layer*": ["setattr A(i)"]},
@@ -232,6 +256,8 @@ def test_guards_are_the_tests_around_a_site(tmp_path):
         if config.c:
             return
         self.d = D()
+        e = E()
+        self.e = e if config.e else None
         """,
     )
 
@@ -244,6 +270,7 @@ def test_guards_are_the_tests_around_a_site(tmp_path):
         [("config.a", False), ("config.b", True)],
     ]
     assert guards(sites["d"][0]) == [("config.c", False)]
+    assert guards(sites["e"][0]) == [("config.c", False), ("config.e", True)]
 
 
 @pytest.mark.parametrize(
