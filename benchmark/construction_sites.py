@@ -1,6 +1,6 @@
 """For what share of the modules of Hugging Face models is the expression found that makes them?
 
-    python benchmark/construction_sites.py [--only bert,llama] [--limit 45]
+    python benchmark/construction_sites.py [--only bert,llama] [--base] [--limit 45]
 
 Builds every causal, masked and sequence-to-sequence language model of the installed transformers
 with its default configuration on the meta device, and looks for the construction site of each
@@ -10,7 +10,8 @@ and marked so.
 Each site is held against the place where Python really was when the module was made: the call stack
 in `nn.Module.__init__` must pass through exactly the expression that was found. A module whose
 making cannot be seen that way (a deep copy, an instance made at import) counts as `unseen`. The
-search itself is not told these stacks here, as it is in `slapo_rewrite.model.tree.build_model`.
+search itself is not told these stacks, as it is where the tool builds a model
+(`slapo_rewrite.model.tree.build_model`); the last column says what it finds with them.
 
 Writes `benchmark/results/construction_sites.json`.
 """
@@ -59,14 +60,15 @@ def build(model_type: str, name: str, layers: int | None) -> tuple[Any, Any]:
 
     from slapo_rewrite.model import construction
 
-    config = transformers.CONFIG_MAPPING[model_type]()
+    cls = getattr(transformers, name)
+    config = (cls.config_class or transformers.CONFIG_MAPPING[model_type])()
     for part in (config, config.get_text_config()):
         for key in ("num_hidden_layers", "num_layers", "n_layer"):
             if layers is not None and isinstance(getattr(part, key, None), int):
                 setattr(part, key, layers)
     stacks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
     with torch.device("meta"), construction.recorded(stacks):
-        return getattr(transformers, name)(config), stacks
+        return cls(config), stacks
 
 
 def measure(model_type: str, name: str, layers: int | None) -> dict[str, Any]:
@@ -85,7 +87,8 @@ def measure(model_type: str, name: str, layers: int | None) -> dict[str, Any]:
     built = time.perf_counter()
     module = sys.modules[type(model).__module__]
     tree = Tree(model)
-    sources = Sources(SourceFile.read(Path(str(module.__file__)), module.__name__))
+    file = SourceFile.read(Path(str(module.__file__)), module.__name__)
+    sources = Sources(file)
     kinds: collections.Counter[str] = collections.Counter()
     seen: collections.Counter[str] = collections.Counter()
     missed: list[tuple[str, str, str]] = []
@@ -108,9 +111,13 @@ def measure(model_type: str, name: str, layers: int | None) -> dict[str, Any]:
             reason = re.sub(r"`[^`]*` ", "", error.message)
             missed.append((node.path, reason, str(error.at)))
     joined = time.perf_counter()
+    told = Sources(file)
+    with construction.known(stacks):
+        found_with = sum(is_found(told, n) for n in tree.nodes.values() if n.parent is not None)
     return {
         "modules": len(tree.nodes) - 1,
         "found": sum(kinds.values()),
+        "found_with_stacks": found_with,
         "kinds": dict(kinds),
         "missed": missed,
         "seen": dict(seen),
@@ -119,6 +126,17 @@ def measure(model_type: str, name: str, layers: int | None) -> dict[str, Any]:
         "join_s": round(joined - built, 3),
         "layers": layers,
     }
+
+
+def is_found(sources: Any, node: Any) -> bool:
+    from slapo_rewrite import errors
+    from slapo_rewrite.model.join import find_site
+
+    try:
+        find_site(sources, node)
+    except errors.UnfollowableConstruction:
+        return False
+    return True
 
 
 def work(connection: multiprocessing.connection.Connection) -> None:
@@ -207,18 +225,22 @@ def report(results: dict[tuple[str, str, str], Any], seconds: float) -> dict[str
 
     built = {k: r for k, r in results.items() if "modules" in r}
     totals: dict[str, Any] = {}
-    print(f"{'kind':8} {'families':>8} {'modules':>8} {'found':>8} {'share':>8}")
+    heads = ("families", "modules", "found", "share", "with stacks")
+    print(f"{'kind':8}" + "".join(f" {head:>11}" for head in heads))
     for kind in [*KINDS, "all"]:
         rows = [r for k, r in built.items() if kind in (k[0], "all")]
         modules, found = sum(r["modules"] for r in rows), sum(r["found"] for r in rows)
         share = found / modules if modules else 0.0
+        with_stacks = sum(r["found_with_stacks"] for r in rows)
         totals[kind] = {
             "families": len(rows),
             "modules": modules,
             "found": found,
             "share": round(share, 5),
+            "found_with_stacks": with_stacks,
         }
-        print(f"{kind:8} {len(rows):8} {modules:8} {found:8} {share:8.2%}")
+        cells = (len(rows), modules, found, f"{share:.2%}", with_stacks)
+        print(f"{kind:8}" + "".join(f" {cell:>11}" for cell in cells))
     kinds: collections.Counter[str] = collections.Counter()
     for row in built.values():
         kinds.update(row["kinds"])
@@ -266,13 +288,16 @@ def report(results: dict[tuple[str, str, str], Any], seconds: float) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="model types, separated by commas")
+    parser.add_argument("--base", action="store_true", help="base models too, of every modality")
     parser.add_argument("--limit", type=float, default=45.0, help="seconds for one family")
     arguments = parser.parse_args()
+    if arguments.base:
+        KINDS["base"] = "MODEL_MAPPING_NAMES"
     only = set(filter(None, arguments.only.split(",")))
     started = time.perf_counter()
     results = run(families(only), arguments.limit)
     figures = report(results, time.perf_counter() - started)
-    if not only:
+    if not only and not arguments.base:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
 

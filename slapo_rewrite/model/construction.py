@@ -47,6 +47,18 @@ def recorded(stacks: WeakKeyDictionary[nn.Module, Stack] = _stacks) -> Iterator[
         nn.Module.__init__ = original  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def known(stacks: WeakKeyDictionary[nn.Module, Stack]) -> Iterator[None]:
+    """Goes by calls that were noted elsewhere, for as long as it lasts."""
+    before = dict(_stacks)
+    _stacks.update(stacks)
+    try:
+        yield
+    finally:
+        _stacks.clear()
+        _stacks.update(before)
+
+
 def stack_of(module: nn.Module) -> Stack:
     """The calls that led to a module; none where it was not made while that was noted."""
     return _stacks.get(module, ())
