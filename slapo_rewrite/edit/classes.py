@@ -17,6 +17,7 @@ from slapo_rewrite.edit.definition import (
     MakeClass,
     MakeLayer,
     MakeOther,
+    ShareParameter,
     SplitParameter,
     What,
     WrapCall,
@@ -33,6 +34,9 @@ from slapo_rewrite.source.sites import Site
 
 # What transformers calls the cache that a layer fills: filled twice, it would hold every key twice.
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "past_states")
+
+# How a list of sizes is written that must be this rank's shares.
+SHARES = "[{part_size}(size) for size in {argument}]"
 
 HOOKS = {
     "fwd_pre": "register_forward_pre_hook",
@@ -148,6 +152,8 @@ class ClassWriter:
                 self._wrap_calls(class_name, key[1], change, why, at)
             elif key[0] == "argument" and isinstance(change, ChangeArgument):
                 self._change_argument(class_name, key, change, why, at)
+            elif key[0] == "gradient" and isinstance(change, ShareParameter):
+                self._share_parameter(class_name, change.name, why, at)
         for start, changes in by_site.items():
             self._change_site(self.sites[start], changes, causes[start], indices, at)
         return lines
@@ -418,34 +424,22 @@ class ClassWriter:
         for method in self.file.methods(class_name):
             for statement in _simple_statements(method):
                 for node in ast.walk(statement):
-                    if isinstance(node, ast.Call) and (
-                        (
-                            (node.lineno, node.end_lineno, node.end_col_offset)
-                            == (line, end_line, end_column)
-                            and column
-                            in (node.col_offset, getattr(node.func, "end_col_offset", -1))
-                        )
-                        or (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
-                        == (line, column, end_line, end_column)
+                    if not isinstance(node, (ast.Call, ast.Subscript)):
+                        continue
+                    # Of a method call, Python tells the place from the method's name on.
+                    starts = [node.col_offset]
+                    if isinstance(node, ast.Call):
+                        starts.append(getattr(node.func, "end_col_offset", -1))
+                    if (node.end_lineno, node.end_col_offset) != (end_line, end_column) or not (
+                        node.lineno == line and column in starts
                     ):
-                        arguments: list[ast.expr] = list(node.args)
-                        if len(arguments) == 1 and isinstance(arguments[0], (ast.Tuple, ast.List)):
-                            arguments = arguments[0].elts
-                        if any(isinstance(a, ast.Starred) for a in arguments) or index >= len(
-                            arguments
-                        ):
-                            continue
-                        start, end = self.file.span(arguments[index])
-                        at(statement).inside.append(
-                            Edit(
-                                start,
-                                end,
-                                change.text,
-                                causes,
-                                "what depends on the sharded size follows",
-                            )
-                        )
-                        return
+                        continue
+                    argument, whole = self._argument(node, index)
+                    if argument is None:
+                        continue
+                    template = SHARES if whole else change.template
+                    self._write_argument(argument, template, at(statement), causes)
+                    return
         raise errors.UnfollowableSize(
             "an argument of this call depends on the sharded size, and cannot be told apart "
             "from the others",
@@ -453,6 +447,93 @@ class ClassWriter:
             also=[c.at for c in causes[:1] if c.at],
             hint="write the sizes out one by one, or keep them in integer attributes of the module",
         )
+
+    def _argument(
+        self, node: ast.Call | ast.Subscript, index: tuple[int | str, ...]
+    ) -> tuple[ast.expr | None, bool]:
+        """The argument at `index`, and whether it is a list that stands there as a whole."""
+        if isinstance(node, ast.Subscript):
+            keys = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            number, which = index
+            key = keys[number] if isinstance(number, int) and number < len(keys) else None
+            if not isinstance(key, ast.Slice):
+                return None, False
+            return (key.lower if which == "start" else key.upper), False
+        arguments: list[ast.expr] = list(node.args)
+        if (self.file.qualified(node.func) or "").startswith("torch."):
+            arguments = arguments[1:]
+        if (
+            len(arguments) == 1
+            and len(index) == 1
+            and isinstance(arguments[0], (ast.Tuple, ast.List))
+        ):
+            arguments = arguments[0].elts
+        first = index[0]
+        starred = any(isinstance(a, ast.Starred) for a in arguments)
+        if starred or not isinstance(first, int) or first >= len(arguments):
+            return None, False
+        argument = arguments[first]
+        if len(index) == 1:
+            return argument, False
+        if not isinstance(argument, (ast.Tuple, ast.List)):
+            return argument, True
+        second = index[1]
+        if not isinstance(second, int) or any(isinstance(a, ast.Starred) for a in argument.elts):
+            return None, False
+        return argument.elts[second], False
+
+    def _write_argument(
+        self, argument: ast.expr, template: str, lines: Lines, causes: tuple[Directive, ...]
+    ) -> None:
+        start, end = self.file.span(argument)
+        if any((e.start, e.end) == (start, end) for e in lines.inside):
+            return
+        function = ""
+        if "{part_size}" in template:
+            function = self.imports.helper("tensor_parallel", "part_size", causes)
+        text = template.format(argument=self.file.segment(argument), part_size=function)
+        why = "what depends on the sharded size follows"
+        lines.inside.append(Edit(start, end, text, causes, why))
+
+    def _share_parameter(
+        self,
+        class_name: str,
+        name: str,
+        causes: tuple[Directive, ...],
+        at: Callable[[ast.stmt], Lines],
+    ) -> None:
+        """Adds up a parameter's gradients where `forward` reads it."""
+        found = False
+        for method in self.file.methods(class_name):
+            if method.name.startswith("_init") or method.name == "__init__":
+                continue
+            for statement in _simple_statements(method):
+                of_attributes = {
+                    id(n.value)
+                    for n in ast.walk(statement)
+                    if isinstance(n, ast.Attribute) and n.attr in ("dtype", "device", "shape")
+                }
+                for node in ast.walk(statement):
+                    if (
+                        isinstance(node, ast.Attribute)
+                        and isinstance(node.ctx, ast.Load)
+                        and id(node) not in of_attributes
+                        and ast.unparse(node) == f"self.{name}"
+                    ):
+                        start, end = self.file.span(node)
+                        text = self._collective(
+                            "all_reduce_gradient", self.file.segment(node), None, causes
+                        )
+                        why = f"`{name}` is used on this rank's part: its gradients are added up"
+                        at(statement).inside.append(Edit(start, end, text, causes, why))
+                        found = True
+        if not found:
+            raise errors.Unsupported(
+                f"no method of `{class_name}` reads `self.{name}`: there is no place to add up "
+                "its gradients",
+                at=self.file.at(self.file.classes[class_name]),
+                also=[c.at for c in causes[:1] if c.at],
+            )
 
     # As a subclass.
 

@@ -81,9 +81,20 @@ class WrapCall:
 
 @dataclass(frozen=True)
 class ChangeArgument:
-    """An argument of a call in `forward`, written differently."""
+    """An argument of a call in `forward`, written differently.
 
-    text: str
+    Attributes:
+        template: How, with `{argument}` for what stands there and `{part_size}` for that function.
+    """
+
+    template: str
+
+
+@dataclass(frozen=True)
+class ShareParameter:
+    """Where `forward` reads a parameter that every rank has whole: its gradients are added up."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,7 @@ What = (
     | WrapOutput
     | WrapCall
     | ChangeArgument
+    | ShareParameter
     | Recompute
 )
 

@@ -201,7 +201,9 @@ class _Lowering:
             for path, state in self.states.items()
             if (
                 borders := [
-                    Border(sync.mode, sync.op if isinstance(sync.op, str) else "function", sync.axis)
+                    Border(
+                        sync.mode, sync.op if isinstance(sync.op, str) else "function", sync.axis
+                    )
                     for sync in state.syncs
                     if path not in layers or not isinstance(sync.op, str)
                 ]
@@ -372,20 +374,23 @@ class _Lowering:
                 owners.setdefault(owner.path, []).extend(s.cause for s in self.states[path].shards)
         for path, holder in self._holders(owners).items():
             cls, causes = self.tree.nodes[path].cls, united(owners[holder.path])
-            for attribute in sorted(a.name for a in followed.sizes if (a.cls, a.holder) == (cls, holder.cls)):
+            for attribute in sorted(
+                a.name for a in followed.sizes if (a.cls, a.holder) == (cls, holder.cls)
+            ):
                 self._add(path, ("size", attribute), OwnShare(), causes)
             for change in followed.arguments:
                 if self._is_method_line(cls, change.place.line):
                     place = change.place
                     key = (
-                        "argument", place.line, place.column, place.end_line, place.end_column, change.index,
+                        "argument", place.line, place.column, place.end_line, place.end_column,
+                        change.index,
                     )  # fmt: skip
                     self._add(path, key, ChangeArgument(change.template), causes)
         for path, name in sorted(followed.shared):
             self._share_parameter(path, name, owners)
 
     def _holders(self, owners: Mapping[str, list[Directive]]) -> dict[str, Node]:
-        """The nearest module, itself or above, that holds sharded parameters: for every module that has one."""
+        """For every module below sharded parameters or with some: the nearest that has them."""
         found: dict[str, Node] = {}
         for path, node in self.tree.nodes.items():
             if path in owners:
@@ -394,9 +399,7 @@ class _Lowering:
                 found[path] = found[node.parent.path]
         return found
 
-    def _share_parameter(
-        self, path: str, name: str, owners: Mapping[str, list[Directive]]
-    ) -> None:
+    def _share_parameter(self, path: str, name: str, owners: Mapping[str, list[Directive]]) -> None:
         """Adds up the gradients of a whole parameter that meets parts, wherever its like does."""
         holder = self._holders(owners)[path]
         relative = path[len(holder.path) :]
@@ -406,8 +409,9 @@ class _Lowering:
                 continue
             if self.sources.file_of(node.cls) is not self.file:
                 raise errors.Unsupported(
-                    f"`{node.path}.{name}` is whole on every rank, but is used on parts: its gradients have to be "
-                    f"added up, and {node.cls.__module__}.{node.cls.__qualname__} cannot be changed for that",
+                    f"`{node.path}.{name}` is whole on every rank, but is used on parts: its "
+                    f"gradients have to be added up, and `{node.cls.__qualname__}` is not a class "
+                    "of this file that could be changed for that",
                     at=causes[0].at,
                     hint=f"copy class `{node.cls.__name__}` into {self.file.path.name}",
                 )

@@ -3,18 +3,21 @@
 The model runs twice, without memory or weights: whole, and as rank 0 of a group would run it, with
 the sharded layers in place. Both runs call the same operations in the same order, so comparing the
 shapes at each call tells which axes are partitions, and an operation that was told a size (`view`,
-`split`, `expand`, an index) tells which of its arguments must shrink with them. An argument that is
-an attribute of the module (`self.num_heads`) becomes this rank's share of it; an argument of `view`
-that is a plain number becomes -1; anything else is refused with its line.
+`split`, `expand`, an index) tells which of its arguments must shrink with them. An argument that
+is made of attributes of a module (`self.num_heads`) makes one of them this rank's share; any other
+is changed where it stands, to -1 or to its `part_size`; what can be neither is refused with its
+line. On the way `Flow` judges whether each operation is right on parts and partial sums.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,13 +25,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.model.layers import Layer
+from slapo_rewrite.model.flow import PART, PARTIAL, Flow, Misuse, State
+from slapo_rewrite.model.layers import Layer, Split, splits_of
+from slapo_rewrite.model.sizes import (
+    Attribute,
+    Shape,
+    Size,
+    groups,
+    numbers,
+    product,
+    shapes,
+    tensors,
+)
 from slapo_rewrite.model.tree import Node, Tree
-
-Shape = tuple[int, ...]
 
 # World sizes that are tried until one divides every head count.
 WORLD_SIZES = (2, 3, 4, 5, 7, 8)
+
+# What a size must be a multiple of for its parts to be taken as even ones.
+EVEN = 8
+
+# How an argument is written that must be this rank's share.
+INFERRED = "-1"
+SHARE = "{part_size}({argument})"
 
 
 @dataclass(frozen=True)
@@ -38,6 +57,37 @@ class ShardedParameter:
     name: str
     axis: int
     parts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Border:
+    """A collective at the border of a module, where no sharded layer carries it out.
+
+    Attributes:
+        mode: `fwd_pre`, `fwd_post` or `bwd_post`.
+        operation: `all_reduce`, `all_gather`, or `function` for one that is taken to do what is
+            needed.
+        axis: The axis of an all-gather.
+    """
+
+    mode: str
+    operation: str
+    axis: int | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is sharded and synchronised.
+
+    Attributes:
+        layers: The sharded layer at each path.
+        parameters: The split parameters of a module's own, by the module's path.
+        borders: Further collectives, by the module's path.
+    """
+
+    layers: Mapping[str, Layer]
+    parameters: Mapping[str, Sequence[ShardedParameter]]
+    borders: Mapping[str, Sequence[Border]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,10 +103,18 @@ class Place:
 
 @dataclass(frozen=True)
 class ArgumentChange:
-    """An argument of a call that must be written as `template` has it."""
+    """An argument of a call that must be written differently.
+
+    Attributes:
+        place: The call, or the subscript.
+        index: Which argument: its number, and further ones into a list; for a subscript the axis's
+            number and `start` or `stop`.
+        template: How it is written, with `{argument}` for what stands there and `{part_size}` for
+            that function.
+    """
 
     place: Place
-    index: tuple[int, ...]
+    index: tuple[int | str, ...]
     template: str
 
 
@@ -65,14 +123,18 @@ class Followed:
     """What follows from the sharded sizes.
 
     Attributes:
-        sizes: Integer attributes that become this rank's share, by the class of the module.
-        units: The attribute that a split must be a multiple of, by owner class and relative path of
-        the layer. arguments: Arguments of calls in `forward` that have to change.
+        sizes: Integer attributes that become this rank's share.
+        units: The attribute that a split must be a multiple of, by owner class and relative path
+            of the layer.
+        arguments: Arguments of calls in `forward` that have to change.
+        shared: Whole parameters that meet parts, by module path and name: their gradients have to
+            be added up.
     """
 
-    sizes: dict[type, set[str]] = field(default_factory=dict)
+    sizes: frozenset[Attribute] = frozenset()
     units: dict[tuple[type, str], str] = field(default_factory=dict)
     arguments: set[ArgumentChange] = field(default_factory=set)
+    shared: frozenset[tuple[str, str]] = frozenset()
 
 
 class CannotRun(Exception):
@@ -86,35 +148,40 @@ class CannotFollow(Exception):
         place: The operation, where it stands in a file.
         path: The sharded layer it concerns, where known.
         hint: What the user can do.
+        attributes: Attributes that might mend it if they were this rank's share.
+        changeable: Whether the number can be changed where it stands, if no attribute mends it.
+        uncovered: Parameters whose gradients would have to be added up.
+        position: How many operations fitted before.
     """
 
     def __init__(
-        self, message: str, place: Place | None, path: str | None = None, hint: str | None = None
+        self,
+        message: str,
+        place: Place | None,
+        path: str | None = None,
+        hint: str | None = None,
+        *,
+        attributes: Sequence[Attribute] = (),
+        changeable: bool = False,
+        uncovered: frozenset[tuple[str, str]] = frozenset(),
+        position: int = 0,
     ) -> None:
         super().__init__(message)
         self.place, self.path, self.hint = place, path, hint
+        self.attributes, self.changeable = attributes, changeable
+        self.uncovered, self.position = uncovered, position
+
+
+class _Diverged(CannotFollow):
+    """`forward` goes another way than without sharding; what was wrong came before."""
 
 
 class _Indivisible(Exception):
     """This world size does not divide a head count; another may."""
 
-
-class _Again(Exception):
-    """An attribute was found that must shrink: start again with it."""
-
-
-class Size(int):
-    """An integer attribute that remembers whose it is."""
-
-    owner: Node
-    attribute: str
-
-    @classmethod
-    def of(cls, value: int, owner: Node, attribute: str) -> Size:
-        """`value`, marked."""
-        size = cls(value)
-        size.owner, size.attribute = owner, attribute
-        return size
+    def __init__(self, message: str, place: Place | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.place, self.hint = place, hint
 
 
 @dataclass
@@ -124,27 +191,12 @@ class _Entry:
     function: Callable[..., Any]
     inputs: list[Shape]
     outputs: list[Shape]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _shapes(value: Any) -> list[Shape]:
-    return [tuple(t.shape) for t in _tensors(value)]
+    numbers: list[float]
 
 
 def follow(
     tree: Tree,
-    layers: Mapping[str, Layer],
-    parameters: Mapping[str, Sequence[ShardedParameter]],
+    asked: Asked,
     inputs: Mapping[str, Any],
     editable: Callable[[str], bool],
 ) -> Followed:
@@ -152,8 +204,7 @@ def follow(
 
     Args:
         tree: The model on the meta device; it is left as it was.
-        layers: The sharded layer at each path.
-        parameters: The split parameters of a module's own, by the module's path.
+        asked: What is sharded and synchronised.
         inputs: Keyword arguments of one training step.
         editable: Whether a file may be changed.
 
@@ -168,12 +219,8 @@ def follow(
     try:
         for shortened in (True, False):
             try:
-                with (
-                    _one_of_each(tree, layers, parameters)
-                    if shortened
-                    else contextlib.nullcontext()
-                ):
-                    return _follow(tree, layers, parameters, given, editable)
+                with _one_of_each(tree, asked) if shortened else contextlib.nullcontext():
+                    return _Following(tree, asked, given, editable).run()
             except CannotRun:
                 if not shortened:
                     raise
@@ -182,62 +229,127 @@ def follow(
     raise AssertionError("not reached")
 
 
-def _follow(
-    tree: Tree,
-    layers: Mapping[str, Layer],
-    parameters: Mapping[str, Sequence[ShardedParameter]],
-    inputs: Mapping[str, Any],
-    editable: Callable[[str], bool],
-) -> Followed:
-    model = tree.root.live
-    whole = _Whole(tree, layers)
-    try:
-        with torch.no_grad(), torch.device("meta"), whole.watching(), whole:
-            expected = model(**inputs)
-    except Exception as error:
-        raise CannotRun(f"{type(error).__name__}: {error}") from error
-    indivisible: Exception | None = None
-    for world in WORLD_SIZES:
-        followed = Followed()
+@dataclass(frozen=True)
+class _Guess:
+    """What a run as a rank takes for granted.
+
+    Attributes:
+        sizes: Attributes that are this rank's share.
+        fixed: Attributes that are not.
+        shared: Whole parameters whose gradients are added up.
+    """
+
+    sizes: frozenset[Attribute] = frozenset()
+    fixed: frozenset[Attribute] = frozenset()
+    shared: frozenset[tuple[str, str]] = frozenset()
+
+
+class _Following:
+    """Runs the model whole once, and as a rank until everything fits."""
+
+    def __init__(
+        self, tree: Tree, asked: Asked, inputs: Mapping[str, Any], editable: Callable[[str], bool]
+    ) -> None:
+        self.tree, self.asked, self.inputs, self.editable = tree, asked, inputs, editable
+        self.model = tree.root.live
+        self.whole = _Whole(tree, asked.layers)
+        self.expected: Any = None
+
+    def run(self) -> Followed:
         try:
-            while True:
-                rank = _Rank(tree, layers, parameters, whole.entries, followed, editable)
-                try:
-                    with _pretended_group(world), rank.installed():
-                        with torch.no_grad(), torch.device("meta"), rank:
-                            got = model(**inputs)
-                        _compare_outputs(expected, got)
-                    return followed
-                except _Again:
-                    continue
-                except (CannotFollow, _Indivisible):
+            with torch.enable_grad(), torch.device("meta"), self.whole.watching(), self.whole:
+                self.expected = self.model(**self.inputs)
+        except Exception as error:
+            raise CannotRun(f"{type(error).__name__}: {error}") from error
+        indivisible: _Indivisible | None = None
+        for world in WORLD_SIZES:
+            try:
+                with _pretended_group(world):
+                    return self._search(_Guess())
+            except _Indivisible as error:
+                indivisible = indivisible or error
+            except _Diverged:
+                if indivisible is None:
                     raise
-                except Exception as error:
-                    raise CannotFollow(
-                        f"`forward` does not fit the sharded sizes: {error}",
-                        _place_in_traceback(error, editable),
-                        hint="a layer that is split over its inputs wants an input that is a partition",
-                    ) from error
-        except _Indivisible as error:
-            indivisible = indivisible or error
-    raise CannotFollow(str(indivisible), None)
+                break
+        assert indivisible is not None
+        raise CannotFollow(str(indivisible), indivisible.place, hint=indivisible.hint)
+
+    def _search(self, wanted: _Guess) -> Followed:
+        """The first way to make everything fit, trying what a failure points at."""
+        try:
+            return self._attempt(wanted)
+        except CannotFollow as error:
+            if error.uncovered - wanted.shared:
+                return self._search(replace(wanted, shared=wanted.shared | error.uncovered))
+            furthest, indivisible = error, None
+            further = [replace(wanted, sizes=wanted.sizes | {a}) for a in error.attributes]
+            if error.attributes and error.changeable:
+                further.append(replace(wanted, fixed=wanted.fixed | set(error.attributes)))
+            for guess in further:
+                try:
+                    return self._search(guess)
+                except CannotFollow as other:
+                    furthest = max(furthest, other, key=lambda e: e.position)
+                except _Indivisible as other:
+                    indivisible = indivisible or other
+            raise indivisible or furthest from None
+
+    def _attempt(self, wanted: _Guess) -> Followed:
+        followed = Followed(sizes=wanted.sizes, shared=wanted.shared)
+        rank = _Rank(self.tree, self.asked, self.whole.entries, followed, wanted, self.editable)
+        try:
+            with rank.installed(), torch.enable_grad(), torch.device("meta"), rank:
+                got = self.model(**self.inputs)
+        except CannotFollow as error:
+            error.position = rank.position
+            raise
+        except _Indivisible:
+            raise
+        except Misuse as error:
+            raise rank.refused(error) from error
+        except Exception as error:
+            raise CannotFollow(
+                f"`forward` does not fit the sharded sizes: {error}".rstrip(": "),
+                _place_in_traceback(error, self.editable),
+            ) from error
+        _compare_outputs(self.expected, got, rank.flow)
+        return followed
 
 
-def _compare_outputs(expected: Any, got: Any) -> None:
+def _compare_outputs(expected: Any, got: Any, flow: Flow) -> None:
     def named(value: Any) -> dict[str, torch.Tensor]:
         if isinstance(value, Mapping):
             return {k: v for k, v in value.items() if isinstance(v, torch.Tensor)}
-        return {f"output {i}": t for i, t in enumerate(_tensors(value))}
+        return {f"output {i}": t for i, t in enumerate(tensors(value))}
 
     for (name, want), have in zip(named(expected).items(), named(got).values(), strict=False):
+        state = flow.of(have)
         if want.shape != have.shape:
             raise CannotFollow(
                 f"the model's `{name}` has shape {list(have.shape)} on a rank instead of "
                 f"{list(want.shape)}",
                 None,
-                hint=(
-                    'gather it: .sync("fwd_post", "all_gather", axis=-1) on the layer that makes it'
-                ),
+                state.source,
+                'gather it: .sync("fwd_post", "all_gather", axis=-1) on the layer that makes it',
+            )
+        if state.kind == PARTIAL:
+            raise CannotFollow(
+                f"the model's `{name}` is a partial sum on each rank",
+                None,
+                state.source,
+                'add it up: .sync("fwd_post", "all_reduce")',
+                position=sys.maxsize,
+            )
+        if state.covered:
+            raise CannotFollow(
+                f"the model's `{name}` stands inside `{state.covered}`, whose `bwd_post` sync "
+                "would count "
+                "its gradient once for each rank",
+                None,
+                state.covered,
+                "put the sync where the value goes into sharded layers and nowhere else",
+                position=sys.maxsize,
             )
 
 
@@ -254,20 +366,17 @@ def _pretended_group(world: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_of_each(
-    tree: Tree,
-    layers: Mapping[str, Layer],
-    parameters: Mapping[str, Sequence[ShardedParameter]],
-) -> Iterator[None]:
-    """Leaves one of equal elements in every module list: the runs cost what classes cost."""
+def _one_of_each(tree: Tree, asked: Asked) -> Iterator[None]:
+    """Leaves one of equal elements in every module list: the runs cost what the classes cost."""
     keys: dict[str, int] = {}
     numbers: dict[Any, int] = {}
     for path in reversed(tree.nodes):
         node = tree.nodes[path]
         key = (
             node.cls,
-            layers.get(path),
-            tuple(parameters.get(path, ())),
+            asked.layers.get(path),
+            tuple(asked.parameters.get(path, ())),
+            tuple(asked.borders.get(path, ())),
             tuple((n, tuple(p.shape)) for n, p in node.parameters.items()),
             tuple((n, keys[c.path]) for n, c in node.children.items()),
         )
@@ -318,17 +427,17 @@ class _Whole(TorchFunctionMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.depth -= 1
         if self.depth == 0:
-            self.entries.append(_Entry(_layer_call, _shapes(args), _shapes(output)))
+            self.entries.append(_Entry(_layer_call, shapes(args), shapes(output), []))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.depth:
             return func(*args, **kwargs)
-        inputs = _shapes((args, kwargs))
+        inputs, given = shapes((args, kwargs)), list(numbers((args, kwargs)))
         output = func(*args, **kwargs)
-        outputs = _shapes(output)
+        outputs = shapes(output)
         if outputs:
-            self.entries.append(_Entry(func, inputs, outputs))
+            self.entries.append(_Entry(func, inputs, outputs, given))
         return output
 
 
@@ -336,34 +445,54 @@ def _layer_call() -> None:
     """Stands for the call of a sharded layer in the record."""
 
 
+# Operations whose numbers are values, not sizes.
+_ARITHMETIC = {
+    "add", "sub", "mul", "div", "pow", "true_divide", "floor_divide", "rsub", "__rsub__",
+    "__rtruediv__", "__rpow__", "add_", "sub_", "mul_", "div_", "clamp", "fmod", "remainder",
+    "where", "masked_fill", "masked_fill_",
+}  # fmt: skip
+
+# Functions that make tensors of equal elements: any rank's part of one is like any other's.
+_CONSTANT = {
+    "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full", "rand",
+    "randn", "zeros_like", "ones_like", "empty_like", "full_like",
+}  # fmt: skip
+
+# The sizes of the blocks that lie packed along each split axis of a tensor.
+Blocks = dict[int, Shape]
+
+
 class _Rank(TorchFunctionMode):
-    """Runs the model with its sharded layers, and compares each operation with the record."""
+    """Runs the sharded model, holding every operation against the whole model's record."""
 
     def __init__(
         self,
         tree: Tree,
-        layers: Mapping[str, Layer],
-        parameters: Mapping[str, Sequence[ShardedParameter]],
+        asked: Asked,
         entries: list[_Entry],
         followed: Followed,
+        wanted: _Guess,
         editable: Callable[[str], bool],
     ) -> None:
         super().__init__()
-        self.tree, self.layers, self.parameters = tree, layers, parameters
+        self.tree, self.asked, self.wanted = tree, asked, wanted
         self.entries, self.followed, self.editable = entries, followed, editable
+        self.flow = Flow()
         self.position = 0
         self.depth = 0
         self.origins: dict[int, str] = {}
-        self.made_with: dict[int, set[Size]] = {}
+        self.made_with: dict[int, tuple[Size, ...]] = {}
+        self.blocks: dict[int, Blocks] = {}
         self.alive: list[Any] = []
-        followed.arguments.clear()
         self.rules: dict[str, Callable[..., Any]] = {
             "view": self._view,
             "reshape": self._view,
+            "unflatten": self._unflatten,
             "split": self._split,
             "split_with_sizes": self._split,
             "chunk": self._chunk,
             "expand": self._expand,
+            "repeat": self._repeat,
             "__getitem__": self._index,
         }
 
@@ -371,29 +500,58 @@ class _Rank(TorchFunctionMode):
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """The model with sharded layers, split parameters and marked integers, for one run."""
+        """The model with sharded layers, split parameters and marked integers, during a run."""
         undo: list[Callable[[], None]] = []
         try:
             with torch.device("meta"):
-                for path, layer in self.layers.items():
+                for path, layer in self.asked.layers.items():
                     self._install_layer(self.tree.nodes[path], layer, undo)
-                for path, shards in self.parameters.items():
+                for path, shards in self.asked.parameters.items():
                     self._install_parameters(self.tree.nodes[path], shards, undo)
-            for owner in self._owners():
-                self._mark_sizes(owner, undo)
+            for path, borders in self.asked.borders.items():
+                self._install_borders(self.tree.nodes[path], borders, undo)
+            self._know_parameters()
+            holders = self._holders()
+            for path, holder in holders.items():
+                self._mark_sizes(self.tree.nodes[path], holder, undo)
             yield
         finally:
             for action in reversed(undo):
                 action()
 
-    def _owners(self) -> list[Node]:
-        owners = {}
-        for path in (*self.layers, *self.parameters):
+    def _holders(self) -> dict[str, Node]:
+        """For every module below sharded parameters or with some: the nearest that has them."""
+        own = set()
+        for path in (*self.asked.layers, *self.asked.parameters):
             node = self.tree.nodes[path]
-            owner = node.owner if path in self.layers else node
+            owner = node.owner if path in self.asked.layers else node
             if owner is not None:
-                owners[owner.path] = owner
-        return list(owners.values())
+                own.add(owner.path)
+        found: dict[str, Node] = {}
+        for path, node in self.tree.nodes.items():
+            if path in own:
+                found[path] = node
+            elif node.parent is not None and node.parent.path in found:
+                found[path] = found[node.parent.path]
+        return found
+
+    def _know_parameters(self) -> None:
+        split = {(p, s.name) for p, shards in self.asked.parameters.items() for s in shards}
+        for path, node in self.tree.nodes.items():
+            if path in self.asked.layers:
+                continue
+            for name, parameter in node.live._parameters.items():
+                key = (path, name)
+                if parameter is None:
+                    continue
+                if key in split:
+                    self.flow.set(parameter, State(PART, path))
+                else:
+                    covered = path if key in self.followed.shared else None
+                    self.flow.set(
+                        parameter,
+                        State(covered=covered, parameters=None if covered else frozenset({key})),
+                    )
 
     def _install_layer(self, node: Node, layer: Layer, undo: list[Callable[[], None]]) -> None:
         parent = node.parent
@@ -424,42 +582,226 @@ class _Rank(TorchFunctionMode):
             old: Any = held[shard.name]
             shape = list(old.shape)
             total = sum(shard.parts)
-            blocks = [shape[shard.axis] * p // total for p in shard.parts]
-            shape[shard.axis] = sum(-(-b // world) for b in blocks)
+            whole = [shape[shard.axis] * p // total for p in shard.parts]
+            shape[shard.axis] = sum(-(-b // world) for b in whole)
             new: Any = torch.empty(shape, dtype=old.dtype, device="meta")
-            held[shard.name] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
+            part = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
+            held[shard.name] = part
+            self.blocks[id(part)] = {shard.axis: tuple(whole)}
+            self.flow.set(part, State(PART, node.path))
             undo.append(lambda h=held, n=shard.name, o=old: h.__setitem__(n, o))  # type: ignore[misc]
 
-    def _mark_sizes(self, owner: Node, undo: list[Callable[[], None]]) -> None:
-        held = owner.live.__dict__
-        shrunk = self.followed.sizes.get(owner.cls, set())
+    def _install_borders(
+        self, node: Node, borders: Sequence[Border], undo: list[Callable[[], None]]
+    ) -> None:
+        # The module that stands there now: a sharded layer has taken the original's place.
+        parent = node.parent
+        live = parent.live._modules.get(node.name, node.live) if parent else node.live
+        live = (
+            live if isinstance(live, nn.Module) and hasattr(live, "_followed_path") else node.live
+        )
+        for border in borders:
+            if border.mode == "fwd_post":
+
+                def after(module: nn.Module, args: Any, output: Any, b: Border = border) -> Any:
+                    return self._leave_border(node, b, output)
+
+                handle: Any = live.register_forward_hook(after)
+            else:
+
+                def before(module: nn.Module, args: Any, kwargs: Any, b: Border = border) -> Any:
+                    return self._enter_border(node, b, args, kwargs)
+
+                handle = live.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            undo.append(handle.remove)
+
+    def _mark_sizes(self, node: Node, holder: Node, undo: list[Callable[[], None]]) -> None:
+        module = sys.modules.get(node.cls.__module__)
+        if node.path in self.asked.layers or not self.editable(
+            getattr(module, "__file__", "") or ""
+        ):
+            return
+        held = node.live.__dict__
         world = dist.get_world_size()
         for name, value in list(held.items()):
             if type(value) is int and value > 1 and not name.startswith("_"):
-                if name in shrunk:
+                attribute = Attribute(node.cls, holder.cls, name)
+                if attribute in self.followed.sizes:
                     if value % world:
-                        raise _Indivisible(f"`{owner.path}.{name}` is {value}")
-                    held[name] = value // world
+                        raise _Indivisible(f"`{node.path}.{name}` is {value}")
+                    held[name] = Size.of(value // world, [attribute])
                 else:
-                    held[name] = Size.of(value, owner, name)
+                    held[name] = Size.of(value, [attribute])
                 undo.append(lambda n=name, v=value: held.__setitem__(n, v))  # type: ignore[misc]
+
+    # At the borders of layers and modules.
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.depth += 1
+        if self.depth == 1:
+            path = str(module._followed_path)
+            self._check_layer_input(path, args[0] if args else None)
+
+    def _check_layer_input(self, path: str, tensor: Any) -> None:
+        """Raises `Misuse` where a layer is given what it does not take."""
+        if not isinstance(tensor, torch.Tensor):
+            return
+        layer, state = self.asked.layers[path], self.flow.of(tensor)
+        split = _split_of(self.tree.nodes[path], layer)
+        keywords = dict(layer.keywords)
+        if state.kind == PARTIAL:
+            raise Misuse(
+                f"`{path}` needs its input, but `{state.source}` gives a partial sum of it on "
+                "each rank",
+                'add it up: .sync("fwd_post", "all_reduce")',
+                state.source,
+            )
+        if split.output == "partial sum" and tensor.is_floating_point():
+            if state.kind != PART:
+                raise Misuse(
+                    f"`{path}` is split over its inputs, but its input is whole on every rank",
+                    "split the layer before it over its outputs, or this one as well",
+                    path,
+                )
+            self._check_same_blocks(path, tensor, keywords)
+        elif split.has_input_gradient:
+            borders = self.asked.borders.get(path, ())
+            if any(b.mode == "bwd_post" for b in borders):
+                return
+            if keywords.get("reduce_input_gradient", True):
+                self.flow.cover(tensor, path)
+            else:
+                self.flow.meet_parts([tensor], f"`{path}`")
+
+    def _check_same_blocks(
+        self, path: str, tensor: torch.Tensor, keywords: Mapping[str, Any]
+    ) -> None:
+        packed = self.blocks.get(id(tensor), {}).get(tensor.dim() - 1, (1,))
+        ratio = _ratio(keywords.get("parts", 1))
+        if _reduced(packed) != _reduced(ratio):
+            raise Misuse(
+                f"the input of `{path}` has {_described(packed)} along its split axis, but the "
+                "layer is sharded "
+                f"for {_described(ratio)}",
+                "shard both with the same `parts`",
+                path,
+            )
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.depth -= 1
-        if self.depth == 0:
-            self._next(_layer_call)
-            for tensor in _tensors(output):
-                self.origins[id(tensor)] = str(module._followed_path)
-                self.alive.append(tensor)
+        if self.depth:
+            return
+        self._next(_layer_call)
+        path = str(module._followed_path)
+        layer = self.asked.layers[path]
+        split = _split_of(self.tree.nodes[path], layer)
+        keywords = dict(layer.keywords)
+        for tensor in tensors(output):
+            if split.output == "partition":
+                kind = State() if keywords.get("gather_output") else State(PART, path)
+            else:
+                kind = State() if keywords.get("reduce_output", True) else State(PARTIAL, path)
+            self.flow.set(tensor, kind)
+            if kind.kind == PART:
+                self.origins[id(tensor)] = path
+                whole = self.entries[self.position - 1].outputs[0][-1]
+                ratio = _ratio(keywords.get("parts", 1))
+                self.blocks[id(tensor)] = {
+                    tensor.dim() - 1: tuple(whole * r // sum(ratio) for r in ratio)
+                }
+            self.alive.append(tensor)
+
+    def _enter_border(self, node: Node, border: Border, args: Any, kwargs: Any) -> Any:
+        """The arguments of a module with the first one covered."""
+        first = next((n for n, v in kwargs.items() if isinstance(v, torch.Tensor)), None)
+        tensor = args[0] if args else kwargs.get(first)
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        self.depth += 1
+        try:
+            new = tensor.view_as(tensor)
+        finally:
+            self.depth -= 1
+        self._same(tensor, new)
+        if border.operation == "function":
+            if border.mode == "bwd_post" and self.flow.of(tensor).covered is None:
+                self.flow.set(new, State(self.flow.of(tensor).kind, covered=node.path))
+        else:
+            self.flow.set(new, self.flow.cover(tensor, node.path))
+        if args:
+            return (new, *args[1:]), kwargs
+        return args, {**kwargs, first: new}
+
+    def _leave_border(self, node: Node, border: Border, output: Any) -> Any:
+        """The output of a module with its first tensor made whole."""
+        tensor = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        state = self.flow.of(tensor)
+        self.depth += 1
+        try:
+            new = tensor.view_as(tensor)
+            if border.operation == "all_gather" or (
+                border.operation == "function" and state.kind == PART
+            ):
+                new = self._gathered(node, tensor, border)
+        finally:
+            self.depth -= 1
+        if border.operation == "all_reduce":
+            if state.kind == PART:
+                raise Misuse(
+                    f"the output of `{node.path}` is a part: an all-reduce would add up different "
+                    "features",
+                    'gather it: .sync("fwd_post", "all_gather", axis=-1)',
+                    node.path,
+                )
+            self.flow.set(new, self.flow.add_up(tensor, node.path))
+        else:
+            self.flow.set(new, State())
+        self.alive.append(new)
+        return (new, *output[1:]) if isinstance(output, tuple) else new
+
+    def _gathered(self, node: Node, tensor: torch.Tensor, border: Border) -> torch.Tensor:
+        """The tensor with the split axis whole again."""
+        state = self.flow.of(tensor)
+        if state.kind != PART:
+            raise Misuse(
+                f"the output of `{node.path}` is "
+                f"{'a partial sum' if state.kind == PARTIAL else 'whole'}: an "
+                "all-gather would line up the ranks' copies",
+                'add it up: .sync("fwd_post", "all_reduce")' if state.kind == PARTIAL else None,
+                node.path,
+            )
+        shape = list(tensor.shape)
+        axis = border.axis if border.axis is not None else -1
+        packed = self.blocks.get(id(tensor), {}).get(axis % tensor.dim())
+        shape[axis] = sum(packed) if packed else shape[axis] * dist.get_world_size()
+        if border.operation == "all_gather" and shape[axis] % EVEN:
+            raise Misuse(
+                f"the output of `{node.path}` has {shape[axis]} features, which not every world "
+                "size "
+                "divides: only the layer that makes it can gather uneven parts",
+                f'gather it there: .sync("fwd_post", "all_gather", axis=-1) on `{state.source}`',
+                node.path,
+            )
+        return tensor.new_empty(shape, requires_grad=tensor.requires_grad)
+
+    def refused(self, error: Misuse) -> CannotFollow:
+        """A misuse, with the place in the model where it happens."""
+        return CannotFollow(
+            str(error),
+            _place_in_traceback(error, self.editable),
+            error.path,
+            error.hint,
+            uncovered=error.uncovered,
+            position=self.position,
+        )
 
     # One operation.
 
     def _next(self, func: Callable[..., Any]) -> _Entry:
-        if self.position >= len(self.entries) or self.entries[self.position].function is not func:
-            raise CannotFollow(
+        if self.position >= len(self.entries) or self.entries[self.position].function != func:
+            raise _Diverged(
                 "with sharded sizes `forward` takes another way than without", self._place()
             )
         self.position += 1
@@ -469,62 +811,178 @@ class _Rank(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.depth:
             return func(*args, **kwargs)
-        rule = self.rules.get(getattr(func, "__name__", ""))
+        name = getattr(func, "__name__", "")
+        rule = self.rules.get(name)
         entry = self.entries[self.position] if self.position < len(self.entries) else None
-        if rule and args and isinstance(args[0], torch.Tensor) and entry and entry.function is func:
+        known = entry is not None and entry.function == func
+        blocks: Blocks | None = None
+        if rule and args and isinstance(args[0], torch.Tensor) and known:
+            assert entry is not None
             if len(entry.inputs[0]) != args[0].dim():
                 raise CannotFollow("the number of axes depends on the sharded size", self._place())
-            args, kwargs = rule(entry, args, kwargs)
+            args, kwargs, blocks = rule(entry, args, kwargs)
         try:
             output = func(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
-            self._shrink_what_it_was_made_with((args, kwargs))
             raise CannotFollow(
-                f"`{getattr(func, '__name__', func)}` does not fit the sharded sizes: {error}",
+                f"`{name or func}` does not fit the sharded sizes: {error}",
                 self._place(),
+                self._a_source((args, kwargs)),
+                attributes=self._made_with((args, kwargs)),
             ) from error
-        outputs = _shapes(output)
-        if outputs:
-            self._check(self._next(func), outputs, args, kwargs)
-            self._hand_on(args, kwargs, output)
+        if shapes(output):
+            self._take_in(name, self._next(func), args, kwargs, output, blocks)
+        elif name == "__setitem__":
+            self._assigned(args)
         return output
 
-    def _check(self, entry: _Entry, outputs: list[Shape], args: Any, kwargs: Any) -> None:
+    def _take_in(
+        self, name: str, entry: _Entry, args: Any, kwargs: Any, output: Any, blocks: Blocks | None
+    ) -> None:
+        inputs, outputs = list(tensors((args, kwargs))), list(tensors(output))
+        self._check(entry, outputs, args, kwargs)
+        self._check_numbers(name, entry, args, kwargs)
+        self._check_made(name, entry, inputs, outputs)
+        self.flow.operate(name, inputs, entry.inputs, args, kwargs, outputs)
+        self._hand_on(name, entry, inputs, (args, kwargs), outputs, blocks)
+
+    def _check(self, entry: _Entry, outputs: list[torch.Tensor], args: Any, kwargs: Any) -> None:
         """An operation's result has the whole model's shape, or less along some axes."""
-        for want, have in zip(entry.outputs, outputs, strict=False):
-            if len(want) != len(have) or any(h > w for h, w in zip(have, want, strict=True)):
-                self._shrink_what_it_was_made_with((args, kwargs))
+        if len(outputs) != len(entry.outputs):
+            raise _Diverged(
+                f"this gives {len(outputs)} tensors on a rank, and {len(entry.outputs)} without "
+                "sharding",
+                self._place(),
+            )
+        for want, have in zip(entry.outputs, outputs, strict=True):
+            if len(want) != have.dim() or any(h > w for h, w in zip(have.shape, want, strict=True)):
                 raise CannotFollow(
-                    f"the result has shape {list(have)} on a rank, and {list(want)} without "
+                    f"the result has shape {list(have.shape)} on a rank, and {list(want)} without "
                     "sharding",
+                    self._place(),
+                    attributes=self._made_with((args, kwargs)),
+                )
+
+    def _check_numbers(self, name: str, entry: _Entry, args: Any, kwargs: Any) -> None:
+        """A number that is a value, a scale say, is the whole model's."""
+        here = list(numbers((args, kwargs)))
+        for want, have in zip(entry.numbers, here, strict=False):
+            if want != have and (name in _ARITHMETIC or isinstance(want, float)):
+                raise CannotFollow(
+                    f"this computes with {have:g} on a rank, and with {want:g} without sharding",
+                    self._place(),
+                    hint="take it from what is not split, an attribute set in `__init__` say",
+                )
+
+    def _check_made(
+        self,
+        name: str,
+        entry: _Entry,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+    ) -> None:
+        """A tensor that is made from sizes alone is the same for any rank's part."""
+        if name in _CONSTANT or any(
+            tuple(t.shape) != w for t, w in zip(inputs, entry.inputs, strict=False)
+        ):
+            return
+        if name in ("expand", "repeat", "broadcast_to"):
+            return
+        for want, have in zip(entry.outputs, outputs, strict=True):
+            if want != tuple(have.shape):
+                raise CannotFollow(
+                    f"`{name}` gives the first {list(have.shape)} of {list(want)} elements here, "
+                    "on every rank "
+                    "the same ones",
                     self._place(),
                 )
 
-    def _hand_on(self, args: Any, kwargs: Any, output: Any) -> None:
-        """Remembers which layer a result comes from, and with which attributes it was made."""
-        sizes = {s for s in _sizes((args, kwargs)) if not any(True for _ in _tensors(args))}
-        origin = None
-        for tensor in _tensors((args, kwargs)):
-            sizes |= self.made_with.get(id(tensor), set())
-            origin = origin or self.origins.get(id(tensor))
-        single = len(list(_tensors((args, kwargs)))) == 1
-        for tensor in _tensors(output):
-            if sizes:
-                self.made_with[id(tensor)] = sizes
-            if origin and single:
+    def _assigned(self, args: Any) -> None:
+        """`x[...] = y` makes `x` what `y` is."""
+        if len(args) == 3 and isinstance(args[2], torch.Tensor):
+            state = self.flow.of(args[2])
+            if state.kind != self.flow.of(args[0]).kind:
+                self.flow.set(args[0], state)
+
+    def _hand_on(
+        self,
+        name: str,
+        entry: _Entry,
+        inputs: list[torch.Tensor],
+        given: Any,
+        outputs: list[torch.Tensor],
+        blocks: Blocks | None,
+    ) -> None:
+        """Remembers where a result comes from, with which sizes it was made, how it is packed."""
+        made = tuple(_sizes(given)) if name in _CONSTANT or name in ("expand", "repeat") else ()
+        for tensor in inputs:
+            made += self.made_with.get(id(tensor), ())
+        origin = self.origins.get(id(inputs[0])) if len(inputs) == 1 else None
+        for number, tensor in enumerate(outputs):
+            if made:
+                self.made_with[id(tensor)] = made
+            if origin:
                 self.origins[id(tensor)] = origin
+            found = blocks
+            if found is None or len(outputs) > 1:
+                found = self._blocks_of(name, entry, inputs, given[0], tensor, number)
+            if found:
+                self.blocks[id(tensor)] = found
             self.alive.append(tensor)
 
-    def _shrink_what_it_was_made_with(self, value: Any) -> None:
-        for tensor in _tensors(value):
+    def _blocks_of(
+        self,
+        name: str,
+        entry: _Entry,
+        inputs: list[torch.Tensor],
+        args: Any,
+        output: torch.Tensor,
+        number: int,
+    ) -> Blocks:
+        """How the split axes of a result are packed."""
+        found: Blocks = {}
+        whole = entry.outputs[number]
+        for tensor, shape in zip(inputs, entry.inputs, strict=False):
+            for axis, packed in self.blocks.get(id(tensor), {}).items():
+                place = _moved_axis(name, args, tensor.dim(), axis, output.dim(), shape, whole)
+                if place is None or place >= output.dim() or output.shape[place] == whole[place]:
+                    continue
+                if sum(packed) != whole[place]:
+                    continue
+                if place in found and _reduced(found[place]) != _reduced(packed):
+                    raise CannotFollow(
+                        f"this joins {_described(found[place])} with {_described(packed)} along a "
+                        "split axis",
+                        self._place(),
+                        hint="shard both layers with the same `parts`",
+                    )
+                found[place] = packed
+        return found
+
+    def _same(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Remembers of a copy what is known of the original."""
+        for table in (self.origins, self.made_with, self.blocks):
+            if id(old) in table:
+                table[id(new)] = table[id(old)]  # type: ignore[assignment]
+        self.flow.set(new, self.flow.of(old))
+        self.alive.append(new)
+
+    def _made_with(self, value: Any) -> list[Attribute]:
+        """The attributes that full-sized tensors among the operands were made with."""
+        found: list[Attribute] = []
+        for tensor in tensors(value):
             for size in self.made_with.get(id(tensor), ()):
                 if int(size) in tensor.shape:
-                    self._shrink(size)
+                    found += self._open(size)
+        return list(dict.fromkeys(found))
 
-    def _shrink(self, size: Size) -> None:
-        """From now on the attribute is this rank's share, on every module of the class."""
-        self.followed.sizes.setdefault(size.owner.cls, set()).add(size.attribute)
-        raise _Again
+    def _open(self, size: int) -> list[Attribute]:
+        """The attributes of a number that may yet turn out to be this rank's share."""
+        known = self.wanted.sizes | self.wanted.fixed
+        return [a for a in getattr(size, "attributes", ()) if a not in known]
+
+    def _a_source(self, value: Any) -> str | None:
+        return next((s for t in tensors(value) if (s := self.flow.of(t).source)), None)
 
     # Operations that are told a size.
 
@@ -532,63 +990,155 @@ class _Rank(TorchFunctionMode):
         tensor, given = args[0], list(args[1:]) or [kwargs.get("shape", kwargs.get("size"))]
         nested = len(given) == 1 and isinstance(given[0], (list, tuple))
         sizes = list(given[0]) if nested else given
-        if not sizes or not all(isinstance(s, int) for s in sizes):
-            return args, kwargs
-        whole_in, whole_out, here = entry.inputs[0], entry.outputs[0], tuple(tensor.shape)
-        if whole_in == here:
-            return args, kwargs
-        wanted = self._local_shape(whole_in, here, whole_out, sizes, tensor)
+        here = tuple(tensor.shape)
+        if not sizes or not all(isinstance(s, int) for s in sizes) or entry.inputs[0] == here:
+            return args, kwargs, None
+        shape, blocks = self._regrouped(tensor, entry.inputs[0], entry.outputs[0], sizes)
+        sizes = self._fitted(tensor, sizes, shape, first=0)
+        return (tensor, *sizes), {}, blocks
+
+    def _unflatten(self, entry: _Entry, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        axis = (args[1] if len(args) > 1 else kwargs["dim"]) % tensor.dim()
+        sizes = list(args[2] if len(args) > 2 else kwargs["sizes"])
+        if entry.inputs[0] == tuple(tensor.shape):
+            return args, kwargs, None
+        around = [*tensor.shape[:axis], *sizes, *tensor.shape[axis + 1 :]]
+        shape, blocks = self._regrouped(tensor, entry.inputs[0], entry.outputs[0], around)
+        inner = shape[axis : axis + len(sizes)]
+        self._fitted(tensor, sizes, inner, first=None, argument=1)
+        return (tensor, axis, inner), {}, blocks
+
+    def _fitted(
+        self,
+        tensor: torch.Tensor,
+        sizes: list[int],
+        wanted: list[int],
+        first: int | None,
+        argument: int = 0,
+    ) -> list[int]:
+        """The sizes with those changed in the source that do not fit."""
+        fitted = list(sizes)
         for axis, (size, want) in enumerate(zip(sizes, wanted, strict=True)):
             if size in (-1, want):
                 continue
-            if isinstance(size, Size):
-                self._shrink(size)
+            index = (axis,) if first is not None else (argument, axis)
+            template = INFERRED
             place = self._editable_place()
-            if place is None or -1 in sizes:
-                raise CannotFollow(
-                    f"this reshapes to {size} where a rank has {want}",
-                    self._place(),
-                    self.origins.get(id(tensor)),
-                )
-            self.followed.arguments.add(ArgumentChange(place, (axis,), "-1"))
-            sizes[axis] = want
-        return (tensor, *sizes), {}
+            taken = any(c.place == place and c.index != index for c in self.followed.arguments)
+            if -1 in sizes or taken:
+                template = SHARE
+            self._change(tensor, size, want, index, template, "this reshapes to")
+            fitted[axis] = want
+        return fitted
 
-    def _local_shape(
-        self, whole_in: Shape, here: Shape, whole_out: Shape, sizes: list[int], tensor: torch.Tensor
-    ) -> list[int]:
-        """The shape that the result must have on a rank."""
-        wanted = list(whole_out)
+    def _change(
+        self,
+        tensor: torch.Tensor,
+        size: int,
+        want: int,
+        index: tuple[int | str, ...],
+        template: str,
+        does: str,
+    ) -> None:
+        """Makes a number the rank's own: by its attributes, or else where it stands."""
+        attributes = self._open(size)
+        place = self._editable_place()
+        fits = template == INFERRED or want * dist.get_world_size() == size
+        if attributes or place is None or not fits:
+            raise CannotFollow(
+                f"{does} {int(size)} where a rank has {want}",
+                self._place(),
+                self.origins.get(id(tensor)),
+                "keep the size in an integer attribute of the module: attributes follow by "
+                "themselves",
+                attributes=attributes,
+                changeable=place is not None and fits,
+            )
+        self.followed.arguments.add(ArgumentChange(place, index, template))
+
+    def _regrouped(
+        self, tensor: torch.Tensor, whole_in: Shape, whole_out: Shape, sizes: list[int]
+    ) -> tuple[list[int], Blocks]:
+        """The shape that a reshaped tensor must have on a rank, and how its axes are packed."""
+        here, known = tuple(tensor.shape), self.blocks.get(id(tensor), {})
+        wanted: list[int] = list(whole_out)
+        blocks: Blocks = {}
         for ins, outs in groups(whole_in, whole_out):
-            before = _product(whole_in[i] for i in ins)
-            now = _product(here[i] for i in ins)
-            if before == now:
+            split = [i for i in ins if whole_in[i] != here[i]]
+            if not split:
                 continue
-            # A contiguous part of a flattened axis is a part of its leftmost factor.
-            factors = [j for j in outs if whole_out[j] > 1] or list(outs)
-            free = [j for j in factors if sizes[j] == -1 or isinstance(sizes[j], Size)]
-            chosen = free[0] if free and len(ins) == 1 and len(factors) > 1 else factors[0]
-            rest = before // whole_out[chosen] if whole_out[chosen] else 1
+            if len(split) > 1:
+                raise CannotFollow("this merges two split axes into one", self._place())
+            axis = split[0]
+            packed = known.get(axis, (whole_in[axis],))
+            ahead = product(whole_in[i] for i in ins if i < axis)
+            if len(ins) == len(outs) == 1:
+                wanted[outs[0]], blocks[outs[0]] = here[axis], packed
+                continue
+            if len(set(packed)) > 1:
+                raise self._not_in_parts(tensor, packed)
+            chosen, outer = self._factor(tensor, outs, whole_out, ahead * len(packed))
+            rest = product(whole_in[i] for i in ins) // whole_out[chosen]
+            now = product(here[i] for i in ins)
             if now % rest:
+                count = whole_out[chosen]
                 raise _Indivisible(
-                    f"{now} features on a rank are not a multiple of {rest}, the size of a head"
+                    f"this regroups {whole_in[axis]} features in {count} blocks of {rest}, of "
+                    "which "
+                    f"{dist.get_world_size()} ranks cannot have the same number",
+                    self._place(),
+                    f"if each block has a share for every rank, shard with parts={count}",
                 )
             wanted[chosen] = now // rest
-            self._note_unit(tensor, sizes, chosen, factors)
-        return wanted
+            blocks[chosen] = (whole_out[chosen] // outer,) * outer
+            self._note_unit(tensor, sizes, chosen, outs)
+        return wanted, blocks
+
+    def _factor(
+        self, tensor: torch.Tensor, outs: list[int], whole_out: Shape, outer: int
+    ) -> tuple[int, int]:
+        """Which factor of a regrouped axis is split, and in how many blocks it lies packed.
+
+        A rank holds a contiguous part of each of `outer` blocks: a part of the first factor after
+        those that count the blocks.
+        """
+        before = 1
+        for axis in outs:
+            size = whole_out[axis]
+            if before * size <= outer and outer % (before * size) == 0 and outer > before:
+                before *= size
+                continue
+            if size == 1 and len(outs) > 1 and axis != outs[-1]:
+                continue
+            if outer % before or (size * before) % outer:
+                break
+            return axis, outer // before
+        raise self._not_in_parts(tensor, (1,) * outer)
+
+    def _not_in_parts(self, tensor: torch.Tensor, packed: Shape) -> CannotFollow:
+        path = self.origins.get(id(tensor))
+        return CannotFollow(
+            f"this regroups features that lie packed in {_described(packed)}, as "
+            f"{f'`{path}`' if path else 'they'} {'was' if path else 'were'} sharded",
+            self._place(),
+            path,
+            "take the parts apart first, with `split` or `chunk`, or shard with the `parts` that "
+            "are meant here",
+        )
 
     def _note_unit(
-        self, tensor: torch.Tensor, sizes: list[int], chosen: int, factors: list[int]
+        self, tensor: torch.Tensor, sizes: list[int], chosen: int, outs: list[int]
     ) -> None:
         """A head's size that is an attribute is the unit in which the layer must be split."""
         path = self.origins.get(id(tensor))
-        inner = [sizes[j] for j in factors if j > chosen]
+        inner = [sizes[j] for j in outs if j > chosen]
         if path is None or sizes[chosen] != -1 or len(inner) != 1:
             return
         node = self.tree.nodes[path]
-        unit = inner[0]
-        if isinstance(unit, Size) and node.owner is not None and unit.owner.cls is node.owner.cls:
-            self.followed.units[node.owner.cls, node.relative] = unit.attribute
+        found: tuple[Attribute, ...] = getattr(inner[0], "attributes", ())
+        if len(found) == 1 and node.owner is not None and found[0].cls is node.owner.cls:
+            self.followed.units[node.owner.cls, node.relative] = found[0].name
 
     def _split(self, entry: _Entry, args: Any, kwargs: Any) -> Any:
         tensor, sizes, axis = _bound(
@@ -596,56 +1146,44 @@ class _Rank(TorchFunctionMode):
         )
         whole, here = entry.inputs[0][axis], tensor.shape[axis]
         if whole == here:
-            return args, kwargs
+            return args, kwargs, None
         pieces = [shape[axis] for shape in entry.outputs]
-        self._check_parts(tensor, pieces)
+        self._check_parts(tensor, axis, whole, pieces)
         local = [p * here // whole for p in pieces]
         if isinstance(sizes, int):
             if sizes != local[0]:
-                sizes = self._told(sizes, local[0], 1, tensor)
-            return (tensor, sizes, axis), {}
-        sizes = [
-            s if s == want else self._told(s, want, 1, tensor)
-            for s, want in zip(sizes, local, strict=True)
-        ]
-        return (tensor, sizes, axis), {}
+                self._change(tensor, sizes, local[0], (0,), SHARE, "this splits by")
+            return (tensor, local[0], axis), {}, None
+        for number, (size, want) in enumerate(zip(sizes, local, strict=True)):
+            if size != want:
+                self._change(tensor, size, want, (0, number), SHARE, "this splits by")
+        return (tensor, local, axis), {}, None
 
-    def _told(self, size: int, want: int, index: int, tensor: torch.Tensor) -> int:
-        """A size handed to an operation that must be a rank's."""
-        if isinstance(size, Size):
-            self._shrink(size)
-        raise CannotFollow(
-            f"this is told the size {int(size)} where a rank has {want}",
-            self._place(),
-            self.origins.get(id(tensor)),
-            "keep the size in an integer attribute of the module: attributes follow by themselves",
-        )
-
-    def _check_parts(self, tensor: torch.Tensor, pieces: list[int]) -> None:
-        """What is taken apart along the sharded axis must have been sharded in these parts."""
-        path = self.origins.get(id(tensor))
-        if path is None or len(pieces) == 1:
+    def _check_parts(
+        self, tensor: torch.Tensor, axis: int, whole: int, pieces: Sequence[int]
+    ) -> None:
+        """What is taken apart along the split axis must have been sharded in these parts."""
+        if len(pieces) == 1:
             return
-        packed = dict(self.layers[path].keywords).get("parts", 1)
-        ratio = (1,) * packed if isinstance(packed, int) else tuple(packed)  # type: ignore[arg-type]
-        total, whole = sum(ratio), sum(pieces)
-        if len(ratio) != len(pieces) or any(
-            r * whole != p * total for r, p in zip(ratio, pieces, strict=True)
-        ):
-            wanted = len(pieces) if len(set(pieces)) == 1 else pieces
-            raise CannotFollow(
-                f"`{path}` is taken apart in pieces of {pieces} here, but was not sharded in "
-                "these parts",
-                self._place(),
-                path,
-                f"shard it with parts={wanted}, so that every rank has its share of each",
-            )
+        packed = self.blocks.get(id(tensor), {}).get(axis, (whole,))
+        if _borders(packed) >= _borders(pieces):
+            return
+        path = self.origins.get(id(tensor))
+        wanted = len(pieces) if len(set(pieces)) == 1 else list(pieces)
+        raise CannotFollow(
+            f"{f'`{path}`' if path else 'this'} is taken apart in pieces of {list(pieces)} here, "
+            "but was not "
+            "sharded in these parts",
+            self._place(),
+            path,
+            f"shard it with parts={wanted}, so that every rank has its share of each",
+        )
 
     def _chunk(self, entry: _Entry, args: Any, kwargs: Any) -> Any:
         tensor, _, axis = _bound(args, kwargs, "chunks")
         if entry.inputs[0][axis] != tensor.shape[axis]:
-            self._check_parts(tensor, [shape[axis] for shape in entry.outputs])
-        return args, kwargs
+            self._check_parts(tensor, axis, entry.inputs[0][axis], [s[axis] for s in entry.outputs])
+        return args, kwargs, None
 
     def _expand(self, entry: _Entry, args: Any, kwargs: Any) -> Any:
         tensor, given = args[0], list(args[1:])
@@ -656,45 +1194,74 @@ class _Rank(TorchFunctionMode):
             size = sizes[ahead + axis] if sizes else -1
             if whole == here or size in (-1, here):
                 continue
-            if isinstance(size, Size):
-                self._shrink(size)
-            place = self._editable_place()
-            if place is None:
-                raise CannotFollow(f"this expands to {size} where a rank has {here}", self._place())
-            self.followed.arguments.add(ArgumentChange(place, (ahead + axis,), "-1"))
-            sizes[ahead + axis] = -1
-        return (tensor, *sizes), {}
+            self._change(tensor, size, here, (ahead + axis,), INFERRED, "this expands to")
+            sizes[ahead + axis] = here
+        return (tensor, *sizes), {}, None
+
+    def _repeat(self, entry: _Entry, args: Any, kwargs: Any) -> Any:
+        tensor, given = args[0], list(args[1:])
+        times = list(given[0]) if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
+        ahead = len(times) - tensor.dim()
+        for axis, (whole, here) in enumerate(zip(entry.inputs[0], tensor.shape, strict=True)):
+            if whole != here and times and times[ahead + axis] != 1:
+                raise CannotFollow(
+                    "this repeats what a rank has, where the whole would be repeated", self._place()
+                )
+        return args, kwargs, None
 
     def _index(self, entry: _Entry, args: Any, kwargs: Any) -> Any:
         tensor, key = args
         keys = key if isinstance(key, tuple) else (key,)
-        if any(isinstance(k, (torch.Tensor, list)) for k in keys):
-            return args, kwargs
-        taken = sum(1 for k in keys if k is not None and k is not Ellipsis)
-        axis = 0
-        for item in keys:
+        taken = sum(_axes_taken(k) for k in keys)
+        axis, result, changed = 0, list(keys), False
+        for number, item in enumerate(keys):
             if item is Ellipsis:
                 axis += tensor.dim() - taken
-            elif item is not None:
-                whole, here = entry.inputs[0][axis], tensor.shape[axis]
+                continue
+            for inner in range(axis, axis + _axes_taken(item)):
+                whole, here = entry.inputs[0][inner], tensor.shape[inner]
                 if whole != here:
-                    self._slice(tensor, item, whole, here)
-                axis += 1
-        return args, kwargs
+                    result[number] = self._slice(tensor, inner, item, whole, number)
+                    changed = changed or result[number] is not item
+            axis += _axes_taken(item)
+        return ((tensor, tuple(result)) if changed else args), kwargs, None
 
-    def _slice(self, tensor: torch.Tensor, item: Any, whole: int, here: int) -> None:
+    def _slice(self, tensor: torch.Tensor, axis: int, item: Any, whole: int, number: int) -> Any:
         if isinstance(item, slice) and item.start is None and item.stop is None:
-            return
-        if isinstance(item, slice):
-            for bound in (item.start, item.stop):
-                if isinstance(bound, Size):
-                    self._shrink(bound)
-        raise CannotFollow(
-            f"this indexes a sharded axis, which has {here} of {whole} elements on a rank",
-            self._place(),
-            self.origins.get(id(tensor)),
-            "gather the value before, or split it with `split` or `chunk`",
-        )
+            return item
+        here = tensor.shape[axis]
+        if not isinstance(item, slice) or item.step not in (None, 1):
+            raise CannotFollow(
+                f"this indexes a split axis, which has {here} of {whole} elements on a rank",
+                self._place(),
+                self.origins.get(id(tensor)),
+                "gather the value before, or split it with `split` or `chunk`",
+            )
+        # The whole model cuts the axis at these places; a rank cuts at its share of them.
+        bounds = []
+        for which in ("start", "stop"):
+            bound = getattr(item, which)
+            if bound is None or bound == 0:
+                bounds.append(bound)
+                continue
+            packed = self.blocks.get(id(tensor), {}).get(axis, (whole,))
+            cut = bound if bound >= 0 else whole + bound
+            if cut in _borders(packed):
+                want = bound * here // whole
+                self._change(tensor, bound, want, (number, which), SHARE, "this cuts at")
+                bounds.append(want)
+                continue
+            if cut * whole // here in _borders(packed) and bound > 0:
+                bounds.append(bound)
+                continue
+            raise CannotFollow(
+                f"this cuts a split axis at {int(bound)} of {whole}, inside a part",
+                self._place(),
+                self.origins.get(id(tensor)),
+                "shard with the `parts` that are meant here",
+                attributes=self._open(bound),
+            )
+        return slice(bounds[0], bounds[1], item.step)
 
     # Where an operation stands.
 
@@ -782,46 +1349,56 @@ def _bound(args: Any, kwargs: Any, *names: str) -> tuple[torch.Tensor, Any, int]
     return args[0], value, axis % args[0].dim()
 
 
-def _product(values: Any) -> int:
-    result = 1
-    for value in values:
-        result *= value
-    return result
+def _split_of(node: Node, layer: Layer) -> Split:
+    """How a layer splits the module whose place it takes."""
+    splits = (splits_of(node.cls) or {}).values()
+    return next(split for split in splits if split.name == layer.name)
 
 
-def groups(before: Shape, after: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Which axes of a reshaped tensor are made from which, as smallest groups of equal product.
+def _ratio(parts: Any) -> Shape:
+    return (1,) * parts if isinstance(parts, int) else tuple(parts)
 
-    `(2, 16, 768) -> (2, 16, 12, 64)` gives `[0]-[0]`, `[1]-[1]`, `[2]-[2, 3]`.
-    """
-    i = j = 0
-    while i < len(before) or j < len(after):
-        ins, outs = [], []
-        left = right = 1
-        if i < len(before):
-            ins.append(i)
-            left = before[i]
-            i += 1
-        if j < len(after):
-            outs.append(j)
-            right = after[j]
-            j += 1
-        while left != right:
-            if left < right and i < len(before):
-                left *= before[i]
-                ins.append(i)
-                i += 1
-            elif j < len(after):
-                right *= after[j]
-                outs.append(j)
-                j += 1
-            else:
-                break
-        # Axes of size one belong to whatever is before them.
-        while i < len(before) and before[i] == 1 and (j >= len(after) or after[j] != 1):
-            ins.append(i)
-            i += 1
-        while j < len(after) and after[j] == 1 and (i >= len(before) or before[i] != 1):
-            outs.append(j)
-            j += 1
-        yield ins, outs
+
+def _reduced(packed: Sequence[int]) -> Shape:
+    """The blocks' sizes relative to each other; one block is `(1,)`."""
+    common = math.gcd(*packed)
+    return tuple(size // common for size in packed)
+
+
+def _borders(pieces: Sequence[int]) -> set[int]:
+    """Where pieces that lie side by side begin and end."""
+    return set(itertools.accumulate(pieces, initial=0))
+
+
+def _described(packed: Sequence[int]) -> str:
+    if len(packed) == 1:
+        return "one block"
+    if len(set(packed)) == 1:
+        return f"{len(packed)} equal parts"
+    return f"parts of {list(packed)}"
+
+
+def _axes_taken(key: Any) -> int:
+    """How many axes one item of an index stands for."""
+    if key is None or key is Ellipsis or isinstance(key, bool):
+        return 0
+    if isinstance(key, torch.Tensor) and key.dtype == torch.bool:
+        return key.dim()
+    return 1
+
+
+def _moved_axis(
+    name: str, args: Any, rank: int, axis: int, out_rank: int, shape: Shape, whole: Shape
+) -> int | None:
+    """Where an axis of an operand is in the result: counted from the right, unless axes move."""
+    if name in ("transpose", "swapaxes", "transpose_") and len(args) == 3:
+        first, second = args[1] % rank, args[2] % rank
+        return int({first: second, second: first}.get(axis, axis))
+    if name == "permute":
+        order = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
+        return [int(a) % rank for a in order].index(axis)
+    place = axis + out_rank - rank
+    if 0 <= place < out_rank and whole[place] == shape[axis]:
+        return place
+    same = [i for i, size in enumerate(whole) if size == shape[axis]]
+    return same[0] if len(same) == 1 else None

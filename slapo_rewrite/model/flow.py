@@ -1,0 +1,366 @@
+"""Which values are whole, parts or partial sums on a rank, and whether gradients come out right.
+
+A sharded model computes on three kinds of values. A *whole* one is the same on every rank. A
+*part* is a rank's share along some axis. A *partial sum* has the whole shape, but only the sum
+over the ranks has the value. A partial sum may only go through linear operations until it is added
+up. A whole value that meets parts gets a gradient from each rank that is a summand of the true
+one; it is *covered* where a `bwd_post` sync adds them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from slapo_rewrite.model.sizes import Shape
+
+WHOLE, PART, PARTIAL = "whole", "part", "partial sum"
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known of a tensor.
+
+    Attributes:
+        kind: `whole`, `part` or `partial sum`.
+        source: The module that made it a part or a partial sum.
+        covered: The module whose `bwd_post` sync adds up this value's gradient.
+        parameters: The parameters, by module path and name, that it was computed from and from
+            nothing else.
+    """
+
+    kind: str = WHOLE
+    source: str | None = None
+    covered: str | None = None
+    parameters: frozenset[tuple[str, str]] | None = None
+
+
+class Misuse(Exception):
+    """An operation that is wrong on what a rank has.
+
+    Attributes:
+        hint: What the user can do.
+        path: The module it concerns, where known.
+        uncovered: The parameters whose gradients would have to be added up.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        hint: str | None = None,
+        path: str | None = None,
+        uncovered: frozenset[tuple[str, str]] = frozenset(),
+    ) -> None:
+        super().__init__(message)
+        self.hint, self.path, self.uncovered = hint, path, uncovered
+
+
+# Operations that read no values: their results depend on shapes alone.
+_SHAPE_ONLY = {
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+    "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
+}  # fmt: skip
+
+# Operations that only rearrange or cast, and so keep a partial sum a partial sum.
+_KEEPING = {
+    "view", "reshape", "view_as", "reshape_as", "transpose", "permute", "swapaxes", "movedim",
+    "contiguous", "flatten", "unflatten", "squeeze", "unsqueeze", "to", "type", "type_as",
+    "float", "half", "bfloat16", "double", "chunk", "split", "split_with_sizes", "unbind",
+    "__getitem__", "__get__", "narrow", "select", "expand", "expand_as", "clone", "dropout",
+    "dropout1d", "dropout2d", "neg", "cat", "concat", "stack", "sum", "mean", "index_select",
+    "pad", "repeat_interleave", "t", "detach", "requires_grad_", "identity",
+}  # fmt: skip
+
+_ADDING = {"add", "add_", "sub", "sub_", "__iadd__", "__isub__", "subtract", "rsub", "__rsub__"}
+_MULTIPLYING = {
+    "mul", "mul_", "__imul__", "multiply", "matmul", "bmm", "mm", "linear", "einsum",
+    "__matmul__", "__rmatmul__", "__rmul__",
+}  # fmt: skip
+_DIVIDING = {"div", "div_", "true_divide", "__truediv__", "__itruediv__", "divide"}
+
+# Operations that need every element along the axes that they run over.
+_REDUCING = {
+    "mean", "var", "std", "var_mean", "std_mean", "softmax", "log_softmax", "softmin",
+    "logsumexp", "norm", "vector_norm", "amax", "amin", "max", "min", "argmax", "argmin",
+    "sort", "argsort", "topk", "cumsum", "cumprod", "prod", "any", "all", "normalize", "flip",
+    "roll", "median", "gumbel_softmax", "glu", "logcumsumexp", "count_nonzero", "sum", "nansum",
+    "nanmean",
+}  # fmt: skip
+_SUMMING = {"sum", "nansum"}
+_LOSSES = {
+    "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
+}  # fmt: skip
+_PICKING = {
+    "gather",
+    "index_select",
+    "scatter",
+    "scatter_",
+    "scatter_add",
+    "take_along_dim",
+    "index_add",
+}
+
+REDUCE = 'add it up: .sync("fwd_post", "all_reduce")'
+COVER = 'add it up: .sync("bwd_post", "all_reduce")'
+
+
+class Flow:
+    """Follows the states of tensors through the operations of a rank's run."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, State] = {}
+
+    def of(self, tensor: torch.Tensor) -> State:
+        """What is known of a tensor; what nothing is known of is whole."""
+        return self._states.get(id(tensor), State())
+
+    def set(self, tensor: torch.Tensor, state: State) -> None:
+        """Notes what a tensor is."""
+        self._states[id(tensor)] = state
+
+    def add_up(self, tensor: torch.Tensor, path: str) -> State:
+        """The state of a value after an all-reduce at the border of `path`.
+
+        Raises:
+            Misuse: It is no partial sum.
+        """
+        state = self.of(tensor)
+        if state.kind == WHOLE:
+            raise Misuse(
+                f"`all_reduce` after `{path}` would add up what every rank has whole",
+                "take the line out, or the sync that made the value whole before",
+                path,
+            )
+        return State()
+
+    def cover(self, tensor: torch.Tensor, path: str) -> State:
+        """The state of a value inside `path`, whose sync adds up the gradient.
+
+        Raises:
+            Misuse: That is done already.
+        """
+        state = self.of(tensor)
+        if not tensor.requires_grad:
+            return state
+        if state.covered is not None:
+            raise Misuse(
+                f"the gradient of this value is summed over the ranks twice, for `{path}` and for "
+                f"`{state.covered}`",
+                'keep one of the two .sync("bwd_post", "all_reduce")',
+                path,
+            )
+        if state.kind != WHOLE:
+            raise Misuse(
+                f"`{path}` is given a {state.kind}, whose gradient each rank has for itself",
+                "take the `bwd_post` sync out" if state.kind == PART else REDUCE,
+                path if state.kind == PART else state.source,
+            )
+        return replace(state, covered=path, parameters=None)
+
+    def meet_parts(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        """Checks whole values where they meet parts.
+
+        Raises:
+            Misuse: The gradient of one would be only this rank's summand.
+        """
+        for tensor in tensors:
+            state = self.of(tensor)
+            if state.kind != WHOLE or not tensor.requires_grad or state.covered is not None:
+                continue
+            if state.parameters:
+                names = ", ".join(
+                    f"`{p}.{n}`" if p else f"`{n}`" for p, n in sorted(state.parameters)
+                )
+                raise Misuse(
+                    f"{names} is whole on every rank, but meets a part here: each rank's gradient "
+                    "of it is a "
+                    "summand of the true one",
+                    uncovered=state.parameters,
+                )
+            raise Misuse(
+                f"{what} takes a whole value to a rank's part: the value's gradient is a summand "
+                "on each rank, "
+                "and nothing adds it up",
+                COVER,
+            )
+
+    def operate(
+        self,
+        name: str,
+        inputs: Sequence[torch.Tensor],
+        whole: Sequence[Shape],
+        args: Any,
+        kwargs: Any,
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
+        """Takes an operation's result in.
+
+        Args:
+            name: The function's.
+            inputs: The tensors it was given.
+            whole: The shapes that they have in the whole model.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            outputs: The tensors it returned.
+
+        Raises:
+            Misuse: The operation is wrong on what a rank has.
+        """
+        if name in _SHAPE_ONLY:
+            for output in outputs:
+                self.set(output, State())
+            return
+        states = [self.of(t) for t in inputs]
+        partial = next((s for s in states if s.kind == PARTIAL), None)
+        if partial is not None:
+            self._check_linear(name, states, inputs, args, kwargs, partial)
+        sharded = [
+            [axis for axis, (w, h) in enumerate(zip(shape, t.shape, strict=False)) if w != h]
+            for t, shape in zip(inputs, whole, strict=False)
+        ]
+        part = next((s for s in states if s.kind == PART), None)
+        summed = part is not None and self._runs_over(name, inputs, sharded, args, kwargs, part)
+        if partial is not None or part is not None:
+            source = next(s.source for s in (partial, part) if s is not None)
+            result = State(PARTIAL if partial or summed else PART, source)
+            if any(output.requires_grad for output in outputs):
+                self.meet_parts(inputs, f"`{name}`")
+        else:
+            result = self._whole(inputs, states)
+        for output in outputs:
+            self.set(output, result)
+
+    def _whole(self, inputs: Sequence[torch.Tensor], states: Sequence[State]) -> State:
+        trained = [s for t, s in zip(inputs, states, strict=True) if t.requires_grad]
+        covered = {s.covered for s in trained}
+        if len(covered) > 1 and None in covered:
+            path = next(c for c in covered if c)
+            raise Misuse(
+                f"this joins a value inside `{path}`, whose gradient is summed over the ranks, "
+                "with one whose "
+                "gradient every rank has whole: the sum would count it once for each rank",
+                "put the `bwd_post` sync where the value goes into sharded layers and nowhere else",
+                path,
+            )
+        made_of: set[tuple[str, str]] = set()
+        alone = bool(trained) and all(s.parameters is not None for s in trained)
+        for state in trained:
+            made_of |= state.parameters or set()
+        alone = alone and len(trained) == len(inputs)
+        return State(
+            WHOLE,
+            covered=next(iter(sorted(c for c in covered if c)), None),
+            parameters=frozenset(made_of) if alone else None,
+        )
+
+    def _check_linear(
+        self,
+        name: str,
+        states: Sequence[State],
+        inputs: Sequence[torch.Tensor],
+        args: Any,
+        kwargs: Any,
+        partial: State,
+    ) -> None:
+        kinds = [s.kind for s, t in zip(states, inputs, strict=True) if t.is_floating_point()]
+        count = kinds.count(PARTIAL)
+        given = (*args, *(kwargs or {}).values())
+        plain = any(isinstance(a, (int, float)) and not isinstance(a, bool) for a in given)
+        fine = (
+            name in _KEEPING
+            or (name in _ADDING and count == len(kinds) and not plain)
+            or (name in _MULTIPLYING and count == 1 and (name != "linear" or len(kinds) == 2))
+            or (name in _DIVIDING and count == 1 and kinds and kinds[0] == PARTIAL)
+        )
+        if not fine:
+            raise Misuse(
+                f"`{name}` needs the value, but `{partial.source}` gives a partial sum of it on "
+                "each rank",
+                REDUCE,
+                partial.source,
+            )
+
+    def _runs_over(
+        self,
+        name: str,
+        inputs: Sequence[torch.Tensor],
+        sharded: Sequence[list[int]],
+        args: Any,
+        kwargs: Any,
+        part: State,
+    ) -> bool:
+        """Whether the result is a partial sum, because the operation contracts a split axis."""
+        kwargs = kwargs or {}
+        over: set[int] = set()
+        if name in _REDUCING and not (name in ("max", "min") and len(inputs) > 1):
+            over = _axes(inputs[0].dim(), args, kwargs) & set(sharded[0])
+        elif name in ("layer_norm", "rms_norm"):
+            count = len(kwargs.get("normalized_shape", args[1] if len(args) > 1 else ()))
+            over = {a for a in sharded[0] if a >= inputs[0].dim() - count}
+        elif name in ("group_norm", "instance_norm", "local_response_norm"):
+            over = set(sharded[0]) - {0}
+        elif name in _LOSSES:
+            over = set(sharded[0])
+        elif name in _PICKING and len(args) > 1 and isinstance(args[1], int):
+            over = {args[1] % inputs[0].dim()} & set(sharded[0])
+        elif name == "embedding" and len(sharded) > 1:
+            over = {0} & set(sharded[1])
+        elif (
+            name in ("matmul", "mm", "bmm", "__matmul__", "__rmatmul__") and len(inputs) == 2
+        ) or name == "linear":
+            return inputs[0].dim() - 1 in sharded[0]
+        elif name in ("baddbmm", "addmm", "addbmm") and len(inputs) == 3:
+            if inputs[1].dim() - 1 in sharded[1]:
+                raise self._needs_all(name, part)
+        elif name == "scaled_dot_product_attention":
+            if any(t.dim() - 1 in axes for t, axes in zip(inputs[:2], sharded[:2], strict=False)):
+                raise self._needs_all(name, part)
+        elif name == "einsum":
+            return _contracts(args, inputs, sharded)
+        if over and name not in _SUMMING:
+            raise self._needs_all(name, part)
+        return bool(over)
+
+    def _needs_all(self, name: str, part: State) -> Misuse:
+        return Misuse(
+            f"`{name}` runs over an axis of which a rank has only its part",
+            'gather it before: .sync("fwd_post", "all_gather", axis=-1)'
+            + (f" on `{part.source}`" if part.source else ""),
+            part.source,
+        )
+
+
+def _axes(rank: int, args: Any, kwargs: Any) -> set[int]:
+    """The axes that a reduction runs over: its argument `dim`, or all."""
+    given = kwargs.get("dim", kwargs.get("axis", kwargs.get("dims")))
+    if given is None:
+        rest = [a for a in args[1:] if not isinstance(a, (bool, torch.dtype))]
+        given = next((a for a in rest if isinstance(a, (int, tuple, list))), None)
+    if given is None:
+        return set(range(rank))
+    return {a % rank for a in (given if isinstance(given, (tuple, list)) else [given]) if rank}
+
+
+def _contracts(args: Any, inputs: Sequence[torch.Tensor], sharded: Sequence[list[int]]) -> bool:
+    """Whether an `einsum` sums over a split axis."""
+    if not args or not isinstance(args[0], str):
+        return False
+    before, _, after = args[0].replace(" ", "").partition("->")
+    for letters, tensor, axes in zip(before.split(","), inputs, sharded, strict=False):
+        ahead, dots, behind = letters.partition("...")
+        for axis in axes:
+            back = axis - tensor.dim()
+            name = (
+                ahead[axis]
+                if axis < len(ahead)
+                else behind[back]
+                if dots and -back <= len(behind)
+                else ""
+            )
+            if name and name not in after:
+                return True
+    return False

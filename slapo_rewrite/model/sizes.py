@@ -1,0 +1,131 @@
+"""Integers that remember the attributes they were made of, and shapes compared axis by axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """An integer attribute of a class's instances.
+
+    Attributes:
+        cls: The class of the module that has it.
+        holder: The class of the nearest module, itself or above, that holds sharded parameters.
+        name: The attribute.
+    """
+
+    cls: type
+    holder: type
+    name: str
+
+
+class Size(int):
+    """An integer that was made of integer attributes, by arithmetic or as it was."""
+
+    attributes: tuple[Attribute, ...]
+
+    @classmethod
+    def of(cls, value: int, attributes: Iterable[Attribute]) -> Size:
+        """`value`, marked."""
+        size = cls(value)
+        size.attributes = tuple(dict.fromkeys(attributes))
+        return size
+
+
+def _arithmetic(name: str) -> Callable[[Size, Any], Any]:
+    plain = getattr(int, name)
+
+    def operation(self: Size, other: Any) -> Any:
+        value = plain(self, other)
+        if type(value) is not int:
+            return value
+        return Size.of(value, (*self.attributes, *getattr(other, "attributes", ())))
+
+    return operation
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    setattr(Size, f"__{_name}__", _arithmetic(f"__{_name}__"))
+    setattr(Size, f"__r{_name}__", _arithmetic(f"__r{_name}__"))
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and mappings, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+
+
+def shapes(value: Any) -> list[Shape]:
+    """The shapes of the tensors in `value`."""
+    return [tuple(t.shape) for t in tensors(value)]
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """The numbers in nested lists, tuples and mappings, in order; not those of a `torch.Size`."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from numbers(item)
+    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        for item in value:
+            yield from numbers(item)
+
+
+def product(values: Iterable[int]) -> int:
+    """All of them multiplied."""
+    result = 1
+    for value in values:
+        result *= int(value)
+    return result
+
+
+def groups(before: Shape, after: Shape) -> Iterator[tuple[list[int], list[int]]]:
+    """Which axes of a reshaped tensor are made from which, as smallest groups of equal product.
+
+    `(2, 16, 768) -> (2, 16, 12, 64)` gives `[0]-[0]`, `[1]-[1]`, `[2]-[2, 3]`.
+    """
+    i = j = 0
+    while i < len(before) or j < len(after):
+        ins, outs = [], []
+        left = right = 1
+        if i < len(before):
+            ins.append(i)
+            left = before[i]
+            i += 1
+        if j < len(after):
+            outs.append(j)
+            right = after[j]
+            j += 1
+        while left != right:
+            if left < right and i < len(before):
+                left *= before[i]
+                ins.append(i)
+                i += 1
+            elif j < len(after):
+                right *= after[j]
+                outs.append(j)
+                j += 1
+            else:
+                break
+        # Axes of size one belong to whatever is before them.
+        while i < len(before) and before[i] == 1 and (j >= len(after) or after[j] != 1):
+            ins.append(i)
+            i += 1
+        while j < len(after) and after[j] == 1 and (i >= len(before) or before[i] != 1):
+            outs.append(j)
+            j += 1
+        yield ins, outs

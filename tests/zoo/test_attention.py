@@ -1,0 +1,220 @@
+"""Attention as people write it: what a rank's share of the heads changes in it, and what not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rewriting import changed_lines, refused, rewritten
+
+SOURCE = """\
+import torch
+from torch import nn
+
+
+class Norm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+class Attention(nn.Module):
+    def __init__(self, dim, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.dim = dim
+        self.q = nn.Linear(dim, dim)
+        self.k = nn.Linear(dim, dim)
+        self.v = nn.Linear(dim, dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.norm = Norm(self.head_dim)
+        self.out = nn.Linear(dim, dim)
+
+    def heads(self, x):
+        return x.view(*x.shape[:-1], self.num_heads, self.head_dim).transpose(1, 2)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        BODY
+        y = (q @ k.transpose(-2, -1) * self.head_dim**-0.5).softmax(-1) @ v
+        y = y.transpose(1, 2)MERGED
+        return self.out(y)
+
+
+class Model(nn.Module):
+    def __init__(self, dim=16, num_heads=4):
+        super().__init__()
+        self.attention = Attention(dim, num_heads)
+
+    def forward(self, x):
+        return x + self.attention(x)
+"""
+
+SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 5, 16)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    layers = s["attention"]
+"""
+ROW = """\
+    layers["out"].shard("weight", axis=1)
+    layers["out"].sync("fwd_post", "all_reduce")
+"""
+THREE = """\
+    layers["{q,k,v}"].shard(["weight", "bias"], axis=0)
+    layers["{q,k,v}"].sync("bwd_post", "all_reduce")
+"""
+PACKED = """\
+    layers["qkv"].shard(["weight", "bias"], axis=0, parts=PARTS)
+    layers["qkv"].sync("bwd_post", "all_reduce")
+"""
+VIEWS = """\
+q = self.q(x).view(SHAPE).transpose(1, 2)
+        k = self.k(x).view(SHAPE).transpose(1, 2)
+        v = self.v(x).view(SHAPE).transpose(1, 2)"""
+HALF = "+        self.num_heads = part_size(self.num_heads)\n"
+
+
+def lines_changed(folder: Path, body: str, schedule: str, merged: str) -> str:
+    """The changed lines of the attention, but for its layers and imports."""
+    source = SOURCE.replace("BODY", body).replace("MERGED", merged)
+    text = changed_lines(rewritten(folder, source, SCHEDULE + schedule + ROW))
+    ours = ("import", "ParallelLinear(", "nn.Linear(")
+    return "".join(
+        line for line in text.splitlines(keepends=True) if not any(word in line for word in ours)
+    )
+
+
+@pytest.mark.parametrize(
+    "merged", [".flatten(2)", ".reshape(B, T, self.num_heads * self.head_dim)"]
+)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "B, T, self.num_heads, self.head_dim",
+        "B, T, self.num_heads, -1",
+        "(B, T, self.num_heads, self.head_dim)",
+        "*(B, T, self.num_heads, self.head_dim)",
+        "x.shape[:-1] + (self.num_heads, self.head_dim)",
+    ],
+)
+def test_the_number_of_heads_is_halved_and_not_their_size(shape, merged, tmp_path):
+    assert lines_changed(tmp_path, VIEWS.replace("SHAPE", shape), THREE, merged) == HALF
+
+
+def test_nothing_changes_where_the_number_of_heads_is_inferred(tmp_path):
+    body = VIEWS.replace("SHAPE", "B, T, -1, self.head_dim")
+    assert lines_changed(tmp_path, body, THREE, ".reshape(B, T, -1)") == ""
+
+
+def test_a_width_that_is_no_attribute_is_inferred(tmp_path):
+    body = VIEWS.replace("SHAPE", "B, T, 4, 4")
+    text = lines_changed(tmp_path, body, THREE, ".reshape(B, T, C)")
+    assert "+        q = self.q(x).view(B, T, -1, 4).transpose(1, 2)\n" in text
+    assert "+        y = y.transpose(1, 2).reshape(B, T, -1)\n" in text
+
+
+@pytest.mark.parametrize(
+    ("parts", "body", "changed"),
+    [
+        (3, "q, k, v = (self.heads(t) for t in self.qkv(x).chunk(3, dim=-1))", HALF),
+        (
+            3,
+            "q, k, v = (self.heads(t) for t in self.qkv(x).split(C, dim=-1))",
+            "+ (self.heads(t) for t in self.qkv(x).split(part_size(C), dim=-1))",
+        ),
+        (
+            3,
+            "q, k, v = map(self.heads, torch.split(self.qkv(x), [C, C, C], dim=-1))",
+            "self.qkv(x), [part_size(C), part_size(C), part_size(C)], dim=-1",
+        ),
+        (
+            3,
+            "t = self.qkv(x)\n        q, k = t[..., :C], t[..., C : 2 * C]\n"
+            "        q, k, v = map(self.heads, (q, k, t[..., 2 * C :]))",
+            "t[..., :part_size(C)]@@t[..., part_size(C) : part_size(2 * C)]@@2 * C) :]",
+        ),
+        (
+            3,
+            "t = self.qkv(x).view(B, T, 3, self.num_heads, self.head_dim)\n"
+            "        q, k, v = t.permute(2, 0, 3, 1, 4)",
+            HALF,
+        ),
+        (
+            1,
+            "t = self.qkv(x).view(B, T, self.num_heads, 3, self.head_dim)\n"
+            "        q, k, v = t.permute(3, 0, 2, 1, 4)",
+            HALF,
+        ),
+    ],
+)
+def test_packed_projections(parts, body, changed, tmp_path):
+    text = lines_changed(tmp_path, body, PACKED.replace("PARTS", str(parts)), ".flatten(2)")
+    assert HALF in text and all(piece in text for piece in changed.strip("+ ").split("@@"))
+
+
+@pytest.mark.parametrize(
+    ("parts", "body", "words"),
+    [
+        (1, "q, k, v = map(self.heads, self.qkv(x).chunk(3, dim=-1))", "shard it with parts=3"),
+        (
+            1,
+            "t = self.qkv(x).view(B, T, 3, self.num_heads, self.head_dim)\n"
+            "        q, k, v = t.permute(2, 0, 3, 1, 4)",
+            "shard with parts=3",
+        ),
+        (
+            3,
+            "t = self.qkv(x).view(B, T, self.num_heads, 3, self.head_dim)\n"
+            "        q, k, v = t.permute(3, 0, 2, 1, 4)",
+            "packed in 3 equal parts",
+        ),
+    ],
+)
+def test_parts_that_are_not_the_models_are_refused(parts, body, words, tmp_path):
+    source = SOURCE.replace("BODY", body).replace("MERGED", ".flatten(2)")
+    schedule = SCHEDULE + PACKED.replace("PARTS", str(parts)) + ROW
+    assert words in refused(tmp_path, source, schedule, "SR104")
+
+
+def test_a_whole_parameter_that_meets_parts_has_its_gradients_added_up(tmp_path):
+    body = (
+        "q, k, v = self.norm(self.heads(self.q(x))), self.heads(self.k(x)), self.heads(self.v(x))"
+    )
+    text = lines_changed(tmp_path, body, THREE, ".flatten(2)")
+    assert "+        return all_reduce_gradient(self.weight) * x\n" in text
+
+
+def test_a_number_of_heads_that_is_a_value_too_stays_whole(tmp_path):
+    shape = "B, T, self.num_heads, self.head_dim"
+    body = VIEWS.replace("SHAPE", shape) + "\n        q = q * (C // self.num_heads) ** -0.5"
+    text = lines_changed(tmp_path, body, THREE, ".flatten(2)")
+    assert HALF not in text
+    assert "+        q = self.q(x).view(B, T, -1, self.head_dim).transpose(1, 2)\n" in text
+
+
+def test_a_scale_that_depends_on_a_rank_is_refused(tmp_path):
+    shape = "B, T, self.num_heads, self.head_dim"
+    merged_width = "k.transpose(1, 2).flatten(2).shape[-1]"
+    body = VIEWS.replace("SHAPE", shape) + f"\n        q = q * {merged_width} ** -0.5"
+    source = SOURCE.replace("BODY", body).replace("MERGED", ".flatten(2)")
+    text = refused(tmp_path, source, SCHEDULE + THREE + ROW, "SR104")
+    assert "computes with 0.353553 on a rank, and with 0.25 without sharding" in text

@@ -1,0 +1,116 @@
+"""Schedules whose numbers would come out wrong are refused, with the line that is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rewriting import refused, rewritten
+
+SOURCE = """\
+import torch
+from torch import nn
+
+
+class MLP(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.mlp = MLP(width)
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
+class Model(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.block = Residual(width)
+
+    def forward(self, x):
+        return self.block(self.first(x))
+"""
+
+SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def added_up(module, inputs, output):
+    return output
+
+
+def schedule(s):
+    mlp, up, down = s["block.mlp"], s["block.mlp.up"], s["block.mlp.down"]
+    up.shard(["weight", "bias"], axis=0)
+    down.shard("weight", axis=1)
+"""
+BACKWARD, FORWARD = '.sync("bwd_post", "all_reduce")\n', '.sync("fwd_post", "all_reduce")\n'
+
+
+@pytest.mark.parametrize(
+    "syncs",
+    [
+        "    up" + BACKWARD + "    down" + FORWARD,
+        "    mlp" + BACKWARD + "    down" + FORWARD,
+        "    mlp" + BACKWARD + "    mlp" + FORWARD,
+        "    up" + BACKWARD + '    down.sync("fwd_post", added_up)\n',
+    ],
+)
+def test_syncs_that_add_everything_up_once(syncs, tmp_path):
+    assert rewritten(tmp_path, SOURCE, SCHEDULE + syncs).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("syncs", "words"),
+    [
+        ("    down" + FORWARD, "nothing adds it up"),
+        ("    up" + BACKWARD, "`block.mlp.down` gives a partial sum"),
+        ("    up" + BACKWARD + "    mlp" + BACKWARD + "    down" + FORWARD, "ranks twice"),
+        ('    s["block"]' + BACKWARD + "    down" + FORWARD, "count it once for each rank"),
+        ("    up" + BACKWARD + '    s["block"]' + FORWARD, "gives a partial sum"),
+        ("    up" + BACKWARD + "    down" + FORWARD + "    mlp" + FORWARD, "every rank has whole"),
+    ],
+)
+def test_syncs_that_do_not(syncs, words, tmp_path):
+    assert words in refused(tmp_path, SOURCE, SCHEDULE + syncs, "SR104")
+
+
+def test_the_input_of_a_layer_split_over_its_inputs_must_be_a_part(tmp_path):
+    schedule = SCHEDULE.replace('    up.shard(["weight", "bias"], axis=0)\n', "")
+    text = refused(tmp_path, SOURCE, schedule + "    down" + FORWARD, "SR104")
+    assert "its input is whole on every rank" in text
+
+
+@pytest.mark.parametrize(
+    "operation",
+    ["h.softmax(-1)", "h / h.norm(dim=-1, keepdim=True)", "h - h.mean(-1, keepdim=True)"],
+)
+def test_an_operation_over_the_split_axis_is_refused(operation, tmp_path):
+    source = SOURCE.replace(
+        "return self.down(torch.relu(self.up(x)))",
+        f"h = self.up(x)\n        return self.down({operation})",
+    )
+    syncs = "    up" + BACKWARD + "    down" + FORWARD
+    text = refused(tmp_path, source, SCHEDULE + syncs, "SR104")
+    assert "runs over an axis of which a rank has only its part" in text
