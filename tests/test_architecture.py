@@ -1,0 +1,149 @@
+"""Imports point one way: from the command line down to the errors, and never back up."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import slapo_rewrite
+
+PACKAGE = Path(slapo_rewrite.__file__).parent
+# From top to bottom; what shares a line does not import one another. `runtime` is written for the
+# outputs, and stands for itself.
+LAYERS = (
+    {"__main__"},
+    {"cli"},
+    {"verify", "tune", "emit"},
+    {"schedule"},
+    {"primitives", "patterns"},
+    {"edit"},
+    {"model"},
+    {"source"},
+    {"errors"},
+    {"runtime"},
+)
+MAY_IMPORT_TORCH = {"model", "verify", "tune", "runtime"}
+HEAVY = {"torch", "transformers"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, absolute.
+
+    Attributes:
+        file: The file that imports, relative to the package.
+        line: Where.
+        name: What.
+        at_start: Whether it is imported with the file; not inside a function or for types alone.
+    """
+
+    file: Path
+    line: int
+    name: str
+    at_start: bool
+
+    @property
+    def part(self) -> str:
+        """The part of the package that the file belongs to."""
+        return self.file.parts[0].removesuffix(".py")
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.name}"
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    file = path.relative_to(PACKAGE)
+    package = ["slapo_rewrite", *file.parts[:-1]]
+
+    def walk(node: ast.AST, at_start: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(file, child.lineno, alias.name, at_start)
+            elif isinstance(child, ast.ImportFrom):
+                base = package[: len(package) - child.level + 1] if child.level else []
+                module = ".".join([*base, child.module] if child.module else base)
+                for alias in child.names:
+                    yield Import(file, child.lineno, f"{module}.{alias.name}", at_start)
+            else:
+                later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+                yield from walk(child, at_start and not later and not for_types)
+
+    yield from walk(ast.parse(path.read_text()), True)
+
+
+def part_of(name: str) -> str | None:
+    """The part of the package that a dotted name lies in; None for other packages and the root."""
+    segments = name.split(".")
+    if segments[0] != "slapo_rewrite" or len(segments) < 2:
+        return None
+    return segments[1] if any(segments[1] in layer for layer in LAYERS) else None
+
+
+def depth(part: str) -> int:
+    return next(number for number, layer in enumerate(LAYERS) if part in layer)
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_part_of_the_package_has_its_layer():
+    parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+    assert parts - {"__init__"} <= set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    wrong = [
+        str(found)
+        for found in imports_of(path)
+        if (part := part_of(found.name))
+        and found.part not in ("__init__", part)
+        and depth(part) <= depth(found.part)
+    ]
+    assert not wrong
+
+
+def test_what_outputs_are_made_of_needs_nothing_of_the_tool():
+    names = [
+        found
+        for path in sorted((PACKAGE / "runtime").rglob("*.py"))
+        for found in imports_of(path)
+        if found.name.startswith("slapo_rewrite.") and part_of(found.name) != "runtime"
+    ]
+    assert not [str(found) for found in names]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_torch_is_imported_where_it_may_be(path):
+    wrong = [
+        str(found)
+        for found in imports_of(path)
+        if found.at_start
+        and found.name.split(".")[0] in HEAVY
+        and found.part not in MAY_IMPORT_TORCH
+    ]
+    assert not wrong
+
+
+def test_the_reading_of_imports_sees_them_all(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.test_architecture.PACKAGE", tmp_path)
+    (tmp_path / "edit").mkdir()
+    path = tmp_path / "edit" / "a.py"
+    path.write_text(
+        "import torch\n"
+        "from ..emit import record\n"
+        "from . import b\n"
+        "def f():\n    from slapo_rewrite.cli import main\n"
+        "if TYPE_CHECKING:\n    from torch import nn\n"
+    )
+    assert [(found.name, found.at_start) for found in imports_of(path)] == [
+        ("torch", True),
+        ("slapo_rewrite.emit.record", True),
+        ("slapo_rewrite.edit.b", True),
+        ("slapo_rewrite.cli.main", False),
+        ("torch.nn", False),
+    ]
