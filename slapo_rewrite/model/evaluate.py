@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.source.syntax import argument_of, assignments, position, targets_of
 from slapo_rewrite.source.values import Frame, Loop
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
@@ -101,7 +102,7 @@ class Evaluator:
             Unknown: It cannot be told.
         """
         try:
-            return self._expr(expr, _Place(frame or self.scene.frame, _position(expr), {}))
+            return self._expr(expr, _Place(frame or self.scene.frame, position(expr), {}))
         except Unknown:
             raise
         except Exception as error:  # a property of the user's, an operator on odd operands
@@ -242,7 +243,7 @@ class Evaluator:
             return at.names[name]
         for node, iteration in self.scene.elements.items():
             target = getattr(node, "target", None)
-            if target is not None and name in _targets(target):
+            if target is not None and name in targets_of(target):
                 return self._loop_variable(node, iteration, name, at)
         assigned = self._assigned(name, at)
         if assigned is not None:
@@ -264,7 +265,7 @@ class Evaluator:
         self, node: ast.AST, iteration: int | ast.expr, name: str, at: _Place
     ) -> Any:
         assert isinstance(node, ast.For | ast.AsyncFor | ast.comprehension)
-        place = _Place(at.frame, _position(node.iter), {})
+        place = _Place(at.frame, position(node.iter), {})
         if isinstance(iteration, ast.expr):
             return _destructured(node.target, self._expr(iteration, place))[name]
         values = self._expr(node.iter, place)
@@ -280,7 +281,7 @@ class Evaluator:
             if given is None:
                 raise Unknown
             outer = frame.parent if given in ast.walk(frame.call) else frame
-            return self._expr(given, _Place(outer, _position(frame.call), {}))
+            return self._expr(given, _Place(outer, position(frame.call), {}))
         if function.args.args and function.args.args[0].arg == name:
             return self.scene.live
         if name in self.scene.stored:
@@ -295,9 +296,9 @@ class Evaluator:
         unknown = False
         for assignment in assignments(at.frame.function, name):
             statement = assignment.statement
-            if _position(statement) >= at.before or at.inside(statement):
+            if position(statement) >= at.before or at.inside(statement):
                 continue
-            place = _Place(at.frame, _position(statement), at.names)
+            place = _Place(at.frame, position(statement), at.names)
             try:
                 if not all(self._truth(t, place) is sense for t, sense in assignment.guards):
                     continue
@@ -314,7 +315,7 @@ class Evaluator:
     def _given(self, statement: ast.stmt, name: str, place: _Place) -> Any:
         match statement:
             case ast.Assign(targets=targets, value=value):
-                target = next(t for t in targets if name in _targets(t))
+                target = next(t for t in targets if name in targets_of(t))
                 if isinstance(target, ast.Name):
                     return self._expr(value, place)
                 return _destructured(target, self._expr(value, place))[name]
@@ -334,92 +335,7 @@ class _Place:
 
     def inside(self, statement: ast.stmt) -> bool:
         end = (statement.end_lineno or 0, statement.end_col_offset or 0)
-        return _position(statement) <= self.before < end
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """A statement that binds a local name.
-
-    Attributes:
-        statement: The statement.
-        guards: The tests around it.
-        looped: Whether it runs more than once and builds on what it gave before.
-    """
-
-    statement: ast.stmt
-    guards: tuple[tuple[ast.expr, bool], ...]
-    looped: bool
-
-
-def assignments(function: ast.FunctionDef, name: str) -> list[Assignment]:
-    """The statements of a function that bind a local name, in the order of the text."""
-    cache = _assignments.get(function)
-    if cache is None:
-        cache = _assignments[function] = {}
-        for found in _bindings(function.body, (), False):
-            for bound in _bound_names(found.statement):
-                cache.setdefault(bound, []).append(found)
-    return cache.get(name, [])
-
-
-_assignments: dict[ast.FunctionDef, dict[str, list[Assignment]]] = {}
-
-
-def _bindings(
-    body: list[ast.stmt], guards: tuple[tuple[ast.expr, bool], ...], looped: bool
-) -> Iterator[Assignment]:
-    for statement in body:
-        match statement:
-            case ast.Assign() | ast.AnnAssign():
-                names = _bound_names(statement)
-                value = statement.value
-                used = (
-                    {n.id for n in ast.walk(value) if isinstance(n, ast.Name)} if value else set()
-                )
-                yield Assignment(statement, guards, looped and bool(names & used))
-            case ast.AugAssign() | ast.With() | ast.AsyncWith() | ast.Import() | ast.ImportFrom():
-                yield Assignment(statement, guards, looped)
-                yield from _bindings(getattr(statement, "body", []), guards, looped)
-            case ast.If():
-                yield from _bindings(statement.body, (*guards, (statement.test, True)), looped)
-                yield from _bindings(statement.orelse, (*guards, (statement.test, False)), looped)
-            case ast.For() | ast.AsyncFor() | ast.While():
-                yield Assignment(statement, guards, looped)
-                yield from _bindings(statement.body, guards, True)
-                yield from _bindings(statement.orelse, guards, looped)
-            case ast.Try() | ast.TryStar():
-                yield from _bindings(statement.body, guards, looped)
-                unsure = ast.copy_location(ast.Name("<undecided>", ast.Load()), statement)
-                for handler in statement.handlers:
-                    yield from _bindings(handler.body, (*guards, (unsure, True)), looped)
-                yield from _bindings([*statement.orelse, *statement.finalbody], guards, looped)
-
-
-def _bound_names(statement: ast.stmt) -> set[str]:
-    match statement:
-        case ast.Assign(targets=targets):
-            return {n for t in targets for n in _targets(t)}
-        case ast.AnnAssign(target=target, value=ast.expr()) | ast.AugAssign(target=target):
-            return set(_targets(target))
-        case ast.For(target=target) | ast.AsyncFor(target=target):
-            return set(_targets(target))
-        case ast.With(items=items) | ast.AsyncWith(items=items):
-            return {n for i in items if i.optional_vars for n in _targets(i.optional_vars)}
-        case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return {a.asname or a.name.partition(".")[0] for a in names}
-    return set()
-
-
-def _targets(target: ast.expr) -> list[str]:
-    match target:
-        case ast.Name(id=name):
-            return [name]
-        case ast.Tuple(elts=elts) | ast.List(elts=elts):
-            return [n for e in elts for n in _targets(e)]
-        case ast.Starred(value=value):
-            return _targets(value)
-    return []
+        return position(statement) <= self.before < end
 
 
 def _destructured(target: ast.expr, value: Any) -> dict[str, Any]:
@@ -440,35 +356,6 @@ def _is_self(function: ast.FunctionDef, name: str, call: ast.Call) -> bool:
     return name == first == "self" and isinstance(call.func, ast.Attribute)
 
 
-def argument_of(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.expr | None:
-    """The expression that a call gives a parameter, its default where the call does not give it.
-
-    Returns:
-        None where that cannot be told: a star argument may hide it, or there is no such parameter.
-    """
-    given = function.args
-    positional = [a.arg for a in (*given.posonlyargs, *given.args)]
-    if positional and positional[0] in {"self", "cls"}:
-        positional = positional[1:]
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return keyword.value
-    if name in positional:
-        position = positional.index(name)
-        before = call.args[: position + 1]
-        if any(isinstance(a, ast.Starred) for a in before):
-            return None
-        if position < len(call.args):
-            return call.args[position]
-    if any(k.arg is None for k in call.keywords):
-        return None
-    all_positional = [a.arg for a in (*given.posonlyargs, *given.args)]
-    defaults = dict(zip(reversed(all_positional), reversed(given.defaults), strict=False))
-    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    defaults |= {a.arg: default for a, default in pairs if default is not None}
-    return defaults.get(name)
-
-
 def iterations(loops: tuple[Loop, ...], numbers: list[int]) -> dict[ast.AST, int | ast.expr]:
     """Which iteration of each loop made the element with these numbers, as far as that is known."""
     found: dict[ast.AST, int | ast.expr] = {x.node: x.value for x in loops if x.value is not None}
@@ -479,7 +366,3 @@ def iterations(loops: tuple[Loop, ...], numbers: list[int]) -> dict[ast.AST, int
             if iteration is not None:
                 found[loop.node] = iteration
     return found
-
-
-def _position(node: ast.stmt | ast.expr) -> tuple[int, int]:
-    return node.lineno, node.col_offset

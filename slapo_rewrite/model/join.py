@@ -8,8 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,77 +16,15 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.model import construction, evaluate
 from slapo_rewrite.model.evaluate import Evaluator, Scene, Unknown
+from slapo_rewrite.model.sources import Level, Sources
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.source.index import SourceFile
-from slapo_rewrite.source.sites import Site, find_later_sites, find_sites
+from slapo_rewrite.source.sites import Site
+from slapo_rewrite.source.syntax import argument_of, assignments
 from slapo_rewrite.source.values import Frame
 
+__all__ = ["Sources", "find_parameter_site", "find_site", "resolve_callee"]
+
 _REFERENCES = {"argument", "alias"}
-# How a class puts something into a module that another class made, and not into a list of its own.
-_DEEP_KINDS = {
-    *("assign", "setattr", "add_module", "argument", "alias", "helper", "factory"),
-    *("parameter", "buffer"),
-}
-
-
-class Sources:
-    """The files that the classes of a model come from, each read once.
-
-    Attributes:
-        main: The file that is rewritten.
-    """
-
-    def __init__(self, main: SourceFile) -> None:
-        self.main = main
-        self._files: dict[str, SourceFile | None] = {main.name: main}
-        self._made: dict[type, _Maker] = {}
-        self._sites: dict[tuple[int, str], Site] = {}
-        self._nodes: dict[int, tuple[Node, dict[int, list[Node]]]] = {}
-
-    def file_of(self, cls: type) -> SourceFile | None:
-        """The file that defines a class; None where it has none that can be read."""
-        return self.file_named(cls.__module__)
-
-    def file_named(self, name: str) -> SourceFile | None:
-        """The file of a module that has been imported."""
-        if name not in self._files:
-            self._files[name] = self._read(name)
-        return self._files[name]
-
-    def _read(self, name: str) -> SourceFile | None:
-        path = getattr(sys.modules.get(name), "__file__", None)
-        if not path or not path.endswith(".py"):
-            return None
-        if Path(path).resolve() == self.main.path.resolve():
-            return self.main
-        try:
-            return SourceFile.read(Path(path), name)
-        except errors.SourceError:
-            return None
-
-    def classes(self, cls: type) -> list[tuple[SourceFile, str]]:
-        """The classes along the MRO that have a source, most derived first, without torch's own."""
-        own = [c for c in cls.__mro__ if not c.__module__.startswith("torch.nn.")]
-        found = [(self.file_of(c), c.__name__) for c in own]
-        return [(f, name) for f, name in found if f is not None and name in f.classes]
-
-    def maker(self, cls: type) -> _Maker:
-        """What the constructors of a class make."""
-        if cls not in self._made:
-            self._made[cls] = _Maker(self, cls)
-        return self._made[cls]
-
-    def same_live(self, node: Node) -> list[Node]:
-        """The other nodes that hold the same module."""
-        root = node
-        while root.parent is not None:
-            root = root.parent
-        if id(root) not in self._nodes:
-            nodes: dict[int, list[Node]] = {}
-            for each in root.walk():
-                nodes.setdefault(id(each.live), []).append(each)
-            self._nodes[id(root)] = root, nodes
-        return [n for n in self._nodes[id(root)][1].get(id(node.live), []) if n is not node]
 
 
 def find_site(sources: Sources, node: Node) -> Site:
@@ -120,133 +57,6 @@ def resolve_callee(sources: Sources, site: Site, node: Node) -> object | None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Level:
-    """A class along the MRO whose constructor runs, and the call that made it run."""
-
-    cls: type
-    file: SourceFile
-    frame: Frame | None
-    call: ast.Call | None
-    function: ast.FunctionDef | None
-
-
-class _Maker:
-    """The sites of a class along its MRO; a base class is read only where that is needed."""
-
-    def __init__(self, sources: Sources, cls: type) -> None:
-        self.sources = sources
-        self.cls = cls
-        self.levels: list[_Level] = []
-        self._pending = _levels(sources, cls)
-        self._patterns: list[_Patterns] = []
-        self.level_of: dict[Site, int] = {}
-        self._matches: dict[str, list[tuple[Site, tuple[str, ...]]]] = {}
-
-    def match(self, relative: str) -> list[tuple[Site, tuple[str, ...]]]:
-        """The sites that may make a path, in the order in which they are carried out."""
-        if relative not in self._matches:
-            found: list[tuple[Site, tuple[str, ...]]] = []
-            head = relative.partition(".")[0]
-            for patterns in self._each():
-                here = patterns.match(relative)
-                found = [*here, *found]
-                if here and any(not s.guards for s in patterns.near(head)):
-                    break
-            self._matches[relative] = found
-        return self._matches[relative]
-
-    def near(self, relative: str) -> list[Site]:
-        """The sites of the attribute that a path begins with."""
-        head = relative.partition(".")[0]
-        return [s for patterns in self._each() for s in patterns.near(head)]
-
-    def _each(self) -> Iterator[_Patterns]:
-        number = 0
-        while number < len(self._patterns) or self._grow():
-            yield self._patterns[number]
-            number += 1
-
-    def _grow(self) -> bool:
-        """Reads one class more along the MRO; False where there is none."""
-        level = next(self._pending, None)
-        if level is None:
-            return False
-        patterns = _Patterns()
-        for sites in find_sites(level.file, level.cls.__name__).values():
-            patterns.extend(sites)
-            self.level_of.update((s, len(self.levels)) for s in sites)
-        self.levels.append(level)
-        self._patterns.append(patterns)
-        return True
-
-    @cached_property
-    def has_deep(self) -> bool:
-        """Whether the class itself puts modules into modules that other classes make."""
-        constructed = [c for c in self.cls.__mro__ if "__init__" in vars(c)]
-        own = itertools.takewhile(lambda c: c.__module__ == self.cls.__module__, constructed)
-        return any(patterns.deep for _, patterns in zip(own, self._each(), strict=False))
-
-    @cached_property
-    def later(self) -> _Patterns:
-        """The sites in other methods than the constructor."""
-        found = _Patterns()
-        for cls in reversed(self.cls.__mro__):
-            file = self.sources.file_of(cls) if cls is not nn.Module else None
-            if file is not None and cls.__name__ in file.classes:
-                for sites in find_later_sites(file, cls.__name__).values():
-                    found.extend(sites)
-        return found
-
-    @cached_property
-    def constructor(self) -> ast.FunctionDef | None:
-        """The function that takes the arguments of an instantiation."""
-        next(self._each(), None)
-        return self.levels[0].function if self.levels else None
-
-    def stored(self, level: _Level) -> dict[str, str]:
-        """The parameters that a constructor keeps in attributes as they are."""
-        found: dict[str, str] = {}
-        for path, (site, *others) in find_sites(level.file, level.cls.__name__).items():
-            plain = not others and not site.steps and "." not in path
-            if plain and site.kind == "argument" and isinstance(site.value, ast.Name):
-                found.setdefault(site.value.id, path)
-        return found
-
-
-class _Patterns:
-    """Sites by path pattern."""
-
-    def __init__(self) -> None:
-        self._exact: dict[str, list[Site]] = {}
-        self._globs: dict[str, tuple[re.Pattern[str], list[Site]]] = {}
-        self.deep = False
-
-    def extend(self, sites: list[Site]) -> None:
-        for site in sites:
-            self.deep |= "." in site.path and not site.container and site.kind in _DEEP_KINDS
-            if "*" not in site.path:
-                self._exact.setdefault(site.path, []).append(site)
-            else:
-                if site.path not in self._globs:
-                    regex = re.escape(site.path).replace(r"\*", r"([^.]+)")
-                    self._globs[site.path] = re.compile(regex), []
-                self._globs[site.path][1].append(site)
-
-    def match(self, relative: str) -> list[tuple[Site, tuple[str, ...]]]:
-        """The sites that may make this path, with what each `*` stands for."""
-        found: list[tuple[Site, tuple[str, ...]]] = [(s, ()) for s in self._exact.get(relative, ())]
-        for regex, sites in self._globs.values():
-            match = regex.fullmatch(relative)
-            if match:
-                found += [(s, match.groups()) for s in sites]
-        return found
-
-    def near(self, name: str) -> list[Site]:
-        """The sites of an attribute."""
-        return self._exact.get(name, [])
-
-
-@dataclass(frozen=True, eq=False)
 class _Candidate:
     site: Site
     holder: Node
@@ -264,9 +74,9 @@ class _Search:
     # Modules --------------------------------------------------------------------------------
 
     def module(self, node: Node) -> Site:
-        known = self.sources._sites.get((id(node), ""))
+        known = self.sources.known.get((id(node), ""))
         if known is None:
-            known = self.sources._sites[id(node), ""] = self._module(node)
+            known = self.sources.known[id(node), ""] = self._module(node)
         return known
 
     def _module(self, node: Node) -> Site:
@@ -445,9 +255,9 @@ class _Search:
 
     def parameter(self, node: Node, name: str) -> Site:
         key = (id(node), name)
-        if key not in self.sources._sites:
-            self.sources._sites[key] = self._parameter(node, name)
-        return self.sources._sites[key]
+        if key not in self.sources.known:
+            self.sources.known[key] = self._parameter(node, name)
+        return self.sources.known[key]
 
     def _parameter(self, node: Node, name: str) -> Site:
         full = f"{node.path}.{name}" if node.path else name
@@ -497,13 +307,13 @@ class _Search:
         )
         return Evaluator(scene).evaluate(expr)
 
-    def _argument_value(self, holder: Node, level: _Level | None, name: str) -> Any:
+    def _argument_value(self, holder: Node, level: Level | None, name: str) -> Any:
         """What a parameter of a constructor was given."""
         if level is not None and level.call is not None and level.frame is not None:
             maker = self.sources.maker(holder.cls)
             outer = maker.levels[maker.levels.index(level) - 1]
             assert level.function is not None
-            given = evaluate.argument_of(level.function, level.call, name)
+            given = argument_of(level.function, level.call, name)
             if given is None:
                 raise Unknown
             scene = Scene(
@@ -538,54 +348,10 @@ class _Search:
         constructor = maker.constructor
         if constructor is None or not isinstance(site.value, ast.Call):
             raise Unknown
-        given = evaluate.argument_of(constructor, site.value, name)
+        given = argument_of(constructor, site.value, name)
         if given is None:
             raise Unknown
         return given, site
-
-
-def _levels(sources: Sources, cls: type) -> Iterator[_Level]:
-    """The constructors that run when a class is instantiated, the most derived first."""
-    mro = list(cls.__mro__)
-    position = 0
-    frame: Frame | None = None
-    call: ast.Call | None = None
-    while position < len(mro):
-        each = mro[position]
-        file = sources.file_of(each) if each is not nn.Module else None
-        if file is None or each.__name__ not in file.classes or "__init__" not in vars(each):
-            position += 1
-            continue
-        function = file.method(each.__name__, "__init__")
-        yield _Level(each, file, frame, call, function)
-        if function is None:
-            position += 1
-            continue
-        call, position = _next_constructor(function, mro, position)
-        frame = Frame(function)
-
-
-def _next_constructor(
-    function: ast.FunctionDef, mro: list[type], position: int
-) -> tuple[ast.Call | None, int]:
-    """The call by which a constructor runs the next one, and where that is in the MRO."""
-    names = [c.__name__ for c in mro]
-    for call in ast.walk(function):
-        match call:
-            case ast.Call(func=ast.Attribute(value=owner, attr="__init__")):
-                pass
-            case _:
-                continue
-        match owner:
-            case ast.Call(func=ast.Name(id="super"), args=[]):
-                return call, position + 1
-            case ast.Call(func=ast.Name(id="super"), args=[ast.Name(id=name), *_]):
-                if name in names:
-                    return call, names.index(name) + 1
-            case ast.Name(id=name) | ast.Attribute(attr=name):
-                if name in names[position:]:
-                    return None, names.index(name)
-    return None, len(mro)
 
 
 def _holders(node: Node) -> Iterator[Node]:
@@ -617,7 +383,7 @@ def _numbers(site: Site, holder: Node, node: Node) -> tuple[str, ...]:
 def _assigned(site: Site, name: str) -> Site:
     """The site's value followed to the last assignment of a local variable before it."""
     before = (site.value.lineno, site.value.col_offset)
-    for each in reversed(evaluate.assignments(site.function, name)):
+    for each in reversed(assignments(site.function, name)):
         statement = each.statement
         if isinstance(statement, ast.Assign) and (statement.lineno, statement.col_offset) < before:
             return replace(site, statement=statement, value=statement.value)

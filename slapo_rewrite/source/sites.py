@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.source.syntax import local_assignments
 from slapo_rewrite.source.values import (
     Frame,
     Guard,
@@ -16,11 +17,10 @@ from slapo_rewrite.source.values import (
     Made,
     Sequence,
     Step,
-    Walker,
     common,
-    local_assignments,
     merged,
 )
+from slapo_rewrite.source.walker import Walker
 
 _OWN_KINDS = {"helper", "factory", "argument", "alias", "parameter", "buffer"}
 
@@ -65,7 +65,6 @@ class Site:
     variable: tuple[ast.stmt, ...] = ()
     inner: tuple[Site, ...] = ()
     alias: str | None = None
-    note: str = ""
 
     @property
     def callee(self) -> ast.expr | None:

@@ -1,0 +1,209 @@
+"""Questions about functions, loops and calls that their syntax alone answers."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MAX_UNROLLED = 32
+
+
+def parameters(function: ast.FunctionDef) -> set[str]:
+    """The names of all parameters, starred ones among them."""
+    given = function.args
+    names = {a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+    return names | {a.arg for a in (given.vararg, given.kwarg) if a}
+
+
+def leaves(body: list[ast.stmt]) -> bool:
+    """Whether a block always ends what is around it (one that raises needs no guard after it)."""
+    return bool(body) and isinstance(body[-1], ast.Return | ast.Continue | ast.Break)
+
+
+def constants_of(iterable: ast.expr) -> list[ast.expr]:
+    """The elements of a short literal of constants; none for anything else."""
+
+    def constant(expr: ast.expr) -> bool:
+        if isinstance(expr, ast.Tuple | ast.List):
+            return any(constant(e) for e in expr.elts)
+        return isinstance(expr, ast.Constant)
+
+    if isinstance(iterable, ast.Tuple | ast.List) and len(iterable.elts) <= MAX_UNROLLED:
+        return iterable.elts if all(constant(e) for e in iterable.elts) else []
+    return []
+
+
+def counter_of(target: ast.expr, iterable: ast.expr) -> str | None:
+    """The variable of a loop that counts its iterations from 0."""
+    match target, iterable:
+        case ast.Name(id=name), ast.Call(func=ast.Name(id="range"), args=[_]):
+            return name
+        case ast.Name(id=name), ast.Call(func=ast.Name(id="range"), args=[first, _]):
+            return name if is_zero(first) else None
+        case ast.Tuple(elts=[ast.Name(id=name), _]), ast.Call(func=ast.Name(id="enumerate")):
+            starts = [*iterable.args[1:], *(k.value for k in iterable.keywords)]
+            return name if all(is_zero(s) for s in starts) else None
+        case ast.Tuple(elts=elts), ast.Call(func=ast.Name(id="zip"), args=args):
+            counters = (counter_of(t, a) for t, a in zip(elts, args, strict=False))
+            return next((c for c in counters if c), None)
+    return None
+
+
+def is_number(expr: ast.expr) -> bool:
+    """Whether an expression is a number written out."""
+    return isinstance(expr, ast.Constant) and isinstance(expr.value, int | float)
+
+
+def is_zero(expr: ast.expr) -> bool:
+    """Whether an expression is a zero written out."""
+    return isinstance(expr, ast.Constant) and expr.value == 0
+
+
+def local_assignments(function: ast.FunctionDef, name: str) -> Iterator[ast.stmt]:
+    """The statements of a function that bind a local name, in the order of the text."""
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(targets=targets):
+                if any(_binds(t, name) for t in targets):
+                    yield node
+            case ast.AnnAssign(target=target, value=ast.expr()) | ast.AugAssign(target=target):
+                if _binds(target, name):
+                    yield node
+            case ast.For(target=target):
+                if _binds(target, name):
+                    yield node
+            case ast.If() | ast.Expr() | ast.Return():
+                if any(
+                    isinstance(n, ast.NamedExpr) and n.target.id == name
+                    for field_ in ("test", "value")
+                    for n in ast.walk(getattr(node, field_, None) or ast.Pass())
+                ):
+                    yield node
+
+
+def _binds(target: ast.expr, name: str) -> bool:
+    return any(
+        isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store)
+        for n in ast.walk(target)
+    )
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A statement that binds a local name.
+
+    Attributes:
+        statement: The statement.
+        guards: The tests around it.
+        looped: Whether it runs more than once and builds on what it gave before.
+    """
+
+    statement: ast.stmt
+    guards: tuple[tuple[ast.expr, bool], ...]
+    looped: bool
+
+
+def assignments(function: ast.FunctionDef, name: str) -> list[Assignment]:
+    """The statements of a function that bind a local name, in the order of the text."""
+    cache = _assignments.get(function)
+    if cache is None:
+        cache = _assignments[function] = {}
+        for found in _bindings(function.body, (), False):
+            for bound in _bound_names(found.statement):
+                cache.setdefault(bound, []).append(found)
+    return cache.get(name, [])
+
+
+_assignments: dict[ast.FunctionDef, dict[str, list[Assignment]]] = {}
+
+
+def _bindings(
+    body: list[ast.stmt], guards: tuple[tuple[ast.expr, bool], ...], looped: bool
+) -> Iterator[Assignment]:
+    for statement in body:
+        match statement:
+            case ast.Assign() | ast.AnnAssign():
+                names = _bound_names(statement)
+                value = statement.value
+                used = (
+                    {n.id for n in ast.walk(value) if isinstance(n, ast.Name)} if value else set()
+                )
+                yield Assignment(statement, guards, looped and bool(names & used))
+            case ast.AugAssign() | ast.With() | ast.AsyncWith() | ast.Import() | ast.ImportFrom():
+                yield Assignment(statement, guards, looped)
+                yield from _bindings(getattr(statement, "body", []), guards, looped)
+            case ast.If():
+                yield from _bindings(statement.body, (*guards, (statement.test, True)), looped)
+                yield from _bindings(statement.orelse, (*guards, (statement.test, False)), looped)
+            case ast.For() | ast.AsyncFor() | ast.While():
+                yield Assignment(statement, guards, looped)
+                yield from _bindings(statement.body, guards, True)
+                yield from _bindings(statement.orelse, guards, looped)
+            case ast.Try() | ast.TryStar():
+                yield from _bindings(statement.body, guards, looped)
+                unsure = ast.copy_location(ast.Name("<undecided>", ast.Load()), statement)
+                for handler in statement.handlers:
+                    yield from _bindings(handler.body, (*guards, (unsure, True)), looped)
+                yield from _bindings([*statement.orelse, *statement.finalbody], guards, looped)
+
+
+def _bound_names(statement: ast.stmt) -> set[str]:
+    match statement:
+        case ast.Assign(targets=targets):
+            return {n for t in targets for n in targets_of(t)}
+        case ast.AnnAssign(target=target, value=ast.expr()) | ast.AugAssign(target=target):
+            return set(targets_of(target))
+        case ast.For(target=target) | ast.AsyncFor(target=target):
+            return set(targets_of(target))
+        case ast.With(items=items) | ast.AsyncWith(items=items):
+            return {n for i in items if i.optional_vars for n in targets_of(i.optional_vars)}
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return {a.asname or a.name.partition(".")[0] for a in names}
+    return set()
+
+
+def targets_of(target: ast.expr) -> list[str]:
+    """The local names that an assignment target binds."""
+    match target:
+        case ast.Name(id=name):
+            return [name]
+        case ast.Tuple(elts=elts) | ast.List(elts=elts):
+            return [n for e in elts for n in targets_of(e)]
+        case ast.Starred(value=value):
+            return targets_of(value)
+    return []
+
+
+def argument_of(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.expr | None:
+    """The expression that a call gives a parameter, its default where the call does not give it.
+
+    Returns:
+        None where that cannot be told: a star argument may hide it, or there is no such parameter.
+    """
+    given = function.args
+    positional = [a.arg for a in (*given.posonlyargs, *given.args)]
+    if positional and positional[0] in {"self", "cls"}:
+        positional = positional[1:]
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    if name in positional:
+        position = positional.index(name)
+        before = call.args[: position + 1]
+        if any(isinstance(a, ast.Starred) for a in before):
+            return None
+        if position < len(call.args):
+            return call.args[position]
+    if any(k.arg is None for k in call.keywords):
+        return None
+    all_positional = [a.arg for a in (*given.posonlyargs, *given.args)]
+    defaults = dict(zip(reversed(all_positional), reversed(given.defaults), strict=False))
+    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    defaults |= {a.arg: default for a, default in pairs if default is not None}
+    return defaults.get(name)
+
+
+def position(node: ast.stmt | ast.expr) -> tuple[int, int]:
+    """Where a node begins, for comparing."""
+    return node.lineno, node.col_offset
