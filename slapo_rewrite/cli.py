@@ -77,6 +77,9 @@ def _rewrite(arguments: list[str]) -> int:
     parser.add_argument(
         "--world", type=int, nargs="+", metavar="N", help="world sizes to verify (default: 1 2)"
     )
+    parser.add_argument(
+        "--single-file", action="store_true", help="one module instead of a package"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite hand edits in OUT")
     parser.add_argument("--version", action="version", version=f"slapo-rewrite {__version__}")
     options = parser.parse_args(arguments)
@@ -86,7 +89,9 @@ def _rewrite(arguments: list[str]) -> int:
     from slapo_rewrite.emit.rewrite import rewrite
 
     with _working(f"rewriting {options.source}"):
-        output = rewrite(options.source, options.schedule, options.set)
+        output = rewrite(
+            options.source, options.schedule, options.set, single_file=options.single_file
+        )
     for warning in output.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if options.diff:
@@ -130,14 +135,16 @@ def _check(options: argparse.Namespace) -> int:
         print(f"not current: {error.message}")
         return NO
     given = dict(item.split("=", 1) for item in options.set if "=" in item)
-    if record.is_current(out, content, source, schedule, given):
+    if record.is_current(out, content, source, schedule, given, options.single_file):
         print(f"{out} is current")
         return DONE
     from slapo_rewrite.emit.rewrite import rewrite
     from slapo_rewrite.emit.write import matches
 
     with _working(f"rewriting {options.source}"):
-        output = rewrite(options.source, options.schedule, options.set)
+        output = rewrite(
+            options.source, options.schedule, options.set, single_file=options.single_file
+        )
     wrong = matches(out, output.files)
     for reason in record.reasons(content, source, schedule, given) if wrong else ():
         print(reason)

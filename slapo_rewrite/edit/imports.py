@@ -89,8 +89,14 @@ class Imports:
         """The directives that need each helper module."""
         return {m.lstrip("."): united(c) for m, c in self._causes.items() if m.startswith(".")}
 
-    def edits(self, line_length: int) -> list[Edit]:
-        """The import lines: a package's after others of that package, helpers last."""
+    def edits(self, line_length: int, inlined: str | None = None) -> list[Edit]:
+        """The import lines: a package's after others of that package, helpers last.
+
+        Args:
+            line_length: The file's own.
+            inlined: What stands in the place of the helpers' import lines, where the helpers'
+                definitions become part of the file.
+        """
         edits = []
         statements = [n for n in self.file.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
         for module, names in sorted(self._from.items()):
@@ -103,6 +109,8 @@ class Imports:
                 lines.append(f"from . import {module}")
             if shown:
                 lines.append(formatted(f"from .{module} import {', '.join(shown)}", 0, line_length))
+        if inlined is not None:
+            lines = [inlined]
         if lines:
             needed = [f".{m}" for m in sorted(self.helpers)]
             edits.append(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import black
 
 from slapo_rewrite import errors
-from slapo_rewrite.emit.pick import Library, Picked
+from slapo_rewrite.emit.pick import Library, Picked, bound_names, import_line
 from slapo_rewrite.schedule.load import ScheduleFile
+from slapo_rewrite.source.index import SourceFile
 
+# Where the schedule's own classes and functions go.
+MODULES = "modules"
+# Each module after those that it needs.
+RUNTIME_ORDER = ("tensor_parallel", "conv1d", "loading")
 RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
 
 # What an output offers beside what the model file itself calls.
@@ -34,25 +41,98 @@ def helper_files(
     Raises:
         ScheduleError: The schedule's own code cannot be copied.
     """
-    wanted = {module: {n.rpartition(".")[2] for n in names} for module, names in used.items()}
     files: dict[str, str] = {}
-    if "modules" in wanted:
-        picked = _copied(schedule, wanted["modules"])
-        for module, names in picked.helpers.items():
+    for module, picked in _picked(used, schedule).items():
+        text = f'"""{picked.docstring}"""\n\n{picked.text}'
+        if module == MODULES:  # the user's own layout is not black's
+            text = black.format_str(text, mode=black.Mode())
+        files[f"{module}.py"] = f"{header}\n{text}"
+    return files
+
+
+def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: SourceFile) -> str:
+    """The helpers as one text, to stand behind the imports of the model file.
+
+    Args:
+        used: Names that the model file uses of each helper module.
+        schedule: Where the classes and functions of `modules` are defined.
+        file: The model file.
+
+    Raises:
+        NameTaken: The model file has another meaning for a name that the helpers need.
+        ScheduleError: The schedule's own code cannot be copied.
+    """
+    picked = _picked(used, schedule)
+    order = [m for m in (*RUNTIME_ORDER, MODULES) if m in picked]
+    imports: dict[str, set[str]] = {}
+    for module in order:
+        for line in (line for group in picked[module].imports for line in group):
+            _add_missing(line, file, imports)
+    for module in order:
+        for node in ast.parse(picked[module].body).body:
+            for name in bound_names(node):
+                if name in file.names:
+                    raise errors.NameTaken(
+                        f"`{name}` means something else in {file.path.name}",
+                        at=file.at(file.classes.get(name) or file.functions.get(name) or node),
+                        hint="leave out --single-file: helpers then keep to files of their own",
+                    )
+    bodies = [picked[module].body.strip("\n") for module in order]
+    return "\n\n".join([*_import_groups(imports), "\n" + "\n\n\n".join(bodies)])
+
+
+def _add_missing(line: str, file: SourceFile, imports: dict[str, set[str]]) -> None:
+    """Adds what the model file does not import yet: names by module, '' for the module itself."""
+    statement = ast.parse(line).body[0]
+    if isinstance(statement, ast.ImportFrom) and statement.level:
+        return
+    assert isinstance(statement, (ast.Import, ast.ImportFrom))
+    for alias in statement.names:
+        module = statement.module if isinstance(statement, ast.ImportFrom) else None
+        meaning = f"{module}.{alias.name}" if module else alias.name
+        name = alias.asname or alias.name
+        known = file.imports.get(name if module or alias.asname else name.split(".")[0])
+        if known == meaning:
+            continue
+        if name in file.names:
+            raise errors.NameTaken(
+                f"`{name}` means something else in {file.path.name} than `{meaning}`",
+                hint="leave out --single-file: helpers then keep to files of their own",
+            )
+        shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
+        imports.setdefault(module or shown, set()).add(shown if module else "")
+
+
+def _import_groups(imports: Mapping[str, set[str]]) -> list[str]:
+    """Import lines, the standard library's first."""
+    standard: list[str] = []
+    others: list[str] = []
+    for module in sorted(imports, key=lambda m: ("" not in imports[m], m)):
+        group = standard if module.split(".")[0] in sys.stdlib_module_names else others
+        if "" in imports[module]:
+            group.append(f"import {module}")
+        if names := sorted(imports[module] - {""}):
+            group.append(import_line(module, names))
+    return ["\n".join(group) for group in (standard, others) if group]
+
+
+def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, Picked]:
+    """What is used of each helper module, and what that needs."""
+    wanted = {module: {n.rpartition(".")[2] for n in names} for module, names in used.items()}
+    found: dict[str, Picked] = {}
+    if MODULES in wanted:
+        found[MODULES] = _copied(schedule, wanted[MODULES])
+        for module, names in found[MODULES].helpers.items():
             wanted.setdefault(module, set()).update(names)
-        doc = '"""Modules and functions that the schedule defines."""'
-        text = black.format_str(f"{doc}\n\n{picked.text}", mode=black.Mode())
-        files["modules.py"] = f"{header}\n{text}"
-    if wanted.keys() - {"modules"}:
+    if wanted.keys() - {MODULES}:
         wanted.setdefault("tensor_parallel", set())
         wanted["loading"] = set(SURFACE["loading"])
     _close(wanted)
     if "loading" in wanted and not _shards_something(wanted["tensor_parallel"]):
         del wanted["loading"]
-    for module in sorted(wanted.keys() - {"modules"}):
-        picked = _runtime(module).pick(wanted[module] | SURFACE.get(module, set()))
-        files[f"{module}.py"] = f'{header}\n"""{picked.docstring}"""\n\n{picked.text}'
-    return files
+    for module in sorted(wanted.keys() - {MODULES}):
+        found[module] = _runtime(module).pick(wanted[module] | SURFACE.get(module, set()))
+    return found
 
 
 @functools.cache
@@ -62,7 +142,7 @@ def _runtime(module: str) -> Library:
 
 def _close(wanted: dict[str, set[str]]) -> None:
     """Adds what the wanted names need of other runtime modules."""
-    waiting = [m for m in wanted if m != "modules"]
+    waiting = [m for m in wanted if m != MODULES]
     while waiting:
         module = waiting.pop()
         for other, names in _runtime(module).pick(wanted[module]).helpers.items():
@@ -78,9 +158,11 @@ def _shards_something(names: set[str]) -> bool:
 
 def _copied(schedule: ScheduleFile, names: set[str]) -> Picked:
     try:
-        return Library(schedule.text, schedule.tree).pick(names)
+        picked = Library(schedule.text, schedule.tree).pick(names)
     except KeyError as error:
         raise errors.ScheduleError(
             f"{error} is not defined at the top level of `{schedule.path}`",
             hint="define it there as a class or function",
         ) from None
+    picked.docstring = "Modules and functions that the schedule defines."
+    return picked

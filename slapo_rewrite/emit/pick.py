@@ -17,14 +17,22 @@ class Picked:
     """Part of a file.
 
     Attributes:
-        text: Imports and definitions, without the file's docstring.
+        imports: Import lines, in groups.
+        body: The definitions.
         docstring: The file's docstring.
         helpers: Names used of other runtime modules.
     """
 
-    text: str
+    imports: list[list[str]]
+    body: str
     docstring: str | None
     helpers: dict[str, set[str]] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """Imports and definitions, without the file's docstring."""
+        head = "\n\n".join("\n".join(group) for group in self.imports)
+        return (head + self.body).lstrip("\n") + "\n"
 
 
 class Library:
@@ -51,13 +59,11 @@ class Library:
         ordered = [s for s in self.tree.body if id(s) in statements]
         used = {name for s in ordered for name in self._names_in(s)}
         groups, helpers = _imports(self.tree, used)
-        head = "\n\n".join("\n".join(group) for group in groups)
         body = "".join(
             self._gap(before, statement) + self._block(statement)
             for before, statement in zip([None, *ordered], ordered, strict=False)
         )
-        text = (head + body).lstrip("\n") + "\n"
-        return Picked(text, ast.get_docstring(self.tree, clean=False), helpers)
+        return Picked(groups, body, ast.get_docstring(self.tree, clean=False), helpers)
 
     def closure(self, names: Iterable[str]) -> set[str]:
         """The names, and those of this file that their definitions refer to."""
@@ -92,15 +98,19 @@ def _definitions(tree: ast.Module) -> dict[str, list[ast.stmt]]:
     """Top-level statements by the names that they bind."""
     found: dict[str, list[ast.stmt]] = {}
     for statement in tree.body:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.setdefault(statement.name, []).append(statement)
-        elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            for target in targets:
-                for node in ast.walk(target):
-                    if isinstance(node, ast.Name):
-                        found.setdefault(node.id, []).append(statement)
+        for name in bound_names(statement):
+            found.setdefault(name, []).append(statement)
     return found
+
+
+def bound_names(statement: ast.stmt) -> list[str]:
+    """The names that a definition or an assignment binds."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [statement.name]
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        return []
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
 
 
 def _names_in(statement: ast.stmt) -> set[str]:

@@ -52,6 +52,7 @@ def written(
     files: Mapping[str, str],
     changes: Iterable[Change],
     helpers: Mapping[str, Iterable[Directive]],
+    single_file: bool,
 ) -> str:
     """The text of `rewrite.json`.
 
@@ -63,6 +64,7 @@ def written(
         files: The output's other files.
         changes: Lines of the model file, with what caused them.
         helpers: Helper files, with what caused them.
+        single_file: Whether the helpers are part of the model file.
     """
     content = {
         "tool": {"name": "slapo-rewrite", "version": __version__, "digest": tool_digest()},
@@ -74,6 +76,7 @@ def written(
         "schedule": {"name": project.schedule.name, "sha256": digest(project.schedule.text)},
         "knobs": {name: knobs[name] for name in sorted(knobs)},
         "set": dict(sorted(given.items())),
+        "single_file": single_file,
         "packages": packages(project),
         "depends": depends(project),
         "files": {name: digest(text) for name, text in sorted(files.items())},
@@ -200,7 +203,12 @@ def with_verification(text: str, verification: Mapping[str, Any]) -> str:
 
 
 def is_current(
-    out: Path, content: Mapping[str, Any], source: Path, schedule: Path, knobs: Mapping[str, str]
+    out: Path,
+    content: Mapping[str, Any],
+    source: Path,
+    schedule: Path,
+    knobs: Mapping[str, str],
+    single_file: bool,
 ) -> bool:
     """Whether nothing that went into an output has changed, nor what came out, by hashes.
 
@@ -210,7 +218,10 @@ def is_current(
         source: The source file.
         schedule: The schedule file.
         knobs: The knobs given on the command line, as text.
+        single_file: Whether the helpers are to be part of the model file.
     """
+    if content.get("single_file", False) != single_file:
+        return False
     if content.get("tool", {}).get("digest") != tool_digest():
         return False
     if content["source"]["sha256"] != digest(source.read_bytes()):

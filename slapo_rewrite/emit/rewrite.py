@@ -20,7 +20,7 @@ from slapo_rewrite import __version__, errors
 from slapo_rewrite.edit.lower import lower
 from slapo_rewrite.edit.splice import Edit, apply_edits
 from slapo_rewrite.emit import record
-from slapo_rewrite.emit.helpers import helper_files
+from slapo_rewrite.emit.helpers import helper_files, inlined_helpers
 from slapo_rewrite.model import twin
 from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.tree import Tree, build_model
@@ -94,13 +94,16 @@ class Project:
         return plan
 
 
-def rewrite(source: str, schedule: str, settings: Sequence[str] = ()) -> Output:
+def rewrite(
+    source: str, schedule: str, settings: Sequence[str] = (), *, single_file: bool = False
+) -> Output:
     """Carries out a schedule on a source file; writes nothing.
 
     Args:
         source: A file or an importable module.
         schedule: A file, or the name of a schedule that ships with the tool.
         settings: Knobs, as `name=value`.
+        single_file: Put the helpers into the model file, instead of a package around it.
 
     Raises:
         RewriteError: Something in the source, the schedule or the knobs is wrong.
@@ -115,16 +118,25 @@ def rewrite(source: str, schedule: str, settings: Sequence[str] = ()) -> Output:
             return training_inputs(project.schedule, project.tree.root.live)
 
         lowered = lower(project.tree, plan.states, project.sources, inputs, length)
-        edits = [*absolute_imports(project.file), *lowered.edits]
+        name, used = project.file.path.name, lowered.imports.helpers
+        inlined = (
+            inlined_helpers(used, project.schedule, project.file) if single_file and used else None
+        )
+        edits = [
+            *absolute_imports(project.file),
+            *lowered.edits,
+            *lowered.imports.edits(length, inlined),
+        ]
         text, changes = apply_edits(project.file.text, edits)
         check_text(text, project.file)
-        name = project.file.path.name
         header = (
             f"# Written by slapo-rewrite {__version__} for {name}; rewrite.json says from what."
         )
-        helpers = helper_files(lowered.imports.helpers, project.schedule, header)
+        helpers = {} if single_file else helper_files(used, project.schedule, header)
     with project.timed("write"):
-        files = {"__init__.py": init_text(name, helpers), name: text, **helpers}
+        files = {name: text, **helpers}
+        if not single_file:
+            files["__init__.py"] = init_text(name, helpers)
         diff = unified_diff(project.file.text, text, name, 1)
         if diff:
             files["rewrite.diff"] = diff
@@ -133,7 +145,9 @@ def rewrite(source: str, schedule: str, settings: Sequence[str] = ()) -> Output:
         by_file = {
             n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers
         }
-        files["rewrite.json"] = record.written(project, plan, knobs, given, files, changes, by_file)
+        files["rewrite.json"] = record.written(
+            project, plan, knobs, given, files, changes, by_file, single_file
+        )
     return Output(
         dict(sorted(files.items())), project.file.text, name, lowered.warnings, project.seconds
     )
