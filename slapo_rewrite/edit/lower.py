@@ -126,7 +126,6 @@ class _Lowering:
         )
         self._collect(layers, parameters, followed)
         edits = self._settle()
-        edits += self.imports.edits(self.line_length)
         return Lowered(edits, self.imports, self.warnings)
 
     # What was asked, as layers and split parameters.
