@@ -1,0 +1,51 @@
+"""How much of a model file does a reader know already, once it is rewritten?
+
+    python -m benchmark.readability
+
+For every output of `generated/`: the lines of the original that are kept, the hunks of the diff,
+and the lines that are new. A relative import that was made absolute, since the file leaves its
+package, is not kept, and is left out of hunks and new lines.
+
+Writes `benchmark/results/readability.json`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmark import report
+from tests.golden import goldens, readability
+
+NAME = "readability"
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results for the README."""
+    rows = [
+        [output, f"{row['kept_percent']}%", row["imports"], row["hunks"], row["added"]]
+        for output, row in results["outputs"].items()
+    ]
+    header = ["output", "original lines kept", "imports made absolute", "hunks", "lines added"]
+    return report.rendered(header, rows)
+
+
+def main() -> None:
+    """Rewrites, compares and writes down."""
+    outputs = {}
+    for golden in goldens():
+        row = readability(golden, golden.make())
+        outputs[golden.folder] = {
+            "lines": row.lines,
+            "kept": row.kept,
+            "kept_percent": round(row.kept_percent, 1),
+            "imports": row.imports,
+            "hunks": row.hunks,
+            "added": row.added,
+            "helpers": row.helpers,
+        }
+    results = {"versions": report.versions(), "outputs": outputs}
+    report.write(NAME, results, table(results))
+
+
+if __name__ == "__main__":
+    main()
