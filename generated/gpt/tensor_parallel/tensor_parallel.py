@@ -5,7 +5,8 @@ Shapes: B batch, T tokens, D features in, F features out, V vocabulary. A prime 
 marks the part that this rank holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 _group = None
+_alone = False
 
 
 def set_group(group: dist.ProcessGroup | None) -> None:
@@ -26,14 +28,25 @@ def set_group(group: dist.ProcessGroup | None) -> None:
     _group = group
 
 
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    """Inside, layers are made whole, as if this rank were the only one."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
+
+
 def world_size() -> int:
     """How many ranks share the model's layers."""
-    return dist.get_world_size(_group) if dist.is_initialized() else 1
+    return 1 if _alone or not dist.is_initialized() else dist.get_world_size(_group)
 
 
 def rank() -> int:
     """This process's place in the tensor-parallel group."""
-    return dist.get_rank(_group) if dist.is_initialized() else 0
+    return 0 if _alone or not dist.is_initialized() else dist.get_rank(_group)
 
 
 def part_size(size: int, multiple_of: int = 1) -> int:
@@ -119,6 +132,16 @@ class Shard:
         by_block = [part_sizes(size, self.multiple_of) for size in self.blocks]
         return [[sizes[r] for sizes in by_block] for r in range(world_size())]
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where this rank's pieces lie on the full axis, one for each block."""
+        found, start = [], 0
+        for block, size in enumerate(self.blocks):
+            before = sum(sizes[block] for sizes in self.sizes()[: rank()])
+            length = self.sizes()[rank()][block]
+            found.append((start + before, start + before + length))
+            start += size
+        return found
+
     def local_size(self) -> int:
         """The axis's size in this rank's part."""
         return sum(self.sizes()[rank()])
@@ -131,10 +154,7 @@ class Shard:
         """This rank's part of a full tensor."""
         if world_size() == 1:
             return full
-        pieces = []
-        for block in torch.split(full, list(self.blocks), self.axis):
-            sizes = part_sizes(block.shape[self.axis], self.multiple_of)
-            pieces.append(torch.split(block, sizes, self.axis)[rank()])
+        pieces = [full.narrow(self.axis, a, b - a) for a, b in self.ranges()]
         return torch.cat(pieces, self.axis)
 
     def gather(self, part: Tensor) -> Tensor:
@@ -352,34 +372,14 @@ def zero_after_first_rank(x: Tensor) -> Tensor:
     return x if rank() == 0 else torch.zeros_like(x)
 
 
-def refuse_options(**options: object) -> None:
-    """Refuses those options of an embedding that need the whole table at once.
-
-    Raises:
-        ValueError: One of them is set.
-    """
-    for name, value in options.items():
-        if value:
-            raise ValueError(f"a sharded embedding does not support {name}={value}")
-
-
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding split over its vocabulary: ids (B, T) -> (B, T, D).
 
-    The first arguments are those of `nn.Embedding`, for the whole table; the attribute
-    `num_embeddings` is V', and `padding_idx` is the padding's row in this rank's part,
-    None where another rank holds it.
-
     Args:
-        num_embeddings: V.
+        num_embeddings: V, of the whole table; the attribute of that name is V'.
         embedding_dim: D.
-        padding_idx: The id whose row gets no gradient.
-        max_norm: Not supported.
-        norm_type: Without meaning.
-        scale_grad_by_freq: Not supported.
-        sparse: Not supported.
-        _weight: The whole table, if it exists already.
-        _freeze: Whether the table is not trained.
+        padding_idx: The id whose row gets no gradient. The attribute is that row in
+            this rank's part, None where another rank holds it.
         device: Where the table is made.
         dtype: Its type.
         reduce_output: Sum the output over the ranks. Off where the caller does it.
@@ -390,21 +390,11 @@ class VocabParallelEmbedding(nn.Embedding):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        _freeze: bool = False,
+        *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
         reduce_output: bool = True,
     ) -> None:
-        refuse_options(
-            max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
-        )
-        shard = Shard(0, (num_embeddings,))
         sizes = part_sizes(num_embeddings)
         first_id = sum(sizes[: rank()])
         if padding_idx is not None:
@@ -412,18 +402,12 @@ class VocabParallelEmbedding(nn.Embedding):
             if not 0 <= padding_idx < sizes[rank()]:
                 padding_idx = None
         super().__init__(
-            sizes[rank()],
-            embedding_dim,
-            padding_idx,
-            _weight=None if _weight is None else shard.cut(_weight),
-            _freeze=_freeze,
-            device=device,
-            dtype=dtype,
+            sizes[rank()], embedding_dim, padding_idx, device=device, dtype=dtype
         )
         self.first_id = first_id
         self.full_num_embeddings = num_embeddings
         self.reduce_output = reduce_output
-        record_shard(self, "weight", shard)
+        record_shard(self, "weight", Shard(0, (num_embeddings,)))
 
     def forward(self, input: Tensor) -> Tensor:
         """Looks up ids; a partial sum without `reduce_output`."""
