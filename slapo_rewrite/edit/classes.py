@@ -47,11 +47,21 @@ HOOKS = {
 
 @dataclass
 class Lines:
-    """What changes around one statement: parts of it, and whole lines before or after it."""
+    """What changes around one statement: parts of it, and whole lines before or after it.
+
+    Attributes:
+        inside: Edits of the statement itself.
+        before: Lines before it, with their causes and why they are there.
+        after: Lines after it.
+        around: Edits of the loop that it stands in.
+        again: Whether a subclass repeats it although nothing in it changes.
+    """
 
     inside: list[Edit] = field(default_factory=list)
     before: list[tuple[str, tuple[Directive, ...], str]] = field(default_factory=list)
     after: list[tuple[str, tuple[Directive, ...], str]] = field(default_factory=list)
+    around: list[Edit] = field(default_factory=list)
+    again: bool = False
 
 
 class ClassWriter:
@@ -62,12 +72,50 @@ class ClassWriter:
         sites: Construction sites by the first character of their expression.
         imports: Takes the names that the edits refer to.
         line_length: The file's own.
+        lineages: Each class and those of the file that it is derived from.
     """
 
     def __init__(
-        self, file: SourceFile, sites: Mapping[int, Site], imports: Imports, line_length: int
+        self,
+        file: SourceFile,
+        sites: Mapping[int, Site],
+        imports: Imports,
+        line_length: int,
+        lineages: Mapping[str, tuple[str, ...]],
     ) -> None:
         self.file, self.sites, self.imports, self.line_length = file, sites, imports, line_length
+        self.lineages = lineages
+
+    def _method(self, class_name: str, name: str) -> ast.FunctionDef | None:
+        """A method, the class's own or one that it inherits in this file."""
+        found = (self.file.method(c, name) for c in self.lineage(class_name))
+        return next((method for method in found if method is not None), None)
+
+    def _methods(self, class_name: str) -> Iterator[ast.FunctionDef]:
+        """The methods, those that it inherits in this file included."""
+        for name in self.lineage(class_name):
+            yield from self.file.methods(name)
+
+    def lineage(self, class_name: str) -> tuple[str, ...]:
+        """The class and those of this file that it is derived from, in the order of look-up."""
+        return self.lineages.get(class_name, (class_name,))
+
+    def home(self, class_name: str, key: Key) -> str:
+        """The class in whose text a change stands."""
+        if key[0] in ("site", "parameter", "hook"):
+            return self.sites[key[1]].class_name
+        if key[0] in ("size", "forward"):
+            wanted = "__init__" if key[0] == "size" else "forward"
+            found = (c for c in self.lineage(class_name) if self.file.method(c, wanted))
+            return next(found, class_name)
+        if key[0] == "argument":
+            return next((c for c in self.lineage(class_name) if self.holds(c, key[1])), class_name)
+        return class_name
+
+    def holds(self, class_name: str, line: int) -> bool:
+        """Whether a line stands in the text of a class."""
+        node = self.file.classes.get(class_name)
+        return node is not None and node.lineno <= line <= (node.end_lineno or line)
 
     # In place.
 
@@ -81,6 +129,7 @@ class ClassWriter:
             start, end = self.file.span(statement)
             indent = statement.col_offset
             pad = "\n" + " " * indent
+            edits += change.around
             if change.inside:
                 text, _ = apply_edits(self.file.text[start:end], _moved(change.inside, -start))
                 causes = united(*(e.causes for e in change.inside))
@@ -140,7 +189,7 @@ class ClassWriter:
                 text = self._hook(site, key[2], change, why)
                 at(site.statement).after.append((text, why, f"hook on `{site.path}`"))
             elif key[0] == "size":
-                constructor = self.file.method(class_name, "__init__")
+                constructor = self._method(class_name, "__init__")
                 assert constructor is not None
                 text = self._own_share(key[1], why)
                 at(constructor.body[-1]).after.append(
@@ -178,10 +227,12 @@ class ClassWriter:
             at(site.statement).inside.append(Edit(start, end, text, causes, _why(site, what)))
             return
         text, edits = self._choice(site, changes, causes, present)
-        at(site.statement).inside += [
-            Edit(start, end, text, causes, f"choose by index for `{site.path}`"),
-            *edits,
-        ]
+        lines = at(site.statement)
+        lines.inside.append(Edit(start, end, text, causes, f"choose by index for `{site.path}`"))
+        first, last = self.file.span(site.statement)
+        for edit in edits:
+            inside = first <= edit.start and edit.end <= last
+            (lines.inside if inside else lines.around).append(edit)
 
     def _made(self, site: Site, what: What, causes: tuple[Directive, ...]) -> str:
         """The construction with what was asked in it."""
@@ -203,13 +254,11 @@ class ClassWriter:
             keywords = [(name, _literal(value)) for name, value in layer.keywords]
             if layer.unit is not None:
                 keywords.append(("multiple_of", f"self.{layer.unit}"))
-            return replace_call(
-                original, self.imports.helper(layer.module, layer.name, causes), keywords
-            )
+            name = what.subclass or self.imports.helper(layer.module, layer.name, causes)
+            return replace_call(original, name, keywords)
         if isinstance(what, MakeOther):
-            return replace_call(
-                original, self.imports.function(what.target, causes), arguments=what.arguments
-            )
+            name = what.subclass or self.imports.function(what.target, causes)
+            return replace_call(original, name, arguments=what.arguments)
         assert isinstance(what, MakeClass)
         return replace_call(original, what.name)
 
@@ -230,6 +279,7 @@ class ClassWriter:
                     at(statement).inside.append(
                         Edit(start, end, what.name, causes, _why(site, what))
                     )
+                    at(site.statement).again = True
                     return True
         return False
 
@@ -326,7 +376,7 @@ class ClassWriter:
     # `forward`.
 
     def _forward(self, class_name: str, causes: tuple[Directive, ...]) -> ast.FunctionDef:
-        forward = self.file.method(class_name, "forward")
+        forward = self._method(class_name, "forward")
         if forward is None:
             raise errors.Unsupported(
                 f"`{class_name}` has no `forward` of its own to put the collective in",
@@ -389,7 +439,7 @@ class ClassWriter:
     ) -> None:
         wanted = accessor(path)
         found = False
-        for method in self.file.methods(class_name):
+        for method in self._methods(class_name):
             for statement in _simple_statements(method):
                 for node in ast.walk(statement):
                     if not (isinstance(node, ast.Call) and ast.unparse(node.func) == wanted):
@@ -421,7 +471,7 @@ class ClassWriter:
         at: Callable[[ast.stmt], Lines],
     ) -> None:
         _, line, column, end_line, end_column, index = key
-        for method in self.file.methods(class_name):
+        for method in self._methods(class_name):
             for statement in _simple_statements(method):
                 for node in ast.walk(statement):
                     if not isinstance(node, (ast.Call, ast.Subscript)):
@@ -504,7 +554,7 @@ class ClassWriter:
     ) -> None:
         """Adds up a parameter's gradients where `forward` reads it."""
         found = False
-        for method in self.file.methods(class_name):
+        for method in self._methods(class_name):
             if method.name.startswith("_init") or method.name == "__init__":
                 continue
             for statement in _simple_statements(method):
@@ -544,6 +594,8 @@ class ClassWriter:
         whole: Definition,
         extra: set[Key],
         indices: IndexSets,
+        relatives: Mapping[int, str],
+        optional: set[int],
         doc: str,
     ) -> str:
         """A subclass in which only the changes at `extra` stand.
@@ -554,27 +606,30 @@ class ClassWriter:
             whole: Everything that its instances want, so that a statement is repeated as a whole.
             extra: What the class itself does not do.
             indices: The elements that each loop makes.
+            relatives: Where a module is that a site outside of loops makes, by the site.
+            optional: The sites that not all of its instances go through.
             doc: The docstring's one line.
         """
         lines = self._lines(class_name, whole, indices)
         wanted = self._lines(class_name, _only(whole, extra), indices)
-        constructor = self.file.method(class_name, "__init__")
-        forward = self.file.method(class_name, "forward")
+        constructor = self._method(class_name, "__init__")
         body = ["\n".join(_docstring(doc, 4, self.line_length)) + "\n"]
         in_init = {s: lines[s] for s in wanted if constructor and _within(constructor, s)}
-        in_forward = {s: lines[s] for s in wanted if forward and _within(forward, s)}
-        if len(in_init) + len(in_forward) != len(wanted):
-            statement = next(s for s in wanted if s not in in_init and s not in in_forward)
-            raise errors.UnfollowableConstruction(
-                f"some instances of `{class_name}` differ in a method other than `__init__` "
-                "and `forward`",
-                at=self.file.at(statement),
-                hint="schedule all instances alike",
-            )
+        elsewhere = {s: lines[s] for s in wanted if s not in in_init}
         if in_init and constructor:
-            body.append(self._constructor(class_name, constructor, in_init, whole, extra))
-        if in_forward and forward:
-            body.append(self._override(class_name, forward, in_forward))
+            body.append(self._constructor(class_name, constructor, in_init, relatives, optional))
+        for method in self._methods(class_name):
+            inside = {s: c for s, c in elsewhere.items() if _within(method, s)}
+            if not inside:
+                continue
+            if method is not self._method(class_name, method.name):
+                raise errors.UnfollowableConstruction(
+                    f"some instances of `{class_name}` differ in a method that it calls by "
+                    "`super()`",
+                    at=self.file.at(next(iter(inside))),
+                    hint="schedule all instances alike",
+                )
+            body.append(self._override(class_name, method, inside))
         return f"class {new_name}({class_name}):\n" + "\n".join(body)
 
     def _constructor(
@@ -582,8 +637,8 @@ class ClassWriter:
         class_name: str,
         constructor: ast.FunctionDef,
         lines: Mapping[ast.stmt, Lines],
-        whole: Definition,
-        extra: set[Key],
+        relatives: Mapping[int, str],
+        optional: set[int],
     ) -> str:
         header = self._header(constructor)
         passed = ", ".join(_passed_on(constructor.args))
@@ -593,34 +648,55 @@ class ClassWriter:
         for statement in sorted(lines, key=lambda s: s.lineno):
             self._check_repeatable(class_name, constructor, statement)
             change = lines[statement]
-            indent = " " * 8
-            if change.inside:
+            guards = (
+                self._guards(constructor, statement) if self._starts(statement) & optional else []
+            )
+            depth = 8 + 4 * len(guards)
+            indent = " " * depth
+            block = [" " * (8 + 4 * n) + guard for n, guard in enumerate(guards)]
+            if change.inside or change.again:
                 local = self._locals(constructor, statement, known)
-                body += [
-                    indent + formatted(self.file.segment(s), 8, self.line_length) for s in local
+                block += [
+                    indent + formatted(self.file.segment(s), depth, self.line_length)
+                    for s in local
+                    if s not in lines
                 ]
                 start, end = self.file.span(statement)
                 again, _ = apply_edits(self.file.text[start:end], _moved(change.inside, -start))
-                again = self._reassigned(statement, again)
-                body.append(indent + formatted(again, 8, self.line_length))
-            body += [
-                indent + formatted(t, 8, self.line_length)
+                again = self._reassigned(statement, again, relatives)
+                block.append(indent + formatted(again, depth, self.line_length))
+            block += [
+                indent + formatted(t, depth, self.line_length)
                 for t, _, _ in (*change.before, *change.after)
             ]
+            body += ["\n".join(block)] if guards else block
         return "\n".join([*text, *dict.fromkeys(body)]) + "\n"
 
-    def _reassigned(self, statement: ast.stmt, text: str) -> str:
+    def _starts(self, statement: ast.stmt) -> set[int]:
+        """The construction sites in a statement."""
+        return {start for start, site in self.sites.items() if site.statement is statement}
+
+    def _guards(self, constructor: ast.FunctionDef, statement: ast.stmt) -> list[str]:
+        """The conditions under which the constructor comes to a statement, outermost first."""
+        found = []
+        for node in ast.walk(constructor):
+            if isinstance(node, ast.If) and _within(node, statement) and node is not statement:
+                test = self.file.segment(node.test)
+                taken = any(_within(inner, statement) for inner in node.body)
+                found.append(f"if {test}:" if taken else f"if not ({test}):")
+        return found
+
+    def _reassigned(self, statement: ast.stmt, text: str, relatives: Mapping[int, str]) -> str:
         """In a subclass, `self.layer[0] = X` takes the place of `self.layer.append(X)`."""
         value = statement.value if isinstance(statement, ast.Expr) else None
         if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)):
             return text
-        sites = [s for s in self.sites.values() if s.statement is statement]
-        if value.func.attr == "append" and sites and not sites[0].path.endswith("*"):
+        start = min(self._starts(statement), default=None)
+        if value.func.attr == "append" and start is not None:
             parsed = ast.parse(text).body[0]
             assert isinstance(parsed, ast.Expr) and isinstance(parsed.value, ast.Call)
-            return (
-                f"{accessor(sites[0].path)} = {ast.get_source_segment(text, parsed.value.args[0])}"
-            )
+            made = ast.get_source_segment(text, parsed.value.args[0])
+            return f"{accessor(relatives[start])} = {made}"
         return text
 
     def _check_repeatable(

@@ -13,17 +13,19 @@ from slapo_rewrite.model.tree import Node
 
 @dataclass(frozen=True)
 class MakeLayer:
-    """At a construction site: a tensor-parallel layer."""
+    """At a construction site: a tensor-parallel layer, or a subclass of it that is defined here."""
 
     layer: Layer
+    subclass: str | None = None
 
 
 @dataclass(frozen=True)
 class MakeOther:
-    """At a construction site: a class that the schedule names."""
+    """At a construction site: a class that the schedule names, or a subclass defined here."""
 
     target: Function
     arguments: str | None
+    subclass: str | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -110,7 +111,14 @@ class _Lowering:
         self.sites: dict[int, Site] = {}
         self.indices = IndexSets()
         self.imports = Imports(self.file)
-        self.writer = ClassWriter(self.file, self.sites, self.imports, line_length)
+        lineages = {
+            node.cls.__name__: tuple(
+                c.__name__ for c in node.cls.__mro__ if sources.file_of(c) is self.file
+            )
+            for node in tree.nodes.values()
+        }
+        self.writer = ClassWriter(self.file, self.sites, self.imports, line_length, lineages)
+        self.made: dict[tuple[str, Key], dict[str, What]] = {}
         self.changes: dict[str, dict[Key, What]] = {}
         self.causes: dict[str, dict[Key, tuple[Directive, ...]]] = {}
         self.warnings: list[str] = []
@@ -268,7 +276,8 @@ class _Lowering:
     def _note(self, site: Site, node: Node) -> Key:
         start = self.file.span(site.value)[0]
         self.sites[start] = site
-        index = _index(site.path, node.relative)
+        # Where a place outside of loops puts its module may differ between instances.
+        index = _index(site.path, node.relative) if site.loops else ""
         self.indices.add(start, index)
         return ("site", start, index)
 
@@ -282,6 +291,7 @@ class _Lowering:
         if isinstance(what, MakeLayer):
             self._check_callee(self.sites[key[1]], node, causes)
             self._check_arguments(self.sites[key[1]], what.layer, causes)
+        self.made.setdefault((owner.path, key), {})[node.path] = what
         self._add(owner.path, key, what, causes)
 
     def _check_callee(self, site: Site, node: Node, causes: tuple[Directive, ...]) -> None:
@@ -378,7 +388,10 @@ class _Lowering:
             ):
                 self._add(path, ("size", attribute), OwnShare(), causes)
             for change in followed.arguments:
-                if self._is_method_line(cls, change.place.line):
+                if any(
+                    self.writer.holds(c, change.place.line)
+                    for c in self.writer.lineage(cls.__name__)
+                ):
                     place = change.place
                     key = (
                         "argument", place.line, place.column, place.end_line, place.end_column,
@@ -416,10 +429,6 @@ class _Lowering:
                 )
             self._add(node.path, ("gradient", name), ShareParameter(name), united(causes))
 
-    def _is_method_line(self, cls: type, line: int) -> bool:
-        node = self.file.classes.get(cls.__name__)
-        return node is not None and node.lineno <= line <= (node.end_lineno or line)
-
     # Classes in place, and subclasses.
 
     def _settle(self) -> list[Edit]:
@@ -438,13 +447,12 @@ class _Lowering:
             nodes = by_class[cls]
             if any(n.path in self.changes for n in nodes):
                 edits += self._settle_class(cls, nodes)
-        return edits
+        return _each_once(edits)
 
     def _settle_class(self, cls: type, nodes: list[Node]) -> list[Edit]:
         if self.sources.file_of(cls) is not self.file:
             return self._settle_foreign(cls, nodes)
         definitions = self._definitions(nodes)
-        self._check_homes(cls, definitions)
         shared = common(definitions) - {RECOMPUTE}
         edits: list[Edit] = []
         everything = Definition()
@@ -456,7 +464,8 @@ class _Lowering:
                 )
             )
         if everything.changes:
-            edits += self.writer.in_place(self._home(cls, everything), everything, self.indices)
+            self._check_homes(cls, everything)
+            edits += self.writer.in_place(cls.__name__, everything, self.indices)
         for definition in definitions:
             edits += self._specialise(cls, definition, definition.changes.keys() - shared)
         return edits
@@ -487,37 +496,79 @@ class _Lowering:
             except errors.UnfollowableConstruction:
                 continue
             if site.file is self.file:
-                present.add(self._note(site, child))
+                key = self._note(site, child)
+                if key in present:
+                    self._check_made_alike(node, key, child)
+                present.add(key)
         for start, site in self.sites.items():
             if site.kind in ("parameter", "buffer") and site.path in node.parameters:
                 present.add(("parameter", start, ""))
         return present
 
-    def _home(self, cls: type, definition: Definition) -> str:
-        """The class whose text holds the changes; a constructor may be inherited."""
-        homes = {
-            self.sites[k[1]].class_name
-            for k in definition.changes
-            if k[0] in ("site", "parameter", "hook")
-        }
-        return homes.pop() if len(homes) == 1 else cls.__name__
+    def _check_made_alike(self, node: Node, key: Key, child: Node) -> None:
+        """Modules that one line makes can only be changed all in the same way."""
+        made = self.made.get((node.path, key), {})
+        alike = [c for c in _owned(node) if self._key(c) == key]
+        if made and len({made.get(c.path) for c in alike}) > 1:
+            other = next(c for c in alike if made.get(c.path) != made.get(child.path))
+            causes = self.causes[node.path][key]
+            raise errors.UnfollowableConstruction(
+                f"`{other.path}` and `{child.path}` are made by one line, and are scheduled "
+                "differently",
+                at=self.file.at(self.sites[key[1]].value),
+                also=[c.at for c in causes[:1] if c.at],
+                hint="give each a line of its own",
+            )
 
-    def _check_homes(self, cls: type, definitions: list[Definition]) -> None:
-        """A constructor that several classes inherit cannot be changed for one of them alone."""
-        for definition in definitions:
-            home = self._home(cls, definition)
+    def _key(self, node: Node) -> Key | None:
+        try:
+            site = find_site(self.sources, node)
+        except errors.UnfollowableConstruction:
+            return None
+        return self._note(site, node) if site.file is self.file else None
+
+    def _check_homes(self, cls: type, definition: Definition) -> None:
+        """What several classes inherit cannot be changed in place for one of them alone."""
+        for key in definition.changes:
+            home = self.writer.home(cls.__name__, key)
             if home == cls.__name__:
                 continue
             for node in self.tree.nodes.values():
-                inherits = any(c.__name__ == home for c in node.cls.__mro__)
-                if inherits and node.cls is not cls and not self.changes.get(node.path):
-                    cause = next(iter(definition.causes.values()))[0]
-                    raise errors.Unsupported(
-                        f"`{cls.__name__}` inherits its constructor from `{home}`, and so does "
-                        f"`{node.cls.__name__}` at `{node.path}`, which is not scheduled alike",
-                        at=cause.at,
-                        hint="schedule both alike",
+                if node.cls is cls or home not in self.writer.lineage(node.cls.__name__):
+                    continue
+                if key in self.changes.get(node.path, {}):
+                    continue
+                if key[0] in ("site", "parameter", "hook") and key not in self._present(node):
+                    continue
+                raise errors.Unsupported(
+                    f"`{cls.__name__}` inherits what changes from `{home}`, and so does "
+                    f"`{node.cls.__name__}` at `{node.path}`, which is not scheduled alike",
+                    at=definition.causes[key][0].at,
+                    hint="schedule both alike",
+                )
+
+    def _relatives(self, definition: Definition) -> tuple[dict[int, str], set[int]]:
+        """Where places outside of loops put what they make, and which not all instances have."""
+        found: dict[int, str] = {}
+        count: Counter[int] = Counter()
+        for node in definition.nodes:
+            for child in _owned(node):
+                try:
+                    site = find_site(self.sources, child)
+                except errors.UnfollowableConstruction:
+                    continue
+                if site.file is not self.file or site.loops:
+                    continue
+                start = self.file.span(site.value)[0]
+                count[start] += 1
+                if found.setdefault(start, child.relative) != child.relative:
+                    raise errors.UnfollowableConstruction(
+                        f"`{child.path}` is made here, and so is `{found[start]}` of another "
+                        f"`{node.cls.__name__}`",
+                        at=self.file.at(site.value),
+                        hint="schedule all instances alike",
                     )
+        return found, {start for start in found if count[start] < len(definition.nodes)}
 
     def _specialise(self, cls: type, definition: Definition, extra: set[Key]) -> list[Edit]:
         """Gives the instances that want more than the class does a subclass of their own."""
@@ -526,6 +577,13 @@ class _Lowering:
         edits: list[Edit] = []
         name = cls.__name__
         beyond = extra - {RECOMPUTE}
+        if not beyond:
+            causes = definition.causes[RECOMPUTE]
+            definition.nodes = [
+                n for n in definition.nodes if not self._checkpointed_other(n, causes, edits)
+            ]
+            if not definition.nodes:
+                return edits
         if beyond:
             variant = (cls, frozenset((k, definition.changes[k]) for k in beyond))
             name = self.variants.get(variant, "")
@@ -539,6 +597,7 @@ class _Lowering:
                     definition,
                     beyond,
                     self.indices,
+                    *self._relatives(definition),
                     f"A `{cls.__name__}` {doc}.",
                 )
                 edits.append(
@@ -609,7 +668,7 @@ class _Lowering:
         name = f"Checkpointed{cls.__name__}"
         for node in nodes:
             causes = self.causes.get(node.path, {}).get(RECOMPUTE)
-            if causes is None:
+            if causes is None or self._checkpointed_other(node, causes, edits):
                 continue
             key, _ = self._site(node, causes)
             site = self.sites[key[1]]
@@ -634,6 +693,39 @@ class _Lowering:
                     hint="select modules inside it",
                 )
             self._at_site(node, MakeClass(name, original), causes)
+
+    def _checkpointed_other(
+        self, node: Node, causes: tuple[Directive, ...], edits: list[Edit]
+    ) -> bool:
+        """Checkpoints the class that stands in the place of the original's, if one does."""
+        if node.owner is None:
+            return False
+        key, owner = self._site(node, causes)
+        what = self.changes.get(owner.path, {}).get(key)
+        if not isinstance(what, (MakeLayer, MakeOther)):
+            return False
+        if isinstance(what, MakeLayer):
+            shown = self.imports.helper(what.layer.module, what.layer.name, causes)
+        else:
+            shown = self.imports.function(what.target, causes)
+        name = f"Checkpointed{shown.rpartition('.')[2]}"
+        self._at_site(node, replace(what, subclass=name), causes)
+        if name not in self.class_names:
+            self._new_name(name)
+            text = self.writer.recomputing("", name, shown, causes)
+            home = self.sites[key[1]].class_name
+            edits.append(self._class_before(home, text, causes, f"`{shown}`, checkpointed"))
+        return True
+
+
+def _each_once(edits: list[Edit]) -> list[Edit]:
+    """The edits without repetition: several classes may ask for one in what they inherit."""
+    found: dict[tuple[int, int, str], Edit] = {}
+    for edit in edits:
+        key = (edit.start, edit.end, edit.text)
+        known = found.get(key)
+        found[key] = replace(edit, causes=united(known.causes, edit.causes)) if known else edit
+    return list(found.values())
 
 
 def _owned(node: Node) -> list[Node]:

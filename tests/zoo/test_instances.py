@@ -1,0 +1,236 @@
+"""Some instances of a class differ: subclasses, and what they inherit and make."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.rewriting import changed_lines, refused, rewritten
+
+HEAD = "import torch\nfrom torch import nn\n\n\n"
+MLP = """\
+class MLP(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.up = nn.Linear(d, 4 * d)
+        self.down = nn.Linear(4 * d, d)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+"""
+SCHEDULE = """\
+import torch
+from torch import nn
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def split(mlp):
+    mlp["up"].shard(["weight", "bias"], axis=0)
+    mlp["up"].sync("bwd_post", "all_reduce")
+    mlp["down"].shard("weight", axis=1)
+    mlp["down"].sync("fwd_post", "all_reduce")
+
+
+def schedule(s):
+"""
+
+
+def model_of(constructor: str, forward: str) -> str:
+    return (
+        "class Model(nn.Module):\n    def __init__(self, d=8):\n        super().__init__()\n"
+        f"{constructor}\n    def forward(self, x):\n{forward}"
+    )
+
+
+def test_a_subclass_makes_again_what_a_variable_class_makes(tmp_path):
+    source = (
+        HEAD
+        + MLP
+        + """\
+class Block(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        kind = MLP
+        self.mlp = kind(d)
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
+"""
+        + model_of(
+            "        self.blocks = nn.ModuleList([Block(d) for _ in range(3)])\n",
+            "        for block in self.blocks:\n            x = block(x)\n        return x\n",
+        )
+    )
+    output = rewritten(tmp_path, source, SCHEDULE + '    split(s["blocks"][1:]["mlp"])\n')
+    added = changed_lines(output)
+    assert "+        kind = TensorParallelMLP\n+        self.mlp = kind(d)\n" in added
+
+
+def test_an_append_loop_is_given_a_counter(tmp_path):
+    source = (
+        HEAD
+        + MLP
+        + model_of(
+            "        self.blocks = nn.ModuleList()\n        for _ in range(3):\n"
+            "            self.blocks.append(MLP(d))\n",
+            "        for block in self.blocks:\n            x = block(x)\n        return x\n",
+        )
+    )
+    output = rewritten(tmp_path, source, SCHEDULE + '    s["blocks"][:2].checkpoint()\n')
+    added = changed_lines(output)
+    assert "-        for _ in range(3):\n" in added and "+        for i in range(3):\n" in added
+    assert "self.blocks.append(CheckpointedMLP(d) if i < 2 else MLP(d))" in added
+
+
+def test_a_place_in_a_list_that_instances_differ_in(tmp_path):
+    source = (
+        HEAD
+        + MLP
+        + """\
+class Block(nn.Module):
+    def __init__(self, d, first):
+        super().__init__()
+        self.layer = nn.ModuleList()
+        if first:
+            self.layer.append(nn.LayerNorm(d))
+        self.layer.append(MLP(d))
+
+    def forward(self, x):
+        for layer in self.layer:
+            x = layer(x)
+        return x
+
+
+"""
+        + model_of(
+            "        self.a = Block(d, True)\n        self.b = Block(d, False)\n",
+            "        return self.b(self.a(x))\n",
+        )
+    )
+    output = rewritten(tmp_path, source, SCHEDULE + '    split(s["a.layer"][1])\n')
+    added = changed_lines(output)
+    assert "+        self.layer[1] = TensorParallelMLP(d)\n" in added
+    assert "+        self.a = TensorParallelBlock(d, True)\n" in added
+
+
+def test_a_subclass_keeps_the_condition_that_not_all_of_its_instances_meet(tmp_path):
+    source = (
+        HEAD
+        + """\
+class Block(nn.Module):
+    def __init__(self, d, deep):
+        super().__init__()
+        self.deep = deep
+        self.up = nn.Linear(d, d)
+        if deep:
+            self.more = nn.Linear(d, d)
+        self.down = nn.Linear(d, d)
+
+    def forward(self, x):
+        x = self.up(x)
+        return self.down(x)
+
+
+"""
+        + model_of(
+            "        self.a = Block(d, True)\n        self.b = Block(d, False)\n"
+            "        self.c = Block(d, True)\n",
+            "        return self.c(self.b(self.a(x)))\n",
+        )
+    )
+    lines = '    split(s["{a,b}"])\n    s["a.more"].shard(["weight", "bias"], axis=0)\n'
+    lines += '    s["a.more"].sync("bwd_post", "all_reduce")\n'
+    added = changed_lines(rewritten(tmp_path, source, SCHEDULE + lines))
+    assert "+        if deep:\n+            self.more = ColumnParallelLinear(d, d)\n" in added
+
+
+INHERITED = (
+    HEAD
+    + MLP.replace("class MLP", "class Base")
+    + """\
+class Plain(Base):
+    pass
+
+
+class Other(Base):
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+"""
+    + model_of(
+        "        self.a = Plain(d)\n        self.b = Other(d)\n        self.c = Plain(d)\n",
+        "        return self.c(self.b(self.a(x)))\n",
+    )
+)
+
+
+def test_an_inherited_constructor_is_changed_once_for_all_heirs(tmp_path):
+    added = changed_lines(rewritten(tmp_path, INHERITED, SCHEDULE + '    split(s["{a,b,c}"])\n'))
+    assert added.count("ColumnParallelLinear(") == 1
+
+
+def test_one_heir_of_a_constructor_gets_a_subclass(tmp_path):
+    added = changed_lines(rewritten(tmp_path, INHERITED, SCHEDULE + '    split(s["c"])\n'))
+    assert "+class TensorParallelPlain(Plain):\n" in added
+    assert "+        self.c = TensorParallelPlain(d)\n" in added
+
+
+def test_all_of_one_heir_and_none_of_another_is_refused(tmp_path):
+    text = refused(tmp_path, INHERITED, SCHEDULE + '    split(s["{a,c}"])\n', "SR305")
+    assert "`Plain` inherits what changes from `Base`, and so does `Other` at `b`" in text
+
+
+def test_one_line_that_makes_modules_scheduled_differently_is_refused(tmp_path):
+    source = (
+        HEAD
+        + """\
+class MLP(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        for name in ("up", "down"):
+            setattr(self, name, nn.Linear(d, d))
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+"""
+        + model_of("        self.mlp = MLP(d)\n", "        return self.mlp(x)\n")
+    )
+    text = refused(tmp_path, source, SCHEDULE + '    split(s["mlp"])\n', "SR103")
+    assert "`mlp.down` and `mlp.up` are made by one line" in text
+
+
+def test_a_layer_can_be_split_and_checkpointed(tmp_path):
+    source = HEAD + MLP + model_of("        self.mlp = MLP(d)\n", "        return self.mlp(x)\n")
+    lines = '    split(s["mlp"])\n    s["mlp.up"].checkpoint()\n'
+    output = rewritten(tmp_path, source, SCHEDULE + lines)
+    added = changed_lines(output)
+    assert "+class CheckpointedColumnParallelLinear(ColumnParallelLinear):\n" in added
+    assert "+        self.up = CheckpointedColumnParallelLinear(d, 4 * d)\n" in added
+    assert "+        self.down = RowParallelLinear(4 * d, d)\n" in added
+
+
+def test_a_replaced_module_can_be_checkpointed(tmp_path):
+    source = HEAD + MLP + model_of("        self.mlp = MLP(d)\n", "        return self.mlp(x)\n")
+    new = "class New(nn.Linear):\n    pass\n\n\ndef schedule(s):\n"
+    schedule = SCHEDULE.replace("def schedule(s):\n", new)
+    lines = '    s["mlp"].replace(New, args="d, d")\n    s["mlp"].checkpoint()\n'
+    output = rewritten(tmp_path, source, schedule + lines)
+    assert "+        self.mlp = CheckpointedNew(d, d)\n" in changed_lines(output)
+    ast.parse(next(text for name, text in output.files.items() if name.startswith("source_")))
