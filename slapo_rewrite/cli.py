@@ -80,6 +80,7 @@ def _rewrite(arguments: list[str]) -> int:
     parser.add_argument(
         "--single-file", action="store_true", help="one module instead of a package"
     )
+    parser.add_argument("--merge", action="store_true", help="carry hand edits in OUT over")
     parser.add_argument("--force", action="store_true", help="overwrite hand edits in OUT")
     parser.add_argument("--version", action="version", version=f"slapo-rewrite {__version__}")
     options = parser.parse_args(arguments)
@@ -97,10 +98,19 @@ def _rewrite(arguments: list[str]) -> int:
     if options.diff:
         print(output.diff(), end="")
         return DONE
-    from slapo_rewrite.emit.write import write
+    from slapo_rewrite.emit.write import hand_edited, write
 
-    write(options.output, output.files, force=options.force)
-    print(f"wrote {options.output}: {', '.join(output.files)}")
+    files, conflicts, kept = output.files, list[str](), list[str]()
+    if options.merge and (options.output / "rewrite.json").is_file():
+        from slapo_rewrite.emit.merge import merged
+
+        kept = hand_edited(options.output)
+        files, conflicts = merged(options.output, files)
+    write(options.output, files, force=options.force, replacing=kept)
+    print(f"wrote {options.output}: {', '.join(files)}")
+    if conflicts:
+        print(f"conflicts to resolve by hand: {', '.join(conflicts)}")
+        return NO
     if options.verify:
         return _verified(options.output, options.world or [1, 2], options.source, options.schedule)
     return DONE
@@ -115,6 +125,8 @@ def _check_combination(options: argparse.Namespace) -> None:
         raise errors.UsageError("`--check` needs the folder to check", hint="give -o OUT")
     if sum((options.diff, options.check, options.verify)) > 1:
         raise errors.UsageError("`--diff`, `--check` and `--verify` exclude one another")
+    if options.merge and options.force:
+        raise errors.UsageError("`--merge` keeps hand edits, `--force` overwrites them: give one")
     if options.world and not options.verify:
         raise errors.UsageError("`--world` belongs to `--verify`")
     if options.world and min(options.world) < 1:

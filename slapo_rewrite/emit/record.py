@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import bz2
 import functools
 import hashlib
 import importlib.metadata
@@ -100,6 +102,7 @@ def written(
             for name, causes in sorted(helpers.items())
         ],
         "verification": None,
+        "written": {n: packed(t) for n, t in sorted(files.items()) if n.endswith(".py")},
     }
     return dumped(content)
 
@@ -181,11 +184,27 @@ def read(out: Path) -> dict[str, Any]:
     return content
 
 
+def packed(text: str) -> str:
+    """A text in as little room as a record should give it: bzip2, then base 85."""
+    return base64.b85encode(bz2.compress(text.encode())).decode()
+
+
+def written_files(out: Path) -> dict[str, str]:
+    """The Python files of an output as they were written, whatever became of them since.
+
+    Raises:
+        NotAnOutput: The folder has no record.
+    """
+    kept = read(out).get("written", {})
+    return {n: bz2.decompress(base64.b85decode(t)).decode() for n, t in kept.items()}
+
+
 def comparable(text: str) -> str:
     """The text of a record without what says nothing about the output.
 
-    What verification found is added later, and the digest of the tool only spares `--check` a
-    rewrite: another tool that gives the same files leaves an output current.
+    What verification found is added later, the digest of the tool only spares `--check` a rewrite
+    (another tool that gives the same files leaves an output current), and the files themselves are
+    there for `--merge`.
     """
     try:
         content = json.loads(text)
@@ -194,7 +213,8 @@ def comparable(text: str) -> str:
     if not isinstance(content, dict):
         return text
     tool = {k: v for k, v in content.get("tool", {}).items() if k != "digest"}
-    return dumped({**content, "tool": tool, "verification": None})
+    kept = {k: v for k, v in content.items() if k != "written"}
+    return dumped({**kept, "tool": tool, "verification": None})
 
 
 def with_verification(text: str, verification: Mapping[str, Any]) -> str:

@@ -45,8 +45,16 @@ def in_the_way(out: Path, files: Mapping[str, str]) -> list[str]:
     return found + [n for n in gone if record.digest((out / n).read_bytes()) != known[n]]
 
 
-def write(out: Path, files: Mapping[str, str], *, force: bool = False) -> None:
+def write(
+    out: Path, files: Mapping[str, str], *, force: bool = False, replacing: Iterable[str] = ()
+) -> None:
     """Puts the files in the folder; what else lies there stays.
+
+    Args:
+        out: The folder.
+        files: Their texts by name.
+        force: Overwrite whatever lies there.
+        replacing: Files edited by hand that may be overwritten, since `files` holds the edits.
 
     Raises:
         OutputEdited: A file there was edited by hand, or is not the tool's, and `force` is not
@@ -54,12 +62,12 @@ def write(out: Path, files: Mapping[str, str], *, force: bool = False) -> None:
     """
     if out.exists() and not out.is_dir():
         raise errors.OutputUnwritable(f"`{out}` is a file, not a folder")
-    conflicts = in_the_way(out, files)
+    conflicts = [name for name in in_the_way(out, files) if name not in replacing]
     if conflicts and not force:
         raise errors.OutputEdited(
             f"`{out}` holds changes that were not written by slapo-rewrite: "
             f"{', '.join(sorted(conflicts))}",
-            hint="keep them elsewhere and give --force to overwrite them, or choose another folder",
+            hint="--merge carries them over, --force overwrites them",
         )
     target = out.resolve()
     try:
