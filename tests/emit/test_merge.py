@@ -45,7 +45,7 @@ def test_edits_survive_a_new_source(command, tmp_path, capsys):
     path.write_text(edited)
     (tmp_path / "net.py").write_text(MLP.replace("import torch\n", "import math\n\nimport torch\n"))
     assert main(command) == 2
-    assert "--merge carries hand edits over" in capsys.readouterr().err
+    assert "--merge carries them over" in capsys.readouterr().err
     assert path.read_text() == edited
     assert main([*command, "--merge"]) == 0
     text = path.read_text()
