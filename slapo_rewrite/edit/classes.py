@@ -13,10 +13,12 @@ from slapo_rewrite.edit.definition import (
     Attach,
     ChangeArgument,
     Definition,
+    DeriveFrom,
     Key,
     MakeClass,
     MakeLayer,
     MakeOther,
+    ReadWhole,
     ShareParameter,
     SplitParameter,
     What,
@@ -85,6 +87,7 @@ class ClassWriter:
     ) -> None:
         self.file, self.sites, self.imports, self.line_length = file, sites, imports, line_length
         self.lineages = lineages
+        self.reads: dict[ast.stmt, list[Edit]] = {}
 
     def _method(self, class_name: str, name: str) -> ast.FunctionDef | None:
         """A method, the class's own or one that it inherits in this file."""
@@ -104,12 +107,15 @@ class ClassWriter:
         """The class in whose text a change stands."""
         if key[0] in ("site", "parameter", "hook"):
             return self.sites[key[1]].class_name
+        if key[0] == "base":
+            return self.lineage(class_name)[-1]
         if key[0] in ("size", "forward"):
             wanted = "__init__" if key[0] == "size" else "forward"
             found = (c for c in self.lineage(class_name) if self.file.method(c, wanted))
             return next(found, class_name)
-        if key[0] == "argument":
-            return next((c for c in self.lineage(class_name) if self.holds(c, key[1])), class_name)
+        if key[0] in ("argument", "read"):
+            line = key[1] if key[0] == "argument" else self.file.text.count("\n", 0, key[1]) + 1
+            return next((c for c in self.lineage(class_name) if self.holds(c, line)), class_name)
         return class_name
 
     def holds(self, class_name: str, line: int) -> bool:
@@ -173,6 +179,7 @@ class ClassWriter:
         def at(statement: ast.stmt) -> Lines:
             return lines.setdefault(statement, Lines())
 
+        self.reads = self._whole_sizes(class_name, definition)
         by_site: dict[int, dict[str, What]] = {}
         causes: dict[int, tuple[Directive, ...]] = {}
         for key, change in definition.changes.items():
@@ -188,6 +195,8 @@ class ClassWriter:
                 site = self.sites[key[1]]
                 text = self._hook(site, key[2], change, why)
                 at(site.statement).after.append((text, why, f"hook on `{site.path}`"))
+            elif key[0] == "base" and isinstance(change, DeriveFrom):
+                self._derive(class_name, change, why, at)
             elif key[0] == "size":
                 constructor = self._method(class_name, "__init__")
                 assert constructor is not None
@@ -205,7 +214,92 @@ class ClassWriter:
                 self._share_parameter(class_name, change.name, why, at)
         for start, changes in by_site.items():
             self._change_site(self.sites[start], changes, causes[start], indices, at)
+        for statement, edits in self.reads.items():
+            around = list(at(statement).inside)
+            at(statement).inside += [
+                e for e in edits if not any(o.start <= e.start and e.end <= o.end for o in around)
+            ]
         return lines
+
+    def _derive(
+        self,
+        class_name: str,
+        change: DeriveFrom,
+        causes: tuple[Directive, ...],
+        at: Callable[[ast.stmt], Lines],
+    ) -> None:
+        """Puts a tensor-parallel layer in the place of a class's base."""
+        layer = change.layer
+        node = self.file.classes[self.lineage(class_name)[-1]]
+        base = next(
+            (b for b in node.bases if ast.unparse(b).rpartition(".")[2] == change.original), None
+        )
+        constructor = self.file.method(node.name, "__init__")
+        calls = [n for n in ast.walk(constructor or node) if isinstance(n, ast.Call)]
+        made = next((c for c in calls if ast.unparse(c.func) == "super().__init__"), None)
+        if base is None or (layer.keywords and (constructor is None or made is None)):
+            raise errors.UnfollowableConstruction(
+                f"`{class_name}` does not name `{change.original}` as its base and call its "
+                "constructor by `super()`",
+                at=self.file.at(node),
+                also=[c.at for c in causes[:1] if c.at],
+            )
+        why = f"`{node.name}` becomes a {layer.name}"
+        start, end = self.file.span(base)
+        name = self.imports.helper(layer.module, layer.name, causes)
+        at(node.body[0]).around.append(Edit(start, end, name, causes, why))
+        if layer.keywords and constructor is not None and made is not None:
+            statement = next(s for s in _simple_statements(constructor) if _within(s, made))
+            start, end = self.file.span(made)
+            keywords = [(name, _literal(value)) for name, value in layer.keywords]
+            text = replace_call(self.file.segment(made), None, keywords)
+            at(statement).inside.append(Edit(start, end, text, causes, why))
+
+    def readings(self, class_name: str, path: str, attribute: str) -> Iterator[ast.Attribute]:
+        """The places where a class reads an attribute of the module at a path below it."""
+        wanted = f"{accessor(path)}.{attribute}"
+        for method in self._methods(class_name):
+            for node in ast.walk(method):
+                if (
+                    isinstance(node, ast.Attribute)
+                    and _is_attribute(node)
+                    and node.attr == attribute
+                    and ast.unparse(node) == wanted
+                ):
+                    yield node
+
+    def _whole_sizes(self, class_name: str, definition: Definition) -> dict[ast.stmt, list[Edit]]:
+        """The edits that read whole sizes where a layer's own are read, by statement."""
+        wanted = {k[1]: w for k, w in definition.changes.items() if isinstance(w, ReadWhole)}
+        found: dict[ast.stmt, list[Edit]] = {}
+        for method in self._methods(class_name) if wanted else ():
+            for statement in _simple_statements(method):
+                for node in ast.walk(statement):
+                    what = wanted.get(self.file.span(node)[1]) if _is_attribute(node) else None
+                    if what is None or not isinstance(node, ast.Attribute):
+                        continue
+                    start, end = self.file.span(node.value)[1] + 1, self.file.span(node)[1]
+                    causes = definition.causes.get(("read", end), ())
+                    why = f"the size of the whole `{ast.unparse(node.value)}`"
+                    edit = Edit(start, end, what.attribute, causes, why)
+                    found.setdefault(statement, []).append(edit)
+        return found
+
+    def _segment(self, node: ast.AST) -> str:
+        """The text of an expression, with whole sizes where a layer's own are read."""
+        start, end = self.file.span(node)
+        inside = [
+            e for edits in self.reads.values() for e in edits if start <= e.start and e.end <= end
+        ]
+        return apply_edits(self.file.text[start:end], _moved(inside, -start))[0]
+
+    def extends_forward(self, class_name: str) -> bool:
+        """Whether a class has no `forward`, or one that leaves the layer's work to `super()`."""
+        forward = self.file.method(class_name, "forward")
+        return forward is None or any(
+            isinstance(n, ast.Call) and ast.unparse(n.func) == "super().forward"
+            for n in ast.walk(forward)
+        )
 
     # Construction sites.
 
@@ -236,7 +330,7 @@ class ClassWriter:
 
     def _made(self, site: Site, what: What, causes: tuple[Directive, ...]) -> str:
         """The construction with what was asked in it."""
-        original = self.file.segment(site.value)
+        original = self._segment(site.value)
         if not isinstance(site.value, ast.Call) or site.kind in (
             "helper",
             "factory",
@@ -884,8 +978,12 @@ def _moved(edits: Iterable[Edit], by: int) -> list[Edit]:
     return [Edit(e.start + by, e.end + by, e.text, e.causes, e.why) for e in edits]
 
 
-def _within(outer: ast.AST, statement: ast.stmt) -> bool:
-    return any(node is statement for node in ast.walk(outer))
+def _is_attribute(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+
+
+def _within(outer: ast.AST, inner: ast.AST) -> bool:
+    return any(node is inner for node in ast.walk(outer))
 
 
 def _returns(function: ast.FunctionDef) -> Iterator[ast.Return]:

@@ -37,6 +37,14 @@ class MakeClass:
 
 
 @dataclass(frozen=True)
+class DeriveFrom:
+    """In a class that extends a torch layer: the tensor-parallel layer as its base."""
+
+    layer: Layer
+    original: str
+
+
+@dataclass(frozen=True)
 class Attach:
     """After a construction site: a hook on the module that was made."""
 
@@ -55,6 +63,13 @@ class SplitParameter:
 @dataclass(frozen=True)
 class OwnShare:
     """At the end of the constructor: an integer attribute becomes this rank's share."""
+
+
+@dataclass(frozen=True)
+class ReadWhole:
+    """Where a layer's size is read from outside: the attribute that has the whole size."""
+
+    attribute: str
 
 
 @dataclass(frozen=True)
@@ -110,6 +125,7 @@ What = (
     | MakeOther
     | MakeClass
     | Attach
+    | DeriveFrom
     | SplitParameter
     | OwnShare
     | WrapInput
@@ -117,6 +133,7 @@ What = (
     | WrapCall
     | ChangeArgument
     | ShareParameter
+    | ReadWhole
     | Recompute
 )
 

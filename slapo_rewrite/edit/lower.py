@@ -21,11 +21,13 @@ from slapo_rewrite.edit.definition import (
     Attach,
     ChangeArgument,
     Definition,
+    DeriveFrom,
     Key,
     MakeClass,
     MakeLayer,
     MakeOther,
     OwnShare,
+    ReadWhole,
     Recompute,
     ShareParameter,
     SplitParameter,
@@ -56,7 +58,7 @@ from slapo_rewrite.model.join import (
     find_site,
     resolve_callee,
 )
-from slapo_rewrite.model.layers import Layer, arguments_of, splits_of
+from slapo_rewrite.model.layers import SHARES, Layer, arguments_of, base_of, splits_of
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.sites import Site
@@ -146,7 +148,7 @@ class _Lowering:
             if not state.shards:
                 continue
             node = self.tree.nodes[path]
-            if splits_of(node.cls) is not None:
+            if self._extends_layer(node.cls):
                 key = (node.cls, state, tuple(node.parameters))
                 if key not in known:
                     known[key] = choose_layer(node, state)
@@ -162,6 +164,17 @@ class _Lowering:
                     f"and parameters of classes that {self.file.path.name} defines",
                 )
         return layers, parameters
+
+    def _extends_layer(self, cls: type) -> bool:
+        """Whether a class is a layer that can be split, or computes with one by `super()` alone."""
+        base = base_of(cls)
+        if base is None or base is cls:
+            return base is cls
+        between = cls.__mro__[: cls.__mro__.index(base)]
+        return all(
+            self.sources.file_of(c) is self.file and self.writer.extends_forward(c.__name__)
+            for c in between
+        )
 
     def _follow(
         self,
@@ -239,7 +252,12 @@ class _Lowering:
                 unit = followed.units.get((node.owner.cls, node.relative))
                 layer = replace(layers[path], unit=unit) if unit else layers[path]
                 causes = united((s.cause for s in state.shards), (s.cause for s in state.syncs))
-                self._at_site(node, MakeLayer(layer), causes)
+                base = base_of(node.cls)
+                assert base is not None
+                if base is node.cls:
+                    self._at_site(node, MakeLayer(layer), causes)
+                else:
+                    self._add(node.path, ("base",), DeriveFrom(layer, base.__name__), causes)
             if state.replacement:
                 new = state.replacement
                 self._at_site(node, MakeOther(new.target, new.arguments), (new.cause,))
@@ -250,6 +268,8 @@ class _Lowering:
             if state.checkpoint:
                 self._add(node.path, RECOMPUTE, Recompute(), (state.checkpoint.cause,))
         self._sizes(layers, parameters, followed)
+        for path, layer in layers.items():
+            self._read_sizes(self.tree.nodes[path], layer)
 
     def _add(self, path: str, key: Key, what: What, causes: tuple[Directive, ...]) -> None:
         self.changes.setdefault(path, {})[key] = what
@@ -323,10 +343,19 @@ class _Lowering:
     def _split_parameter(self, node: Node, shard: Shard) -> None:
         site = find_parameter_site(self.sources, node, shard.name)
         if site.file is not self.file:
+            base = base_of(node.cls)
             raise errors.UnfollowableConstruction(
-                f"`{node.path}.{shard.name}` is made in another file, {site.file.display}",
+                f"`{node.path}.{shard.name}` is made in another file, {site.file.display}"
+                + (
+                    f", and `{node.cls.__name__}` computes with it in a way of its own"
+                    if base
+                    else ""
+                ),
                 at=site.file.at(site.value),
                 also=[shard.cause.at] if shard.cause.at else [],
+                hint=f"let its `forward` call `super().forward(...)`, or use {base.__name__} itself"
+                if base
+                else None,
             )
         start = self.file.span(site.value)[0]
         self.sites[start] = site
@@ -400,6 +429,28 @@ class _Lowering:
                     self._add(path, key, ChangeArgument(change.template), causes)
         for path, name in sorted(followed.shared):
             self._share_parameter(path, name, owners)
+
+    def _read_sizes(self, node: Node, layer: Layer) -> None:
+        """Whoever reads the size of a layer that is split means the whole layer's."""
+        share, whole = SHARES[layer.name]
+        if f".{share}" not in self.file.text:
+            return
+        causes = tuple(s.cause for s in self.states[node.path].shards)
+        above = node.parent
+        while above is not None:
+            relative = node.path[len(above.path) + 1 if above.path else 0 :]
+            for reading in self.writer.readings(above.cls.__name__, relative, share):
+                if whole is None:
+                    raise errors.UnfollowableSize(
+                        f"`{node.path}` is split, so its `{share}` is this rank's share, and is "
+                        "read here",
+                        at=self.file.at(reading),
+                        also=[c.at for c in causes[:1] if c.at],
+                        hint="read the size from where the layer's constructor has it",
+                    )
+                key = ("read", self.file.span(reading)[1])
+                self._add(above.path, key, ReadWhole(whole), causes)
+            above = above.parent
 
     def _holders(self, owners: Mapping[str, list[Directive]]) -> dict[str, Node]:
         """For every module below sharded parameters or with some: the nearest that has them."""
@@ -589,6 +640,7 @@ class _Lowering:
             name = self.variants.get(variant, "")
             if not name:
                 causes = united(*(definition.causes.get(k, ()) for k in beyond))
+                self._check_base(cls, definition, beyond)
                 prefix, doc = self._described(definition, beyond)
                 name = self.variants[variant] = self._new_name(f"{prefix}{cls.__name__}")
                 text = self.writer.subclass(
@@ -617,6 +669,14 @@ class _Lowering:
             definition.nodes, name, cls.__name__, united(*(definition.causes[k] for k in extra))
         )
         return edits
+
+    def _check_base(self, cls: type, definition: Definition, extra: set[Key]) -> None:
+        if ("base",) in extra:
+            raise errors.Unsupported(
+                f"some instances of `{cls.__name__}` are split, some not: a class has one base",
+                at=definition.causes[("base",)][0].at,
+                hint="schedule all instances alike",
+            )
 
     def _described(self, definition: Definition, extra: set[Key]) -> tuple[str, str]:
         wanted = [definition.changes[k] for k in extra]

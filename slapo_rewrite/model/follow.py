@@ -430,7 +430,9 @@ class _Whole(TorchFunctionMode):
             self.entries.append(_Entry(_layer_call, shapes(args), shapes(output), []))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = _with_values(func, args, kwargs or {})
+        if (answer := _answer(func, args)) is not None:
+            return answer
         if self.depth:
             return func(*args, **kwargs)
         inputs, given = shapes((args, kwargs)), list(numbers((args, kwargs)))
@@ -441,9 +443,41 @@ class _Whole(TorchFunctionMode):
         return output
 
 
+def _with_values(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call that makes a tensor, such that one without axes has a value.
+
+    `forward` may branch on it: a layer that is dropped at random is one that `torch.rand([])` says.
+    """
+    if func in _MAKING:
+        first = args[0] if args else kwargs.get("size", kwargs.get("data"))
+        plain = isinstance(first, (bool, int, float)) and func in (torch.tensor, torch.as_tensor)
+        if plain or (isinstance(first, (list, tuple)) and not first and func is not torch.tensor):
+            return {**kwargs, "device": "cpu"}
+    return kwargs
+
+
+def _answer(func: Callable[..., Any], args: Any) -> Any:
+    """What an operation says that asks for values which are not there; None for any other.
+
+    Yes-or-no questions of a tensor without values are answered with no, and a coin that `forward`
+    tosses (`torch.rand([]) < 0.1`) falls on the likelier side.
+    """
+    if func in (torch.Tensor.__bool__, torch.Tensor.__contains__):
+        return False if isinstance(args[0], torch.Tensor) and args[0].is_meta else None
+    if func is torch.rand and (not args or args[0] in ((), [])):
+        return torch.full([], 0.99, device="cpu")
+    return None
+
+
 def _layer_call() -> None:
     """Stands for the call of a sharded layer in the record."""
 
+
+# Functions that make tensors from sizes or numbers.
+_MAKING = {
+    torch.tensor, torch.as_tensor, torch.rand, torch.randn, torch.zeros, torch.ones, torch.full,
+    torch.empty,
+}  # fmt: skip
 
 # Operations whose numbers are values, not sizes.
 _ARITHMETIC = {
@@ -808,7 +842,9 @@ class _Rank(TorchFunctionMode):
         return self.entries[self.position - 1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = _with_values(func, args, kwargs or {})
+        if (answer := _answer(func, args)) is not None:
+            return answer
         if self.depth:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")

@@ -44,6 +44,16 @@ class Split:
     arguments: tuple[str, ...] = ("in_features", "out_features", "bias", "device", "dtype")
 
 
+# The attribute that is this rank's share on a layer, and the one that has the whole size, if any.
+SHARES: dict[str, tuple[str, str | None]] = {
+    "ColumnParallelLinear": ("out_features", None),
+    "RowParallelLinear": ("in_features", None),
+    "ColumnParallelConv1D": ("nf", None),
+    "RowParallelConv1D": ("nx", None),
+    "VocabParallelEmbedding": ("num_embeddings", "full_num_embeddings"),
+    "ColumnParallelEmbedding": ("embedding_dim", None),
+}
+
 _TABLE = ("num_embeddings", "embedding_dim", "padding_idx", "device", "dtype")
 _COLUMN = Split("tensor_parallel", "ColumnParallelLinear", "partition")
 _ROW = Split("tensor_parallel", "RowParallelLinear", "partial sum", frozenset({"bias"}), False)
@@ -92,8 +102,18 @@ SPLITS: dict[str, dict[tuple[str, int], Split]] = {
 
 
 def splits_of(cls: type) -> dict[tuple[str, int], Split] | None:
-    """How a class can be split, or None where no layer takes its place."""
-    return SPLITS.get(f"{cls.__module__}.{cls.__qualname__}")
+    """How a class, or the one that it is derived from, can be split; None where none can."""
+    base = base_of(cls)
+    return SPLITS[_qualified(base)] if base else None
+
+
+def base_of(cls: type) -> type | None:
+    """The class with a tensor-parallel counterpart that a class is or is derived from."""
+    return next((c for c in cls.__mro__ if _qualified(c) in SPLITS), None)
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def arguments_of(layer: Layer) -> tuple[str, ...]:

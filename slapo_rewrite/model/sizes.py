@@ -74,9 +74,15 @@ def shapes(value: Any) -> list[Shape]:
 
 
 def numbers(value: Any) -> Iterator[float]:
-    """The numbers in nested lists, tuples and mappings, in order; not those of a `torch.Size`."""
+    """The numbers in nested lists, tuples and mappings, in order; not those of a `torch.Size`.
+
+    A tensor without axes that is not on the meta device counts as a number.
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield value
+    elif isinstance(value, torch.Tensor):
+        if value.dim() == 0 and not value.is_meta:
+            yield float(value.detach())
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from numbers(item)

@@ -1,0 +1,102 @@
+"""Classes of the file that extend a torch layer, and those who read a split layer's size."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rewriting import changed_lines, refused, rewritten
+
+SOURCE = """\
+import torch
+from torch import nn
+
+
+class Scaled(nn.Embedding):
+    def __init__(self, count, width, scale=2.0):
+        super().__init__(count, width)
+        self.scale = scale
+
+    def forward(self, ids):
+        return FORWARD
+
+
+class Model(nn.Module):
+    def __init__(self, count=40, width=8):
+        super().__init__()
+        self.table = Scaled(count, width)
+        self.other = Scaled(count, width)
+        self.head = nn.Linear(width, self.table.num_embeddings, bias=False)
+
+    def forward(self, ids):
+        if torch.rand([]) < 0.1:
+            return self.head(self.table(ids))
+        return self.head(self.table(ids) + self.other(ids))
+"""
+
+SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"ids": torch.zeros(2, 5, dtype=torch.long)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def split(table):
+    table.shard("weight", axis=0)
+    table.sync("fwd_post", "all_reduce")
+
+
+def split_head(head):
+    head.shard("weight", axis=0)
+    head.sync("bwd_post", "all_reduce")
+    head.sync("fwd_post", "all_gather", axis=-1)
+
+
+def schedule(s):
+"""
+EXTENDED = SOURCE.replace("FORWARD", "super().forward(ids) * self.scale")
+
+
+def test_the_base_of_a_class_that_extends_a_layer_is_split(tmp_path):
+    schedule = SCHEDULE + '    split(s["{table,other}"])\n'
+    output = rewritten(tmp_path, EXTENDED, schedule)
+    assert not output.warnings, "a coin that is tossed in `forward` can be followed"
+    text = changed_lines(output)
+    assert "-class Scaled(nn.Embedding):\n+class Scaled(VocabParallelEmbedding):\n" in text
+
+
+def test_whoever_reads_its_size_means_the_whole(tmp_path):
+    lines = '    split(s["{table,other}"])\n    split_head(s["head"])\n'
+    text = changed_lines(rewritten(tmp_path, EXTENDED, SCHEDULE + lines))
+    assert "width, self.table.full_num_embeddings, bias=False" in text
+
+
+def test_a_size_that_the_layer_does_not_keep_is_refused(tmp_path):
+    source = EXTENDED.replace(
+        "return self.head(self",
+        "assert self.head.out_features\n            return self.head(self",
+        1,
+    )
+    text = refused(tmp_path, source, SCHEDULE + '    split_head(s["head"])\n', "SR104")
+    assert "its `out_features` is this rank's share, and is read here" in text
+
+
+def test_half_of_its_instances_are_refused(tmp_path):
+    text = refused(tmp_path, EXTENDED, SCHEDULE + '    split(s["table"])\n', "SR305")
+    assert "a class has one base" in text
+
+
+@pytest.mark.parametrize("forward", ["self.weight[ids] * self.scale"])
+def test_a_class_that_computes_by_itself_is_refused(forward, tmp_path):
+    source = SOURCE.replace("FORWARD", forward)
+    schedule = SCHEDULE + '    split(s["{table,other}"])\n'
+    text = refused(tmp_path, source, schedule, "SR104")
+    assert "this indexes a split axis" in text
