@@ -192,6 +192,7 @@ class _Entry:
     inputs: list[Shape]
     outputs: list[Shape]
     numbers: list[float]
+    key: tuple[Any, ...] = ()
 
 
 def follow(
@@ -439,7 +440,8 @@ class _Whole(TorchFunctionMode):
         output = func(*args, **kwargs)
         outputs = shapes(output)
         if outputs:
-            self.entries.append(_Entry(func, inputs, outputs, given))
+            key = _key(args[1]) if getattr(func, "__name__", "") == "__getitem__" else ()
+            self.entries.append(_Entry(func, inputs, outputs, given, key))
         return output
 
 
@@ -860,17 +862,33 @@ class _Rank(TorchFunctionMode):
         try:
             output = func(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
-            raise CannotFollow(
-                f"`{name or func}` does not fit the sharded sizes: {error}",
-                self._place(),
-                self._a_source((args, kwargs)),
-                attributes=self._made_with((args, kwargs)),
-            ) from error
+            raise self._unfit(name or str(func), args, kwargs, error) from error
         if shapes(output):
             self._take_in(name, self._next(func), args, kwargs, output, blocks)
         elif name == "__setitem__":
             self._assigned(args)
         return output
+
+    def _unfit(self, name: str, args: Any, kwargs: Any, error: Exception) -> CannotFollow:
+        """An operation that fails on what a rank has."""
+        given = list(tensors((args, kwargs)))
+        part = next((t for t in given if self.flow.of(t).kind == PART), None)
+        whole = next((t for t in given if self.flow.of(t).kind != PART and t.dim()), None)
+        message, hint = f"`{name}` does not fit the sharded sizes: {error}", None
+        if part is not None and whole is not None:
+            source = self.flow.of(part).source
+            message = (
+                f"`{name}` joins a part of shape {list(part.shape)}, of `{source}`, with a whole "
+                f"value of shape {list(whole.shape)}"
+            )
+            hint = "split what the whole value is made from as well, or gather the part"
+        return CannotFollow(
+            message,
+            self._place(),
+            self._a_source((args, kwargs)),
+            hint,
+            attributes=self._made_with((args, kwargs)),
+        )
 
     def _take_in(
         self, name: str, entry: _Entry, args: Any, kwargs: Any, output: Any, blocks: Blocks | None
@@ -1247,7 +1265,7 @@ class _Rank(TorchFunctionMode):
 
     def _index(self, entry: _Entry, args: Any, kwargs: Any) -> Any:
         tensor, key = args
-        keys = key if isinstance(key, tuple) else (key,)
+        keys = _key(key)
         taken = sum(_axes_taken(k) for k in keys)
         axis, result, changed = 0, list(keys), False
         for number, item in enumerate(keys):
@@ -1257,12 +1275,15 @@ class _Rank(TorchFunctionMode):
             for inner in range(axis, axis + _axes_taken(item)):
                 whole, here = entry.inputs[0][inner], tensor.shape[inner]
                 if whole != here:
-                    result[number] = self._slice(tensor, inner, item, whole, number)
+                    meant = entry.key[number]
+                    result[number] = self._slice(tensor, inner, item, meant, whole, number)
                     changed = changed or result[number] is not item
             axis += _axes_taken(item)
         return ((tensor, tuple(result)) if changed else args), kwargs, None
 
-    def _slice(self, tensor: torch.Tensor, axis: int, item: Any, whole: int, number: int) -> Any:
+    def _slice(
+        self, tensor: torch.Tensor, axis: int, item: Any, meant: Any, whole: int, number: int
+    ) -> Any:
         if isinstance(item, slice) and item.start is None and item.stop is None:
             return item
         here = tensor.shape[axis]
@@ -1281,22 +1302,18 @@ class _Rank(TorchFunctionMode):
                 bounds.append(bound)
                 continue
             packed = self.blocks.get(id(tensor), {}).get(axis, (whole,))
-            cut = bound if bound >= 0 else whole + bound
-            if cut in _borders(packed):
-                want = bound * here // whole
+            cut = getattr(meant, which)
+            if (cut if cut >= 0 else whole + cut) not in _borders(packed):
+                raise CannotFollow(
+                    f"this cuts a split axis at {int(cut)} of {whole}, inside a part",
+                    self._place(),
+                    self.origins.get(id(tensor)),
+                    "shard with the `parts` that are meant here",
+                )
+            want = cut * here // whole
+            if bound != want:
                 self._change(tensor, bound, want, (number, which), SHARE, "this cuts at")
-                bounds.append(want)
-                continue
-            if cut * whole // here in _borders(packed) and bound > 0:
-                bounds.append(bound)
-                continue
-            raise CannotFollow(
-                f"this cuts a split axis at {int(bound)} of {whole}, inside a part",
-                self._place(),
-                self.origins.get(id(tensor)),
-                "shard with the `parts` that are meant here",
-                attributes=self._open(bound),
-            )
+            bounds.append(want)
         return slice(bounds[0], bounds[1], item.step)
 
     # Where an operation stands.
@@ -1412,6 +1429,11 @@ def _described(packed: Sequence[int]) -> str:
     if len(set(packed)) == 1:
         return f"{len(packed)} equal parts"
     return f"parts of {list(packed)}"
+
+
+def _key(key: Any) -> tuple[Any, ...]:
+    """What stands between the brackets of an index, item by item."""
+    return key if isinstance(key, tuple) else (key,)
 
 
 def _axes_taken(key: Any) -> int:

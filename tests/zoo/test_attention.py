@@ -218,3 +218,26 @@ def test_a_scale_that_depends_on_a_rank_is_refused(tmp_path):
     source = SOURCE.replace("BODY", body).replace("MERGED", ".flatten(2)")
     text = refused(tmp_path, source, SCHEDULE + THREE + ROW, "SR104")
     assert "computes with 0.353553 on a rank, and with 0.25 without sharding" in text
+
+
+def test_an_operand_that_is_not_split_with_the_heads_is_named(tmp_path):
+    shape = "B, T, self.num_heads, self.head_dim"
+    body = VIEWS.replace("SHAPE", shape) + "\n        q = q + self.dim_per_head.view(1, -1, 1, 1)"
+    source = SOURCE.replace("BODY", body).replace("MERGED", ".flatten(2)")
+    source = source.replace(
+        "        self.dim = dim\n",
+        "        self.register_buffer('dim_per_head', torch.arange(num_heads))\n",
+    )
+    text = refused(tmp_path, source, SCHEDULE + THREE + ROW, "SR104")
+    assert "joins a part of shape [2, 2, 5, 4], of `attention.q`, with a whole value" in text
+
+
+def test_bounds_that_are_half_shares_are_not_taken_for_whole_ones(tmp_path):
+    """Of `C + h` with half the heads in `h`, twice is `3 * C`, which is a border as well."""
+    body = (
+        "t = self.qkv(x)\n        h = self.num_heads * self.head_dim\n"
+        "        q, k, v = t[..., :C], t[..., C : C + h], t[..., C + h :]\n"
+        "        q, k, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in (q, k, v))"
+    )
+    text = lines_changed(tmp_path, body, PACKED.replace("PARTS", "3"), ".flatten(2)")
+    assert "t[..., :part_size(C)]" in text and "t[..., part_size(C) : part_size(C + h)]" in text
