@@ -167,7 +167,7 @@ class Definition:
 
     def has(self, key: Key) -> bool:
         """Whether these instances have the place at all; other places than sites everyone has."""
-        return key[0] not in ("site", "parameter", "hook", "call") or _place(key) in self.present
+        return key[0] not in ("site", "parameter", "hook") or _place(key) in self.present
 
     def absorb(self, other: Definition) -> None:
         """Takes in a definition that agrees."""

@@ -131,9 +131,11 @@ class _Lowering:
         """Everything, in order."""
         follow_ties(self.tree, self.states)
         layers, parameters = self._layers_and_parameters()
-        followed = (
-            self._follow(layers, parameters, step_inputs) if layers or parameters else Followed()
-        )
+        borders = self._borders(layers)
+        known = any(b.operation != "function" for found in borders.values() for b in found)
+        followed = Followed()
+        if layers or parameters or known:
+            followed = self._follow(Asked(layers, parameters, borders), step_inputs)
         self._collect(layers, parameters, followed)
         edits = self._settle()
         return Lowered(edits, self.imports, self.warnings)
@@ -176,19 +178,13 @@ class _Lowering:
             for c in between
         )
 
-    def _follow(
-        self,
-        layers: Mapping[str, Layer],
-        parameters: Mapping[str, list[ShardedParameter]],
-        step_inputs: Callable[[], dict[str, Any]],
-    ) -> Followed:
+    def _follow(self, asked: Asked, step_inputs: Callable[[], dict[str, Any]]) -> Followed:
         names = {
             str(self.file.path),
             os.path.realpath(self.file.path),
             os.path.abspath(self.file.path),
         }
         try:
-            asked = Asked(layers, parameters, self._borders(layers))
             return follow(self.tree, asked, step_inputs(), names.__contains__)
         except CannotRun as error:
             self.warnings.append(

@@ -126,8 +126,18 @@ def schedule(s):
 
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
         """Adds one split for each name."""
-        names = call.arguments["names"]
-        for name in [names] if isinstance(names, str) else names:
+        given = call.arguments["names"]
+        names = [given] if isinstance(given, str) else given
+        if (
+            not isinstance(names, Sequence)
+            or not names
+            or not all(isinstance(n, str) for n in names)
+        ):
+            raise errors.BadArgument(
+                f"`names` must be a parameter's name or a list of them, not {given!r}",
+                at=call.directive.at,
+            )
+        for name in names:
             state = self._one(call, node, state, name)
         return state
 

@@ -114,6 +114,8 @@ def schedule(s):
                 at=at,
                 hint=errors.did_you_mean(str(mode), MODES) or "the modes are " + ", ".join(MODES),
             )
+        if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool)):
+            raise errors.BadArgument(f"`axis` must be a whole number, not {axis!r}", at=at)
         if isinstance(operation, str):
             if operation not in OPERATIONS:
                 raise errors.Unsupported(

@@ -114,3 +114,19 @@ def test_an_operation_over_the_split_axis_is_refused(operation, tmp_path):
     syncs = "    up" + BACKWARD + "    down" + FORWARD
     text = refused(tmp_path, source, SCHEDULE + syncs, "SR104")
     assert "runs over an axis of which a rank has only its part" in text
+
+
+@pytest.mark.parametrize("operation", ['"all_reduce"', '"all_gather", axis=-1'])
+def test_a_sync_of_what_is_whole_is_refused(operation, tmp_path):
+    schedule = SCHEDULE[: SCHEDULE.index("    mlp, up")] + f's["first"].sync("fwd_post",
+    {operation})\n' schedule = schedule.replace('s["first"].sync', '    s["first"].sync')
+    text = refused(tmp_path, SOURCE, schedule, "SR104")
+    assert "whole" in text and "s.py:21:5" in text
+
+
+@pytest.mark.parametrize(
+    "call", ["shard(3, axis=0)", "shard([], axis=0)", 'sync("fwd_post", "all_gather", axis="x")']
+)
+def test_arguments_of_the_wrong_type(call, tmp_path):
+    schedule = SCHEDULE[: SCHEDULE.index("    mlp, up")] + f'    s["first"].{call}\n'
+    refused(tmp_path, SOURCE, schedule, "SR206")
