@@ -43,6 +43,7 @@ from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.layers import choose_layer
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import EMPTY, Directive, Function, ModuleState, Shard, Sync
+from slapo_rewrite.model.alike import Alike
 from slapo_rewrite.model.follow import (
     Asked,
     Border,
@@ -114,10 +115,12 @@ class _Lowering:
         self.indices = IndexSets()
         self.imports = Imports(self.file)
         lineages = {
-            node.cls.__name__: tuple(
-                c.__name__ for c in node.cls.__mro__ if sources.file_of(c) is self.file
+            cls.__name__: tuple(
+                c.__name__
+                for c in cls.__mro__
+                if c.__name__ in self.file.classes and sources.file_of(c) is self.file
             )
-            for node in tree.nodes.values()
+            for cls in {node.cls: None for node in tree.nodes.values()}
         }
         self.writer = ClassWriter(self.file, self.sites, self.imports, line_length, lineages)
         self.made: dict[tuple[str, Key], dict[str, What]] = {}
@@ -125,24 +128,40 @@ class _Lowering:
         self.causes: dict[str, dict[Key, tuple[Directive, ...]]] = {}
         self.warnings: list[str] = []
         self.class_names: set[str] = set()
+        self.siblings: dict[str, tuple[str, ...]] = {}
         self.variants: dict[Any, str] = {}
 
     def run(self, step_inputs: Callable[[], dict[str, Any]]) -> Lowered:
         """Everything, in order."""
         follow_ties(self.tree, self.states)
-        layers, parameters = self._layers_and_parameters()
-        borders = self._borders(layers)
-        known = any(b.operation != "function" for found in borders.values() for b in found)
-        followed = Followed()
-        if layers or parameters or known:
-            followed = self._follow(Asked(layers, parameters, borders), step_inputs)
-        self._collect(layers, parameters, followed)
-        edits = self._settle()
+        alike, every = Alike(self.tree, self.states), self.states
+        self.siblings = alike.siblings
+        with alike.reduced():
+            self.states = {path: every[path] for path in every if path in self.tree.nodes}
+            asked = self._asked()
+            try:
+                with alike.shortened():
+                    followed: Followed | None = self._follow(asked, step_inputs)
+            except CannotRun:
+                followed = None
+        if followed is None:
+            # Some models count their layers by the configuration: run all of them.
+            few, self.states = self.states, every
+            followed = self._follow_whole(step_inputs)
+            self.states = few
+        with alike.reduced():
+            self._collect(asked.layers, asked.parameters, followed)
+            edits = self._settle()
         return Lowered(edits, self.imports, self.warnings)
+
+    def _asked(self) -> Asked:
+        layers, parameters = self._layers_and_parameters()
+        return Asked(layers, parameters, self._borders(layers))
 
     # What was asked, as layers and split parameters.
 
     def _layers_and_parameters(self) -> tuple[dict[str, Layer], dict[str, list[ShardedParameter]]]:
+        """The layers that take others' places, and split parameters, by module path."""
         layers: dict[str, Layer] = {}
         parameters: dict[str, list[ShardedParameter]] = {}
         known: dict[Any, Layer] = {}
@@ -179,6 +198,15 @@ class _Lowering:
         )
 
     def _follow(self, asked: Asked, step_inputs: Callable[[], dict[str, Any]]) -> Followed:
+        """What follows from the sharded sizes.
+
+        Raises:
+            CannotRun: The model does not run on the meta device.
+            UnfollowableSize: Something does not fit.
+        """
+        known = any(b.operation != "function" for found in asked.borders.values() for b in found)
+        if not (asked.layers or asked.parameters or known):
+            return Followed()
         names = {
             str(self.file.path),
             os.path.realpath(self.file.path),
@@ -186,13 +214,6 @@ class _Lowering:
         }
         try:
             return follow(self.tree, asked, step_inputs(), names.__contains__)
-        except CannotRun as error:
-            self.warnings.append(
-                "the model does not run on the meta device, so sizes inside `forward` were "
-                "not followed "
-                f"({str(error).splitlines()[0]}); `--verify` tells whether they had to be"
-            )
-            return Followed()
         except CannotFollow as error:
             at = None
             if error.place is not None:
@@ -209,6 +230,17 @@ class _Lowering:
             raise errors.UnfollowableSize(
                 str(error), at=places[0] if places else None, also=places[1:], hint=error.hint
             ) from None
+
+    def _follow_whole(self, step_inputs: Callable[[], dict[str, Any]]) -> Followed:
+        """The same with every layer; a model that does not run is warned of."""
+        try:
+            return self._follow(self._asked(), step_inputs)
+        except CannotRun as error:
+            self.warnings.append(
+                "the model does not run on the meta device, so sizes inside `forward` were not "
+                f"followed ({str(error).splitlines()[0]}); `--verify` tells whether they had to be"
+            )
+            return Followed()
 
     def _borders(self, layers: Mapping[str, Layer]) -> dict[str, list[Border]]:
         """The collectives that no layer carries out by itself."""
@@ -294,8 +326,17 @@ class _Lowering:
         self.sites[start] = site
         # Where a place outside of loops puts its module may differ between instances.
         index = _index(site.path, node.relative) if site.loops else ""
+        for name in self.siblings.get(node.path, ()) if index else ():
+            self.indices.add(start, _sibling(index, name))
         self.indices.add(start, index)
         return ("site", start, index)
+
+    def _alike(self, key: Key, node: Node) -> list[Key]:
+        """The place of a module, and those of the elements that it stands for."""
+        if not key[2]:
+            return [key]
+        names = self.siblings.get(node.path, (node.name,))
+        return [(key[0], key[1], _sibling(key[2], name)) for name in names]
 
     def _at_site(self, node: Node, what: What, causes: tuple[Directive, ...]) -> None:
         if node.owner is None:
@@ -308,7 +349,8 @@ class _Lowering:
             self._check_callee(self.sites[key[1]], node, causes)
             self._check_arguments(self.sites[key[1]], what.layer, causes)
         self.made.setdefault((owner.path, key), {})[node.path] = what
-        self._add(owner.path, key, what, causes)
+        for place in self._alike(key, node):
+            self._add(owner.path, place, what, causes)
 
     def _check_callee(self, site: Site, node: Node, causes: tuple[Directive, ...]) -> None:
         """A layer takes the place of a call of its own class, whose arguments it knows."""
@@ -546,7 +588,7 @@ class _Lowering:
                 key = self._note(site, child)
                 if key in present:
                     self._check_made_alike(node, key, child)
-                present.add(key)
+                present.update(self._alike(key, child))
         for start, site in self.sites.items():
             if site.kind in ("parameter", "buffer") and site.path in node.parameters:
                 present.add(("parameter", start, ""))
@@ -795,6 +837,11 @@ def _owned(node: Node) -> list[Node]:
             if child.is_container:
                 waiting += child.children.values()
     return found
+
+
+def _sibling(index: str, name: str) -> str:
+    """The index of another element of the same list."""
+    return ".".join([*index.split(".")[:-1], name])
 
 
 def _index(pattern: str, path: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rewriting import refused, rewritten
+from tests.rewriting import changed_lines, refused, rewritten
 
 SOURCE = """\
 import torch
@@ -116,17 +116,27 @@ def test_an_operation_over_the_split_axis_is_refused(operation, tmp_path):
     assert "runs over an axis of which a rank has only its part" in text
 
 
+PLAIN = SCHEDULE[: SCHEDULE.index("    mlp, up")]
+
+
 @pytest.mark.parametrize("operation", ['"all_reduce"', '"all_gather", axis=-1'])
 def test_a_sync_of_what_is_whole_is_refused(operation, tmp_path):
-    schedule = SCHEDULE[: SCHEDULE.index("    mlp, up")] + f's["first"].sync("fwd_post",
-    {operation})\n' schedule = schedule.replace('s["first"].sync', '    s["first"].sync')
-    text = refused(tmp_path, SOURCE, schedule, "SR104")
-    assert "whole" in text and "s.py:21:5" in text
+    line = f'    s["first"].sync("fwd_post", {operation})\n'
+    assert "whole" in refused(tmp_path, SOURCE, PLAIN + line, "SR104")
 
 
 @pytest.mark.parametrize(
     "call", ["shard(3, axis=0)", "shard([], axis=0)", 'sync("fwd_post", "all_gather", axis="x")']
 )
 def test_arguments_of_the_wrong_type(call, tmp_path):
-    schedule = SCHEDULE[: SCHEDULE.index("    mlp, up")] + f'    s["first"].{call}\n'
-    refused(tmp_path, SOURCE, schedule, "SR206")
+    refused(tmp_path, SOURCE, PLAIN + f'    s["first"].{call}\n', "SR206")
+
+
+def test_a_sync_around_a_call_of_a_layer_that_is_not_split(tmp_path):
+    source = SOURCE.replace("torch.relu(self.up(x))", "self.act(self.up(x))").replace(
+        "        self.down =", "        self.act = nn.Identity()\n        self.down ="
+    )
+    lines = '    mlp["act"].sync("fwd_post", "all_gather", axis=-1)\n'
+    schedule = SCHEDULE.replace('    down.shard("weight", axis=1)\n', "    up" + BACKWARD + lines)
+    text = changed_lines(rewritten(tmp_path, source, schedule))
+    assert "+        return self.down(all_gather(self.act(self.up(x))))\n" in text
