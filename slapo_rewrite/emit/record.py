@@ -286,6 +286,6 @@ def reasons(
     ]
     if content.get("set", {}) != dict(knobs):
         found.append(f"knobs were {content.get('set', {})}, and are {dict(knobs)}")
-    if content.get("tool", {}).get("digest") != tool_digest():
+    if content.get("tool", {}).get("digest") not in (None, tool_digest()):
         found.append("slapo-rewrite itself has changed")
     return found
