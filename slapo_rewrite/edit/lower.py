@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -270,7 +270,7 @@ class _Lowering:
     def _collect(
         self,
         layers: Mapping[str, Layer],
-        parameters: Mapping[str, list[ShardedParameter]],
+        parameters: Mapping[str, Sequence[ShardedParameter]],
         followed: Followed,
     ) -> None:
         for path, state in self.states.items():
@@ -438,7 +438,7 @@ class _Lowering:
     def _sizes(
         self,
         layers: Mapping[str, Layer],
-        parameters: Mapping[str, list[ShardedParameter]],
+        parameters: Mapping[str, Sequence[ShardedParameter]],
         followed: Followed,
     ) -> None:
         """What follows from the shards, on every module that holds sharded parameters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import gc
 import importlib
 import importlib.util
 import os
@@ -109,7 +110,7 @@ def rewrite(
         RewriteError: Something in the source, the schedule or the knobs is wrong.
     """
     project = Project(source, schedule)
-    with project.timed("rewrite"):
+    with project.timed("rewrite"), collector_paused():
         knobs = project.schedule.settings(settings)
         plan = project.plan(knobs)
         length = line_length(project.file.text)
@@ -151,6 +152,18 @@ def rewrite(
     return Output(
         dict(sorted(files.items())), project.file.text, name, lowered.warnings, project.seconds
     )
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keeps the garbage collector from walking the whole model again and again meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def import_source(file: SourceFile) -> types.ModuleType:

@@ -218,16 +218,9 @@ def follow(
     training = model.training
     model.train()
     try:
-        for shortened in (True, False):
-            try:
-                with _one_of_each(tree, asked) if shortened else contextlib.nullcontext():
-                    return _Following(tree, asked, given, editable).run()
-            except CannotRun:
-                if not shortened:
-                    raise
+        return _Following(tree, asked, given, editable).run()
     finally:
         model.train(training)
-    raise AssertionError("not reached")
 
 
 @dataclass(frozen=True)
@@ -364,39 +357,6 @@ def _pretended_group(world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _one_of_each(tree: Tree, asked: Asked) -> Iterator[None]:
-    """Leaves one of equal elements in every module list: the runs cost what the classes cost."""
-    keys: dict[str, int] = {}
-    numbers: dict[Any, int] = {}
-    for path in reversed(tree.nodes):
-        node = tree.nodes[path]
-        key = (
-            node.cls,
-            asked.layers.get(path),
-            tuple(asked.parameters.get(path, ())),
-            tuple(asked.borders.get(path, ())),
-            tuple((n, tuple(p.shape)) for n, p in node.parameters.items()),
-            tuple((n, keys[c.path]) for n, c in node.children.items()),
-        )
-        keys[path] = numbers.setdefault(key, len(numbers))
-    shortened: list[tuple[nn.Module, dict[str, Any]]] = []
-    for node in tree.nodes.values():
-        if isinstance(node.live, nn.ModuleList) and len(node.children) > 1:
-            kept = {keys[c.path]: c for c in reversed(list(node.children.values()))}
-            if len(kept) < len(node.children):
-                elements = sorted(kept.values(), key=lambda c: int(c.name))
-                shortened.append((node.live, dict(node.live._modules)))
-                node.live._modules.clear()
-                node.live._modules.update({str(i): c.live for i, c in enumerate(elements)})
-    try:
-        yield
-    finally:
-        for live, modules in shortened:
-            live._modules.clear()
-            live._modules.update(modules)
 
 
 class _Whole(TorchFunctionMode):

@@ -70,6 +70,11 @@ class ScheduleFile:
         self.name, self.path, self.text, self.module = name, path, text, module
         self.lines = text.splitlines()
         self.tree = ast.parse(text)
+        self._calls = [
+            (n.lineno, n.end_lineno or n.lineno)
+            for n in ast.walk(self.tree)
+            if isinstance(n, ast.Expr)
+        ]
 
     @classmethod
     def load(cls, name: str) -> ScheduleFile:
@@ -139,6 +144,11 @@ class ScheduleFile:
                 start = len(raw[:column].decode(errors="ignore"))
                 end = len(raw[:end_column].decode(errors="ignore")) if last == first else len(text)
         return Span(str(self.path), line, start + 1, max(1, end - start), text)
+
+    def statement(self, line: int) -> str:
+        """The expression statement that a line belongs to, on one line."""
+        first, last = max((s for s in self._calls if s[0] <= line <= s[1]), default=(line, line))
+        return " ".join(" ".join(self.lines[first - 1 : last]).split())
 
     def caller(self) -> Span | None:
         """The place in this file that called into the tool just now."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from typing import Any
 
 from slapo_rewrite.edit.state import EMPTY, Directive, ModuleState
@@ -26,6 +25,8 @@ class Plan:
         self.tree, self.schedule = tree, schedule
         self.directives: list[Directive] = []
         self.states: dict[str, ModuleState] = {}
+        self._kinds: dict[str, int] = {}
+        self._numbers: dict[Any, int] = {}
         self.order = {path: number for number, path in enumerate(tree.nodes)}
 
     def call(
@@ -41,24 +42,25 @@ class Plan:
             len(self.directives),
             primitive.name,
             at,
-            self._text(at.line) if at else primitive.name,
+            self.schedule.statement(at.line) if at else primitive.name,
             tuple(node.path for node in nodes),
         )
         call = Call(directive, self.schedule.module, primitive.bind(args, kwargs, at))
         self.directives.append(directive)
-        decided: dict[Any, ModuleState] = {}
+        decided: dict[tuple[int, int], ModuleState] = {}
         for node in primitive.targets(call, nodes):
             state = self.states.get(node.path, EMPTY)
-            key = (node.cls, state, *((n, p.shape) for n, p in node.parameters.items()))
+            # States are shared, so that one object is one state.
+            key = (self._kind(node), id(state))
             if key not in decided:
                 decided[key] = primitive.apply(call, node, state)
             self.states[node.path] = decided[key]
 
-    def _text(self, line: int) -> str:
-        """The statement of the schedule at `line`, on one line."""
-        best: ast.stmt | None = None
-        for node in ast.walk(self.schedule.tree):
-            if isinstance(node, ast.Expr) and node.lineno <= line <= (node.end_lineno or line):
-                best = node
-        text = ast.get_source_segment(self.schedule.text, best) if best else None
-        return " ".join((text or self.schedule.lines[line - 1]).split())
+    def _kind(self, node: Node) -> int:
+        """One number for all modules of a class whose parameters have the same shapes."""
+        number = self._kinds.get(node.path)
+        if number is None:
+            shapes = tuple((n, p.shape) for n, p in node.parameters.items())
+            number = self._numbers.setdefault((node.cls, shapes), len(self._numbers))
+            self._kinds[node.path] = number
+        return number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from slapo_rewrite import errors, primitives
@@ -118,12 +118,8 @@ class Selection:
         return len(self._nodes)
 
     def __contains__(self, pattern: str) -> bool:
-        return any(
-            True
-            for single in alternatives(pattern)
-            for node in self._nodes
-            for _ in descend(node, split_pattern(single))
-        )
+        patterns = [split_pattern(single) for single in alternatives(pattern)]
+        return any(descend(node, steps) for steps in patterns for node in self._nodes)
 
     def __repr__(self) -> str:
         return f"<{self._said}: {len(self._nodes)} modules>"
@@ -165,28 +161,33 @@ def split_pattern(pattern: str) -> list[re.Pattern[str] | None]:
     return [None if part == "**" else _segment(part) for part in pattern.split(".")]
 
 
+# What one star in a segment stands for.
+ANY = "[^.]*"
+
+
 def _segment(segment: str) -> re.Pattern[str]:
-    return re.compile(re.escape(segment).replace(r"\*", "[^.]*"))
+    return re.compile(re.escape(segment).replace(r"\*", ANY))
 
 
-def descend(node: Node, steps: list[re.Pattern[str] | None]) -> Iterable[Node]:
+def descend(node: Node, steps: list[re.Pattern[str] | None]) -> list[Node]:
     """The nodes below `node` that the segments lead to."""
-    if not steps:
-        yield node
-        return
-    step, rest = steps[0], steps[1:]
-    if step is None:
-        yield from descend(node, rest)
-        for child in node.children.values():
-            yield from descend(child, steps)
-        return
+    reached = [node]
+    for step in steps:
+        if step is None:
+            found = {inner.path: inner for outer in reached for inner in outer.walk()}
+            reached = list(found.values())
+        elif step.pattern == ANY:
+            reached = [child for outer in reached for child in outer.children.values()]
+        else:
+            reached = [child for outer in reached for child in _children(outer, step)]
+    return reached
+
+
+def _children(node: Node, step: re.Pattern[str]) -> list[Node]:
     literal = node.children.get(step.pattern)
     if literal is not None:
-        yield from descend(literal, rest)
-        return
-    for name, child in node.children.items():
-        if step.fullmatch(name):
-            yield from descend(child, rest)
+        return [literal]
+    return [child for name, child in node.children.items() if step.fullmatch(name)]
 
 
 def _children_hint(node: Node) -> str:

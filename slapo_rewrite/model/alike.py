@@ -1,0 +1,90 @@
+"""Elements of module lists that stand for others: work grows with classes, not with layers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from slapo_rewrite.model.construction import stack_of
+from slapo_rewrite.model.tree import Node, Tree
+
+# How many of the calls that led to a module tell where it was made.
+CALLS = 2
+
+
+class Alike:
+    """Which elements of each module list are made and treated alike, all the way down.
+
+    Args:
+        tree: The module tree.
+        asked: What was asked of each module path, if anything.
+
+    Attributes:
+        siblings: For the first of several elements that are alike: the names of all of them.
+    """
+
+    def __init__(self, tree: Tree, asked: Mapping[str, Hashable]) -> None:
+        self.tree = tree
+        self.siblings: dict[str, tuple[str, ...]] = {}
+        self._keys: dict[str, int] = {}
+        numbers: dict[Any, int] = {}
+        keys = self._keys
+        for path in reversed(tree.nodes):
+            node = tree.nodes[path]
+            own, inner = node.live._parameters, node.children
+            shapes = tuple([(n, p.shape) for n, p in own.items() if p is not None]) if own else ()
+            below = tuple([(n, keys[c.path]) for n, c in inner.items()]) if inner else ()
+            key = (node.cls, asked.get(path), shapes, stack_of(node.live)[:CALLS], below)
+            keys[path] = numbers.setdefault(key, len(numbers))
+        self._kept: dict[str, Node] = {}
+        self._elements: dict[str, dict[str, Node]] = {}
+        self._keep(tree.root)
+
+    def _keep(self, node: Node) -> None:
+        self._kept[node.path] = node
+        children = node.children
+        if isinstance(node.live, nn.ModuleList):
+            groups: dict[int, list[Node]] = {}
+            for child in children.values():
+                groups.setdefault(self._keys[child.path], []).append(child)
+            children = {group[0].name: group[0] for group in groups.values()}
+            self._elements[node.path] = children
+            for group in groups.values():
+                self.siblings[group[0].path] = tuple(c.name for c in group)
+        for child in children.values():
+            self._keep(child)
+
+    @contextlib.contextmanager
+    def reduced(self) -> Iterator[None]:
+        """The tree with one of each, for as long as it lasts."""
+        nodes = self.tree.nodes
+        whole = {path: nodes[path].children for path in self._elements}
+        self.tree.nodes = self._kept
+        for path, children in self._elements.items():
+            nodes[path].children = children
+        try:
+            yield
+        finally:
+            self.tree.nodes = nodes
+            for path, children in whole.items():
+                nodes[path].children = children
+
+    @contextlib.contextmanager
+    def shortened(self) -> Iterator[None]:
+        """The live model with one of each, for as long as it lasts."""
+        whole: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for path, children in self._elements.items():
+            modules: dict[str, Any] = self._kept[path].live._modules
+            if len(children) < len(modules):
+                whole.append((modules, dict(modules)))
+                modules.clear()
+                modules.update((str(i), c.live) for i, c in enumerate(children.values()))
+        try:
+            yield
+        finally:
+            for modules, before in whole:
+                modules.clear()
+                modules.update(before)

@@ -1,0 +1,65 @@
+"""Elements of module lists that stand for others."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from slapo_rewrite.model.alike import Alike
+from slapo_rewrite.model.construction import recorded
+from slapo_rewrite.model.tree import Tree
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+
+class Net(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(4) for _ in range(depth)])
+        self.layers.append(Layer(8))
+        self.twice = nn.ModuleList([Layer(4), Layer(4)])
+
+
+def made(depth, asked=None):
+    with torch.device("meta"), recorded():
+        tree = Tree(Net(depth))
+    return tree, Alike(tree, asked or {})
+
+
+def test_what_is_left_does_not_grow_with_layers():
+    kept = []
+    for depth in (3, 50):
+        tree, alike = made(depth)
+        with alike.reduced():
+            kept.append(list(tree.nodes))
+    assert len(kept[0]) == len(kept[1])
+    assert "layers.0.linear" in kept[1] and "layers.1" not in kept[1] and "layers.50" in kept[1]
+
+
+def test_siblings():
+    _, alike = made(3)
+    assert alike.siblings["layers.0"] == ("0", "1", "2")
+    assert alike.siblings["layers.3"] == ("3",), "of another size"
+    assert alike.siblings["twice.0"] == ("0",), "made by another expression"
+
+
+def test_what_is_asked_of_an_inner_module_tells_elements_apart():
+    _, alike = made(4, {"layers.1.linear": "sharded", "layers.2.linear": "sharded"})
+    assert alike.siblings["layers.0"] == ("0", "3")
+    assert alike.siblings["layers.1"] == ("1", "2")
+
+
+def test_everything_is_put_back():
+    tree, alike = made(3)
+    paths, children = list(tree.nodes), list(tree.nodes["layers"].children)
+    live = tree.root.live
+    with alike.reduced(), alike.shortened():
+        assert len(live.layers) == 2
+        assert list(tree.nodes["layers"].children) == ["0", "3"]
+    assert list(tree.nodes) == paths
+    assert list(tree.nodes["layers"].children) == children
+    assert len(live.layers) == 4
