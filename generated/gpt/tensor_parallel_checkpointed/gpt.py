@@ -1,4 +1,4 @@
-"""A GPT in one file: packed query, key and value, tied embedding, layers in a ModuleDict. Needs torch alone.
+"""A GPT in one file: packed query, key and value, tied embedding, layers in a ModuleDict.
 
 Shapes: B batch, T tokens, C channels, N heads, H channels of a head, V vocabulary.
 """
@@ -133,8 +133,8 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, mean=0.0, std=0.02)
 
     def forward(self, idx, targets=None):
-        B, T = idx.size()
-        assert T <= self.config.block_size, f"{T} tokens, but the block size is {self.config.block_size}"
+        T = idx.size(1)
+        assert T <= self.config.block_size, f"{T} tokens are more than the model has positions"
         positions = torch.arange(T, device=idx.device)
         x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))
         for block in self.transformer.h:
