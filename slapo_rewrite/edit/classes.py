@@ -331,17 +331,21 @@ class ClassWriter:
     def _made(self, site: Site, what: What, causes: tuple[Directive, ...]) -> str:
         """The construction with what was asked in it."""
         original = self._segment(site.value)
-        if not isinstance(site.value, ast.Call) or site.kind in (
-            "helper",
-            "factory",
-            "argument",
-            "alias",
-        ):
+        elsewhere = site.kind in ("argument", "alias")
+        if isinstance(what, MakeOther) and what.arguments is not None and not elsewhere:
+            # Whatever the expression is, a call of another class takes its place.
+            return (
+                f"{what.subclass or self.imports.function(what.target, causes)}({what.arguments})"
+            )
+        if elsewhere or not isinstance(site.value, ast.Call) or site.kind in ("helper", "factory"):
+            with_arguments = isinstance(what, MakeOther) and not elsewhere
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is not made by a call that names its class",
                 at=self.file.at(site.value),
                 also=[c.at for c in causes[:1] if c.at],
-                hint="write the construction out: self.name = Class(...)",
+                hint='give the new module\'s own constructor arguments: replace(..., args="...")'
+                if with_arguments
+                else "write the construction out: self.name = Class(...)",
             )
         if isinstance(what, MakeLayer):
             layer = what.layer

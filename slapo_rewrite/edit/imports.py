@@ -68,7 +68,12 @@ class Imports:
             return self.helper("modules", function.name, causes)
         if function.module == self.file.name:
             return function.name
-        return self.outside(function.module, function.name, causes)
+        # torch's own modules are known by the package that shows them.
+        module = "torch.nn" if function.module.startswith("torch.nn.modules.") else function.module
+        for name, meaning in self.file.imports.items():
+            if meaning == module:
+                return f"{name}.{function.name}"
+        return self.outside(module, function.name, causes)
 
     def _taken(self, name: str) -> bool:
         """Whether a name means something in the file, at its top level or inside a function."""

@@ -115,9 +115,9 @@ class ScheduleFile:
         """Runs the user's code; what it raises becomes a `ScheduleError` at the user's line."""
         try:
             return action()
-        except errors.RewriteError:
+        except (errors.RewriteError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:  # a schedule that calls sys.exit() as well
             at = self.span_of(error.__traceback__)
             raise errors.ScheduleError(
                 f"{what} raises {type(error).__name__}: {error}", at=at
