@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.model.sizes import Shape
+from slapo_rewrite.model.follow.sizes import Shape
 
 WHOLE, PART, PARTIAL = "whole", "part", "partial sum"
 
@@ -177,14 +177,12 @@ class Flow:
                 )
                 raise Misuse(
                     f"{names} is whole on every rank, but meets a part here: each rank's gradient "
-                    "of it is a "
-                    "summand of the true one",
+                    "of it is a summand of the true one",
                     uncovered=state.parameters,
                 )
             raise Misuse(
                 f"{what} takes a whole value to a rank's part: the value's gradient is a summand "
-                "on each rank, "
-                "and nothing adds it up",
+                "on each rank, and nothing adds it up",
                 COVER,
             )
 
@@ -241,8 +239,8 @@ class Flow:
             path = next(c for c in covered if c)
             raise Misuse(
                 f"this joins a value inside `{path}`, whose gradient is summed over the ranks, "
-                "with one whose "
-                "gradient every rank has whole: the sum would count it once for each rank",
+                "with one whose gradient every rank has whole: the sum would count it once for "
+                "each rank",
                 "put the `bwd_post` sync where the value goes into sharded layers and nowhere else",
                 path,
             )

@@ -1,0 +1,42 @@
+"""Numbers in a call that must be this rank's own: by an attribute, or changed where they stand.
+
+A number that is made of attributes is left to the search, which takes one of them for the rank's
+share; any other is noted as an argument to be written differently, if its file may be changed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from slapo_rewrite.model.follow.run import Run
+from slapo_rewrite.model.follow.vocabulary import ArgumentChange, CannotFollow
+
+# How an argument is written that must be this rank's share.
+INFERRED = "-1"
+SHARE = "{part_size}({argument})"
+
+
+def change(
+    run: Run,
+    tensor: torch.Tensor,
+    size: int,
+    want: int,
+    index: tuple[int | str, ...],
+    template: str,
+    does: str,
+) -> None:
+    """Makes a number the rank's own: by its attributes, or else where it stands."""
+    attributes = run.undecided(size)
+    place = run.editable_place()
+    fits = template == INFERRED or want * dist.get_world_size() == size
+    if attributes or place is None or not fits:
+        raise CannotFollow(
+            f"{does} {int(size)} where a rank has {want}",
+            run.place(),
+            run.origins.get(id(tensor)),
+            "keep the size in an integer attribute of the module: attributes follow by themselves",
+            attributes=attributes,
+            changeable=place is not None and fits,
+        )
+    run.followed.arguments.add(ArgumentChange(place, index, template))

@@ -1,0 +1,140 @@
+"""The rules for operations that take a tensor apart: `split`, `chunk` and an index.
+
+Each takes the run, the recorded operation and the arguments, and returns the arguments as a rank
+must give them. A split axis may only be cut where the parts that it was sharded in begin and end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from slapo_rewrite.model.follow.arguments import SHARE, change
+from slapo_rewrite.model.follow.packing import ends_of
+from slapo_rewrite.model.follow.record import Entry, key_of
+from slapo_rewrite.model.follow.run import Run
+from slapo_rewrite.model.follow.vocabulary import CannotFollow
+
+
+def split(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
+    """`split` and `split_with_sizes`: a rank has its share of every piece."""
+    tensor, sizes, axis = _bound(
+        args, kwargs, "split_size_or_sections", "split_size", "split_sizes"
+    )
+    whole, here = entry.inputs[0][axis], tensor.shape[axis]
+    if whole == here:
+        return args, kwargs, None
+    pieces = [shape[axis] for shape in entry.outputs]
+    _check_parts(run, tensor, axis, whole, pieces)
+    local = [p * here // whole for p in pieces]
+    if isinstance(sizes, int):
+        if sizes != local[0]:
+            change(run, tensor, sizes, local[0], (0,), SHARE, "this splits by")
+        return (tensor, local[0], axis), {}, None
+    for number, (size, want) in enumerate(zip(sizes, local, strict=True)):
+        if size != want:
+            change(run, tensor, size, want, (0, number), SHARE, "this splits by")
+    return (tensor, local, axis), {}, None
+
+
+def chunk(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
+    """`chunk`: the number of pieces stays; they must be the parts that were sharded."""
+    tensor, _, axis = _bound(args, kwargs, "chunks")
+    if entry.inputs[0][axis] != tensor.shape[axis]:
+        _check_parts(run, tensor, axis, entry.inputs[0][axis], [s[axis] for s in entry.outputs])
+    return args, kwargs, None
+
+
+def _check_parts(
+    run: Run, tensor: torch.Tensor, axis: int, whole: int, pieces: Sequence[int]
+) -> None:
+    """What is taken apart along the split axis must have been sharded in these parts."""
+    if len(pieces) == 1:
+        return
+    packed = run.blocks.get(id(tensor), {}).get(axis, (whole,))
+    if ends_of(packed) >= ends_of(pieces):
+        return
+    path = run.origins.get(id(tensor))
+    wanted = len(pieces) if len(set(pieces)) == 1 else list(pieces)
+    raise CannotFollow(
+        f"{f'`{path}`' if path else 'this'} is taken apart in pieces of {list(pieces)} here, but "
+        "was not sharded in these parts",
+        run.place(),
+        path,
+        f"shard it with parts={wanted}, so that every rank has its share of each",
+    )
+
+
+def index(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
+    """Brackets: a split axis is taken whole, or cut where its parts begin and end."""
+    tensor, key = args
+    keys = key_of(key)
+    taken = sum(_axes_taken(k) for k in keys)
+    axis, result, changed = 0, list(keys), False
+    for number, item in enumerate(keys):
+        if item is Ellipsis:
+            axis += tensor.dim() - taken
+            continue
+        for inner in range(axis, axis + _axes_taken(item)):
+            whole, here = entry.inputs[0][inner], tensor.shape[inner]
+            if whole != here:
+                meant = entry.key[number]
+                result[number] = _slice(run, tensor, inner, item, meant, whole, number)
+                changed = changed or result[number] is not item
+        axis += _axes_taken(item)
+    return ((tensor, tuple(result)) if changed else args), kwargs, None
+
+
+def _slice(
+    run: Run, tensor: torch.Tensor, axis: int, item: Any, meant: Any, whole: int, number: int
+) -> Any:
+    if isinstance(item, slice) and item.start is None and item.stop is None:
+        return item
+    here = tensor.shape[axis]
+    if not isinstance(item, slice) or item.step not in (None, 1):
+        raise CannotFollow(
+            f"this indexes a split axis, which has {here} of {whole} elements on a rank",
+            run.place(),
+            run.origins.get(id(tensor)),
+            "gather the value before, or split it with `split` or `chunk`",
+        )
+    # The whole model cuts the axis at these places; a rank cuts at its share of them.
+    bounds = []
+    for which in ("start", "stop"):
+        bound = getattr(item, which)
+        if bound is None or bound == 0:
+            bounds.append(bound)
+            continue
+        packed = run.blocks.get(id(tensor), {}).get(axis, (whole,))
+        cut = getattr(meant, which)
+        if (cut if cut >= 0 else whole + cut) not in ends_of(packed):
+            raise CannotFollow(
+                f"this cuts a split axis at {int(cut)} of {whole}, inside a part",
+                run.place(),
+                run.origins.get(id(tensor)),
+                "shard with the `parts` that are meant here",
+            )
+        want = cut * here // whole
+        if bound != want:
+            change(run, tensor, bound, want, (number, which), SHARE, "this cuts at")
+        bounds.append(want)
+    return slice(bounds[0], bounds[1], item.step)
+
+
+def _bound(args: Any, kwargs: Any, *names: str) -> tuple[torch.Tensor, Any, int]:
+    """Tensor, second argument and non-negative axis of `split`, `chunk` and their like."""
+    rest = list(args[1:])
+    value = rest.pop(0) if rest else next(kwargs[n] for n in names if n in kwargs)
+    axis = rest.pop(0) if rest else kwargs.get("dim", 0)
+    return args[0], value, axis % args[0].dim()
+
+
+def _axes_taken(key: Any) -> int:
+    """How many axes one item of an index stands for."""
+    if key is None or key is Ellipsis or isinstance(key, bool):
+        return 0
+    if isinstance(key, torch.Tensor) and key.dtype == torch.bool:
+        return key.dim()
+    return 1

@@ -1,0 +1,173 @@
+"""Putting the sharded layers in place for a run as a rank, and the original ones back after it.
+
+The layers, the split parameters, the collectives at the borders of modules and the marked integers
+go into the live model itself; all of that is undone when the run ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_rewrite.model.follow.borders import enter_border, enter_layer, leave_border, leave_layer
+from slapo_rewrite.model.follow.flow import PART, State
+from slapo_rewrite.model.follow.run import Run
+from slapo_rewrite.model.follow.sizes import Attribute, Size
+from slapo_rewrite.model.follow.vocabulary import Border, Indivisible, ShardedParameter
+from slapo_rewrite.model.layers import Layer
+from slapo_rewrite.model.tree import Node
+
+
+@contextlib.contextmanager
+def installed(run: Run) -> Iterator[None]:
+    """The model with sharded layers, split parameters and marked integers, during a run."""
+    undo: list[Callable[[], None]] = []
+    try:
+        with torch.device("meta"):
+            for path, layer in run.asked.layers.items():
+                _install_layer(run, run.tree.nodes[path], layer, undo)
+            for path, shards in run.asked.parameters.items():
+                _install_parameters(run, run.tree.nodes[path], shards, undo)
+        for path, borders in run.asked.borders.items():
+            _install_borders(run, run.tree.nodes[path], borders, undo)
+        _know_parameters(run)
+        holders = _holders(run)
+        for path, holder in holders.items():
+            _mark_sizes(run, run.tree.nodes[path], holder, undo)
+        yield
+    finally:
+        for action in reversed(undo):
+            action()
+
+
+def _install_layer(run: Run, node: Node, layer: Layer, undo: list[Callable[[], None]]) -> None:
+    parent = node.parent
+    assert parent is not None
+    name = next((n for n, m in parent.live._modules.items() if m is node.live), None)
+    if name is None:  # left out of a shortened list
+        return
+    try:
+        new = _make(layer, node.live)
+    except ValueError as error:
+        raise Indivisible(f"`{node.path}`: {error}") from error
+    new.train()
+    new.register_forward_pre_hook(functools.partial(enter_layer, run))
+    new.register_forward_hook(functools.partial(leave_layer, run))
+    object.__setattr__(new, "_followed_path", node.path)
+    modules, old = parent.live._modules, node.live
+    modules[name] = new
+    undo.append(lambda: modules.__setitem__(name, old))
+
+
+def _make(layer: Layer, original: nn.Module) -> nn.Module:
+    """The layer that takes the original's place, on this rank of the pretended group."""
+    cls = getattr(importlib.import_module(f"slapo_rewrite.runtime.{layer.module}"), layer.name)
+    keywords = dict(layer.keywords)
+    if isinstance(original, nn.Linear):
+        new = cls(
+            original.in_features, original.out_features, original.bias is not None, **keywords
+        )
+    elif isinstance(original, nn.Embedding):
+        new = cls(original.num_embeddings, original.embedding_dim, original.padding_idx, **keywords)
+    else:
+        new = cls(original.nf, original.nx, **keywords)
+    made: nn.Module = new.to(next(original.parameters()).dtype)
+    return made
+
+
+def _install_parameters(
+    run: Run, node: Node, shards: Sequence[ShardedParameter], undo: list[Callable[[], None]]
+) -> None:
+    world = dist.get_world_size()
+    for shard in shards:
+        held = node.live._parameters if shard.name in node.live._parameters else node.live._buffers
+        old: Any = held[shard.name]
+        shape = list(old.shape)
+        total = sum(shard.parts)
+        whole = [shape[shard.axis] * p // total for p in shard.parts]
+        shape[shard.axis] = sum(-(-b // world) for b in whole)
+        new: Any = torch.empty(shape, dtype=old.dtype, device="meta")
+        part = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
+        held[shard.name] = part
+        run.blocks[id(part)] = {shard.axis: tuple(whole)}
+        run.flow.set(part, State(PART, node.path))
+        undo.append(lambda h=held, n=shard.name, o=old: h.__setitem__(n, o))  # type: ignore[misc]
+
+
+def _install_borders(
+    run: Run, node: Node, borders: Sequence[Border], undo: list[Callable[[], None]]
+) -> None:
+    # The module that stands there now: a sharded layer has taken the original's place.
+    parent = node.parent
+    live = parent.live._modules.get(node.name, node.live) if parent else node.live
+    live = live if isinstance(live, nn.Module) and hasattr(live, "_followed_path") else node.live
+    for border in borders:
+        if border.mode == "fwd_post":
+            after = functools.partial(leave_border, run, node, border)
+            handle: Any = live.register_forward_hook(after)
+        else:
+            before = functools.partial(enter_border, run, node, border)
+            handle = live.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        undo.append(handle.remove)
+
+
+def _know_parameters(run: Run) -> None:
+    split = {(p, s.name) for p, shards in run.asked.parameters.items() for s in shards}
+    for path, node in run.tree.nodes.items():
+        if path in run.asked.layers:
+            continue
+        for name, parameter in node.live._parameters.items():
+            key = (path, name)
+            if parameter is None:
+                continue
+            if key in split:
+                run.flow.set(parameter, State(PART, path))
+            else:
+                covered = path if key in run.followed.shared else None
+                run.flow.set(
+                    parameter,
+                    State(covered=covered, parameters=None if covered else frozenset({key})),
+                )
+
+
+def _holders(run: Run) -> dict[str, Node]:
+    """For every module below sharded parameters or with some: the nearest that has them."""
+    own = set()
+    for path in (*run.asked.layers, *run.asked.parameters):
+        node = run.tree.nodes[path]
+        owner = node.owner if path in run.asked.layers else node
+        if owner is not None:
+            own.add(owner.path)
+    found: dict[str, Node] = {}
+    for path, node in run.tree.nodes.items():
+        if path in own:
+            found[path] = node
+        elif node.parent is not None and node.parent.path in found:
+            found[path] = found[node.parent.path]
+    return found
+
+
+def _mark_sizes(run: Run, node: Node, holder: Node, undo: list[Callable[[], None]]) -> None:
+    module = sys.modules.get(node.cls.__module__)
+    if node.path in run.asked.layers or not run.editable(getattr(module, "__file__", "") or ""):
+        return
+    held = node.live.__dict__
+    world = dist.get_world_size()
+    for name, value in list(held.items()):
+        if type(value) is int and value > 1 and not name.startswith("_"):
+            attribute = Attribute(node.cls, holder.cls, name)
+            if attribute in run.followed.sizes:
+                if value % world:
+                    raise Indivisible(f"`{node.path}.{name}` is {value}")
+                held[name] = Size.of(value // world, [attribute])
+            else:
+                held[name] = Size.of(value, [attribute])
+            undo.append(lambda n=name, v=value: held.__setitem__(n, v))  # type: ignore[misc]

@@ -1,0 +1,49 @@
+"""Where in a file an operation stands.
+
+Read from the frames of a call, or from the traceback of an error: its file, lines and columns.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable
+
+from slapo_rewrite.model.follow.vocabulary import Place
+
+_PACKAGE = os.path.dirname(__file__)
+
+
+def calling_frame() -> types.FrameType | None:
+    """The frame that calls the operation: the first outside torch and this package."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if os.path.dirname(name) != _PACKAGE and "/torch/" not in name.replace("\\", "/"):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def place_of(frame: types.FrameType) -> Place | None:
+    """The place that a frame has come to."""
+    return _place_at(frame.f_code, frame.f_lasti)
+
+
+def _place_at(code: types.CodeType, instruction: int) -> Place | None:
+    line, end_line, column, end_column = list(code.co_positions())[instruction // 2]
+    if line is None or end_line is None or column is None or end_column is None:
+        return None
+    return Place(code.co_filename, line, end_line, column, end_column)
+
+
+def place_in_traceback(error: BaseException, editable: Callable[[str], bool]) -> Place | None:
+    """The innermost place of an error that lies in a file that may be changed."""
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if editable(code.co_filename):
+            found = _place_at(code, traceback.tb_lasti)
+        traceback = traceback.tb_next
+    return found

@@ -1,0 +1,244 @@
+"""The run as a rank: every operation held against the whole model's record.
+
+An operation that is told a size is first made to fit by its rule. Its result must then have the
+recorded shape, or less along split axes; what is known of the operands is handed on to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from slapo_rewrite.model.follow import cuts, reshapes
+from slapo_rewrite.model.follow.flow import PART
+from slapo_rewrite.model.follow.packing import Blocks, described, moved_axis, reduced
+from slapo_rewrite.model.follow.record import Entry, answer_to, with_values
+from slapo_rewrite.model.follow.run import Run
+from slapo_rewrite.model.follow.sizes import Size, numbers, shapes, tensors
+from slapo_rewrite.model.follow.vocabulary import CannotFollow, Diverged
+
+# Operations whose numbers are values, not sizes.
+_ARITHMETIC = {
+    "add", "sub", "mul", "div", "pow", "true_divide", "floor_divide", "rsub", "__rsub__",
+    "__rtruediv__", "__rpow__", "add_", "sub_", "mul_", "div_", "clamp", "fmod", "remainder",
+    "where", "masked_fill", "masked_fill_",
+}  # fmt: skip
+
+# Functions that make tensors of equal elements: any rank's part of one is like any other's.
+_CONSTANT = {
+    "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full", "rand",
+    "randn", "zeros_like", "ones_like", "empty_like", "full_like",
+}  # fmt: skip
+
+# Operations that are told a size, and what makes it fit.
+_RULES: dict[str, Callable[..., Any]] = {
+    "view": reshapes.view,
+    "reshape": reshapes.view,
+    "unflatten": reshapes.unflatten,
+    "split": cuts.split,
+    "split_with_sizes": cuts.split,
+    "chunk": cuts.chunk,
+    "expand": reshapes.expand,
+    "repeat": reshapes.repeat,
+    "__getitem__": cuts.index,
+}
+
+
+class Rank(TorchFunctionMode):
+    """Runs the sharded model, holding every operation against the whole model's record."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = self.run
+        kwargs = with_values(func, args, kwargs or {})
+        if (answer := answer_to(func, args)) is not None:
+            return answer
+        if run.depth:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        rule = _RULES.get(name)
+        entry = run.entries[run.position] if run.position < len(run.entries) else None
+        known = entry is not None and entry.function == func
+        blocks: Blocks | None = None
+        if rule and args and isinstance(args[0], torch.Tensor) and known:
+            assert entry is not None
+            if len(entry.inputs[0]) != args[0].dim():
+                raise CannotFollow("the number of axes depends on the sharded size", run.place())
+            args, kwargs, blocks = rule(run, entry, args, kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise _unfit(run, name or str(func), args, kwargs, error) from error
+        if shapes(output):
+            _take_in(run, name, run.next_entry(func), args, kwargs, output, blocks)
+        elif name == "__setitem__":
+            _assigned(run, args)
+        return output
+
+
+def _unfit(run: Run, name: str, args: Any, kwargs: Any, error: Exception) -> CannotFollow:
+    """An operation that fails on what a rank has."""
+    given = list(tensors((args, kwargs)))
+    part = next((t for t in given if run.flow.of(t).kind == PART), None)
+    whole = next((t for t in given if run.flow.of(t).kind != PART and t.dim()), None)
+    message, hint = f"`{name}` does not fit the sharded sizes: {error}", None
+    if part is not None and whole is not None:
+        source = run.flow.of(part).source
+        message = (
+            f"`{name}` joins a part of shape {list(part.shape)}, of `{source}`, with a whole value "
+            f"of shape {list(whole.shape)}"
+        )
+        hint = "split what the whole value is made from as well, or gather the part"
+    return CannotFollow(
+        message,
+        run.place(),
+        run.source_of((args, kwargs)),
+        hint,
+        attributes=run.attributes_of((args, kwargs)),
+    )
+
+
+def _take_in(
+    run: Run, name: str, entry: Entry, args: Any, kwargs: Any, output: Any, blocks: Blocks | None
+) -> None:
+    inputs, outputs = list(tensors((args, kwargs))), list(tensors(output))
+    _check(run, entry, outputs, args, kwargs)
+    _check_numbers(run, name, entry, args, kwargs)
+    _check_made(run, name, entry, inputs, outputs)
+    run.flow.operate(name, inputs, entry.inputs, args, kwargs, outputs)
+    _hand_on(run, name, entry, inputs, (args, kwargs), outputs, blocks)
+
+
+def _check(run: Run, entry: Entry, outputs: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+    """An operation's result has the whole model's shape, or less along some axes."""
+    if len(outputs) != len(entry.outputs):
+        raise Diverged(
+            f"this gives {len(outputs)} tensors on a rank, and {len(entry.outputs)} without "
+            "sharding",
+            run.place(),
+        )
+    for want, have in zip(entry.outputs, outputs, strict=True):
+        if len(want) != have.dim() or any(h > w for h, w in zip(have.shape, want, strict=True)):
+            raise CannotFollow(
+                f"the result has shape {list(have.shape)} on a rank, and {list(want)} without "
+                "sharding",
+                run.place(),
+                attributes=run.attributes_of((args, kwargs)),
+            )
+
+
+def _check_numbers(run: Run, name: str, entry: Entry, args: Any, kwargs: Any) -> None:
+    """A number that is a value, a scale say, is the whole model's."""
+    here = list(numbers((args, kwargs)))
+    for want, have in zip(entry.numbers, here, strict=False):
+        if want != have and (name in _ARITHMETIC or isinstance(want, float)):
+            raise CannotFollow(
+                f"this computes with {have:g} on a rank, and with {want:g} without sharding",
+                run.place(),
+                hint="take it from what is not split, an attribute set in `__init__` say",
+            )
+
+
+def _check_made(
+    run: Run,
+    name: str,
+    entry: Entry,
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+) -> None:
+    """A tensor that is made from sizes alone is the same for any rank's part."""
+    if name in _CONSTANT or any(
+        tuple(t.shape) != w for t, w in zip(inputs, entry.inputs, strict=False)
+    ):
+        return
+    if name in ("expand", "repeat", "broadcast_to"):
+        return
+    for want, have in zip(entry.outputs, outputs, strict=True):
+        if want != tuple(have.shape):
+            raise CannotFollow(
+                f"`{name}` gives the first {list(have.shape)} of {list(want)} elements here, on "
+                "every rank the same ones",
+                run.place(),
+            )
+
+
+def _assigned(run: Run, args: Any) -> None:
+    """`x[...] = y` makes `x` what `y` is."""
+    if len(args) == 3 and isinstance(args[2], torch.Tensor):
+        state = run.flow.of(args[2])
+        if state.kind != run.flow.of(args[0]).kind:
+            run.flow.set(args[0], state)
+
+
+def _hand_on(
+    run: Run,
+    name: str,
+    entry: Entry,
+    inputs: list[torch.Tensor],
+    given: Any,
+    outputs: list[torch.Tensor],
+    blocks: Blocks | None,
+) -> None:
+    """Remembers where a result comes from, with which sizes it was made, how it is packed."""
+    made = tuple(_sizes(given)) if name in _CONSTANT or name in ("expand", "repeat") else ()
+    for tensor in inputs:
+        made += run.made_with.get(id(tensor), ())
+    origin = run.origins.get(id(inputs[0])) if len(inputs) == 1 else None
+    for number, tensor in enumerate(outputs):
+        if made:
+            run.made_with[id(tensor)] = made
+        if origin:
+            run.origins[id(tensor)] = origin
+        found = blocks
+        if found is None or len(outputs) > 1:
+            found = _blocks_of(run, name, entry, inputs, given[0], tensor, number)
+        if found:
+            run.blocks[id(tensor)] = found
+        run.alive.append(tensor)
+
+
+def _blocks_of(
+    run: Run,
+    name: str,
+    entry: Entry,
+    inputs: list[torch.Tensor],
+    args: Any,
+    output: torch.Tensor,
+    number: int,
+) -> Blocks:
+    """How the split axes of a result are packed."""
+    found: Blocks = {}
+    whole = entry.outputs[number]
+    for tensor, shape in zip(inputs, entry.inputs, strict=False):
+        for axis, packed in run.blocks.get(id(tensor), {}).items():
+            place = moved_axis(name, args, tensor.dim(), axis, output.dim(), shape, whole)
+            if place is None or place >= output.dim() or output.shape[place] == whole[place]:
+                continue
+            if sum(packed) != whole[place]:
+                continue
+            if place in found and reduced(found[place]) != reduced(packed):
+                raise CannotFollow(
+                    f"this joins {described(found[place])} with {described(packed)} along a split "
+                    "axis",
+                    run.place(),
+                    hint="shard both layers with the same `parts`",
+                )
+            found[place] = packed
+    return found
+
+
+def _sizes(value: Any) -> Iterator[Size]:
+    if isinstance(value, Size):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _sizes(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _sizes(item)

@@ -1,0 +1,119 @@
+"""The record of the whole model's run, that a rank's run is held against.
+
+Every operation outside of the layers that will be sharded is noted with the shapes and the numbers
+that it was given; a call of such a layer counts as one operation. Questions that need values, which
+the meta device has not, are answered here for both runs alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from slapo_rewrite.model.follow.sizes import Shape, numbers, shapes
+from slapo_rewrite.model.layers import Layer
+from slapo_rewrite.model.tree import Tree
+
+# Functions that make tensors from sizes or numbers.
+_MAKING = {
+    torch.tensor, torch.as_tensor, torch.rand, torch.randn, torch.zeros, torch.ones, torch.full,
+    torch.empty,
+}  # fmt: skip
+
+
+@dataclass
+class Entry:
+    """One recorded operation of the whole model."""
+
+    function: Callable[..., Any]
+    inputs: list[Shape]
+    outputs: list[Shape]
+    numbers: list[float]
+    key: tuple[Any, ...] = ()
+
+
+class Whole(TorchFunctionMode):
+    """Records the operations of the whole model, outside of the layers that will be sharded."""
+
+    def __init__(self, tree: Tree, layers: Mapping[str, Layer]) -> None:
+        super().__init__()
+        self.tree, self.layers = tree, layers
+        self.entries: list[Entry] = []
+        self.depth = 0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Skips what happens inside the layers."""
+        handles = []
+        for path in self.layers:
+            live = self.tree.nodes[path].live
+            handles.append(live.register_forward_pre_hook(self._enter))
+            handles.append(live.register_forward_hook(self._leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.depth += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.entries.append(Entry(layer_call, shapes(args), shapes(output), []))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = with_values(func, args, kwargs or {})
+        if (answer := answer_to(func, args)) is not None:
+            return answer
+        if self.depth:
+            return func(*args, **kwargs)
+        inputs, given = shapes((args, kwargs)), list(numbers((args, kwargs)))
+        output = func(*args, **kwargs)
+        outputs = shapes(output)
+        if outputs:
+            key = key_of(args[1]) if getattr(func, "__name__", "") == "__getitem__" else ()
+            self.entries.append(Entry(func, inputs, outputs, given, key))
+        return output
+
+
+def with_values(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call that makes a tensor, such that one without axes has a value.
+
+    `forward` may branch on it: a layer that is dropped at random is one that `torch.rand([])` says.
+    """
+    if func in _MAKING:
+        first = args[0] if args else kwargs.get("size", kwargs.get("data"))
+        plain = isinstance(first, (bool, int, float)) and func in (torch.tensor, torch.as_tensor)
+        if plain or (isinstance(first, (list, tuple)) and not first and func is not torch.tensor):
+            return {**kwargs, "device": "cpu"}
+    return kwargs
+
+
+def answer_to(func: Callable[..., Any], args: Any) -> Any:
+    """What an operation says that asks for values which are not there; None for any other.
+
+    Yes-or-no questions of a tensor without values are answered with no, and a coin that `forward`
+    tosses (`torch.rand([]) < 0.1`) falls on the likelier side.
+    """
+    if func in (torch.Tensor.__bool__, torch.Tensor.__contains__):
+        return False if isinstance(args[0], torch.Tensor) and args[0].is_meta else None
+    if func is torch.rand and (not args or args[0] in ((), [])):
+        return torch.full([], 0.99, device="cpu")
+    return None
+
+
+def layer_call() -> None:
+    """Stands for the call of a sharded layer in the record."""
+
+
+def key_of(key: Any) -> tuple[Any, ...]:
+    """What stands between the brackets of an index, item by item."""
+    return key if isinstance(key, tuple) else (key,)

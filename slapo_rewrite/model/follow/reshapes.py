@@ -1,0 +1,184 @@
+"""The rules for operations that are told a new shape: `view`, `unflatten`, `expand`, `repeat`.
+
+Each takes the run, the recorded operation and the arguments, and returns the arguments as a rank
+must give them and how the result is packed, where that is known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slapo_rewrite.model.follow.arguments import INFERRED, SHARE, change
+from slapo_rewrite.model.follow.packing import Blocks, described
+from slapo_rewrite.model.follow.record import Entry
+from slapo_rewrite.model.follow.run import Run
+from slapo_rewrite.model.follow.sizes import Attribute, Shape, groups, product
+from slapo_rewrite.model.follow.vocabulary import CannotFollow, Indivisible
+
+
+def view(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
+    """`view` and `reshape`: a split axis keeps its share, in one of the axes it is regrouped in."""
+    tensor, given = args[0], list(args[1:]) or [kwargs.get("shape", kwargs.get("size"))]
+    nested = len(given) == 1 and isinstance(given[0], (list, tuple))
+    sizes = list(given[0]) if nested else given
+    here = tuple(tensor.shape)
+    if not sizes or not all(isinstance(s, int) for s in sizes) or entry.inputs[0] == here:
+        return args, kwargs, None
+    shape, blocks = _regrouped(run, tensor, entry.inputs[0], entry.outputs[0], sizes)
+    sizes = _fitted(run, tensor, sizes, shape, first=0)
+    return (tensor, *sizes), {}, blocks
+
+
+def unflatten(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
+    """`unflatten`: a `view` of one axis."""
+    tensor = args[0]
+    axis = (args[1] if len(args) > 1 else kwargs["dim"]) % tensor.dim()
+    sizes = list(args[2] if len(args) > 2 else kwargs["sizes"])
+    if entry.inputs[0] == tuple(tensor.shape):
+        return args, kwargs, None
+    around = [*tensor.shape[:axis], *sizes, *tensor.shape[axis + 1 :]]
+    shape, blocks = _regrouped(run, tensor, entry.inputs[0], entry.outputs[0], around)
+    inner = shape[axis : axis + len(sizes)]
+    _fitted(run, tensor, sizes, inner, first=None, argument=1)
+    return (tensor, axis, inner), {}, blocks
+
+
+def expand(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
+    """`expand`: an axis that is split already keeps its size."""
+    tensor, given = args[0], list(args[1:])
+    nested = len(given) == 1 and isinstance(given[0], (list, tuple))
+    sizes = list(given[0]) if nested else given
+    ahead = len(sizes) - tensor.dim()
+    for axis, (whole, here) in enumerate(zip(entry.inputs[0], tensor.shape, strict=True)):
+        size = sizes[ahead + axis] if sizes else -1
+        if whole == here or size in (-1, here):
+            continue
+        change(run, tensor, size, here, (ahead + axis,), INFERRED, "this expands to")
+        sizes[ahead + axis] = here
+    return (tensor, *sizes), {}, None
+
+
+def repeat(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
+    """`repeat`: a split axis cannot be repeated."""
+    tensor, given = args[0], list(args[1:])
+    times = list(given[0]) if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
+    ahead = len(times) - tensor.dim()
+    for axis, (whole, here) in enumerate(zip(entry.inputs[0], tensor.shape, strict=True)):
+        if whole != here and times and times[ahead + axis] != 1:
+            raise CannotFollow(
+                "this repeats what a rank has, where the whole would be repeated", run.place()
+            )
+    return args, kwargs, None
+
+
+def _fitted(
+    run: Run,
+    tensor: torch.Tensor,
+    sizes: list[int],
+    wanted: list[int],
+    first: int | None,
+    argument: int = 0,
+) -> list[int]:
+    """The sizes with those changed in the source that do not fit."""
+    fitted = list(sizes)
+    for axis, (size, want) in enumerate(zip(sizes, wanted, strict=True)):
+        if size in (-1, want):
+            continue
+        index = (axis,) if first is not None else (argument, axis)
+        template = INFERRED
+        place = run.editable_place()
+        taken = any(c.place == place and c.index != index for c in run.followed.arguments)
+        if -1 in sizes or taken:
+            template = SHARE
+        change(run, tensor, size, want, index, template, "this reshapes to")
+        fitted[axis] = want
+    return fitted
+
+
+def _regrouped(
+    run: Run, tensor: torch.Tensor, whole_in: Shape, whole_out: Shape, sizes: list[int]
+) -> tuple[list[int], Blocks]:
+    """The shape that a reshaped tensor must have on a rank, and how its axes are packed."""
+    here, known = tuple(tensor.shape), run.blocks.get(id(tensor), {})
+    wanted: list[int] = list(whole_out)
+    blocks: Blocks = {}
+    for ins, outs in groups(whole_in, whole_out):
+        split = [i for i in ins if whole_in[i] != here[i]]
+        if not split:
+            continue
+        if len(split) > 1:
+            raise CannotFollow("this merges two split axes into one", run.place())
+        axis = split[0]
+        packed = known.get(axis, (whole_in[axis],))
+        ahead = product(whole_in[i] for i in ins if i < axis)
+        if len(ins) == len(outs) == 1:
+            wanted[outs[0]], blocks[outs[0]] = here[axis], packed
+            continue
+        if len(set(packed)) > 1:
+            raise _not_in_parts(run, tensor, packed)
+        chosen, outer = _factor(run, tensor, outs, whole_out, ahead * len(packed))
+        rest = product(whole_in[i] for i in ins) // whole_out[chosen]
+        now = product(here[i] for i in ins)
+        if now % rest:
+            count = whole_out[chosen]
+            raise Indivisible(
+                f"this regroups {whole_in[axis]} features in {count} blocks of {rest}, of which "
+                f"{dist.get_world_size()} ranks cannot have the same number",
+                run.place(),
+                f"if each block has a share for every rank, shard with parts={count}",
+            )
+        wanted[chosen] = now // rest
+        blocks[chosen] = (whole_out[chosen] // outer,) * outer
+        _note_unit(run, tensor, sizes, chosen, outs)
+    return wanted, blocks
+
+
+def _factor(
+    run: Run, tensor: torch.Tensor, outs: list[int], whole_out: Shape, outer: int
+) -> tuple[int, int]:
+    """Which factor of a regrouped axis is split, and in how many blocks it lies packed.
+
+    A rank holds a contiguous part of each of `outer` blocks: a part of the first factor after
+    those that count the blocks.
+    """
+    before = 1
+    for axis in outs:
+        size = whole_out[axis]
+        if before * size <= outer and outer % (before * size) == 0 and outer > before:
+            before *= size
+            continue
+        if size == 1 and len(outs) > 1 and axis != outs[-1]:
+            continue
+        if outer % before or (size * before) % outer:
+            break
+        return axis, outer // before
+    raise _not_in_parts(run, tensor, (1,) * outer)
+
+
+def _not_in_parts(run: Run, tensor: torch.Tensor, packed: Shape) -> CannotFollow:
+    path = run.origins.get(id(tensor))
+    return CannotFollow(
+        f"this regroups features that lie packed in {described(packed)}, as "
+        f"{f'`{path}`' if path else 'they'} {'was' if path else 'were'} sharded",
+        run.place(),
+        path,
+        "take the parts apart first, with `split` or `chunk`, or shard with the `parts` that are "
+        "meant here",
+    )
+
+
+def _note_unit(
+    run: Run, tensor: torch.Tensor, sizes: list[int], chosen: int, outs: list[int]
+) -> None:
+    """A head's size that is an attribute is the unit in which the layer must be split."""
+    path = run.origins.get(id(tensor))
+    inner = [sizes[j] for j in outs if j > chosen]
+    if path is None or sizes[chosen] != -1 or len(inner) != 1:
+        return
+    node = run.tree.nodes[path]
+    found: tuple[Attribute, ...] = getattr(inner[0], "attributes", ())
+    if len(found) == 1 and node.owner is not None and found[0].cls is node.owner.cls:
+        run.followed.units[node.owner.cls, node.relative] = found[0].name

@@ -1,0 +1,140 @@
+"""What is known during one run as a rank: of every tensor, and of how far the run has come.
+
+The parts of the run (its operations, its borders, the rules for sizes) share one `Run`, and keep
+here what they find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slapo_rewrite.model.follow.flow import Flow, Misuse
+from slapo_rewrite.model.follow.packing import Blocks
+from slapo_rewrite.model.follow.places import calling_frame, place_in_traceback, place_of
+from slapo_rewrite.model.follow.record import Entry
+from slapo_rewrite.model.follow.sizes import Attribute, Size, tensors
+from slapo_rewrite.model.follow.vocabulary import Asked, CannotFollow, Diverged, Followed, Place
+from slapo_rewrite.model.tree import Tree
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a run as a rank takes for granted.
+
+    Attributes:
+        sizes: Attributes that are this rank's share.
+        fixed: Attributes that are not.
+        shared: Whole parameters whose gradients are added up.
+    """
+
+    sizes: frozenset[Attribute] = frozenset()
+    fixed: frozenset[Attribute] = frozenset()
+    shared: frozenset[tuple[str, str]] = frozenset()
+
+
+class Run:
+    """A run as a rank, as far as it has come.
+
+    Attributes:
+        tree: The model.
+        asked: What is sharded and synchronised.
+        entries: The operations of the whole model.
+        followed: What has followed so far.
+        wanted: What is taken for granted.
+        editable: Whether a file may be changed.
+        flow: Which tensors are whole, parts or partial sums.
+        position: How many operations fitted.
+        depth: How many sharded layers the run is inside of; operations there are not held against
+            the record.
+        origins: The layer whose output a tensor, by its id, is made from alone.
+        made_with: The marked sizes that a tensor was made with.
+        blocks: How a tensor's split axes are packed.
+        alive: Every tensor that something is known of, so that no other gets its id.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        asked: Asked,
+        entries: list[Entry],
+        followed: Followed,
+        wanted: Guess,
+        editable: Callable[[str], bool],
+    ) -> None:
+        self.tree, self.asked, self.wanted = tree, asked, wanted
+        self.entries, self.followed, self.editable = entries, followed, editable
+        self.flow = Flow()
+        self.position = 0
+        self.depth = 0
+        self.origins: dict[int, str] = {}
+        self.made_with: dict[int, tuple[Size, ...]] = {}
+        self.blocks: dict[int, Blocks] = {}
+        self.alive: list[Any] = []
+
+    def next_entry(self, func: Callable[..., Any]) -> Entry:
+        """The recorded operation that stands where the run has come to.
+
+        Raises:
+            Diverged: It is another one.
+        """
+        if self.position >= len(self.entries) or self.entries[self.position].function != func:
+            raise Diverged(
+                "with sharded sizes `forward` takes another way than without", self.place()
+            )
+        self.position += 1
+        return self.entries[self.position - 1]
+
+    def same(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Remembers of a copy what is known of the original."""
+        for table in (self.origins, self.made_with, self.blocks):
+            if id(old) in table:
+                table[id(new)] = table[id(old)]  # type: ignore[assignment]
+        self.flow.set(new, self.flow.of(old))
+        self.alive.append(new)
+
+    def attributes_of(self, value: Any) -> list[Attribute]:
+        """The attributes that full-sized tensors among the operands were made with."""
+        found: list[Attribute] = []
+        for tensor in tensors(value):
+            for size in self.made_with.get(id(tensor), ()):
+                if int(size) in tensor.shape:
+                    found += self.undecided(size)
+        return list(dict.fromkeys(found))
+
+    def undecided(self, size: int) -> list[Attribute]:
+        """The attributes of a number that may yet turn out to be this rank's share."""
+        known = self.wanted.sizes | self.wanted.fixed
+        return [a for a in getattr(size, "attributes", ()) if a not in known]
+
+    def source_of(self, value: Any) -> str | None:
+        """The module that made one of the operands a part or a partial sum, if any is."""
+        return next((s for t in tensors(value) if (s := self.flow.of(t).source)), None)
+
+    def place(self) -> Place | None:
+        """The operation's place in an editable file, or the place that leads to it."""
+        frame = calling_frame()
+        while frame is not None and not self.editable(frame.f_code.co_filename):
+            frame = frame.f_back
+        return place_of(frame) if frame else None
+
+    def editable_place(self) -> Place | None:
+        """The operation's own place, where its file may be changed."""
+        frame = calling_frame()
+        if frame is None or not self.editable(frame.f_code.co_filename):
+            return None
+        return place_of(frame)
+
+    def refused(self, error: Misuse) -> CannotFollow:
+        """A misuse, with the place in the model where it happens."""
+        return CannotFollow(
+            str(error),
+            place_in_traceback(error, self.editable),
+            error.path,
+            error.hint,
+            uncovered=error.uncovered,
+            position=self.position,
+        )

@@ -1,0 +1,185 @@
+"""The search for what makes a rank's run fit the whole model's.
+
+The model runs whole once, and then as rank 0 of a pretended group. Where an operation does not fit,
+the failure names attributes that may be this rank's share, or parameters whose gradients have to be
+added up; these are tried in turn, until a run fits or the one that came furthest is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slapo_rewrite.model.follow.flow import PARTIAL, Flow, Misuse
+from slapo_rewrite.model.follow.install import installed
+from slapo_rewrite.model.follow.places import place_in_traceback
+from slapo_rewrite.model.follow.rank import Rank
+from slapo_rewrite.model.follow.record import Whole
+from slapo_rewrite.model.follow.run import Guess, Run
+from slapo_rewrite.model.follow.sizes import tensors
+from slapo_rewrite.model.follow.vocabulary import (
+    Asked,
+    CannotFollow,
+    CannotRun,
+    Diverged,
+    Followed,
+    Indivisible,
+)
+from slapo_rewrite.model.tree import Tree
+
+# World sizes that are tried until one divides every head count.
+WORLD_SIZES = (2, 3, 4, 5, 7, 8)
+
+
+def follow(
+    tree: Tree,
+    asked: Asked,
+    inputs: Mapping[str, Any],
+    editable: Callable[[str], bool],
+) -> Followed:
+    """What in the model depends on the sharded sizes.
+
+    Args:
+        tree: The model on the meta device; it is left as it was.
+        asked: What is sharded and synchronised.
+        inputs: Keyword arguments of one training step.
+        editable: Whether a file may be changed.
+
+    Raises:
+        CannotRun: The whole model does not run on the meta device.
+        CannotFollow: Something does not fit the sharded sizes.
+    """
+    given = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    model = tree.root.live
+    training = model.training
+    model.train()
+    try:
+        return _Following(tree, asked, given, editable).run()
+    finally:
+        model.train(training)
+
+
+class _Following:
+    """Runs the model whole once, and as a rank until everything fits."""
+
+    def __init__(
+        self, tree: Tree, asked: Asked, inputs: Mapping[str, Any], editable: Callable[[str], bool]
+    ) -> None:
+        self.tree, self.asked, self.inputs, self.editable = tree, asked, inputs, editable
+        self.model = tree.root.live
+        self.whole = Whole(tree, asked.layers)
+        self.expected: Any = None
+
+    def run(self) -> Followed:
+        try:
+            with torch.enable_grad(), torch.device("meta"), self.whole.watching(), self.whole:
+                self.expected = self.model(**self.inputs)
+        except Exception as error:
+            raise CannotRun(f"{type(error).__name__}: {error}") from error
+        indivisible: Indivisible | None = None
+        for world in WORLD_SIZES:
+            try:
+                with _pretended_group(world):
+                    return self._search(Guess())
+            except Indivisible as error:
+                indivisible = indivisible or error
+            except Diverged:
+                if indivisible is None:
+                    raise
+                break
+        assert indivisible is not None
+        raise CannotFollow(str(indivisible), indivisible.place, hint=indivisible.hint)
+
+    def _search(self, wanted: Guess) -> Followed:
+        """The first way to make everything fit, trying what a failure points at."""
+        try:
+            return self._attempt(wanted)
+        except CannotFollow as error:
+            if error.uncovered - wanted.shared:
+                return self._search(replace(wanted, shared=wanted.shared | error.uncovered))
+            furthest, indivisible = error, None
+            further = [replace(wanted, sizes=wanted.sizes | {a}) for a in error.attributes]
+            if error.attributes and error.changeable:
+                further.append(replace(wanted, fixed=wanted.fixed | set(error.attributes)))
+            for guess in further:
+                try:
+                    return self._search(guess)
+                except CannotFollow as other:
+                    furthest = max(furthest, other, key=lambda e: e.position)
+                except Indivisible as other:
+                    indivisible = indivisible or other
+            raise indivisible or furthest from None
+
+    def _attempt(self, wanted: Guess) -> Followed:
+        followed = Followed(sizes=wanted.sizes, shared=wanted.shared)
+        run = Run(self.tree, self.asked, self.whole.entries, followed, wanted, self.editable)
+        try:
+            with installed(run), torch.enable_grad(), torch.device("meta"), Rank(run):
+                got = self.model(**self.inputs)
+        except CannotFollow as error:
+            error.position = run.position
+            raise
+        except Indivisible:
+            raise
+        except Misuse as error:
+            raise run.refused(error) from error
+        except Exception as error:
+            raise CannotFollow(
+                f"`forward` does not fit the sharded sizes: {error}".rstrip(": "),
+                place_in_traceback(error, self.editable),
+            ) from error
+        _compare_outputs(self.expected, got, run.flow)
+        return followed
+
+
+def _compare_outputs(expected: Any, got: Any, flow: Flow) -> None:
+    def named(value: Any) -> dict[str, torch.Tensor]:
+        if isinstance(value, Mapping):
+            return {k: v for k, v in value.items() if isinstance(v, torch.Tensor)}
+        return {f"output {i}": t for i, t in enumerate(tensors(value))}
+
+    for (name, want), have in zip(named(expected).items(), named(got).values(), strict=False):
+        state = flow.of(have)
+        if want.shape != have.shape:
+            raise CannotFollow(
+                f"the model's `{name}` has shape {list(have.shape)} on a rank instead of "
+                f"{list(want.shape)}",
+                None,
+                state.source,
+                'gather it: .sync("fwd_post", "all_gather", axis=-1) on the layer that makes it',
+            )
+        if state.kind == PARTIAL:
+            raise CannotFollow(
+                f"the model's `{name}` is a partial sum on each rank",
+                None,
+                state.source,
+                'add it up: .sync("fwd_post", "all_reduce")',
+                position=sys.maxsize,
+            )
+        if state.covered:
+            raise CannotFollow(
+                f"the model's `{name}` stands inside `{state.covered}`, whose `bwd_post` sync "
+                "would count its gradient once for each rank",
+                None,
+                state.covered,
+                "put the sync where the value goes into sharded layers and nowhere else",
+                position=sys.maxsize,
+            )
+
+
+@contextlib.contextmanager
+def _pretended_group(world: int) -> Iterator[None]:
+    """A process group of `world` ranks of which this process is the first and only one."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,147 @@
+"""The words that sharding is asked for and answered in.
+
+`Asked` says what is sharded, `Followed` what follows from it; the errors say what stands against
+it. Nothing here runs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slapo_rewrite.model.follow.sizes import Attribute
+from slapo_rewrite.model.layers import Layer
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter of a module's own that is split: its name, axis and packed parts."""
+
+    name: str
+    axis: int
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Border:
+    """A collective at the border of a module, where no sharded layer carries it out.
+
+    Attributes:
+        mode: `fwd_pre`, `fwd_post` or `bwd_post`.
+        operation: `all_reduce`, `all_gather`, or `function` for one that is taken to do what is
+            needed.
+        axis: The axis of an all-gather.
+    """
+
+    mode: str
+    operation: str
+    axis: int | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is sharded and synchronised.
+
+    Attributes:
+        layers: The sharded layer at each path.
+        parameters: The split parameters of a module's own, by the module's path.
+        borders: Further collectives, by the module's path.
+    """
+
+    layers: Mapping[str, Layer]
+    parameters: Mapping[str, Sequence[ShardedParameter]]
+    borders: Mapping[str, Sequence[Border]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a file a call stands; lines are 1-based, columns 0-based in UTF-8 bytes."""
+
+    filename: str
+    line: int
+    end_line: int
+    column: int
+    end_column: int
+
+
+@dataclass(frozen=True)
+class ArgumentChange:
+    """An argument of a call that must be written differently.
+
+    Attributes:
+        place: The call, or the subscript.
+        index: Which argument: its number, and further ones into a list; for a subscript the axis's
+            number and `start` or `stop`.
+        template: How it is written, with `{argument}` for what stands there and `{part_size}` for
+            that function.
+    """
+
+    place: Place
+    index: tuple[int | str, ...]
+    template: str
+
+
+@dataclass
+class Followed:
+    """What follows from the sharded sizes.
+
+    Attributes:
+        sizes: Integer attributes that become this rank's share.
+        units: The attribute that a split must be a multiple of, by owner class and relative path
+            of the layer.
+        arguments: Arguments of calls in `forward` that have to change.
+        shared: Whole parameters that meet parts, by module path and name: their gradients have to
+            be added up.
+    """
+
+    sizes: frozenset[Attribute] = frozenset()
+    units: dict[tuple[type, str], str] = field(default_factory=dict)
+    arguments: set[ArgumentChange] = field(default_factory=set)
+    shared: frozenset[tuple[str, str]] = frozenset()
+
+
+class CannotRun(Exception):
+    """The whole model does not run on the meta device, so nothing can be said."""
+
+
+class CannotFollow(Exception):
+    """An operation that cannot be made to fit the sharded sizes.
+
+    Attributes:
+        place: The operation, where it stands in a file.
+        path: The sharded layer it concerns, where known.
+        hint: What the user can do.
+        attributes: Attributes that might mend it if they were this rank's share.
+        changeable: Whether the number can be changed where it stands, if no attribute mends it.
+        uncovered: Parameters whose gradients would have to be added up.
+        position: How many operations fitted before.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        place: Place | None,
+        path: str | None = None,
+        hint: str | None = None,
+        *,
+        attributes: Sequence[Attribute] = (),
+        changeable: bool = False,
+        uncovered: frozenset[tuple[str, str]] = frozenset(),
+        position: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.place, self.path, self.hint = place, path, hint
+        self.attributes, self.changeable = attributes, changeable
+        self.uncovered, self.position = uncovered, position
+
+
+class Diverged(CannotFollow):
+    """`forward` goes another way than without sharding; what was wrong came before."""
+
+
+class Indivisible(Exception):
+    """This world size does not divide a head count; another may."""
+
+    def __init__(self, message: str, place: Place | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.place, self.hint = place, hint
