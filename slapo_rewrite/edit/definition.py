@@ -137,6 +137,9 @@ What = (
     | Recompute
 )
 
+# The place of recomputation: the class as a whole.
+RECOMPUTE: Key = ("recompute",)
+
 
 @dataclass
 class Definition:

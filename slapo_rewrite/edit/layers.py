@@ -64,8 +64,7 @@ def _split(node: Node, state: ModuleState) -> Split:
         (_, first), (_, second) = list(chosen.items())[:2]
         raise errors.BadAxis(
             f"`{node.path}`: `{first.name}` along axis {first.axis} and `{second.name}` along "
-            f"axis {second.axis} "
-            "split the layer in different ways",
+            f"axis {second.axis} split the layer in different ways",
             at=second.cause.at,
             also=_places(first),
             hint=(

@@ -79,3 +79,8 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> tuple[str, list[Change]]:
         position, previous = edit.end, edit
     pieces.append(text[position:])
     return "".join(pieces), changes
+
+
+def moved(edits: Iterable[Edit], by: int) -> list[Edit]:
+    """The edits at other positions, for a text that starts elsewhere."""
+    return [Edit(e.start + by, e.end + by, e.text, e.causes, e.why) for e in edits]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slapo_rewrite.edit.classes import condition
 from slapo_rewrite.edit.expressions import formatted, parenthesised, replace_call
+from slapo_rewrite.edit.text import condition
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,236 @@
+"""From what was asked of each module to changes at places of the class that makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.definition import (
+    RECOMPUTE,
+    Attach,
+    ChangeArgument,
+    DeriveFrom,
+    MakeLayer,
+    MakeOther,
+    OwnShare,
+    ReadWhole,
+    Recompute,
+    ShareParameter,
+    SplitParameter,
+    What,
+    WrapCall,
+    WrapInput,
+    WrapOutput,
+    united,
+)
+from slapo_rewrite.edit.lineages import Lineages
+from slapo_rewrite.edit.places import Places
+from slapo_rewrite.edit.reads import readings
+from slapo_rewrite.edit.state import Directive, Function, ModuleState, Shard, Sync
+from slapo_rewrite.model.follow import Asked, Followed, ShardedParameter
+from slapo_rewrite.model.join import find_parameter_site
+from slapo_rewrite.model.layers import SHARES, Layer, base_of
+from slapo_rewrite.model.tree import Node, Tree
+
+
+def collect(
+    tree: Tree,
+    states: Mapping[str, ModuleState],
+    asked: Asked,
+    followed: Followed,
+    places: Places,
+    lineages: Lineages,
+) -> None:
+    """Adds to `places` what was asked and what follows from it.
+
+    Args:
+        tree: The module tree.
+        states: What was asked of each module path.
+        asked: The layers and split parameters among it.
+        followed: What follows from the sharded sizes.
+        places: Takes the changes.
+        lineages: The classes of the model file.
+
+    Raises:
+        RewriteError: There is no place for something.
+    """
+    _Collection(tree, states, places, lineages).run(asked.layers, asked.parameters, followed)
+
+
+class _Collection:
+    def __init__(
+        self, tree: Tree, states: Mapping[str, ModuleState], places: Places, lineages: Lineages
+    ) -> None:
+        self.tree, self.states, self.places, self.lineages = tree, states, places, lineages
+        self.sources, self.file = places.sources, places.file
+
+    def run(
+        self,
+        layers: Mapping[str, Layer],
+        parameters: Mapping[str, Sequence[ShardedParameter]],
+        followed: Followed,
+    ) -> None:
+        """Everything, in order."""
+        for path, state in self.states.items():
+            node = self.tree.nodes[path]
+            if path in layers:
+                assert node.owner is not None
+                unit = followed.units.get((node.owner.cls, node.relative))
+                layer = replace(layers[path], unit=unit) if unit else layers[path]
+                causes = united((s.cause for s in state.shards), (s.cause for s in state.syncs))
+                base = base_of(node.cls)
+                assert base is not None
+                if base is node.cls:
+                    self.places.at_site(node, MakeLayer(layer), causes)
+                else:
+                    self.places.add(node.path, ("base",), DeriveFrom(layer, base.__name__), causes)
+            if state.replacement:
+                new = state.replacement
+                self.places.at_site(node, MakeOther(new.target, new.arguments), (new.cause,))
+            for shard in state.shards if path in parameters else ():
+                self._split_parameter(node, shard)
+            for sync in state.syncs:
+                self._sync(node, sync, path in layers)
+            if state.checkpoint:
+                self.places.add(node.path, RECOMPUTE, Recompute(), (state.checkpoint.cause,))
+        self._sizes(layers, parameters, followed)
+        for path, layer in layers.items():
+            self._read_sizes(self.tree.nodes[path], layer)
+
+    def _split_parameter(self, node: Node, shard: Shard) -> None:
+        site = find_parameter_site(self.sources, node, shard.name)
+        if site.file is not self.file:
+            base = base_of(node.cls)
+            own = f", and `{node.cls.__name__}` computes with it in a way of its own"
+            raise errors.UnfollowableConstruction(
+                f"`{node.path}.{shard.name}` is made in another file, {site.file.display}"
+                f"{own if base else ''}",
+                at=site.file.at(site.value),
+                also=[shard.cause.at] if shard.cause.at else [],
+                hint=f"let its `forward` call `super().forward(...)`, or use {base.__name__} itself"
+                if base
+                else None,
+            )
+        start = self.file.span(site.value)[0]
+        self.places.sites[start] = site
+        key = ("parameter", start, "", shard.name)
+        self.places.add(node.path, key, SplitParameter(shard.axis, shard.parts), (shard.cause,))
+
+    def _sync(self, node: Node, sync: Sync, is_layer: bool) -> None:
+        causes = (sync.cause,)
+        if isinstance(sync.op, Function):
+            key, owner = self.places.site(node, causes)
+            self.places.add(
+                owner.path,
+                ("hook", *key[1:], sync.mode, sync.op.name),
+                Attach(sync.mode, sync.op),
+                causes,
+            )
+        elif is_layer:
+            return  # the layer does it
+        elif self.sources.file_of(node.cls) is self.file:
+            what: What
+            if sync.mode == "bwd_post":
+                what = WrapInput("all_reduce_gradient")
+            elif sync.mode == "fwd_post":
+                what = WrapOutput(sync.op, sync.axis)
+            else:
+                raise self._unavailable(node, sync)
+            self.places.add(node.path, ("forward", sync.mode, sync.op), what, causes)
+        else:
+            around = "result" if sync.mode == "fwd_post" else "argument"
+            function = "all_reduce_gradient" if sync.mode == "bwd_post" else sync.op
+            if sync.mode == "fwd_pre" or node.owner is None:
+                raise self._unavailable(node, sync)
+            key = ("call", node.relative, "", sync.mode)
+            self.places.add(node.owner.path, key, WrapCall(function, around, sync.axis), causes)
+
+    def _unavailable(self, node: Node, sync: Sync) -> errors.RewriteError:
+        return errors.Unsupported(
+            f"`{sync.op}` in mode `{sync.mode}` is not available for `{node.path}`",
+            at=sync.cause.at,
+        )
+
+    def _sizes(
+        self,
+        layers: Mapping[str, Layer],
+        parameters: Mapping[str, Sequence[ShardedParameter]],
+        followed: Followed,
+    ) -> None:
+        """What follows from the shards, on every module that holds sharded parameters."""
+        owners: dict[str, list[Directive]] = {}
+        for path in (*layers, *parameters):
+            node = self.tree.nodes[path]
+            owner = node.owner if path in layers else node
+            if owner is not None:
+                owners.setdefault(owner.path, []).extend(s.cause for s in self.states[path].shards)
+        for path, holder in self._holders(owners).items():
+            cls, causes = self.tree.nodes[path].cls, united(owners[holder.path])
+            for attribute in sorted(
+                a.name for a in followed.sizes if (a.cls, a.holder) == (cls, holder.cls)
+            ):
+                self.places.add(path, ("size", attribute), OwnShare(), causes)
+            for change in followed.arguments:
+                if any(
+                    self.lineages.holds(c, change.place.line)
+                    for c in self.lineages.lineage(cls.__name__)
+                ):
+                    place = change.place
+                    key = (
+                        "argument", place.line, place.column, place.end_line, place.end_column,
+                        change.index,
+                    )  # fmt: skip
+                    self.places.add(path, key, ChangeArgument(change.template), causes)
+        for path, name in sorted(followed.shared):
+            self._share_parameter(path, name, owners)
+
+    def _read_sizes(self, node: Node, layer: Layer) -> None:
+        """Whoever reads the size of a layer that is split means the whole layer's."""
+        share, whole = SHARES[layer.name]
+        if f".{share}" not in self.file.text:
+            return
+        causes = tuple(s.cause for s in self.states[node.path].shards)
+        above = node.parent
+        while above is not None:
+            relative = node.path[len(above.path) + 1 if above.path else 0 :]
+            for reading in readings(self.lineages, above.cls.__name__, relative, share):
+                if whole is None:
+                    raise errors.UnfollowableSize(
+                        f"`{node.path}` is split, so its `{share}` is this rank's share, and is "
+                        "read here",
+                        at=self.file.at(reading),
+                        also=[c.at for c in causes[:1] if c.at],
+                        hint="read the size from where the layer's constructor has it",
+                    )
+                key = ("read", self.file.span(reading)[1])
+                self.places.add(above.path, key, ReadWhole(whole), causes)
+            above = above.parent
+
+    def _holders(self, owners: Mapping[str, list[Directive]]) -> dict[str, Node]:
+        """For every module below sharded parameters or with some: the nearest that has them."""
+        found: dict[str, Node] = {}
+        for path, node in self.tree.nodes.items():
+            if path in owners:
+                found[path] = node
+            elif node.parent is not None and node.parent.path in found:
+                found[path] = found[node.parent.path]
+        return found
+
+    def _share_parameter(self, path: str, name: str, owners: Mapping[str, list[Directive]]) -> None:
+        """Adds up the gradients of a whole parameter that meets parts, wherever its like does."""
+        holder = self._holders(owners)[path]
+        relative = path[len(holder.path) :]
+        for owner, causes in owners.items():
+            node = self.tree.nodes.get(owner + relative)
+            if node is None or self.tree.nodes[owner].cls is not holder.cls:
+                continue
+            if self.sources.file_of(node.cls) is not self.file:
+                raise errors.Unsupported(
+                    f"`{node.path}.{name}` is whole on every rank, but is used on parts: its "
+                    f"gradients have to be added up, and `{node.cls.__qualname__}` is not a class "
+                    "of this file that could be changed for that",
+                    at=causes[0].at,
+                    hint=f"copy class `{node.cls.__name__}` into {self.file.path.name}",
+                )
+            self.places.add(node.path, ("gradient", name), ShareParameter(name), united(causes))

@@ -1,0 +1,158 @@
+"""What changes at which places of the classes, and the places that make the modules."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.definition import Key, MakeLayer, What, united
+from slapo_rewrite.edit.sites import IndexSets
+from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.model.join import Sources, find_site, resolve_callee
+from slapo_rewrite.model.layers import Layer, arguments_of
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.source.sites import Site
+
+
+@dataclass
+class Places:
+    """What was collected so far.
+
+    Attributes:
+        sources: The source files.
+        siblings: The elements that a module stands for, itself included, by its path.
+        sites: Construction sites by the first character of their expression.
+        indices: The elements that each site in a loop makes.
+        changes: By the path of the module whose class they change, and the place in it.
+        causes: The directives behind each change.
+        made: What becomes of each module that a place makes, by the owner's path and the place.
+    """
+
+    sources: Sources
+    siblings: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sites: dict[int, Site] = field(default_factory=dict)
+    indices: IndexSets = field(default_factory=IndexSets)
+    changes: dict[str, dict[Key, What]] = field(default_factory=dict)
+    causes: dict[str, dict[Key, tuple[Directive, ...]]] = field(default_factory=dict)
+    made: dict[tuple[str, Key], dict[str, What]] = field(default_factory=dict)
+
+    @property
+    def file(self) -> SourceFile:
+        """The model file."""
+        return self.sources.main
+
+    def add(self, path: str, key: Key, what: What, causes: tuple[Directive, ...]) -> None:
+        """Adds a change, and the causes to those that the place has."""
+        self.changes.setdefault(path, {})[key] = what
+        known = self.causes.setdefault(path, {})
+        known[key] = united(known.get(key, ()), causes)
+
+    def site(self, node: Node, causes: tuple[Directive, ...]) -> tuple[Key, Node]:
+        """The place that makes a module, and the module whose class holds it."""
+        try:
+            site = find_site(self.sources, node)
+        except errors.RewriteError as error:
+            error.also = (*error.also, *(c.at for c in causes[:1] if c.at))
+            raise
+        if site.file is not self.file:
+            raise errors.UnfollowableConstruction(
+                f"`{node.path}` is made in another file, {site.file.display}",
+                at=site.file.at(site.value),
+                also=[c.at for c in causes[:1] if c.at],
+                hint=f"copy class `{site.class_name}` into {self.file.path.name}",
+            )
+        assert node.owner is not None
+        return self.note(site, node), node.owner
+
+    def note(self, site: Site, node: Node) -> Key:
+        """Notes a construction site, and the place in it that makes the module."""
+        start = self.file.span(site.value)[0]
+        self.sites[start] = site
+        # Where a place outside of loops puts its module may differ between instances.
+        index = _index(site.path, node.relative) if site.loops else ""
+        for name in self.siblings.get(node.path, ()) if index else ():
+            self.indices.add(start, _sibling(index, name))
+        self.indices.add(start, index)
+        return ("site", start, index)
+
+    def alike(self, key: Key, node: Node) -> list[Key]:
+        """The place of a module, and those of the elements that it stands for."""
+        if not key[2]:
+            return [key]
+        names = self.siblings.get(node.path, (node.name,))
+        return [(key[0], key[1], _sibling(key[2], name)) for name in names]
+
+    def key(self, node: Node) -> Key | None:
+        """The place that makes a module, where it is known and in this file."""
+        try:
+            site = find_site(self.sources, node)
+        except errors.UnfollowableConstruction:
+            return None
+        return self.note(site, node) if site.file is self.file else None
+
+    def at_site(self, node: Node, what: What, causes: tuple[Directive, ...]) -> None:
+        """Changes what the place makes that makes a module."""
+        if node.owner is None:
+            raise errors.Unsupported(
+                "the model itself is not made by another module",
+                at=causes[0].at if causes else None,
+            )
+        key, owner = self.site(node, causes)
+        if isinstance(what, MakeLayer):
+            self._check_callee(self.sites[key[1]], node, causes)
+            self._check_arguments(self.sites[key[1]], what.layer, causes)
+        self.made.setdefault((owner.path, key), {})[node.path] = what
+        for place in self.alike(key, node):
+            self.add(owner.path, place, what, causes)
+
+    def _check_callee(self, site: Site, node: Node, causes: tuple[Directive, ...]) -> None:
+        """A layer takes the place of a call of its own class, whose arguments it knows."""
+        if site.callee is not None:
+            name = self.file.qualified(site.callee) or ""
+            if name.rpartition(".")[2] == node.cls.__name__:
+                return
+            if resolve_callee(self.sources, site, node) is node.cls:
+                return
+        raise errors.UnfollowableConstruction(
+            f"`{node.path}` is a {node.cls.__name__}, but is not made by a call of that class here",
+            at=self.file.at(site.value),
+            also=[c.at for c in causes[:1] if c.at],
+            hint=f"write the construction out: self.{site.path} = nn.{node.cls.__name__}(...)",
+        )
+
+    def _check_arguments(self, site: Site, layer: Layer, causes: tuple[Directive, ...]) -> None:
+        """Refuses constructor arguments that the sharded layer has no equal for."""
+        for keyword in site.value.keywords if isinstance(site.value, ast.Call) else ():
+            if keyword.arg is not None and keyword.arg not in arguments_of(layer):
+                raise errors.Unsupported(
+                    f"a sharded layer does not take the argument `{keyword.arg}`",
+                    at=self.file.at(keyword),
+                    also=[c.at for c in causes[:1] if c.at],
+                    hint=f"{layer.name} takes {', '.join(arguments_of(layer))}",
+                )
+
+
+def owned(node: Node) -> list[Node]:
+    """The modules whose owner is `node`: its children, and theirs where they are containers."""
+    found = []
+    waiting = list(node.children.values())
+    while waiting:
+        child = waiting.pop()
+        if child.owner is node:
+            found.append(child)
+            if child.is_container:
+                waiting += child.children.values()
+    return found
+
+
+def _sibling(index: str, name: str) -> str:
+    """The index of another element of the same list."""
+    return ".".join([*index.split(".")[:-1], name])
+
+
+def _index(pattern: str, path: str) -> str:
+    """What stands in a path for the `*` of its pattern."""
+    steps = zip(pattern.split("."), path.split("."), strict=False)
+    return ".".join(have for want, have in steps if want == "*")

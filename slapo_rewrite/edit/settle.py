@@ -1,0 +1,169 @@
+"""From changes at places of classes to edits: each class in place, or as subclasses.
+
+Instances of a class whose changes do not contradict each other share one definition (`merged`). A
+class whose instances all agree is changed in place; where only some want a change, they get a
+subclass, and the place that makes them picks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.classes import ClassWriter
+from slapo_rewrite.edit.definition import RECOMPUTE, Definition, Key, common, merged, united
+from slapo_rewrite.edit.imports import Imports
+from slapo_rewrite.edit.lineages import Lineages
+from slapo_rewrite.edit.places import Places, owned
+from slapo_rewrite.edit.splice import Edit
+from slapo_rewrite.edit.variants import Variants
+from slapo_rewrite.model.join import find_site
+from slapo_rewrite.model.tree import Node, Tree
+
+
+def settle(
+    tree: Tree, places: Places, lineages: Lineages, imports: Imports, line_length: int
+) -> list[Edit]:
+    """The edits that carry out the collected changes.
+
+    Args:
+        tree: The module tree.
+        places: What was collected.
+        lineages: The classes of the model file.
+        imports: Takes the names that the edits refer to.
+        line_length: The file's own.
+
+    Raises:
+        RewriteError: What was asked does not fit together, or the source cannot be changed so.
+    """
+    return _Settling(tree, places, lineages, imports, line_length).run()
+
+
+class _Settling:
+    def __init__(
+        self, tree: Tree, places: Places, lineages: Lineages, imports: Imports, line_length: int
+    ) -> None:
+        self.tree, self.places, self.lineages, self.file = tree, places, lineages, places.file
+        self.writer = ClassWriter(lineages, imports, line_length)
+        self.variants = Variants(places, self.writer, imports)
+
+    def run(self) -> list[Edit]:
+        """Every class, what stands lower in the tree first."""
+        edits: list[Edit] = []
+        by_class: dict[type, list[Node]] = {}
+        heights: dict[str, int] = {}
+        height_of: dict[type, int] = {}
+        for path in reversed(self.tree.nodes):
+            node = self.tree.nodes[path]
+            heights[path] = 1 + max((heights[c.path] for c in node.children.values()), default=0)
+            height_of[node.cls] = max(height_of.get(node.cls, 0), heights[path])
+            by_class.setdefault(node.cls, []).append(node)
+        for nodes in by_class.values():
+            nodes.reverse()
+        for cls in sorted(by_class, key=lambda c: height_of[c]):
+            nodes = by_class[cls]
+            if any(n.path in self.places.changes for n in nodes):
+                edits += self._settle_class(cls, nodes)
+        return _each_once(edits)
+
+    def _settle_class(self, cls: type, nodes: list[Node]) -> list[Edit]:
+        if self.places.sources.file_of(cls) is not self.file:
+            return self.variants.of_foreign(cls, nodes)
+        definitions = self._definitions(nodes)
+        shared = common(definitions) - {RECOMPUTE}
+        edits: list[Edit] = []
+        everything = Definition()
+        for definition in definitions:
+            everything.absorb(
+                Definition(
+                    {k: v for k, v in definition.changes.items() if k in shared},
+                    {k: v for k, v in definition.causes.items() if k in shared},
+                )
+            )
+        if everything.changes:
+            self._check_homes(cls, everything)
+            edits += self.writer.in_place(cls.__name__, everything, self.places.indices)
+        for definition in definitions:
+            edits += self.variants.specialise(cls, definition, definition.changes.keys() - shared)
+        return edits
+
+    def _definitions(self, nodes: list[Node]) -> list[Definition]:
+        """The definitions that a class's instances want, as few as can be."""
+        alike: dict[Any, Definition] = {}
+        for node in nodes:
+            changes = self.places.changes.get(node.path, {})
+            present = self._present(node)
+            key = (frozenset(changes.items()), frozenset(present))
+            if key not in alike:
+                alike[key] = Definition(dict(changes), {}, present)
+            definition = alike[key]
+            definition.nodes.append(node)
+            for place, causes in self.places.causes.get(node.path, {}).items():
+                known = definition.causes.get(place, ())
+                if known != causes:
+                    definition.causes[place] = united(known, causes)
+        return merged(alike.values())
+
+    def _present(self, node: Node) -> set[Key]:
+        """The construction sites that an instance went through, and the parameters it made."""
+        present: set[Key] = set()
+        for child in owned(node):
+            try:
+                site = find_site(self.places.sources, child)
+            except errors.UnfollowableConstruction:
+                continue
+            if site.file is self.file:
+                key = self.places.note(site, child)
+                if key in present:
+                    self._check_made_alike(node, key, child)
+                present.update(self.places.alike(key, child))
+        for start, site in self.places.sites.items():
+            if site.kind in ("parameter", "buffer") and site.path in node.parameters:
+                present.add(("parameter", start, ""))
+        return present
+
+    def _check_made_alike(self, node: Node, key: Key, child: Node) -> None:
+        """Modules that one line makes can only be changed all in the same way."""
+        made = self.places.made.get((node.path, key), {})
+        alike = [c for c in owned(node) if self.places.key(c) == key]
+        if made and len({made.get(c.path) for c in alike}) > 1:
+            other = next(c for c in alike if made.get(c.path) != made.get(child.path))
+            causes = self.places.causes[node.path][key]
+            raise errors.UnfollowableConstruction(
+                f"`{other.path}` and `{child.path}` are made by one line, and are scheduled "
+                "differently",
+                at=self.file.at(self.places.sites[key[1]].value),
+                also=[c.at for c in causes[:1] if c.at],
+                hint="give each a line of its own",
+            )
+
+    def _check_homes(self, cls: type, definition: Definition) -> None:
+        """What several classes inherit cannot be changed in place for one of them alone."""
+        for key in definition.changes:
+            home = self.lineages.home(cls.__name__, key)
+            if home == cls.__name__:
+                continue
+            for node in self.tree.nodes.values():
+                if node.cls is cls or home not in self.lineages.lineage(node.cls.__name__):
+                    continue
+                if key in self.places.changes.get(node.path, {}):
+                    continue
+                if key[0] in ("site", "parameter", "hook") and key not in self._present(node):
+                    continue
+                raise errors.Unsupported(
+                    f"`{cls.__name__}` inherits what changes from `{home}`, and so does "
+                    f"`{node.cls.__name__}` at `{node.path}`, which is not scheduled alike",
+                    at=definition.causes[key][0].at,
+                    hint="schedule both alike",
+                )
+
+
+def _each_once(edits: list[Edit]) -> list[Edit]:
+    """The edits without repetition: several classes may ask for one in what they inherit."""
+    found: dict[tuple[int, int, str], Edit] = {}
+    for edit in edits:
+        key = (edit.start, edit.end, edit.text)
+        known = found.get(key)
+        found[key] = replace(edit, causes=united(known.causes, edit.causes)) if known else edit
+    return list(found.values())

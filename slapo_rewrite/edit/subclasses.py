@@ -1,0 +1,251 @@
+"""The text of subclasses: with some changes only, or computing their activations again."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Mapping
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.expressions import formatted
+from slapo_rewrite.edit.imports import CHECKPOINT, Imports
+from slapo_rewrite.edit.lineages import Lineages
+from slapo_rewrite.edit.lines import Lines, written
+from slapo_rewrite.edit.splice import apply_edits, moved
+from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.edit.text import accessor, all_arguments, docstring, passed_on, within
+
+# What transformers calls the cache that a layer fills: filled twice, it would hold every key twice.
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "past_states")
+
+
+class SubclassWriter:
+    """Writes subclasses of the classes of one file.
+
+    Args:
+        lineages: The classes of the model file.
+        imports: Takes the names that the text refers to.
+        line_length: The file's own.
+    """
+
+    def __init__(self, lineages: Lineages, imports: Imports, line_length: int) -> None:
+        self.lineages, self.imports, self.line_length = lineages, imports, line_length
+        self.file = lineages.file
+
+    def subclass(
+        self,
+        class_name: str,
+        new_name: str,
+        lines: Mapping[ast.stmt, Lines],
+        relatives: Mapping[int, str],
+        optional: set[int],
+        doc: str,
+    ) -> str:
+        """A subclass in which some statements are others.
+
+        Args:
+            class_name: The class it is derived from, as it is after its own edits.
+            new_name: Its name.
+            lines: What changes, by statement.
+            relatives: Where a module is that a site outside of loops makes, by the site.
+            optional: The sites that not all of its instances go through.
+            doc: The docstring's one line.
+        """
+        constructor = self.lineages.method(class_name, "__init__")
+        body = ["\n".join(docstring(doc, 4, self.line_length)) + "\n"]
+        in_init = {s: c for s, c in lines.items() if constructor and within(constructor, s)}
+        elsewhere = {s: c for s, c in lines.items() if s not in in_init}
+        if in_init and constructor:
+            body.append(self._constructor(class_name, constructor, in_init, relatives, optional))
+        for method in self.lineages.methods(class_name):
+            inside = {s: c for s, c in elsewhere.items() if within(method, s)}
+            if not inside:
+                continue
+            if method is not self.lineages.method(class_name, method.name):
+                raise errors.UnfollowableConstruction(
+                    f"some instances of `{class_name}` differ in a method that it calls by "
+                    "`super()`",
+                    at=self.file.at(next(iter(inside))),
+                    hint="schedule all instances alike",
+                )
+            body.append(self._override(class_name, method, inside))
+        return f"class {new_name}({class_name}):\n" + "\n".join(body)
+
+    def _constructor(
+        self,
+        class_name: str,
+        constructor: ast.FunctionDef,
+        lines: Mapping[ast.stmt, Lines],
+        relatives: Mapping[int, str],
+        optional: set[int],
+    ) -> str:
+        header = self._header(constructor)
+        passed = ", ".join(passed_on(constructor.args))
+        text = [header, f"        super().__init__({passed})"]
+        known = (
+            {a.arg for a in all_arguments(constructor.args)} | self.file.names | set(dir(builtins))
+        )
+        body: list[str] = []
+        for statement in sorted(lines, key=lambda s: s.lineno):
+            self._check_repeatable(class_name, constructor, statement)
+            change = lines[statement]
+            guards = (
+                self._guards(constructor, statement) if self._starts(statement) & optional else []
+            )
+            depth = 8 + 4 * len(guards)
+            indent = " " * depth
+            block = [" " * (8 + 4 * n) + guard for n, guard in enumerate(guards)]
+            if change.inside or change.again:
+                local = self._locals(constructor, statement, known)
+                block += [
+                    indent + formatted(self.file.segment(s), depth, self.line_length)
+                    for s in local
+                    if s not in lines
+                ]
+                start, end = self.file.span(statement)
+                again, _ = apply_edits(self.file.text[start:end], moved(change.inside, -start))
+                again = self._reassigned(statement, again, relatives)
+                block.append(indent + formatted(again, depth, self.line_length))
+            block += [
+                indent + formatted(t, depth, self.line_length)
+                for t, _, _ in (*change.before, *change.after)
+            ]
+            body += ["\n".join(block)] if guards else block
+        return "\n".join([*text, *dict.fromkeys(body)]) + "\n"
+
+    def _starts(self, statement: ast.stmt) -> set[int]:
+        """The construction sites in a statement."""
+        return {start for start, site in self.lineages.sites.items() if site.statement is statement}
+
+    def _guards(self, constructor: ast.FunctionDef, statement: ast.stmt) -> list[str]:
+        """The conditions under which the constructor comes to a statement, outermost first."""
+        found = []
+        for node in ast.walk(constructor):
+            if isinstance(node, ast.If) and within(node, statement) and node is not statement:
+                test = self.file.segment(node.test)
+                taken = any(within(inner, statement) for inner in node.body)
+                found.append(f"if {test}:" if taken else f"if not ({test}):")
+        return found
+
+    def _reassigned(self, statement: ast.stmt, text: str, relatives: Mapping[int, str]) -> str:
+        """In a subclass, `self.layer[0] = X` takes the place of `self.layer.append(X)`."""
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)):
+            return text
+        start = min(self._starts(statement), default=None)
+        if value.func.attr == "append" and start is not None:
+            parsed = ast.parse(text).body[0]
+            assert isinstance(parsed, ast.Expr) and isinstance(parsed.value, ast.Call)
+            made = ast.get_source_segment(text, parsed.value.args[0])
+            return f"{accessor(relatives[start])} = {made}"
+        return text
+
+    def _check_repeatable(
+        self, class_name: str, constructor: ast.FunctionDef, statement: ast.stmt
+    ) -> None:
+        """A statement can stand in a subclass's constructor unless a loop is around it."""
+        for node in ast.walk(constructor):
+            if isinstance(node, (ast.For, ast.While, ast.With, ast.Try)) and within(
+                node, statement
+            ):
+                raise errors.UnfollowableConstruction(
+                    f"some instances of `{class_name}` differ in what is made here, inside a "
+                    f"`{type(node).__name__.lower()}`",
+                    at=self.file.at(statement),
+                    hint="schedule all instances alike, or make these modules outside of it",
+                )
+
+    def _locals(
+        self, constructor: ast.FunctionDef, statement: ast.stmt, known: set[str]
+    ) -> list[ast.stmt]:
+        """The assignments of local variables that a statement uses, in order."""
+        bound = {
+            n.id
+            for n in ast.walk(statement)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        }
+        missing = {
+            n.id
+            for n in ast.walk(statement)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.id not in known | bound
+        }
+        needed: list[ast.stmt] = []
+        for name in sorted(missing):
+            assigned = [
+                s
+                for s in constructor.body
+                if isinstance(s, ast.Assign)
+                and any(isinstance(t, ast.Name) and t.id == name for t in s.targets)
+            ]
+            if len(assigned) != 1:
+                raise errors.UnfollowableConstruction(
+                    f"what is made here depends on the local variable `{name}`",
+                    at=self.file.at(statement),
+                    hint=f"keep `{name}` in an attribute of the module",
+                )
+            needed += [s for s in self._locals(constructor, assigned[0], known) if s not in needed]
+            needed.append(assigned[0])
+        return needed
+
+    def _override(
+        self, class_name: str, method: ast.FunctionDef, lines: Mapping[ast.stmt, Lines]
+    ) -> str:
+        start = (
+            self.file.span(method.decorator_list[0])[0] - 1
+            if method.decorator_list
+            else self.file.span(method)[0]
+        )
+        end = self.file.span(method)[1]
+        if "super()" in self.file.text[start:end]:
+            raise errors.UnfollowableConstruction(
+                f"some instances of `{class_name}` need another `{method.name}`, and this one "
+                "calls `super()`",
+                at=self.file.at(method),
+                hint="schedule all instances alike",
+            )
+        text, _ = apply_edits(
+            self.file.text[start:end], moved(written(self.file, lines, self.line_length), -start)
+        )
+        return " " * method.col_offset + text + "\n"
+
+    def _header(self, method: ast.FunctionDef) -> str:
+        start, _ = self.file.span(method)
+        first = method.body[0]
+        end = self.file.offset(first.lineno, 0)
+        header = self.file.text[start:end].rstrip()
+        # Comments between the header and the body do not belong to it.
+        while header.rsplit("\n", 1)[-1].lstrip().startswith("#"):
+            header = header.rsplit("\n", 1)[0].rstrip()
+        return " " * method.col_offset + header
+
+    def recomputing(
+        self, class_name: str, new_name: str, shown: str, causes: tuple[Directive, ...]
+    ) -> str:
+        """A subclass whose activations are computed again in the backward pass."""
+        forward = (
+            self.file.method(class_name, "forward") if class_name in self.file.classes else None
+        )
+        call = self.imports.outside(CHECKPOINT, "checkpoint", causes)
+        doc = f"A `{shown}` that recomputes its activations in the backward pass."
+        text = [f"class {new_name}({shown}):", *docstring(doc, 4, self.line_length), ""]
+        names = [a.arg for a in all_arguments(forward.args)] if forward else []
+        caches = [name for name in names if name in CACHES]
+        if forward is None or not caches:
+            text += [
+                "    def forward(self, *args, **kwargs):",
+                f"        return {call}(super().forward, *args, use_reentrant=False, **kwargs)",
+            ]
+            return "\n".join(text) + "\n"
+        passed = list(passed_on(forward.args, by_name=False))
+        stars = [p for p in passed if p.startswith("**")]
+        plain = [p for p in passed if not p.startswith("**")]
+        arguments = ", ".join(["super().forward", *plain, "use_reentrant=False", *stars])
+        text += [
+            self._header(forward),
+            "        if self.training:",
+            "            # Computing the layer a second time would fill the cache a second time.",
+            *(f"            {name} = None" for name in caches),
+            "        return "
+            + formatted(f"{call}({arguments})", 8, self.line_length - len("return ")),
+        ]
+        return "\n".join(text) + "\n"

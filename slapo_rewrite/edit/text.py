@@ -1,0 +1,98 @@
+"""Small pieces of source text, and small questions about syntax."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Iterator
+
+
+def condition(variable: str, indices: list[int], total: int) -> str:
+    """An expression that is true for these indices out of `range(total)`.
+
+    `[0, 1, 2] -> i < 3`, `[4, 5] of 6 -> i >= 4`, `[0, 2, 4] -> i % 2 == 0`.
+    """
+    first, last, count = indices[0], indices[-1], len(indices)
+    if count == 1:
+        return f"{variable} == {first}"
+    step = indices[1] - first
+    if indices == list(range(first, last + 1)):
+        if first == 0:
+            return f"{variable} < {last + 1}"
+        return (
+            f"{variable} >= {first}" if last == total - 1 else f"{first} <= {variable} < {last + 1}"
+        )
+    if indices == list(range(first % step, total, step)):
+        return f"{variable} % {step} == {first % step}"
+    return f"{variable} in ({', '.join(map(str, indices))})"
+
+
+def accessor(path: str) -> str:
+    """A module path as an expression: `mlp.0.c_fc -> self.mlp[0].c_fc`."""
+    text = "self"
+    for segment in path.split("."):
+        text += f"[{segment}]" if segment.isdigit() else f".{segment}"
+    return text
+
+
+def docstring(text: str, indent: int, line_length: int) -> list[str]:
+    """A docstring of one line, or broken over several where it does not fit."""
+    pad = " " * indent
+    if len(pad) + len(text) + 6 <= line_length:
+        return [f'{pad}"""{text}"""']
+    return [
+        *textwrap.wrap(
+            f'"""{text}',
+            line_length,
+            initial_indent=pad,
+            subsequent_indent=pad,
+            break_on_hyphens=False,
+        ),
+        f'{pad}"""',
+    ]
+
+
+def within(outer: ast.AST, inner: ast.AST) -> bool:
+    """Whether a node is part of another, or the other itself."""
+    return any(node is inner for node in ast.walk(outer))
+
+
+def simple_statements(function: ast.FunctionDef) -> Iterator[ast.stmt]:
+    """The statements of a function that hold no others."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.stmt) and not hasattr(node, "body"):
+            yield node
+
+
+def returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
+    """The `return` statements of a function, those of functions inside it left out."""
+    waiting: list[ast.AST] = list(function.body)
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, ast.Return):
+            yield node
+        elif not isinstance(
+            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+        ):
+            waiting += list(ast.iter_child_nodes(node))
+
+
+def all_arguments(arguments: ast.arguments) -> list[ast.arg]:
+    """Every argument that a function takes, `*args` and `**kwargs` included."""
+    found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return found + [a for a in (arguments.vararg, arguments.kwarg) if a]
+
+
+def passed_on(arguments: ast.arguments, by_name: bool = True) -> Iterator[str]:
+    """The arguments of a method's caller, handed on as they came."""
+    positional = [*arguments.posonlyargs, *arguments.args][1:]
+    required = len(positional) - len(arguments.defaults)
+    for number, argument in enumerate(positional):
+        optional = by_name and number >= required and not arguments.vararg
+        yield f"{argument.arg}={argument.arg}" if optional else argument.arg
+    if arguments.vararg:
+        yield f"*{arguments.vararg.arg}"
+    for argument in arguments.kwonlyargs:
+        yield f"{argument.arg}={argument.arg}"
+    if arguments.kwarg:
+        yield f"**{arguments.kwarg.arg}"

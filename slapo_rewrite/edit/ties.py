@@ -1,0 +1,73 @@
+"""What is tied to a sharded parameter is sharded as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.state import EMPTY, ModuleState, Shard, Sync
+from slapo_rewrite.model.layers import splits_of
+from slapo_rewrite.model.tree import Node, Tree
+
+
+def follow_ties(tree: Tree, states: dict[str, ModuleState]) -> None:
+    """Shards what is tied to a sharded parameter the same way.
+
+    A module that is split because of a tie keeps its meaning for whoever calls it: what it gives
+    out is made whole.
+
+    Raises:
+        ConflictingEdits: Tied parameters are sharded along different axes.
+    """
+    changed = True
+    while changed:
+        changed = False
+        for names in tree.ties.values():
+            members = [(tree.nodes[n.rpartition(".")[0]], n.rpartition(".")[2]) for n in names]
+            sharded = [
+                (node, s) for node, name in members for s in _shards(states, node) if s.name == name
+            ]
+            if not sharded:
+                continue
+            first_node, first = sharded[0]
+            for node, other in sharded[1:]:
+                if (other.axis, other.parts) != (first.axis, first.parts):
+                    raise errors.ConflictingEdits(
+                        f"`{first_node.path}.{first.name}` and `{node.path}.{other.name}` are "
+                        "one tied parameter, sharded in two ways",
+                        at=other.cause.at,
+                        also=[first.cause.at] if first.cause.at else [],
+                    )
+            for node, name in members:
+                if not any(s.name == name for s in _shards(states, node)):
+                    states[node.path] = _tied(node, states.get(node.path, EMPTY), name, first)
+                    changed = True
+
+
+def _shards(states: Mapping[str, ModuleState], node: Node) -> tuple[Shard, ...]:
+    return states.get(node.path, EMPTY).shards
+
+
+def _tied(node: Node, state: ModuleState, name: str, shard: Shard) -> ModuleState:
+    splits = splits_of(node.cls)
+    added = [Shard(name, shard.axis, shard.parts, shard.cause)]
+    if splits is None or (name, shard.axis) not in splits:
+        return replace(state, shards=(*state.shards, *added))
+    split = splits[name, shard.axis]
+    present = {s.name for s in state.shards} | {name}
+    added += [
+        Shard(other, axis, shard.parts, shard.cause)
+        for (other, axis), how in splits.items()
+        if how == split and other in node.parameters and other not in present
+    ]
+    syncs = list(state.syncs)
+    if not state.shards:
+        operation = "all_gather" if split.output == "partition" else "all_reduce"
+        axis = -1 if operation == "all_gather" else None
+        wanted = [Sync("fwd_post", operation, axis, False, shard.cause)]
+        if split.has_input_gradient:
+            wanted.append(Sync("bwd_post", "all_reduce", None, False, shard.cause))
+        have = {(s.mode, s.op) for s in syncs}
+        syncs += [s for s in wanted if (s.mode, s.op) not in have]
+    return replace(state, shards=(*state.shards, *added), syncs=tuple(syncs))

@@ -1,0 +1,227 @@
+"""Subclasses for those instances that want more than their class does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.classes import ClassWriter
+from slapo_rewrite.edit.definition import (
+    RECOMPUTE,
+    Attach,
+    ChangeArgument,
+    Definition,
+    Key,
+    MakeClass,
+    MakeLayer,
+    MakeOther,
+    OwnShare,
+    ShareParameter,
+    SplitParameter,
+    WrapCall,
+    WrapInput,
+    WrapOutput,
+    united,
+)
+from slapo_rewrite.edit.imports import Imports
+from slapo_rewrite.edit.places import Places, owned
+from slapo_rewrite.edit.splice import Edit
+from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.model.join import find_site
+from slapo_rewrite.model.tree import Node
+
+
+class Variants:
+    """Names the subclasses, and has the places that make the instances pick them.
+
+    Args:
+        places: What was collected; takes what becomes of the instances' places.
+        writer: Writes the subclasses.
+        imports: Takes the names that the edits refer to.
+    """
+
+    def __init__(self, places: Places, writer: ClassWriter, imports: Imports) -> None:
+        self.places, self.writer, self.imports, self.file = places, writer, imports, places.file
+        self.class_names: set[str] = set()
+        self.known: dict[Any, str] = {}
+
+    def specialise(self, cls: type, definition: Definition, extra: set[Key]) -> list[Edit]:
+        """Gives the instances that want more than the class does a subclass of their own."""
+        if not extra:
+            return []
+        edits: list[Edit] = []
+        name = cls.__name__
+        beyond = extra - {RECOMPUTE}
+        if not beyond:
+            causes = definition.causes[RECOMPUTE]
+            definition.nodes = [
+                n for n in definition.nodes if not self._checkpointed_other(n, causes, edits)
+            ]
+            if not definition.nodes:
+                return edits
+        if beyond:
+            variant = (cls, frozenset((k, definition.changes[k]) for k in beyond))
+            name = self.known.get(variant, "")
+            if not name:
+                causes = united(*(definition.causes.get(k, ()) for k in beyond))
+                self._check_base(cls, definition, beyond)
+                prefix, doc = self._described(definition, beyond)
+                name = self.known[variant] = self._new_name(f"{prefix}{cls.__name__}")
+                text = self.writer.subclass(
+                    cls.__name__,
+                    name,
+                    definition,
+                    beyond,
+                    self.places.indices,
+                    *self._relatives(definition),
+                    f"A `{cls.__name__}` {doc}.",
+                )
+                edits.append(
+                    self._class_after(cls.__name__, text, causes, f"`{name}`, for some instances")
+                )
+        if RECOMPUTE in extra:
+            causes = definition.causes[RECOMPUTE]
+            base = name
+            name = f"Checkpointed{base}"
+            if name not in self.class_names:
+                self._new_name(name)
+                text = self.writer.subclasses.recomputing(cls.__name__, name, base, causes)
+                edits.append(
+                    self._class_after(cls.__name__, text, causes, f"`{base}`, checkpointed")
+                )
+        self._rename(
+            definition.nodes, name, cls.__name__, united(*(definition.causes[k] for k in extra))
+        )
+        return edits
+
+    def of_foreign(self, cls: type, nodes: list[Node]) -> list[Edit]:
+        """A class of another file can be given a subclass here, before the class that makes it."""
+        edits: list[Edit] = []
+        name = f"Checkpointed{cls.__name__}"
+        for node in nodes:
+            causes = self.places.causes.get(node.path, {}).get(RECOMPUTE)
+            if causes is None or self._checkpointed_other(node, causes, edits):
+                continue
+            key, _ = self.places.site(node, causes)
+            site = self.places.sites[key[1]]
+            if name not in self.class_names:
+                name = self._new_name(name)
+                shown = self.file.segment(site.callee) if site.callee else cls.__name__
+                text = self.writer.subclasses.recomputing(cls.__name__, name, shown, causes)
+                edits.append(
+                    self._class_before(site.class_name, text, causes, f"`{shown}`, checkpointed")
+                )
+            self._rename([node], name, cls.__name__, causes)
+        return edits
+
+    def _relatives(self, definition: Definition) -> tuple[dict[int, str], set[int]]:
+        """Where places outside of loops put what they make, and which not all instances have."""
+        found: dict[int, str] = {}
+        count: Counter[int] = Counter()
+        for node in definition.nodes:
+            for child in owned(node):
+                try:
+                    site = find_site(self.places.sources, child)
+                except errors.UnfollowableConstruction:
+                    continue
+                if site.file is not self.file or site.loops:
+                    continue
+                start = self.file.span(site.value)[0]
+                count[start] += 1
+                if found.setdefault(start, child.relative) != child.relative:
+                    raise errors.UnfollowableConstruction(
+                        f"`{child.path}` is made here, and so is `{found[start]}` of another "
+                        f"`{node.cls.__name__}`",
+                        at=self.file.at(site.value),
+                        hint="schedule all instances alike",
+                    )
+        return found, {start for start in found if count[start] < len(definition.nodes)}
+
+    def _check_base(self, cls: type, definition: Definition, extra: set[Key]) -> None:
+        if ("base",) in extra:
+            raise errors.Unsupported(
+                f"some instances of `{cls.__name__}` are split, some not: a class has one base",
+                at=definition.causes[("base",)][0].at,
+                hint="schedule all instances alike",
+            )
+
+    def _described(self, definition: Definition, extra: set[Key]) -> tuple[str, str]:
+        wanted = [definition.changes[k] for k in extra]
+        parallel = (
+            MakeLayer,
+            SplitParameter,
+            OwnShare,
+            WrapInput,
+            WrapOutput,
+            WrapCall,
+            Attach,
+            ChangeArgument,
+            ShareParameter,
+        )
+        made = [w.name for w in wanted if isinstance(w, MakeClass)]
+        if any(isinstance(w, parallel) for w in wanted) or any(
+            n.startswith("TensorParallel") for n in made
+        ):
+            return "TensorParallel", "whose layers are split over the tensor-parallel group"
+        if made:
+            return "Scheduled", f"made of {' and '.join(f'`{n}`' for n in sorted(set(made)))}"
+        others = sorted({w.target.name for w in wanted if isinstance(w, MakeOther)})
+        return "Scheduled", f"made of {' and '.join(f'`{n}`' for n in others)}"
+
+    def _new_name(self, name: str) -> str:
+        unique, number = name, 2
+        while unique in self.class_names or unique in self.file.names:
+            unique, number = f"{name}{number}", number + 1
+        self.class_names.add(unique)
+        return unique
+
+    def _class_after(
+        self, class_name: str, text: str, causes: tuple[Directive, ...], why: str
+    ) -> Edit:
+        end = self.file.span(self.file.classes[class_name])[1]
+        return Edit(end, end, "\n\n\n" + text.rstrip("\n"), causes, why)
+
+    def _class_before(
+        self, class_name: str, text: str, causes: tuple[Directive, ...], why: str
+    ) -> Edit:
+        node = self.file.classes[class_name]
+        line = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        start = self.file.offset(line, 0)
+        return Edit(start, start, text.rstrip("\n") + "\n\n\n", causes, why)
+
+    def _rename(
+        self, nodes: list[Node], name: str, original: str, causes: tuple[Directive, ...]
+    ) -> None:
+        for node in nodes:
+            if node.owner is None:
+                raise errors.Unsupported(
+                    "the model itself cannot be checkpointed as a whole",
+                    at=causes[0].at if causes else None,
+                    hint="select modules inside it",
+                )
+            self.places.at_site(node, MakeClass(name, original), causes)
+
+    def _checkpointed_other(
+        self, node: Node, causes: tuple[Directive, ...], edits: list[Edit]
+    ) -> bool:
+        """Checkpoints the class that stands in the place of the original's, if one does."""
+        if node.owner is None:
+            return False
+        key, owner = self.places.site(node, causes)
+        what = self.places.changes.get(owner.path, {}).get(key)
+        if not isinstance(what, (MakeLayer, MakeOther)):
+            return False
+        if isinstance(what, MakeLayer):
+            shown = self.imports.helper(what.layer.module, what.layer.name, causes)
+        else:
+            shown = self.imports.function(what.target, causes)
+        name = f"Checkpointed{shown.rpartition('.')[2]}"
+        self.places.at_site(node, replace(what, subclass=name), causes)
+        if name not in self.class_names:
+            self._new_name(name)
+            text = self.writer.subclasses.recomputing("", name, shown, causes)
+            home = self.places.sites[key[1]].class_name
+            edits.append(self._class_before(home, text, causes, f"`{shown}`, checkpointed"))
+        return True
