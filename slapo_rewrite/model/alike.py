@@ -8,11 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_rewrite.model.construction import stack_of
 from slapo_rewrite.model.tree import Node, Tree
-
-# How many of the calls that led to a module tell where it was made.
-CALLS = 2
 
 
 class Alike:
@@ -29,16 +25,19 @@ class Alike:
     def __init__(self, tree: Tree, asked: Mapping[str, Hashable]) -> None:
         self.tree = tree
         self.siblings: dict[str, tuple[str, ...]] = {}
-        self._keys: dict[str, int] = {}
-        numbers: dict[Any, int] = {}
-        keys = self._keys
-        for path in reversed(tree.nodes):
+        self._asked: dict[str, list[tuple[str, int]]] = {}
+        numbers: dict[Hashable, int] = {}
+        seen: dict[int, int] = {}
+        for path, state in asked.items():
+            number = seen.get(id(state))
+            if number is None:
+                number = seen[id(state)] = numbers.setdefault(state, len(numbers))
             node = tree.nodes[path]
-            own, inner = node.live._parameters, node.children
-            shapes = tuple([(n, p.shape) for n, p in own.items() if p is not None]) if own else ()
-            below = tuple([(n, keys[c.path]) for n, c in inner.items()]) if inner else ()
-            key = (node.cls, asked.get(path), shapes, stack_of(node.live)[:CALLS], below)
-            keys[path] = numbers.setdefault(key, len(numbers))
+            while node.parent is not None:
+                if isinstance(node.parent.live, nn.ModuleList):
+                    below = self._asked.setdefault(node.path, [])
+                    below.append((path[len(node.path) :], number))
+                node = node.parent
         self._kept: dict[str, Node] = {}
         self._elements: dict[str, dict[str, Node]] = {}
         self._keep(tree.root)
@@ -47,9 +46,10 @@ class Alike:
         self._kept[node.path] = node
         children = node.children
         if isinstance(node.live, nn.ModuleList):
-            groups: dict[int, list[Node]] = {}
+            groups: dict[Any, list[Node]] = {}
             for child in children.values():
-                groups.setdefault(self._keys[child.path], []).append(child)
+                below = tuple(sorted(self._asked.get(child.path, ())))
+                groups.setdefault((child.kind, below), []).append(child)
             children = {group[0].name: group[0] for group in groups.values()}
             self._elements[node.path] = children
             for group in groups.values():

@@ -7,12 +7,16 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.model import construction
+
+# How many of the calls that led to a module tell where it was made.
+CALLS = 2
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
@@ -62,12 +66,15 @@ class Node:
             constructor of its own: what it holds is then made by whoever made it.
         owner: The nearest module above that is not a container; None for the root.
         relative: The path from `owner`, `layer.3` say.
+        kind: One number for all modules of a class that hold parameters of the same shapes, were
+            made by the same expression, and hold modules of the same kinds by the same names.
     """
 
     __slots__ = (
         "children",
         "cls",
         "is_container",
+        "kind",
         "live",
         "name",
         "owner",
@@ -83,6 +90,7 @@ class Node:
         self.cls = type(live)
         self.is_container = is_container(self.cls)
         self.children: dict[str, Node] = {}
+        self.kind = -1
         if parent is None:
             self.path, self.relative, self.owner = "", "", None
             return
@@ -125,6 +133,7 @@ class Tree:
         self.root = Node("", model, None)
         self.nodes: dict[str, Node] = {}
         names: dict[int, list[str]] = {}
+        self._kinds: dict[tuple[Any, ...], int] = {}
         self._build(self.root, set(), names)
         groups = [tuple(group) for group in names.values() if len(group) > 1]
         self.ties: dict[str, tuple[str, ...]] = {n: group for group in groups for n in group}
@@ -147,6 +156,14 @@ class Tree:
             child = node.children[name] = Node(name, live, node)
             self._build(child, above, names)
         above.discard(id(node.live))
+        node.kind = self._kind(node)
+
+    def _kind(self, node: Node) -> int:
+        own = node.live._parameters
+        shapes = tuple([(n, p.shape) for n, p in own.items() if p is not None]) if own else ()
+        below = tuple([(n, c.kind) for n, c in node.children.items()])
+        key = (node.cls, shapes, construction.stack_of(node.live)[:CALLS], below)
+        return self._kinds.setdefault(key, len(self._kinds))
 
 
 def is_container(cls: type) -> bool:

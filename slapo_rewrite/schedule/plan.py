@@ -25,8 +25,6 @@ class Plan:
         self.tree, self.schedule = tree, schedule
         self.directives: list[Directive] = []
         self.states: dict[str, ModuleState] = {}
-        self._kinds: dict[str, int] = {}
-        self._numbers: dict[Any, int] = {}
         self.order = {path: number for number, path in enumerate(tree.nodes)}
 
     def call(
@@ -51,16 +49,7 @@ class Plan:
         for node in primitive.targets(call, nodes):
             state = self.states.get(node.path, EMPTY)
             # States are shared, so that one object is one state.
-            key = (self._kind(node), id(state))
+            key = (node.kind, id(state))
             if key not in decided:
                 decided[key] = primitive.apply(call, node, state)
             self.states[node.path] = decided[key]
-
-    def _kind(self, node: Node) -> int:
-        """One number for all modules of a class whose parameters have the same shapes."""
-        number = self._kinds.get(node.path)
-        if number is None:
-            shapes = tuple((n, p.shape) for n, p in node.parameters.items())
-            number = self._numbers.setdefault((node.cls, shapes), len(self._numbers))
-            self._kinds[node.path] = number
-        return number
