@@ -7,6 +7,7 @@ import difflib
 import gc
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import time
@@ -214,12 +215,14 @@ def _frames(error: BaseException) -> list[types.TracebackType]:
 def training_inputs(schedule: ScheduleFile, model: Any) -> dict[str, Any]:
     """The keyword arguments of one training step, for a run without data.
 
-    A padding mask is left out where the tool makes the inputs: what it holds cannot be looked at on
-    the meta device.
+    Where the tool makes the inputs, a padding mask is left out, since what it holds cannot be
+    looked at on the meta device, and so is a cache of keys and values, which costs by the layer.
     """
     inputs = twin.step_inputs(schedule.module, model)
     if not hasattr(schedule.module, "inputs"):
         inputs.pop("attention_mask", None)
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            inputs["use_cache"] = False
     return inputs
 
 
