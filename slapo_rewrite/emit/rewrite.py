@@ -259,11 +259,12 @@ def line_length(text: str) -> int:
 
 
 def check_text(text: str, file: SourceFile) -> None:
-    """The result must parse, and bind every name that the original binds."""
-    tree = ast.parse(text)
-    names = {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
-    lost = {*file.classes, *file.functions} - names
-    lost -= {n for n in lost if n not in {s.name for s in file.tree.body if hasattr(s, "name")}}
+    """The result must parse, and define every class and function that the original defines."""
+
+    def defined(tree: ast.Module) -> set[str]:
+        return {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
+
+    lost = defined(file.tree) - defined(ast.parse(text))
     if lost:
         raise AssertionError(f"the rewritten file no longer defines {sorted(lost)}")
 
