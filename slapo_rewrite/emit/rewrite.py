@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import time
 import types
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import __version__, errors
+from slapo_rewrite.edit.definition import united
+from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.lower import lower
 from slapo_rewrite.edit.splice import Edit, apply_edits
 from slapo_rewrite.emit import record
@@ -129,6 +132,11 @@ def rewrite(
             *lowered.edits,
             *lowered.imports.edits(length, inlined),
         ]
+        text, _ = apply_edits(project.file.text, edits)
+        idle = idle_imports(project.file, text, lowered.edits, length)
+        # What stands inside a statement that is written anew is part of that.
+        edits = [e for e in edits if not any(i.start < e.start and e.end < i.end for i in idle)]
+        edits += idle
         text, changes = apply_edits(project.file.text, edits)
         check_text(text, project.file)
         header = (
@@ -248,6 +256,45 @@ def absolute_imports(file: SourceFile) -> list[Edit]:
                 Edit(dots, end, file.resolve_import(node), (), "import from outside the package")
             )
     return edits
+
+
+def idle_imports(
+    file: SourceFile, text: str, edits: Sequence[Edit], line_length: int
+) -> list[Edit]:
+    """Takes out imported names that the original uses and the rewritten text no longer does."""
+    idle = file.imports.keys() & _used(file.tree)
+    idle -= _used(ast.parse(text))
+    causes = united(*(e.causes for e in edits))
+    removed = []
+    for node in file.tree.body if idle else ():
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        kept = [a for a in node.names if (a.asname or a.name) not in idle]
+        start, end = file.span(node)
+        beside = file.text[end:].partition("\n")[0].strip()
+        if len(kept) == len(node.names) or beside or "#" in file.segment(node):
+            continue  # a comment there may be about the import: leave both
+        if kept:
+            names = ast.unparse(ast.Import(kept)).removeprefix("import ")
+            lead = "import"
+            if isinstance(node, ast.ImportFrom):
+                lead = f"from {file.resolve_import(node)} import"
+            new = formatted(f"{lead} {names}", 0, line_length)
+        else:  # the line break before goes as well
+            start, new = max(0, start - 1), ""
+        removed.append(Edit(start, end, new, causes, "import what is used, no more"))
+    return removed
+
+
+def _used(tree: ast.Module) -> set[str]:
+    """Names that a file uses, those in strings (`__all__`, quoted annotations) included."""
+    used: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            used.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            used.update(re.findall(r"\w+", node.value))
+    return used
 
 
 def line_length(text: str) -> int:
