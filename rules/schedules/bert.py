@@ -33,19 +33,11 @@ def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
     """Splits the layers, and checkpoints the first `ckpt_ratio` of them."""
     layers = s["bert.encoder.layer"]
     if tensor_parallel:
-        columns = layers[
-            "*.{attention.self.query,attention.self.key,attention.self.value,intermediate.dense}"
-        ]
-        columns.shard(["weight", "bias"], axis=0)
-        columns.sync("bwd_post", "all_reduce")
-        rows = layers["*.{attention.output.dense,output.dense}"]
-        rows.shard("weight", axis=1)
-        rows.sync("fwd_post", "all_reduce")
+        layers["*.attention.self.{query,key,value}"].shard(["weight", "bias"], axis=0)
+        layers["*.intermediate.dense"].shard(["weight", "bias"], axis=0)
+        layers["*.{attention.output.dense,output.dense}"].shard("weight", axis=1)
 
         s["bert.embeddings.word_embeddings"].shard("weight", axis=0)
-        s["bert.embeddings.word_embeddings"].sync("fwd_post", "all_reduce")
-        head = s["cls.predictions.decoder"]
-        head.shard(["weight", "bias"], axis=0)
-        head.sync("bwd_post", "all_reduce")
-        head.sync("fwd_post", "all_gather", axis=-1)
+        s["cls.predictions.decoder"].shard(["weight", "bias"], axis=0)
+        s.infer_sync()
     layers[: round(ckpt_ratio * len(layers["*"]))].checkpoint()

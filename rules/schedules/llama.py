@@ -40,18 +40,10 @@ def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
     """Splits the layers, and checkpoints the first `ckpt_ratio` of them."""
     layers = s["model.layers"]
     if tensor_parallel:
-        columns = layers[
-            "*.{self_attn.q_proj,self_attn.k_proj,self_attn.v_proj,mlp.gate_proj,mlp.up_proj}"
-        ]
-        columns.shard("weight", axis=0)
-        columns.sync("bwd_post", "all_reduce")
-        rows = layers["*.{self_attn.o_proj,mlp.down_proj}"]
-        rows.shard("weight", axis=1)
-        rows.sync("fwd_post", "all_reduce")
+        layers["*.self_attn.{q_proj,k_proj,v_proj}"].shard("weight", axis=0)
+        layers["*.mlp.{gate_proj,up_proj}"].shard("weight", axis=0)
+        layers["*.{self_attn.o_proj,mlp.down_proj}"].shard("weight", axis=1)
 
-        s["model.embed_tokens"].shard("weight", axis=0)
-        s["model.embed_tokens"].sync("fwd_post", "all_reduce")
-        s["lm_head"].shard("weight", axis=0)
-        s["lm_head"].sync("bwd_post", "all_reduce")
-        s["lm_head"].sync("fwd_post", "all_gather", axis=-1)
+        s["{model.embed_tokens,lm_head}"].shard("weight", axis=0)
+        s.infer_sync()
     layers[: round(ckpt_ratio * len(layers["*"]))].checkpoint()

@@ -15,12 +15,13 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.edit.collect import collect
 from slapo_rewrite.edit.imports import Imports
+from slapo_rewrite.edit.infer import Inference, named
 from slapo_rewrite.edit.layers import choose_layer
 from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.places import Places
 from slapo_rewrite.edit.settle import settle
 from slapo_rewrite.edit.splice import Edit
-from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.edit.state import Directive, ModuleState
 from slapo_rewrite.edit.ties import follow_ties
 from slapo_rewrite.model.alike import Alike
 from slapo_rewrite.model.follow import (
@@ -45,17 +46,20 @@ class Lowered:
     Attributes:
         edits: Of the model file.
         imports: Names used of the helper modules.
+        inferred: Further directives: the collectives that were inferred.
         warnings: What could not be checked, in words.
     """
 
     edits: list[Edit]
     imports: Imports
+    inferred: list[Directive] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
 def lower(
     tree: Tree,
     states: Mapping[str, ModuleState],
+    number: int,
     sources: Sources,
     step_inputs: Callable[[], dict[str, Any]],
     line_length: int,
@@ -65,6 +69,7 @@ def lower(
     Args:
         tree: The module tree.
         states: What was asked of each module path.
+        number: How many directives asked for it.
         sources: The source files.
         step_inputs: Makes the keyword arguments of one training step.
         line_length: The file's own.
@@ -72,14 +77,19 @@ def lower(
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
-    return _Lowering(tree, dict(states), sources, line_length).run(step_inputs)
+    return _Lowering(tree, dict(states), number, sources, line_length).run(step_inputs)
 
 
 class _Lowering:
     def __init__(
-        self, tree: Tree, states: dict[str, ModuleState], sources: Sources, line_length: int
+        self,
+        tree: Tree,
+        states: dict[str, ModuleState],
+        number: int,
+        sources: Sources,
+        line_length: int,
     ) -> None:
-        self.tree, self.states, self.sources = tree, states, sources
+        self.tree, self.states, self.number, self.sources = tree, states, number, sources
         self.file: SourceFile = sources.main
         self.line_length = line_length
         self.places = Places(sources)
@@ -99,24 +109,25 @@ class _Lowering:
         """Everything, in order."""
         follow_ties(self.tree, self.states)
         alike, every = Alike(self.tree, self.states), self.states
+        self.inference = Inference(self.tree, every)
         self.places.siblings = alike.siblings
         with alike.reduced():
-            self.states = {path: every[path] for path in every if path in self.tree.nodes}
-            asked = self._asked()
+            self.states = few = {path: every[path] for path in every if path in self.tree.nodes}
             try:
                 with alike.shortened():
-                    followed: Followed | None = self._follow(asked, step_inputs)
+                    followed: Followed | None = self._follow(step_inputs)
             except CannotRun:
                 followed = None
         if followed is None:
             # Some models count their layers by the configuration: run all of them.
-            few, self.states = self.states, every
+            self.states = every
             followed = self._follow_whole(step_inputs)
-            self.states = few
+            self.states = {path: self.states[path] for path in few}
+        self.states, inferred = named(self.states, self.number)
         with alike.reduced():
-            collect(self.tree, self.states, asked, followed, self.places, self.lineages)
+            collect(self.tree, self.states, self._asked(), followed, self.places, self.lineages)
             edits = settle(self.tree, self.places, self.lineages, self.imports, self.line_length)
-        return Lowered(edits, self.imports, self.warnings)
+        return Lowered(edits, self.imports, inferred, self.warnings)
 
     def _asked(self) -> Asked:
         layers, parameters = self._layers_and_parameters()
@@ -175,13 +186,29 @@ class _Lowering:
             )
         }
 
-    def _follow(self, asked: Asked, step_inputs: Callable[[], dict[str, Any]]) -> Followed:
-        """What follows from the sharded sizes.
+    def _follow(self, step_inputs: Callable[[], dict[str, Any]]) -> Followed:
+        """What follows from the sharded sizes, once the syncs left to be inferred are there.
 
         Raises:
             CannotRun: The model does not run on the meta device.
             UnfollowableSize: Something does not fit.
         """
+        refused: CannotFollow | None = None
+        for states in self.inference.starts(self.states, self._asked().layers):
+            repaired: dict[str, ModuleState] | None = states
+            while repaired is not None:
+                self.states = repaired
+                asked = self._asked()
+                try:
+                    return self._follow_once(asked, step_inputs)
+                except CannotFollow as error:
+                    failed = error
+                    repaired = self.inference.repaired(self.states, asked.layers, error.remedy)
+            refused = refused or failed
+        assert refused is not None
+        raise self._unfollowable(refused) from None
+
+    def _follow_once(self, asked: Asked, step_inputs: Callable[[], dict[str, Any]]) -> Followed:
         known = any(b.operation != "function" for found in asked.borders.values() for b in found)
         if not (asked.layers or asked.parameters or known):
             return Followed()
@@ -190,30 +217,30 @@ class _Lowering:
             os.path.realpath(self.file.path),
             os.path.abspath(self.file.path),
         }
-        try:
-            return follow(self.tree, asked, step_inputs(), names.__contains__)
-        except CannotFollow as error:
-            at = None
-            if error.place is not None:
-                place = error.place
-                text = self.file.line(place.line)
-                start = len(text.encode()[: place.column].decode(errors="ignore"))
-                end = len(text.encode()[: place.end_column].decode(errors="ignore"))
-                last = end if place.end_line == place.line else len(text)
-                at = errors.Span(
-                    self.file.display, place.line, start + 1, max(1, last - start), text
-                )
-            cause = self._a_cause(error.path)
-            places = [p for p in (at, cause) if p is not None]
-            raise errors.UnfollowableSize(
-                str(error), at=places[0] if places else None, also=places[1:], hint=error.hint
-            ) from None
+        return follow(self.tree, asked, step_inputs(), names.__contains__)
+
+    def _unfollowable(self, error: CannotFollow) -> errors.UnfollowableSize:
+        """The error as a user sees it."""
+        at = None
+        if error.place is not None:
+            place = error.place
+            text = self.file.line(place.line)
+            start = len(text.encode()[: place.column].decode(errors="ignore"))
+            end = len(text.encode()[: place.end_column].decode(errors="ignore"))
+            last = end if place.end_line == place.line else len(text)
+            at = errors.Span(self.file.display, place.line, start + 1, max(1, last - start), text)
+        cause = self._a_cause(error.path)
+        places = [p for p in (at, cause) if p is not None]
+        return errors.UnfollowableSize(
+            str(error), at=places[0] if places else None, also=places[1:], hint=error.hint
+        )
 
     def _follow_whole(self, step_inputs: Callable[[], dict[str, Any]]) -> Followed:
         """The same with every layer; a model that does not run is warned of."""
         try:
-            return self._follow(self._asked(), step_inputs)
+            return self._follow(step_inputs)
         except CannotRun as error:
+            self.inference.refuse(f"the model does not run: {str(error).splitlines()[0]}")
             self.warnings.append(
                 "the model does not run on the meta device, so sizes inside `forward` were not "
                 f"followed ({str(error).splitlines()[0]}); `--verify` tells whether they had to be"

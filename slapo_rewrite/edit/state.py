@@ -22,6 +22,7 @@ class Directive:
         at: Where the schedule calls it.
         text: The call as the schedule writes it, on one line.
         paths: The module paths that it was called on.
+        inferred: The collective that was inferred from it for these paths, if it infers any.
     """
 
     number: int
@@ -29,6 +30,7 @@ class Directive:
     at: Span | None
     text: str
     paths: tuple[str, ...]
+    inferred: str | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,13 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class InferSync:
+    """Collectives that are missing in a module and below are inferred."""
+
+    cause: Directive = field(compare=False)
+
+
+@dataclass(frozen=True)
 class ModuleState:
     """Everything that was asked of one module."""
 
@@ -110,6 +119,12 @@ class ModuleState:
     syncs: tuple[Sync, ...] = ()
     replacement: Replacement | None = None
     checkpoint: Checkpoint | None = None
+    infer_sync: InferSync | None = None
 
 
 EMPTY = ModuleState()
+
+
+def general(path: str) -> str:
+    """A module path with `*` for each number: `layer.3.mlp -> layer.*.mlp`."""
+    return ".".join("*" if segment.isdigit() else segment for segment in path.split("."))

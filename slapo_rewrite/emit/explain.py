@@ -81,5 +81,10 @@ def _causes(content: dict[str, Any], change: dict[str, Any]) -> list[str]:
     schedule = content["schedule"]["name"]
     found = [content["directives"][number] for number in change["directives"]]
     # A loop in the schedule calls one line several times.
-    shown = dict.fromkeys((d["line"], d["text"]) for d in found)
-    return [f"    {schedule}:{line}  {text}" for line, text in shown]
+    shown = dict.fromkeys(f"    {schedule}:{d['line']}  {d['text']}{_inferred(d)}" for d in found)
+    return list(shown)
+
+
+def _inferred(directive: dict[str, Any]) -> str:
+    what = directive.get("inferred")
+    return f"  (inferred: {what} on {', '.join(directive['paths'])})" if what else ""

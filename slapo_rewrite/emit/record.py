@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.edit.splice import Change
-from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.edit.state import Directive, general
 
 if TYPE_CHECKING:
     from slapo_rewrite.emit.rewrite import Project
-    from slapo_rewrite.schedule.plan import Plan
 
 NAME = "rewrite.json"
 
@@ -48,7 +47,7 @@ def tool_digest() -> str:
 
 def written(
     project: Project,
-    plan: Plan,
+    directives: Iterable[Directive],
     knobs: Mapping[str, Any],
     given: Mapping[str, str],
     files: Mapping[str, str],
@@ -60,7 +59,7 @@ def written(
 
     Args:
         project: The source and the schedule.
-        plan: The primitive calls.
+        directives: The primitive calls, and what was inferred.
         knobs: Every knob's value.
         given: The knobs that the command line set, as text.
         files: The output's other files.
@@ -82,7 +81,7 @@ def written(
         "packages": packages(project),
         "depends": depends(project),
         "files": {name: digest(text) for name, text in sorted(files.items())},
-        "directives": [directive(d) for d in plan.directives],
+        "directives": [directive(d) for d in directives],
         "changes": [
             {
                 "file": project.file.path.name,
@@ -117,17 +116,13 @@ def dumped(content: Mapping[str, Any]) -> str:
 
 def directive(item: Directive) -> dict[str, Any]:
     """One primitive call, with its module paths in short: numeric segments are written as `*`."""
-    return {
+    content = {
         "primitive": item.primitive,
         "line": item.at.line if item.at else None,
         "text": item.text,
         "paths": list(dict.fromkeys(general(p) for p in item.paths)),
     }
-
-
-def general(path: str) -> str:
-    """A module path with `*` for each number: `layer.3.mlp -> layer.*.mlp`."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+    return {**content, "inferred": item.inferred} if item.inferred else content
 
 
 def packages(project: Project) -> dict[str, str]:

@@ -122,7 +122,8 @@ def rewrite(
         def inputs() -> dict[str, Any]:
             return training_inputs(project.schedule, project.tree.root.live)
 
-        lowered = lower(project.tree, plan.states, project.sources, inputs, length)
+        count = len(plan.directives)
+        lowered = lower(project.tree, plan.states, count, project.sources, inputs, length)
         name, used = project.file.path.name, lowered.imports.helpers
         inlined = (
             inlined_helpers(used, project.schedule, project.file) if single_file and used else None
@@ -156,7 +157,14 @@ def rewrite(
             n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers
         }
         files["rewrite.json"] = record.written(
-            project, plan, knobs, given, files, changes, by_file, single_file
+            project,
+            [*plan.directives, *lowered.inferred],
+            knobs,
+            given,
+            files,
+            changes,
+            by_file,
+            single_file,
         )
     return Output(
         dict(sorted(files.items())), project.file.text, name, lowered.warnings, project.seconds

@@ -107,6 +107,11 @@ def splits_of(cls: type) -> dict[tuple[str, int], Split] | None:
     return SPLITS[_qualified(base)] if base else None
 
 
+def split_of(cls: type, layer: Layer) -> Split:
+    """How a layer splits the module of a class whose place it takes."""
+    return next(split for split in (splits_of(cls) or {}).values() if split.name == layer.name)
+
+
 def base_of(cls: type) -> type | None:
     """The class with a tensor-parallel counterpart that a class is or is derived from."""
     return next((c for c in cls.__mro__ if _qualified(c) in SPLITS), None)

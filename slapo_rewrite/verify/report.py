@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from slapo_rewrite.edit.state import general
+
 WIDTH = 110
 OUTPUTS = ("outputs", "loss", "outputs in eval mode")
 ROUNDING = 4  # times the original's own error: what summing in another order may cost
@@ -220,11 +222,6 @@ def power_of_ten(value: float) -> float | str:
     if not math.isfinite(value):
         return "inf"
     return 0.0 if value == 0 else float(f"1e{math.ceil(math.log10(value))}")
-
-
-def general(path: str) -> str:
-    """A module path with `*` for every number."""
-    return ".".join("*" if segment.isdigit() else segment for segment in path.split("."))
 
 
 def module_of(parameter: str) -> str:

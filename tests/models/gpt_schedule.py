@@ -30,13 +30,8 @@ def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
     if tensor_parallel:
         blocks["*.attn.c_attn"].shard(["weight", "bias"], axis=0, parts=3)
         blocks["*.mlp.c_fc"].shard(["weight", "bias"], axis=0)
-        blocks["*.{attn.c_attn,mlp.c_fc}"].sync("bwd_post", "all_reduce")
         blocks["*.{attn,mlp}.c_proj"].shard("weight", axis=1)
-        blocks["*.{attn,mlp}.c_proj"].sync("fwd_post", "all_reduce")
 
-        s["transformer.wte"].shard("weight", axis=0)
-        s["transformer.wte"].sync("fwd_post", "all_reduce")
-        s["lm_head"].shard("weight", axis=0)
-        s["lm_head"].sync("bwd_post", "all_reduce")
-        s["lm_head"].sync("fwd_post", "all_gather", axis=-1)
+        s["{transformer.wte,lm_head}"].shard("weight", axis=0)
+        s.infer_sync()
     blocks[: round(ckpt_ratio * len(blocks["*"]))].checkpoint()

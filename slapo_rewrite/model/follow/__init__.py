@@ -18,6 +18,7 @@ from slapo_rewrite.model.follow.vocabulary import (
     CannotRun,
     Followed,
     Place,
+    Remedy,
     ShardedParameter,
 )
 
@@ -29,6 +30,7 @@ __all__ = [
     "CannotRun",
     "Followed",
     "Place",
+    "Remedy",
     "ShardedParameter",
     "follow",
 ]

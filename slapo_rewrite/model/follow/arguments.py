@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.vocabulary import ArgumentChange, CannotFollow
+from slapo_rewrite.model.follow.vocabulary import ArgumentChange, CannotFollow, Remedy
 
 # How an argument is written that must be this rank's share.
 INFERRED = "-1"
@@ -38,5 +38,7 @@ def change(
             "keep the size in an integer attribute of the module: attributes follow by themselves",
             attributes=attributes,
             changeable=place is not None and fits,
+            # What no one can change there means the whole.
+            remedy=Remedy.whole_of(run.flow.of(tensor).source) if place is None else None,
         )
     run.followed.arguments.add(ArgumentChange(place, index, template))

@@ -18,8 +18,8 @@ from slapo_rewrite.model.follow.packing import described, ratio_of, reduced
 from slapo_rewrite.model.follow.record import layer_call
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.sizes import tensors
-from slapo_rewrite.model.follow.vocabulary import Border
-from slapo_rewrite.model.layers import Layer, Split, splits_of
+from slapo_rewrite.model.follow.vocabulary import Border, Remedy
+from slapo_rewrite.model.layers import split_of
 from slapo_rewrite.model.tree import Node
 
 # What a size must be a multiple of for its parts to be taken as even ones.
@@ -39,7 +39,7 @@ def _check_layer_input(run: Run, path: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor):
         return
     layer, state = run.asked.layers[path], run.flow.of(tensor)
-    split = _split_of(run.tree.nodes[path], layer)
+    split = split_of(run.tree.nodes[path].cls, layer)
     keywords = dict(layer.keywords)
     if state.kind == PARTIAL:
         raise Misuse(
@@ -47,6 +47,7 @@ def _check_layer_input(run: Run, path: str, tensor: Any) -> None:
             "rank",
             'add it up: .sync("fwd_post", "all_reduce")',
             state.source,
+            remedy=Remedy.sum_of(state.source),
         )
     if split.output == "partial sum" and tensor.is_floating_point():
         if state.kind != PART:
@@ -63,7 +64,7 @@ def _check_layer_input(run: Run, path: str, tensor: Any) -> None:
         if keywords.get("reduce_input_gradient", True):
             run.flow.cover(tensor, path)
         else:
-            run.flow.meet_parts([tensor], f"`{path}`")
+            run.flow.meet_parts([tensor], f"`{path}`", path)
 
 
 def _check_same_blocks(
@@ -88,7 +89,7 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
     run.next_entry(layer_call)
     path = str(module._followed_path)
     layer = run.asked.layers[path]
-    split = _split_of(run.tree.nodes[path], layer)
+    split = split_of(run.tree.nodes[path].cls, layer)
     keywords = dict(layer.keywords)
     for tensor in tensors(output):
         if split.output == "partition":
@@ -104,12 +105,6 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
                 tensor.dim() - 1: tuple(whole * r // sum(ratio) for r in ratio)
             }
         run.alive.append(tensor)
-
-
-def _split_of(node: Node, layer: Layer) -> Split:
-    """How a layer splits the module whose place it takes."""
-    splits = (splits_of(node.cls) or {}).values()
-    return next(split for split in splits if split.name == layer.name)
 
 
 def enter_border(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from slapo_rewrite.model.follow.sizes import Shape
+from slapo_rewrite.model.follow.vocabulary import Remedy
 
 WHOLE, PART, PARTIAL = "whole", "part", "partial sum"
 
@@ -45,6 +46,7 @@ class Misuse(Exception):
         hint: What the user can do.
         path: The module it concerns, where known.
         uncovered: The parameters whose gradients would have to be added up.
+        remedy: The collective that is missing, where that is what is wrong.
     """
 
     def __init__(
@@ -53,9 +55,10 @@ class Misuse(Exception):
         hint: str | None = None,
         path: str | None = None,
         uncovered: frozenset[tuple[str, str]] = frozenset(),
+        remedy: Remedy | None = None,
     ) -> None:
         super().__init__(message)
-        self.hint, self.path, self.uncovered = hint, path, uncovered
+        self.hint, self.path, self.uncovered, self.remedy = hint, path, uncovered, remedy
 
 
 # Operations that read no values: their results depend on shapes alone.
@@ -158,11 +161,12 @@ class Flow:
                 f"`{path}` is given a {state.kind}, whose gradient each rank has for itself",
                 "take the `bwd_post` sync out" if state.kind == PART else REDUCE,
                 path if state.kind == PART else state.source,
+                remedy=None if state.kind == PART else Remedy.sum_of(state.source),
             )
         return replace(state, covered=path, parameters=None)
 
-    def meet_parts(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Checks whole values where they meet parts.
+    def meet_parts(self, tensors: Sequence[torch.Tensor], what: str, path: str | None) -> None:
+        """Checks whole values where they meet parts, in the module at `path` or by its output.
 
         Raises:
             Misuse: The gradient of one would be only this rank's summand.
@@ -184,6 +188,7 @@ class Flow:
                 f"{what} takes a whole value to a rank's part: the value's gradient is a summand "
                 "on each rank, and nothing adds it up",
                 COVER,
+                remedy=Remedy.gradient_of(path),
             )
 
     def operate(
@@ -226,7 +231,7 @@ class Flow:
             source = next(s.source for s in (partial, part) if s is not None)
             result = State(PARTIAL if partial or summed else PART, source)
             if any(output.requires_grad for output in outputs):
-                self.meet_parts(inputs, f"`{name}`")
+                self.meet_parts(inputs, f"`{name}`", source)
         else:
             result = self._whole(inputs, states)
         for output in outputs:
@@ -280,6 +285,7 @@ class Flow:
                 "each rank",
                 REDUCE,
                 partial.source,
+                remedy=Remedy.sum_of(partial.source),
             )
 
     def _runs_over(
@@ -329,6 +335,7 @@ class Flow:
             'gather it before: .sync("fwd_post", "all_gather", axis=-1)'
             + (f" on `{part.source}`" if part.source else ""),
             part.source,
+            remedy=Remedy.whole_of(part.source),
         )
 
 

@@ -137,4 +137,5 @@ class Run:
             error.hint,
             uncovered=error.uncovered,
             position=self.position,
+            remedy=error.remedy,
         )

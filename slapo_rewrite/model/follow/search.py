@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_rewrite.model.follow.flow import PARTIAL, Flow, Misuse
+from slapo_rewrite.model.follow.flow import PART, PARTIAL, Flow, Misuse
 from slapo_rewrite.model.follow.install import installed
 from slapo_rewrite.model.follow.places import place_in_traceback
 from slapo_rewrite.model.follow.rank import Rank
@@ -30,6 +30,7 @@ from slapo_rewrite.model.follow.vocabulary import (
     Diverged,
     Followed,
     Indivisible,
+    Remedy,
 )
 from slapo_rewrite.model.tree import Tree
 
@@ -153,6 +154,8 @@ def _compare_outputs(expected: Any, got: Any, flow: Flow) -> None:
                 None,
                 state.source,
                 'gather it: .sync("fwd_post", "all_gather", axis=-1) on the layer that makes it',
+                position=sys.maxsize,
+                remedy=Remedy.whole_of(state.source) if state.kind == PART else None,
             )
         if state.kind == PARTIAL:
             raise CannotFollow(
@@ -161,6 +164,7 @@ def _compare_outputs(expected: Any, got: Any, flow: Flow) -> None:
                 state.source,
                 'add it up: .sync("fwd_post", "all_reduce")',
                 position=sys.maxsize,
+                remedy=Remedy.sum_of(state.source),
             )
         if state.covered:
             raise CannotFollow(

@@ -54,6 +54,38 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """A collective that would mend what does not fit.
+
+    Attributes:
+        path: The module at whose border it is missing.
+        mode: `fwd_post` or `bwd_post`.
+        operation: `all_reduce` or `all_gather`.
+        axis: The axis of an all-gather.
+    """
+
+    path: str
+    mode: str
+    operation: str
+    axis: int | None = None
+
+    @classmethod
+    def sum_of(cls, path: str | None) -> Remedy | None:
+        """The partial sums that a module gives, added up."""
+        return None if path is None else cls(path, "fwd_post", "all_reduce")
+
+    @classmethod
+    def whole_of(cls, path: str | None) -> Remedy | None:
+        """The parts that a module gives, put together."""
+        return None if path is None else cls(path, "fwd_post", "all_gather", -1)
+
+    @classmethod
+    def gradient_of(cls, path: str | None) -> Remedy | None:
+        """The gradients of what a module is given, added up."""
+        return None if path is None else cls(path, "bwd_post", "all_reduce")
+
+
+@dataclass(frozen=True)
 class Place:
     """Where in a file a call stands; lines are 1-based, columns 0-based in UTF-8 bytes."""
 
@@ -115,6 +147,7 @@ class CannotFollow(Exception):
         changeable: Whether the number can be changed where it stands, if no attribute mends it.
         uncovered: Parameters whose gradients would have to be added up.
         position: How many operations fitted before.
+        remedy: The collective that is missing, where that is what is wrong.
     """
 
     def __init__(
@@ -128,11 +161,12 @@ class CannotFollow(Exception):
         changeable: bool = False,
         uncovered: frozenset[tuple[str, str]] = frozenset(),
         position: int = 0,
+        remedy: Remedy | None = None,
     ) -> None:
         super().__init__(message)
         self.place, self.path, self.hint = place, path, hint
         self.attributes, self.changeable = attributes, changeable
-        self.uncovered, self.position = uncovered, position
+        self.uncovered, self.position, self.remedy = uncovered, position, remedy
 
 
 class Diverged(CannotFollow):

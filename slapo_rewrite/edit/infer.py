@@ -1,0 +1,150 @@
+"""The collectives that a schedule leaves to be inferred.
+
+The usual ones come first: those that Megatron-LM puts around a layer split over its outputs, its
+inputs or its vocabulary. What is still missing then, the static check names. Where a collective
+that is stated elsewhere makes a usual one wrong, the check is asked for each of them instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.state import EMPTY, Directive, ModuleState, Sync, general
+from slapo_rewrite.model.follow import Remedy
+from slapo_rewrite.model.layers import Layer, split_of
+from slapo_rewrite.model.tree import Node, Tree
+
+States = dict[str, ModuleState]
+
+
+class Inference:
+    """Adds collectives to what was asked of the modules that a schedule leaves them open for.
+
+    Args:
+        tree: The module tree.
+        states: What was asked of each module path.
+    """
+
+    def __init__(self, tree: Tree, states: Mapping[str, ModuleState]) -> None:
+        self.tree = tree
+        self.causes = {p: s.infer_sync.cause for p, s in states.items() if s.infer_sync}
+
+    def refuse(self, why: str) -> None:
+        """Refuses to infer anything, if something is to be inferred.
+
+        Raises:
+            Unsupported: With the reason.
+        """
+        for cause in self.causes.values():
+            raise errors.Unsupported(
+                f"the syncs cannot be inferred: {why}",
+                at=cause.at,
+                hint="write them: `slapo-rewrite primitives sync` shows how",
+            )
+
+    def starts(self, states: States, layers: Mapping[str, Layer]) -> Iterator[States]:
+        """What may be asked, to be checked and repaired one after the other."""
+        usual = dict(states)
+        for path, layer in layers.items():
+            for remedy in self._usual(path, layer):
+                if not self._stated(states, remedy):
+                    usual[path] = self._with(usual[path], remedy)
+        if usual != states:
+            yield usual
+        yield states
+
+    def _usual(self, path: str, layer: Layer) -> Iterator[Remedy]:
+        """The collectives that are usual for a layer, if they may be inferred."""
+        if self._cause(path) is None:
+            return
+        split = split_of(self.tree.nodes[path].cls, layer)
+        if split.has_input_gradient:
+            yield Remedy(path, "bwd_post", "all_reduce")
+        if split.output == "partial sum":
+            yield Remedy(path, "fwd_post", "all_reduce")
+
+    def _stated(self, states: States, remedy: Remedy) -> bool:
+        """Whether the layer, or a module around it, has a collective there."""
+        modes = {remedy.mode} | ({"fwd_pre"} if remedy.mode == "bwd_post" else set())
+        return any(
+            sync.mode in modes
+            for node in self._outwards(remedy.path)
+            for sync in states.get(node.path, EMPTY).syncs
+        )
+
+    def repaired(
+        self, states: States, layers: Mapping[str, Layer], remedy: Remedy | None
+    ) -> States | None:
+        """What is asked, with the missing collective there and at the module's like.
+
+        None where it may not be inferred, where the module has one already, or where it does not
+        fit the way that the layer is split.
+        """
+        if remedy is None or not self._fits(layers, remedy):
+            return None
+        wanted = states.get(remedy.path, EMPTY)
+        if any(sync.mode == remedy.mode for sync in wanted.syncs):
+            return None
+        like = general(remedy.path)
+        found = {
+            path: self._with(state, replace(remedy, path=path))
+            for path, state in states.items()
+            if state == wanted and general(path) == like and self._cause(path)
+        }
+        return {**states, **found} if remedy.path in found else None
+
+    def _fits(self, layers: Mapping[str, Layer], remedy: Remedy) -> bool:
+        layer = layers.get(remedy.path)
+        if layer is None:
+            return True
+        split = split_of(self.tree.nodes[remedy.path].cls, layer)
+        if remedy.mode == "bwd_post":
+            return split.has_input_gradient
+        return (remedy.operation == "all_gather") == (split.output == "partition")
+
+    def _with(self, state: ModuleState, remedy: Remedy) -> ModuleState:
+        cause = self._cause(remedy.path)
+        assert cause is not None
+        directive = replace(
+            cause,
+            paths=(remedy.path,),
+            inferred=f"{remedy.mode} {remedy.operation}",
+        )
+        sync = Sync(remedy.mode, remedy.operation, remedy.axis, False, directive)
+        return replace(state, syncs=(*state.syncs, sync))
+
+    def _cause(self, path: str) -> Directive | None:
+        """The call that leaves the collectives of a module open: the nearest one's."""
+        return next((c for n in self._outwards(path) if (c := self.causes.get(n.path))), None)
+
+    def _outwards(self, path: str) -> Iterator[Node]:
+        """The module, and those around it."""
+        node: Node | None = self.tree.nodes[path]
+        while node is not None:
+            yield node
+            node = node.parent
+
+
+def named(states: States, number: int) -> tuple[States, list[Directive]]:
+    """The states with a directive of its own for each inferred collective, and these directives.
+
+    Args:
+        states: What is asked of each module path.
+        number: The first directive's number.
+    """
+    found: dict[tuple[int, str | None, str], Directive] = {}
+
+    def name(sync: Sync) -> Sync:
+        cause = sync.cause
+        if cause.inferred is None:
+            return sync
+        key = (cause.number, cause.inferred, general(cause.paths[0]))
+        found.setdefault(key, replace(cause, number=number + len(found)))
+        return replace(sync, cause=found[key])
+
+    states = {
+        path: replace(state, syncs=tuple(map(name, state.syncs))) for path, state in states.items()
+    }
+    return states, list(found.values())

@@ -1,0 +1,112 @@
+"""`infer_sync`: the collectives that are missing among sharded modules."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.state import InferSync as InferSyncState
+from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
+from slapo_rewrite.primitives.shard import MLP, MODEL
+
+
+class InferSync(Primitive):
+    """Write the collectives that are missing among the shards of a module and below it.
+
+    Each value in `forward` is followed: where nothing adds up a gradient, the layer gets
+    `sync("bwd_post", "all_reduce")`; a layer whose partial sums are needed whole gets
+    `sync("fwd_post", "all_reduce")`; one whose partitions are needed whole, by a reduction or as
+    the model's output, gets `sync("fwd_post", "all_gather", axis=-1)`. It may stand before the
+    shards that it is about. What a `sync` states is left alone, and stated collectives of the
+    modules around count. `slapo-rewrite explain` shows what was inferred.
+
+    Rewrite:
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        -->
+        self.up = ColumnParallelLinear(width, 4 * width)
+        self.down = RowParallelLinear(4 * width, width)
+
+    Shapes:
+        As the collectives leave them.
+
+    Numerics:
+        Reassociated.
+
+    State:
+        Unchanged.
+
+    Raises:
+        SR104 a value that does not fit although everything that could be inferred is there; SR305 a
+        model that cannot be followed, or a module whose collectives are inferred already.
+
+    Source: the placement of collectives is that of Megatron-LM, arXiv 1909.08053.
+    """
+
+    name = "infer_sync"
+    examples = (
+        Example(
+            MLP,
+            MODEL
+            + """\
+def schedule(s):
+    s["up"].shard(["weight", "bias"], axis=0)
+    s["down"].shard("weight", axis=1)
+    s.infer_sync()
+""",
+            """\
++from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
+-        self.up = nn.Linear(width, 4 * width)
+-        self.down = nn.Linear(4 * width, width)
++        self.up = ColumnParallelLinear(width, 4 * width)
++        self.down = RowParallelLinear(4 * width, width)
+""",
+        ),
+        Example(
+            MLP,
+            MODEL
+            + """\
+def schedule(s):
+    s["down"].shard(["weight", "bias"], axis=0)
+    s.infer_sync()
+""",
+            """\
++from .tensor_parallel import ColumnParallelLinear
+-        self.down = nn.Linear(4 * width, width)
++        self.down = ColumnParallelLinear(4 * width, width, gather_output=True)
+""",
+        ),
+    )
+    refusals = (
+        Refusal(
+            MLP,
+            MODEL + 'def schedule(s):\n    s["down"].shard("weight", axis=1)\n    s.infer_sync()\n',
+            "SR104",
+        ),
+        Refusal(
+            MLP,
+            MODEL + "def schedule(s):\n    s.infer_sync()\n    s.infer_sync()\n",
+            "SR305",
+        ),
+        Refusal(MLP, MODEL + 'def schedule(s):\n    s.infer_sync("bwd_post")\n', "SR206"),
+    )
+
+    def signature(self) -> inspect.Signature:
+        """`infer_sync()`."""
+
+        def infer_sync() -> None: ...
+
+        return signature_of(infer_sync)
+
+    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+        """Leaves the collectives of the module and below it open, until all shards are known."""
+        if state.infer_sync is not None:
+            raise errors.Unsupported(
+                f"the syncs of `{node.path or 's'}` are inferred already",
+                at=call.directive.at,
+                also=[state.infer_sync.cause.at] if state.infer_sync.cause.at else [],
+            )
+        return replace(state, infer_sync=InferSyncState(call.directive))

@@ -1,0 +1,134 @@
+"""`infer_sync` writes what one would have written by hand, and nothing that is there already."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slapo_rewrite.edit import lower
+from slapo_rewrite.emit.explain import explain
+from slapo_rewrite.emit.rewrite import Output, rewrite
+from slapo_rewrite.emit.write import write
+from tests.rewriting import refused, rewritten
+from tests.zoo.test_flow import BACKWARD, FORWARD, SCHEDULE, SOURCE
+
+ROOT = Path(__file__).resolve().parents[2]
+INFER = "    s.infer_sync()\n"
+BOTH = "    up" + BACKWARD + "    down" + FORWARD
+
+
+def texts(output: Output) -> dict[str, str]:
+    """The model file and its helpers, without the line that says what they were written for."""
+    helpers = {n: t.partition("\n")[2] for n, t in output.files.items() if n.endswith(".py")}
+    del helpers[output.model_file]
+    return {"model": output.files[output.model_file], **helpers}
+
+
+@pytest.mark.parametrize(
+    ("stated", "open_"),
+    [
+        (BOTH, ""),
+        (BOTH, BOTH),
+        ("    mlp" + BACKWARD + "    down" + FORWARD, "    mlp" + BACKWARD),
+        ("    mlp" + BACKWARD + "    mlp" + FORWARD, "    mlp" + BACKWARD + "    mlp" + FORWARD),
+        ("    up" + BACKWARD + "    mlp" + FORWARD, "    mlp" + FORWARD),
+        *[("    up" + BACKWARD + '    down.sync("fwd_post", added_up)\n',) * 2],
+    ],
+)
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+def test_what_is_missing_is_added_and_nothing_else(stated, open_, before, tmp_path):
+    head, body = SCHEDULE.split("def schedule(s):\n")
+    lines = INFER + body + open_ if before else body + open_ + INFER
+    wanted = rewritten(tmp_path, SOURCE, SCHEDULE + stated)
+    assert texts(rewritten(tmp_path, SOURCE, f"{head}def schedule(s):\n{lines}")) == texts(wanted)
+
+
+def test_the_nearest_call_is_about_a_module_and_no_other(tmp_path):
+    open_ = '    s["block"].infer_sync()\n'
+    assert texts(rewritten(tmp_path, SOURCE, SCHEDULE + open_)) == texts(
+        rewritten(tmp_path, SOURCE, SCHEDULE + BOTH)
+    )
+    text = refused(tmp_path, SOURCE, SCHEDULE + "    up.infer_sync()\n", "SR104")
+    assert "`block.mlp.down` gives a partial sum" in text
+
+
+def test_a_reduction_over_a_partition_has_it_gathered(tmp_path):
+    source = SOURCE.replace(
+        "return self.down(torch.relu(self.up(x)))", "return self.down(self.up(x).softmax(-1))"
+    )
+    schedule = SCHEDULE.replace('    down.shard("weight", axis=1)\n', "")
+    stated = "    up" + BACKWARD + '    up.sync("fwd_post", "all_gather", axis=-1)\n'
+    assert texts(rewritten(tmp_path, source, schedule + INFER)) == texts(
+        rewritten(tmp_path, source, schedule + stated)
+    )
+
+
+def test_partial_sums_that_are_added_up_later_stay_partial(tmp_path):
+    source = (
+        SOURCE.replace(
+            "        self.down = nn.Linear(4 * width, width)\n",
+            "        self.down = nn.Linear(4 * width, width)\n        self.join = nn.Identity()\n",
+        )
+        .replace("return self.down(", "return self.join(2 * self.down(")
+        .replace("(x)))", "(x))))")
+    )
+    join = '    mlp["join"]' + FORWARD
+    assert texts(rewritten(tmp_path, source, SCHEDULE + join + INFER)) == texts(
+        rewritten(tmp_path, source, SCHEDULE + join + "    up" + BACKWARD)
+    )
+
+
+def test_what_cannot_be_mended_is_refused_as_ever(tmp_path):
+    schedule = SCHEDULE.replace('    up.shard(["weight", "bias"], axis=0)\n', "")
+    text = refused(tmp_path, SOURCE, schedule + INFER, "SR104")
+    assert "its input is whole on every rank" in text and "down.shard(" in text
+
+
+def test_a_model_that_does_not_run_is_refused(tmp_path):
+    source = SOURCE.replace("return self.block(", "x.numpy()\n        return self.block(")
+    assert "cannot be inferred" in refused(tmp_path, source, SCHEDULE + INFER, "SR305")
+
+
+def test_what_the_schedule_of_t5_states_would_be_inferred(tmp_path):
+    text = (ROOT / "rules/schedules/t5.py").read_text()
+    stated = [line for line in text.splitlines(keepends=True) if ".sync(" in line]
+    lines = "".join(line for line in text.splitlines(keepends=True) if line not in stated)
+    assert len(stated) == 5
+    path = tmp_path / "s.py"
+    path.write_text(lines.replace("    for stack in", INFER + "    for stack in"))
+    source = "transformers.models.t5.modeling_t5"
+    assert texts(rewrite(source, str(path))) == texts(rewrite(source, "t5"))
+
+
+@pytest.mark.parametrize("settings", [(), ("ckpt_ratio=0.5",)])
+def test_the_number_of_checks_does_not_grow_with_depth(settings, monkeypatch, tmp_path):
+    schedule = (ROOT / "tests/models/gpt_schedule.py").read_text()
+    checks = []
+    follow = lower.follow
+    monkeypatch.setattr(lower, "follow", lambda *a: checks.append(1) or follow(*a))
+    counts = []
+    for depth in (2, 6):
+        (tmp_path / "s.py").write_text(
+            schedule.replace("m.GPTConfig()", f"m.GPTConfig(n_layer={depth})")
+        )
+        checks.clear()
+        rewrite("tests/models/gpt.py", str(tmp_path / "s.py"), settings)
+        counts.append(len(checks))
+    assert counts[0] == counts[1] <= 2
+
+
+def test_explain_says_what_was_inferred(tmp_path):
+    output = rewritten(tmp_path, SOURCE, SCHEDULE + INFER)
+    write(tmp_path / "out", output.files)
+    lines = output.files[output.model_file].splitlines()
+    number = next(n for n, line in enumerate(lines, 1) if "RowParallelLinear(" in line)
+    text = explain(tmp_path / "out", f"{output.model_file}:{number}")
+    assert "s.infer_sync()  (inferred: fwd_post all_reduce on block.mlp.down)" in text
+    assert "block.mlp.up" not in text
+    directives = json.loads(output.files["rewrite.json"])["directives"]
+    assert [d.get("inferred") for d in directives[-2:]] == [
+        "bwd_post all_reduce",
+        "fwd_post all_reduce",
+    ]
