@@ -24,7 +24,14 @@ RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
 # What an output offers beside what the model file itself calls.
 SURFACE = {
     "tensor_parallel": {"set_group"},
-    "loading": {"build", "full_state_dict", "load_pretrained", "to_full", "to_local"},
+    "loading": {
+        "build",
+        "full_state_dict",
+        "load_pretrained",
+        "save_pretrained",
+        "to_full",
+        "to_local",
+    },
 }
 
 

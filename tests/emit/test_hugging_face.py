@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from slapo_rewrite.emit.rewrite import rewrite
@@ -16,22 +18,46 @@ from slapo_rewrite.emit.write import write
 from slapo_rewrite.schedule.load import ScheduleFile
 from tests.processes import run
 
-CASES = [("bert", "BertForMaskedLM"), ("gpt2", "GPT2LMHeadModel")]
+CASES = {
+    "bert": "BertForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "t5": "T5ForConditionalGeneration",
+}
+GENERATING = ("gpt2", "llama", "t5")
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory) -> Path:
-    """Rewritten BERT and GPT-2, and a checkpoint of each original."""
+    """The rewritten models, and of each original a checkpoint and what it generates."""
     folder = tmp_path_factory.mktemp("outputs")
-    for name, _ in CASES:
+    for name in CASES:
         source = f"transformers.models.{name}.modeling_{name}"
-        output = rewrite(source, name, ["ckpt_ratio=0.5"])
-        write(folder / f"{name}_out", output.files)
+        write(folder / f"{name}_out", rewrite(source, name, ["ckpt_ratio=0.5"]).files)
+        torch.manual_seed(0)
         original = ScheduleFile.load(name).module.verify_model(importlib.import_module(source))
+        with torch.no_grad():  # such that what is generated varies
+            for parameter in original.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
         # Several files and an index, as large checkpoints have.
         original.save_pretrained(folder / f"{name}_weights", max_shard_size="60KB")
-        torch.save(original.state_dict(), folder / f"{name}.pt")
+        torch.save((original.state_dict(), generated(name, original)), folder / f"{name}.pt")
     return folder
+
+
+def generated(name: str, model) -> list[torch.Tensor]:
+    """Tokens: greedily with and without a cache, by beams, and drawn at random."""
+    if name not in GENERATING:
+        return []
+    ids = torch.tensor([[5, 6, 7], [9, 3, 4]])
+    each = {"max_new_tokens": 6, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    if model.config.is_encoder_decoder:
+        each["decoder_start_token_id"] = 0
+    found = []
+    for how in ({}, {"use_cache": False}, {"num_beams": 2}, {"do_sample": True}):
+        torch.manual_seed(1)
+        found.append(model.eval().generate(ids, **{"do_sample": False, **each, **how}))
+    return found
 
 
 def load_module(folder: Path, name: str, file: str):
@@ -40,49 +66,148 @@ def load_module(folder: Path, name: str, file: str):
     return importlib.import_module(f"{name}_out.{file}")
 
 
-@pytest.mark.parametrize(("name", "cls"), CASES)
-def test_from_and_save_pretrained_in_a_world_of_one(outputs, tmp_path, name, cls):
+def same(actual, expected) -> None:
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_from_and_save_pretrained_in_a_world_of_one(outputs, tmp_path, name):
     module = load_module(outputs, name, f"modeling_{name}")
-    model = getattr(module, cls).from_pretrained(outputs / f"{name}_weights")
-    state = torch.load(outputs / f"{name}.pt")
-    assert model.state_dict().keys() == state.keys()
-    assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
-    model.save_pretrained(tmp_path)
-    original = getattr(transformers, cls).from_pretrained(tmp_path)
-    assert all(torch.equal(t, state[n]) for n, t in original.state_dict().items())
-    if name == "gpt2":
-        ids = torch.tensor([[5, 6, 7]])
-        kwargs = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-        assert torch.equal(model.generate(ids, **kwargs), original.generate(ids, **kwargs))
+    state, tokens = torch.load(outputs / f"{name}.pt")
+    model, said = getattr(module, CASES[name]).from_pretrained(
+        outputs / f"{name}_weights", output_loading_info=True
+    )
+    assert not any(said.values()), said
+    same(model.state_dict(), state)
+    assert all(map(torch.equal, generated(name, model), tokens))
+
+    original = getattr(transformers, CASES[name]).from_pretrained(outputs / f"{name}_weights")
+    written = {}
+    for side in (original, model):
+        folder = tmp_path / type(side).__module__
+        side.save_pretrained(folder, max_shard_size="60KB")
+        written[side] = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert len(written[model]) > 9 and written[model] == written[original]
 
 
-def check_start(folder: Path) -> None:
-    for name, _ in CASES:
+class Asked:
+    """Counts what is read of a checkpoint, as `safe_open` gives it."""
+
+    numbers = 0  # how many, of all tensors
+    whole: tuple[str, ...] = ()  # tensors that were read as a whole
+
+    def __init__(self, file):
+        self.file = file
+
+    def __enter__(self):
+        self.tensors = self.file.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self.file.__exit__(*error)
+
+    def keys(self):
+        return self.tensors.keys()
+
+    def get_tensor(self, name):
+        Asked.whole += (name,)
+        return self.counted(self.tensors.get_tensor(name))
+
+    def get_slice(self, name):
+        self.slice = self.tensors.get_slice(name)
+        return self
+
+    def get_shape(self):
+        return self.slice.get_shape()
+
+    def __getitem__(self, key):
+        return self.counted(self.slice[key])
+
+    def counted(self, tensor):
+        Asked.numbers += tensor.numel()
+        return tensor
+
+
+def check_load(folder: Path, name: str, loading, module, state) -> None:
+    """Every rank reads what it keeps, and nothing else."""
+    model = ScheduleFile.load(name).module.verify_model(module)
+    Asked.numbers, Asked.whole, opened = 0, (), loading.open_checkpoint
+    loading.open_checkpoint = lambda file: Asked(opened(file))
+    assert loading.load_pretrained(model, folder / f"{name}_weights") == ([], [])
+    loading.open_checkpoint = opened
+    same(loading.full_state_dict(model), state)
+    held = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values()}
+    assert Asked.numbers == sum(held.values())
+    assert not set(Asked.whole) & loading.shards(model).keys()
+
+
+def check_save(folder: Path, name: str, loading, module, world: int) -> None:
+    """What several ranks write is what the original writes in one process, byte for byte."""
+    model = ScheduleFile.load(name).module.verify_model(module)
+    loading.load_pretrained(model, folder / f"{name}_weights")
+    there, wanted = folder / f"{name}_of_{world}", folder / f"{name}_weights"
+    loading.save_pretrained(model, there, 60_000)
+    original, said = getattr(transformers, CASES[name]).from_pretrained(
+        there, output_loading_info=True
+    )
+    assert not any(said.values()), said
+    same(original.state_dict(), torch.load(folder / f"{name}.pt")[0])
+    for file in ("config.json", *(["generation_config.json"] if name in GENERATING else [])):
+        assert (there / file).read_bytes() == (wanted / file).read_bytes()
+    index = json.loads((there / "model.safetensors.index.json").read_text())
+    theirs = json.loads((wanted / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == theirs["weight_map"].keys()
+    assert index["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+    loading.wait_for_group()
+
+    loading.save_pretrained(model, there)  # in one file, and nothing is left of the others
+    assert [f.name for f in there.glob("model*")] == ["model.safetensors"]
+    again = ScheduleFile.load(name).module.verify_model(module)
+    loading.load_pretrained(again, there)
+    same(again.state_dict(), model.state_dict())
+    if world > 1:
+        with pytest.raises(RuntimeError, match=r"use `loading\.save_pretrained\(model, path\)`"):
+            model.save_pretrained(folder / f"{name}_refused")
+        with pytest.raises(RuntimeError, match="mismatch"):
+            getattr(module, CASES[name]).from_pretrained(wanted)
+    # transformers' own way, with all weights in memory on every rank
+    full = loading.full_state_dict(model)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        model.save_pretrained(folder / f"{name}_whole_{world}", state_dict=dict(full))
+        same(type(original).from_pretrained(folder / f"{name}_whole_{world}").state_dict(), full)
+
+
+def check_build(name: str, loading, module, tensor_parallel) -> None:
+    # transformers initialises a file of its own a little differently from one outside of it,
+    # so the reference is the rewritten model in a world of one.
+    schedule = ScheduleFile.load(name).module
+    torch.manual_seed(3)
+    with tensor_parallel.world_of_one():
+        whole = schedule.verify_model(module).state_dict()
+    torch.manual_seed(3)
+    built = loading.full_state_dict(loading.build(partial(schedule.verify_model, module)))
+    same(built, whole)
+
+
+def check_all(folder: Path) -> None:
+    for name in CASES:
         module = load_module(folder, name, f"modeling_{name}")
         loading = load_module(folder, name, "loading")
-        schedule = ScheduleFile.load(name).module
-        state = torch.load(folder / f"{name}.pt")
-        model = schedule.verify_model(module)
-        loading.load_pretrained(model, folder / f"{name}_weights")
-        full = loading.full_state_dict(model)
-        assert full.keys() == state.keys()
-        assert all(torch.equal(full[n], state[n]) for n in state)
-
-        # transformers initialises a file of its own a little differently from one outside of it,
-        # so the reference is the rewritten model in a world of one.
         tensor_parallel = load_module(folder, name, "tensor_parallel")
-        torch.manual_seed(3)
-        with tensor_parallel.world_of_one():
-            whole = schedule.verify_model(module).state_dict()
-        torch.manual_seed(3)
-        built = loading.full_state_dict(loading.build(partial(schedule.verify_model, module)))
-        assert all(torch.equal(built[n], t) for n, t in whole.items())
+        state, tokens = torch.load(folder / f"{name}.pt")
+        check_load(folder, name, loading, module, state)
+        check_save(folder, name, loading, module, tensor_parallel.world_size())
+        check_build(name, loading, module, tensor_parallel)
+        model = ScheduleFile.load(name).module.verify_model(module)
+        loading.load_pretrained(model, folder / f"{name}_weights")
+        assert all(map(torch.equal, generated(name, model), tokens))
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2])
-def test_starting_from_a_checkpoint_or_a_seed(outputs, world):
-    run(check_start, world, outputs)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_weights_and_generation(outputs, world):
+    run(check_all, world, outputs)
 
 
 def fail_to_build(folder: Path) -> str:

@@ -216,8 +216,6 @@ def check_load_pretrained(folder):
             assert torch.equal(full[name], tensor), name
     with pytest.raises(KeyError, match="encoder"):
         loading.load_pretrained(model, folder / "other.safetensors")
-    model.base_model_prefix = "base"
-    assert loading.checkpoint_names({"base.x": torch.ones(1)}, {"x"}, "base") == {"base.x": "x"}
 
 
 def check_starting(folder):
@@ -239,3 +237,38 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path):
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"table\.weight is 12 long in the checkpoint, not 11"):
         loading.load_pretrained(model, tmp_path)
+
+
+def test_a_checkpoint_with_other_names(tmp_path):
+    """Refused, or with `strict=False` read as far as it goes."""
+    state = {n: torch.full_like(t, 2) for n, t in Model(whole=True).state_dict().items()}
+    for name in ("head.weight", "head.bias", "blocks.0.norm.bias"):
+        del state[name]
+    save_file({**state, "pooler.bias": torch.ones(1)}, tmp_path / "model.safetensors")
+    model = Model(whole=False)
+    with pytest.raises(
+        KeyError, match=r"missing: \['blocks.0.norm.bias'\].*only: \['pooler.bias'\]"
+    ):
+        loading.load_pretrained(model, tmp_path)
+    assert not (model.table.weight == 2).any()
+    found = loading.load_pretrained(model, tmp_path, strict=False)
+    assert found == (["blocks.0.norm.bias"], ["pooler.bias"])
+    assert (model.head.weight == 2).all() and (model.blocks[0].norm.bias == 0).all()
+
+    with torch.device("meta"), pytest.raises(ValueError, match="is on the meta device"):
+        loading.load_pretrained(Model(whole=False), tmp_path, strict=False)
+
+
+def test_a_checkpoint_of_a_model_without_its_prefix(tmp_path):
+    """The base model reads what the model with its head has saved, and the other way about."""
+    base, whole = nn.Linear(2, 2), nn.Module()
+    whole.base, whole.head = nn.Linear(2, 2), nn.Linear(2, 3)
+    base.base_model_prefix = whole.base_model_prefix = "base"
+    loading.save_pretrained(whole, tmp_path)
+    _, unexpected = loading.load_pretrained(base, tmp_path, strict=False)
+    assert unexpected == ["head.bias", "head.weight"] and torch.equal(
+        base.weight, whole.base.weight
+    )
+    loading.save_pretrained(nn.Linear(2, 2), tmp_path)
+    missing, _ = loading.load_pretrained(whole, tmp_path, strict=False)
+    assert missing == ["head.weight", "head.bias"]
