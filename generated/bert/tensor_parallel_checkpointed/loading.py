@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from .tensor_parallel import Shard, world_of_one
+from .tensor_parallel import Shard, wait_for_group, world_of_one
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
@@ -58,15 +59,20 @@ def to_full(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Args:
         model: The model, which says how its parameters are divided.
-        named: Tensors shaped like this rank's parameters, by parameter name.
+        named: Tensors shaped like this rank's parameters, by parameter name, those of
+            FSDP2 (`fully_shard`) included.
     """
-    # In the model's order, since all ranks must gather in the same one.
-    full = {
-        name: shard.gather(named[name])
-        for name, shard in shards(model).items()
-        if name in named
-    }
-    return {name: full.get(name, tensor) for name, tensor in named.items()}
+    divided = shards(model)
+    # All ranks must gather in the same order.
+    full = {name: gathered(named[name], divided.get(name)) for name in sorted(named)}
+    return {name: full[name] for name in named}
+
+
+def gathered(part: Tensor, shard: Shard | None) -> Tensor:
+    """The full tensor, from this rank's part of it."""
+    if hasattr(part, "full_tensor"):  # FSDP2 divides parts further, over the replicas
+        part = part.full_tensor()
+    return part if shard is None else shard.gather(part)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -91,21 +97,38 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def load_pretrained(model: nn.Module, path: str | Path) -> None:
+def load_pretrained(
+    model: nn.Module, path: str | Path, strict: bool = True
+) -> tuple[list[str], list[str]]:
     """Reads a safetensors checkpoint, each rank only its parts.
 
     Args:
         model: The model; its parameters are filled in place.
         path: A `.safetensors` file, or a folder with one or with an index of several.
+        strict: The checkpoint must have the model's tensors and no others. Otherwise
+            tensors that are not in it stay as they are.
+
+    Returns:
+        The names that the checkpoint lacks, and those that the model lacks.
 
     Raises:
-        KeyError: The checkpoint and the model do not have the same names.
-        ValueError: A tensor does not have the size that the model was made for.
+        KeyError: `strict`, and the checkpoint and the model differ in their names.
+        ValueError: A tensor does not have the size that the model was made for, or the
+            model is on the meta device and so has no memory to be filled.
     """
     divided, stored = shards(model), stored_tensors(Path(path))
     own = model.state_dict(keep_vars=True)
     names = checkpoint_names(own, set(stored), getattr(model, "base_model_prefix", ""))
+    loaded = {id(own[name]) for name in names}
+    missing = [n for n, t in own.items() if n not in names and id(t) not in loaded]
+    unexpected = sorted(set(stored) - set(names.values()))
+    if strict and (missing or unexpected):
+        raise KeyError(f"missing: {missing}; in the checkpoint only: {unexpected}")
     for name, tensor in own.items():
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device: build the model on another"
+            )
         if name in names:
             part = read_part(stored[names[name]], names[name], divided.get(name))
             if part.shape != tensor.shape:
@@ -114,6 +137,7 @@ def load_pretrained(model: nn.Module, path: str | Path) -> None:
                     f"{list(tensor.shape)} in the model"
                 )
             tensor.data.copy_(part)
+    return missing, unexpected
 
 
 def stored_tensors(path: Path) -> dict[str, Path]:
@@ -139,22 +163,16 @@ def checkpoint_names(
 ) -> dict[str, str]:
     """The checkpoint's name of each of the model's tensors.
 
-    A tied tensor may stand there under one of its names only, and a checkpoint of the
-    model without its head leaves out the prefix.
-
-    Raises:
-        KeyError: A tensor is missing on either side.
+    A tensor that is not there is left out: it may be tied to another that is. A
+    checkpoint of the model without its head lacks the prefix, and one with a head has
+    it where the model has none.
     """
     names = {}
     for name in own:
-        short = name.removeprefix(f"{prefix}.")
-        if name in stored or short in stored:
-            names[name] = name if name in stored else short
-    loaded = {id(own[name]) for name in names}
-    missing = [n for n, t in own.items() if n not in names and id(t) not in loaded]
-    unexpected = sorted(stored - set(names.values()))
-    if missing or unexpected:
-        raise KeyError(f"missing: {missing}; in the checkpoint only: {unexpected}")
+        forms = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+        found = next((form for form in forms if form in stored), None)
+        if found is not None:
+            names[name] = found
     return names
 
 
@@ -177,3 +195,100 @@ def read_part(file: Path, name: str, shard: Shard | None) -> Tensor:
         before = (slice(None),) * shard.axis
         pieces = [stored[(*before, slice(a, b))] for a, b in shard.ranges()]
         return torch.cat(pieces, shard.axis)
+
+
+def save_pretrained(
+    model: nn.Module, path: str | Path, max_shard_size: int = 5 * 10**9
+) -> None:
+    """Writes the original's checkpoint, as its `save_pretrained` would in one process.
+
+    Every rank calls it. The first process writes, and holds the full tensors of one
+    file at a time; what is tied is written once.
+
+    Args:
+        model: The model; one of Hugging Face has its configuration written as well.
+        path: The folder.
+        max_shard_size: Bytes of tensors in one file. A larger tensor has its own.
+    """
+    path = Path(path)
+    divided, own = shards(model), saved_tensors(model)
+    files = checkpoint_files(own, divided, max_shard_size)
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    if writes:
+        prepare_folder(model, path)
+    for file, names in files.items():
+        tensors = {}
+        for name in names:
+            full = gathered(own[name].detach(), divided.get(name))
+            if writes:
+                tensors[name] = full.cpu().contiguous()
+            del full
+        if writes:
+            write_checkpoint(tensors, path / file)
+    if writes and len(files) > 1:
+        index = {
+            "metadata": {
+                "total_size": sum(size_in_bytes(own[n], divided.get(n)) for n in own)
+            },
+            "weight_map": {
+                name: file for file, names in files.items() for name in names
+            },
+        }
+        (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    wait_for_group()
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds: a tied tensor stands under the first of its names."""
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    by_tensor: dict[int, str] = {}
+    own = model.state_dict(keep_vars=True)
+    for name, tensor in own.items():
+        if name not in left_out:
+            by_tensor.setdefault(id(tensor), name)
+    return {name: own[name] for name in by_tensor.values()}
+
+
+def size_in_bytes(part: Tensor, shard: Shard | None) -> int:
+    """How large the full tensor is."""
+    size = part.numel() * part.element_size()
+    return size if shard is None else size // shard.local_size() * shard.full_size()
+
+
+def checkpoint_files(
+    own: Mapping[str, Tensor], divided: Mapping[str, Shard], max_shard_size: int
+) -> dict[str, list[str]]:
+    """Which tensors each file of a checkpoint holds."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in own.items():
+        size = size_in_bytes(tensor, divided.get(name))
+        if groups[-1] and filled + size > max_shard_size:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {
+        f"model-{number:05}-of-{len(groups):05}.safetensors": names
+        for number, names in enumerate(groups, 1)
+    }
+
+
+def prepare_folder(model: nn.Module, path: Path) -> None:
+    """Makes the folder, takes out an earlier checkpoint and writes the configuration."""
+    path.mkdir(parents=True, exist_ok=True)
+    save: Any = getattr(model, "save_pretrained", None)
+    if save is not None:
+        save(path, state_dict={})  # all but the weights
+    for pattern in ("model.safetensors*", "model-*-of-*.safetensors"):
+        for file in path.glob(pattern):
+            file.unlink()
+
+
+def write_checkpoint(tensors: dict[str, Tensor], file: Path) -> None:
+    """Writes a safetensors file."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, file, metadata={"format": "pt"})

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D features in, F features out, V vocabulary. A prime 
 marks the part that this rank holds.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -47,6 +48,12 @@ def world_size() -> int:
 def rank() -> int:
     """This process's place in the tensor-parallel group."""
     return 0 if _alone or not dist.is_initialized() else dist.get_rank(_group)
+
+
+def wait_for_group() -> None:
+    """Returns when every rank of the group has come here."""
+    if world_size() > 1:
+        dist.barrier(group=_group)
 
 
 def part_size(size: int, multiple_of: int = 1) -> int:
@@ -241,6 +248,7 @@ def record_shard(module: Any, name: str, shard: Shard) -> None:
     """
     if not hasattr(module, "sharded_parameters"):
         module.sharded_parameters = {}
+        module.register_state_dict_pre_hook(_refuse_to_save_parts)
         module.register_load_state_dict_pre_hook(_cut_full_tensors)
         module.register_load_state_dict_post_hook(_mark_parameters)
     module.sharded_parameters[name] = shard
@@ -255,6 +263,23 @@ def _cut_full_tensors(
         tensor = state_dict.get(prefix + name)
         if isinstance(tensor, Tensor) and shard.is_full(tensor):
             state_dict[prefix + name] = shard.cut(tensor.detach())
+
+
+def _refuse_to_save_parts(*_: object) -> None:
+    """Before a state dict is taken: stops transformers from writing parts as a whole.
+
+    Raises:
+        RuntimeError: `model.save_pretrained` takes it, in a group of several ranks.
+    """
+    frame = sys._getframe() if world_size() > 1 else None
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "save_pretrained" and "transformers." in module:
+            raise RuntimeError(
+                "`model.save_pretrained` would write this rank's parts only: "
+                "use `loading.save_pretrained(model, path)`, on every rank"
+            )
+        frame = frame.f_back
 
 
 def _mark_parameters(module: Any, *_: object) -> None:
