@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -19,6 +22,25 @@ def rewritten(
     path.write_text(source, encoding="utf-8", newline=newline)
     (folder / "s.py").write_text(schedule, encoding="utf-8")
     return rewrite(str(path), str(folder / "s.py"), settings)
+
+
+def written(folder: Path, output: Output) -> Path:
+    """The output as a package below `folder`, to be imported by `imported`."""
+    number = len(list(folder.glob("output_*")))
+    package = folder / f"output_{number}_{folder.name}"
+    package.mkdir()
+    for name, text in output.files.items():
+        (package / name).write_text(text, encoding="utf-8", newline="")
+    return package / output.model_file
+
+
+def imported(path: Path) -> ModuleType:
+    """The module of a file: the model file of a written output, or an original."""
+    package = path.parent if (path.parent / "__init__.py").exists() else None
+    folder = str(package.parent if package else path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(f"{package.name}.{path.stem}" if package else path.stem)
 
 
 def changed_lines(output: Output) -> str:

@@ -2,7 +2,7 @@
 
 Attention is split by heads and the MLP by its inner width, so a layer needs one all-reduce after
 each, as in Megatron-LM (arXiv 1909.08053). The vocabulary is split in the embedding and in the
-head, which share their weight.
+head, which share their weight. With `fork_dropout` each rank drops other places of its heads.
 """
 
 from transformers import BertConfig
@@ -29,7 +29,7 @@ def verify_model(m):
     )
 
 
-def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
+def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0, fork_dropout: bool = False):
     """Splits the layers, and checkpoints the first `ckpt_ratio` of them."""
     layers = s["bert.encoder.layer"]
     if tensor_parallel:
@@ -40,4 +40,6 @@ def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
         s["bert.embeddings.word_embeddings"].shard("weight", axis=0)
         s["cls.predictions.decoder"].shard(["weight", "bias"], axis=0)
         s.infer_sync()
+    if fork_dropout:
+        layers["*.attention.self"].fork_rng()
     layers[: round(ckpt_ratio * len(layers["*"]))].checkpoint()

@@ -2,6 +2,7 @@
 
 The relative position bias is a table with a column for each head: it is split with the heads, in
 the first block of each stack, and the other blocks of the stack are handed this rank's part of it.
+With `fork_dropout` each rank drops other places of its heads and of its share of the MLP.
 """
 
 from transformers import T5Config
@@ -28,7 +29,7 @@ def verify_model(m):
     )
 
 
-def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
+def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0, fork_dropout: bool = False):
     """Splits the blocks, and checkpoints the first `ckpt_ratio` of each stack."""
     stacks = s["{encoder,decoder}.block"]
     if tensor_parallel:
@@ -45,5 +46,7 @@ def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
         s["lm_head"].shard("weight", axis=0)
         s["lm_head"].sync("bwd_post", "all_reduce")
         s["lm_head"].sync("fwd_post", "all_gather", axis=-1)
+    if fork_dropout:
+        stacks["**.{SelfAttention,EncDecAttention,DenseReluDense}"].fork_rng()
     for stack in stacks:
         stack[: round(ckpt_ratio * len(stack["*"]))].checkpoint()

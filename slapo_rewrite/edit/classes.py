@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import (
+    FORK,
     Attach,
     ChangeArgument,
     Definition,
@@ -85,6 +86,9 @@ class ClassWriter:
         lines = self._lines(class_name, whole, indices)
         wanted = self._lines(class_name, _only(whole, extra), indices)
         changed = {s: lines[s] for s in wanted}
+        forward = self.lineages.method(class_name, "forward")
+        if forward and FORK in whole.changes and any(within(forward, s) for s in changed):
+            changed[forward.body[0]] = lines[forward.body[0]]  # its decorator stands there
         return self.subclasses.subclass(class_name, new_name, changed, relatives, optional, doc)
 
     def _lines(
@@ -122,6 +126,8 @@ class ClassWriter:
                 at(constructor.body[-1]).after.append(
                     (text, why, f"this rank's share of `{key[1]}`")
                 )
+            elif key == FORK:
+                forward.fork(why)
             elif key[0] == "forward":
                 forward.wrap(change, why)
             elif key[0] == "call" and isinstance(change, WrapCall):

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import (
+    FORK,
     RECOMPUTE,
     Attach,
     ChangeArgument,
     DeriveFrom,
+    ForkRandom,
     MakeLayer,
     MakeOther,
     OwnShare,
@@ -92,6 +94,8 @@ class _Collection:
                 self._split_parameter(node, shard)
             for sync in state.syncs:
                 self._sync(node, sync, path in layers)
+            if state.fork:
+                self.places.add(node.path, FORK, ForkRandom(), (state.fork.cause,))
             if state.checkpoint:
                 self.places.add(node.path, RECOMPUTE, Recompute(), (state.checkpoint.cause,))
         self._sizes(layers, parameters, followed)

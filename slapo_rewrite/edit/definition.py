@@ -115,6 +115,11 @@ class ShareParameter:
 
 
 @dataclass(frozen=True)
+class ForkRandom:
+    """The module's random numbers differ between tensor-parallel ranks."""
+
+
+@dataclass(frozen=True)
 class Recompute:
     """The module's activations are computed again in the backward pass."""
 
@@ -134,11 +139,15 @@ What = (
     | ChangeArgument
     | ShareParameter
     | ReadWhole
+    | ForkRandom
     | Recompute
 )
 
-# The place of recomputation: the class as a whole.
+# Changes of the class as a whole, to be had by wrapping its `forward` in a subclass.
+FORK: Key = ("fork",)
 RECOMPUTE: Key = ("recompute",)
+# Each of them inside those that follow.
+WRAPPERS = (FORK, RECOMPUTE)
 
 
 @dataclass

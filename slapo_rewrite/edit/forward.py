@@ -63,6 +63,16 @@ class ForwardWriter:
                     Edit(start, end, text, causes, f"{change.function} of the output")
                 )
 
+    def fork(self, causes: tuple[Directive, ...]) -> None:
+        """Decorates `forward`, so that its random numbers differ between ranks."""
+        method = self.lineages.method(self.class_name, "forward")
+        assert method is not None
+        start = self.file.span(method)[0]
+        decorator = f"@{self.imports.helper('rng', 'fork_rng', causes)}()"
+        text = decorator + "\n" + " " * method.col_offset
+        why = "random numbers that differ between ranks"
+        self.at(method.body[0]).around.append(Edit(start, start, text, causes, why))
+
     def _forward(self, causes: tuple[Directive, ...]) -> ast.FunctionDef:
         forward = self.lineages.method(self.class_name, "forward")
         if forward is None:

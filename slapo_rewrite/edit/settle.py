@@ -7,12 +7,21 @@ subclass, and the place that makes them picks.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.classes import ClassWriter
-from slapo_rewrite.edit.definition import RECOMPUTE, Definition, Key, common, merged, united
+from slapo_rewrite.edit.definition import (
+    FORK,
+    RECOMPUTE,
+    Definition,
+    Key,
+    common,
+    merged,
+    united,
+)
 from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.places import Places, owned
@@ -72,6 +81,8 @@ class _Settling:
             return self.variants.of_foreign(cls, nodes)
         definitions = self._definitions(nodes)
         shared = common(definitions) - {RECOMPUTE}
+        if not self._has_forward_alone(cls):
+            shared -= {FORK}
         edits: list[Edit] = []
         everything = Definition()
         for definition in definitions:
@@ -87,6 +98,15 @@ class _Settling:
         for definition in definitions:
             edits += self.variants.specialise(cls, definition, definition.changes.keys() - shared)
         return edits
+
+    def _has_forward_alone(self, cls: type) -> bool:
+        """Whether a class has a `forward` of its own that no other class of the model inherits."""
+        return self.file.method(cls.__name__, "forward") is not None and not any(
+            node.cls is not cls
+            and issubclass(node.cls, cls)
+            and inspect.getattr_static(node.cls, "forward") is vars(cls).get("forward")
+            for node in self.tree.nodes.values()
+        )
 
     def _definitions(self, nodes: list[Node]) -> list[Definition]:
         """The definitions that a class's instances want, as few as can be."""

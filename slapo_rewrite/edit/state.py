@@ -112,6 +112,13 @@ class InferSync:
 
 
 @dataclass(frozen=True)
+class Fork:
+    """Random numbers that differ between tensor-parallel ranks."""
+
+    cause: Directive = field(compare=False)
+
+
+@dataclass(frozen=True)
 class ModuleState:
     """Everything that was asked of one module."""
 
@@ -120,6 +127,7 @@ class ModuleState:
     replacement: Replacement | None = None
     checkpoint: Checkpoint | None = None
     infer_sync: InferSync | None = None
+    fork: Fork | None = None
 
 
 EMPTY = ModuleState()

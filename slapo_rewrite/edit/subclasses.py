@@ -218,6 +218,20 @@ class SubclassWriter:
             header = header.rsplit("\n", 1)[0].rstrip()
         return " " * method.col_offset + header
 
+    def forking(self, new_name: str, shown: str, causes: tuple[Directive, ...]) -> str:
+        """A subclass whose random numbers differ between tensor-parallel ranks."""
+        fork_rng = self.imports.helper("rng", "fork_rng", causes)
+        doc = f"`{shown}` with random numbers that differ between tensor-parallel ranks."
+        text = [
+            f"class {new_name}({shown}):",
+            *docstring(doc, 4, self.line_length),
+            "",
+            f"    @{fork_rng}()",
+            "    def forward(self, *args, **kwargs):",
+            "        return super().forward(*args, **kwargs)",
+        ]
+        return "\n".join(text) + "\n"
+
     def recomputing(
         self, class_name: str, new_name: str, shown: str, causes: tuple[Directive, ...]
     ) -> str:

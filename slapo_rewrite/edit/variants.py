@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.classes import ClassWriter
 from slapo_rewrite.edit.definition import (
-    RECOMPUTE,
+    WRAPPERS,
     Attach,
     ChangeArgument,
     Definition,
+    ForkRandom,
     Key,
     MakeClass,
     MakeLayer,
@@ -20,6 +22,7 @@ from slapo_rewrite.edit.definition import (
     OwnShare,
     ShareParameter,
     SplitParameter,
+    What,
     WrapCall,
     WrapInput,
     WrapOutput,
@@ -31,6 +34,15 @@ from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node
+
+
+@dataclass(frozen=True)
+class _Wrapper:
+    """A subclass that wraps `forward`: its name, and its text and reason where it is new."""
+
+    name: str
+    text: str = ""
+    why: str = ""
 
 
 class Variants:
@@ -53,11 +65,13 @@ class Variants:
             return []
         edits: list[Edit] = []
         name = cls.__name__
-        beyond = extra - {RECOMPUTE}
+        beyond = extra - set(WRAPPERS)
+        wrappers = [
+            (definition.changes[key], definition.causes[key]) for key in WRAPPERS if key in extra
+        ]
         if not beyond:
-            causes = definition.causes[RECOMPUTE]
             definition.nodes = [
-                n for n in definition.nodes if not self._checkpointed_other(n, causes, edits)
+                n for n in definition.nodes if not self._wrapped_other(n, wrappers, edits)
             ]
             if not definition.nodes:
                 return edits
@@ -81,16 +95,11 @@ class Variants:
                 edits.append(
                     self._class_after(cls.__name__, text, causes, f"`{name}`, for some instances")
                 )
-        if RECOMPUTE in extra:
-            causes = definition.causes[RECOMPUTE]
-            base = name
-            name = f"Checkpointed{base}"
-            if name not in self.class_names:
-                self._new_name(name)
-                text = self.writer.subclasses.recomputing(cls.__name__, name, base, causes)
-                edits.append(
-                    self._class_after(cls.__name__, text, causes, f"`{base}`, checkpointed")
-                )
+        for what, causes in wrappers:
+            wrapper = self._wrapper(cls, cls.__name__, name, what, causes)
+            name = wrapper.name
+            if wrapper.text:
+                edits.append(self._class_after(cls.__name__, wrapper.text, causes, wrapper.why))
         self._rename(
             definition.nodes, name, cls.__name__, united(*(definition.causes[k] for k in extra))
         )
@@ -99,22 +108,53 @@ class Variants:
     def of_foreign(self, cls: type, nodes: list[Node]) -> list[Edit]:
         """A class of another file can be given a subclass here, before the class that makes it."""
         edits: list[Edit] = []
-        name = f"Checkpointed{cls.__name__}"
         for node in nodes:
-            causes = self.places.causes.get(node.path, {}).get(RECOMPUTE)
-            if causes is None or self._checkpointed_other(node, causes, edits):
+            changes = self.places.changes.get(node.path, {})
+            wrappers = [
+                (changes[key], self.places.causes[node.path][key])
+                for key in WRAPPERS
+                if key in changes
+            ]
+            if not wrappers or self._wrapped_other(node, wrappers, edits):
                 continue
-            key, _ = self.places.site(node, causes)
+            every = united(*(causes for _, causes in wrappers))
+            key, _ = self.places.site(node, every)
             site = self.places.sites[key[1]]
-            if name not in self.class_names:
-                name = self._new_name(name)
-                shown = self.file.segment(site.callee) if site.callee else cls.__name__
-                text = self.writer.subclasses.recomputing(cls.__name__, name, shown, causes)
-                edits.append(
-                    self._class_before(site.class_name, text, causes, f"`{shown}`, checkpointed")
-                )
-            self._rename([node], name, cls.__name__, causes)
+            name = self.file.segment(site.callee) if site.callee else cls.__name__
+            known: object = cls
+            for what, causes in wrappers:
+                wrapper = self._wrapper(known, cls.__name__, name, what, causes)
+                known = name = wrapper.name
+                if wrapper.text:
+                    edits.append(
+                        self._class_before(site.class_name, wrapper.text, causes, wrapper.why)
+                    )
+            self._rename([node], name, cls.__name__, every)
         return edits
+
+    def _wrapper(
+        self, base: object, class_name: str, shown: str, what: What, causes: tuple[Directive, ...]
+    ) -> _Wrapper:
+        """The subclass that wraps the `forward` of a class; without a text where it has one.
+
+        Args:
+            base: The class that is wrapped, however it is called.
+            class_name: The class whose `forward` it has.
+            shown: How the base is called here.
+            what: What the wrapper does.
+            causes: The directives behind it.
+        """
+        key = (base, shown.rpartition(".")[2], what)
+        if key in self.known:
+            return _Wrapper(self.known[key])
+        fork = isinstance(what, ForkRandom)
+        name = self._new_name(f"{'Forked' if fork else 'Checkpointed'}{shown.rpartition('.')[2]}")
+        self.known[key] = name
+        if fork:
+            text = self.writer.subclasses.forking(name, shown, causes)
+            return _Wrapper(name, text, f"`{shown}` with random numbers of this rank")
+        text = self.writer.subclasses.recomputing(class_name, name, shown, causes)
+        return _Wrapper(name, text, f"`{shown}`, checkpointed")
 
     def _relatives(self, definition: Definition) -> tuple[dict[int, str], set[int]]:
         """Where places outside of loops put what they make, and which not all instances have."""
@@ -203,25 +243,29 @@ class Variants:
                 )
             self.places.at_site(node, MakeClass(name, original), causes)
 
-    def _checkpointed_other(
-        self, node: Node, causes: tuple[Directive, ...], edits: list[Edit]
+    def _wrapped_other(
+        self,
+        node: Node,
+        wrappers: Sequence[tuple[What, tuple[Directive, ...]]],
+        edits: list[Edit],
     ) -> bool:
-        """Checkpoints the class that stands in the place of the original's, if one does."""
+        """Wraps the class that stands in the place of the original's, if one does."""
         if node.owner is None:
             return False
-        key, owner = self.places.site(node, causes)
-        what = self.places.changes.get(owner.path, {}).get(key)
-        if not isinstance(what, (MakeLayer, MakeOther)):
+        every = united(*(causes for _, causes in wrappers))
+        key, owner = self.places.site(node, every)
+        made = self.places.changes.get(owner.path, {}).get(key)
+        if not isinstance(made, (MakeLayer, MakeOther)):
             return False
-        if isinstance(what, MakeLayer):
-            shown = self.imports.helper(what.layer.module, what.layer.name, causes)
+        if isinstance(made, MakeLayer):
+            name = self.imports.helper(made.layer.module, made.layer.name, every)
         else:
-            shown = self.imports.function(what.target, causes)
-        name = f"Checkpointed{shown.rpartition('.')[2]}"
-        self.places.at_site(node, replace(what, subclass=name), causes)
-        if name not in self.class_names:
-            self._new_name(name)
-            text = self.writer.subclasses.recomputing("", name, shown, causes)
-            home = self.places.sites[key[1]].class_name
-            edits.append(self._class_before(home, text, causes, f"`{shown}`, checkpointed"))
+            name = self.imports.function(made.target, every)
+        home = self.places.sites[key[1]].class_name
+        for what, causes in wrappers:
+            wrapper = self._wrapper("", "", name, what, causes)
+            name = wrapper.name
+            if wrapper.text:
+                edits.append(self._class_before(home, wrapper.text, causes, wrapper.why))
+        self.places.at_site(node, replace(made, subclass=name), every)
         return True

@@ -18,7 +18,7 @@ from slapo_rewrite.source.index import SourceFile
 # Where the schedule's own classes and functions go.
 MODULES = "modules"
 # Each module after those that it needs.
-RUNTIME_ORDER = ("tensor_parallel", "conv1d", "loading")
+RUNTIME_ORDER = ("tensor_parallel", "rng", "conv1d", "loading")
 RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
 
 # What an output offers beside what the model file itself calls.
@@ -133,10 +133,10 @@ def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, P
             wanted.setdefault(module, set()).update(names)
     if wanted.keys() - {MODULES}:
         wanted.setdefault("tensor_parallel", set())
-        wanted["loading"] = set(SURFACE["loading"])
-    _close(wanted)
-    if "loading" in wanted and not _shards_something(wanted["tensor_parallel"]):
-        del wanted["loading"]
+        _close(wanted)
+        if _shards_something(wanted["tensor_parallel"]):
+            wanted["loading"] = set(SURFACE["loading"])
+            _close(wanted)
     for module in sorted(wanted.keys() - {MODULES}):
         found[module] = _runtime(module).pick(wanted[module] | SURFACE.get(module, set()))
     return found

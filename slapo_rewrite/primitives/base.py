@@ -104,6 +104,20 @@ def signature_of(function: Any) -> inspect.Signature:
     return inspect.signature(function)
 
 
+def check_called(call: Call, node: Node) -> None:
+    """Refuses a container that holds modules and is never called itself.
+
+    Raises:
+        Unsupported: It is one.
+    """
+    if node.is_container and node.cls.__name__ in ("ModuleList", "ModuleDict"):
+        raise errors.Unsupported(
+            f"`{node.path}` is a {node.cls.__name__}: it is never called",
+            at=call.directive.at,
+            hint=f'select its elements: s["{node.path}.*"].{call.directive.primitive}()',
+        )
+
+
 def function_of(call: Call, value: Any, what: str) -> Function:
     """A function or class that the schedule hands over, by the name the output can use.
 

@@ -9,7 +9,14 @@ from slapo_rewrite import errors
 from slapo_rewrite.edit.state import Checkpoint as CheckpointState
 from slapo_rewrite.edit.state import ModuleState
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
+from slapo_rewrite.primitives.base import (
+    Call,
+    Example,
+    Primitive,
+    Refusal,
+    check_called,
+    signature_of,
+)
 
 STACK = """\
 import torch
@@ -117,12 +124,7 @@ class Checkpoint(Primitive):
 
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
         """Marks the module."""
-        if node.is_container and node.cls.__name__ in ("ModuleList", "ModuleDict"):
-            raise errors.Unsupported(
-                f"`{node.path}` is a {node.cls.__name__}: it is never called",
-                at=call.directive.at,
-                hint='select its elements: s["' + node.path + '.*"].checkpoint()',
-            )
+        check_called(call, node)
         if state.checkpoint is not None:
             raise errors.Unsupported(
                 f"`{node.path}` is checkpointed already",

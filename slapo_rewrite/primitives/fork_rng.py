@@ -1,0 +1,146 @@
+"""`fork_rng`: random numbers that differ between tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.state import Fork, ModuleState
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.primitives.base import (
+    Call,
+    Example,
+    Primitive,
+    Refusal,
+    check_called,
+    signature_of,
+)
+
+BLOCK = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    def __init__(self, width, p):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.p = p
+
+    def forward(self, x):
+        weights = F.dropout(x @ x.transpose(-2, -1), self.p, self.training)
+        return weights @ self.linear(x)
+
+
+class Block(nn.Module):
+    def __init__(self, width, p):
+        super().__init__()
+        self.attention = Attention(width, p)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x):
+        return x + self.dropout(self.attention(x))
+"""
+
+MODEL = """\
+import torch
+
+
+def model(m):
+    return m.Block(8, p=0.1)
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 5, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+"""
+
+
+class ForkRng(Primitive):
+    """Draw different random numbers on each tensor-parallel rank, inside a module.
+
+    Everywhere else they are equal, which dropout on whole values needs. Where ranks hold parts,
+    heads say, equal numbers drop the same places of each part. After the module the ranks are in
+    step again, whatever each of them drew inside; recomputation by `checkpoint` draws the same
+    numbers again, in whichever order the two stand in the schedule.
+
+    Rewrite:
+        def forward(self, x):
+        -->
+        @fork_rng()
+        def forward(self, x):
+        and for a class of another file, or for some instances only, a subclass `Forked...`
+
+    Shapes:
+        Unchanged.
+
+    Numerics:
+        Exact in a world of one. At more ranks other random numbers, by intention.
+
+    State:
+        Unchanged.
+
+    Raises:
+        SR305 a module list (select its elements), or a module that has it already.
+
+    Source: Slapo, arXiv 2302.08005; Megatron-LM, arXiv 1909.08053, appendix B.2.
+    """
+
+    name = "fork_rng"
+    examples = (
+        Example(
+            BLOCK,
+            MODEL + 'def schedule(s):\n    s["attention"].fork_rng()\n',
+            """\
++from .rng import fork_rng
++    @fork_rng()
+""",
+        ),
+        Example(
+            BLOCK,
+            MODEL + 'def schedule(s):\n    s["dropout"].fork_rng()\n',
+            """\
++from .rng import fork_rng
++class ForkedDropout(nn.Dropout):
++    \"\"\"`nn.Dropout` with random numbers that differ between tensor-parallel ranks.\"\"\"
++    @fork_rng()
++    def forward(self, *args, **kwargs):
++        return super().forward(*args, **kwargs)
+-        self.dropout = nn.Dropout(p)
++        self.dropout = ForkedDropout(p)
+""",
+        ),
+    )
+    refusals = (
+        Refusal(
+            BLOCK,
+            MODEL + 'def schedule(s):\n    s["dropout"].fork_rng()\n    s["*"].fork_rng()\n',
+            "SR305",
+        ),
+        Refusal(BLOCK, MODEL + 'def schedule(s):\n    s["dropout"].fork_rng(seed=1)\n', "SR206"),
+    )
+
+    def signature(self) -> inspect.Signature:
+        """`fork_rng()`."""
+
+        def fork_rng() -> None: ...
+
+        return signature_of(fork_rng)
+
+    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+        """Marks the module."""
+        check_called(call, node)
+        if state.fork is not None:
+            raise errors.Unsupported(
+                f"`{node.path or 's'}` has random numbers of its own already",
+                at=call.directive.at,
+                also=[state.fork.cause.at] if state.fork.cause.at else [],
+            )
+        return replace(state, fork=Fork(call.directive))
