@@ -6,8 +6,10 @@ import ast
 from collections.abc import Mapping
 
 from slapo_rewrite import errors
+from slapo_rewrite.edit.annotations import Annotations
 from slapo_rewrite.edit.definition import (
     FORK,
+    Annotate,
     Attach,
     ChangeArgument,
     Definition,
@@ -102,6 +104,7 @@ class ClassWriter:
         reads = WholeSizes(self.lineages, class_name, definition)
         made = SiteWriter(self.file, self.imports, reads.segment, at)
         forward = ForwardWriter(self.lineages, self.imports, class_name, at)
+        annotations = Annotations(self.lineages, self.imports, at)
         by_site: dict[int, dict[str, What]] = {}
         causes: dict[int, tuple[Directive, ...]] = {}
         for key, change in definition.changes.items():
@@ -109,6 +112,8 @@ class ClassWriter:
             if key[0] == "site":
                 by_site.setdefault(key[1], {})[key[2]] = change
                 causes[key[1]] = united(causes.get(key[1], ()), why)
+            elif isinstance(change, Annotate):
+                annotations.add(key, change, why)
             elif key[0] == "parameter" and isinstance(change, SplitParameter):
                 site = self.lineages.sites[key[1]]
                 text = self._split_parameter(key[3], change, why)
@@ -136,6 +141,7 @@ class ClassWriter:
                 forward.change_argument(key, change, why)
             elif key[0] == "gradient" and isinstance(change, ShareParameter):
                 forward.share_parameter(change.name, why)
+        annotations.write(indices)
         for start, changes in by_site.items():
             made.change(self.lineages.sites[start], changes, causes[start], indices)
         for statement, edits in reads.by_statement.items():

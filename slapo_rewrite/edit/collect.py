@@ -9,6 +9,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import (
     FORK,
     RECOMPUTE,
+    Annotate,
     Attach,
     ChangeArgument,
     DeriveFrom,
@@ -29,7 +30,7 @@ from slapo_rewrite.edit.definition import (
 from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.places import Places
 from slapo_rewrite.edit.reads import readings
-from slapo_rewrite.edit.state import Directive, Function, ModuleState, Shard, Sync
+from slapo_rewrite.edit.state import Annotation, Directive, Function, ModuleState, Shard, Sync
 from slapo_rewrite.model.follow import Asked, Followed, ShardedParameter
 from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.layers import SHARES, Layer, base_of
@@ -94,6 +95,8 @@ class _Collection:
                 self._split_parameter(node, shard)
             for sync in state.syncs:
                 self._sync(node, sync, path in layers)
+            for annotation in state.annotations:
+                self._annotate(node, annotation, state.replacement is not None)
             if state.fork:
                 self.places.add(node.path, FORK, ForkRandom(), (state.fork.cause,))
             if state.checkpoint:
@@ -120,6 +123,29 @@ class _Collection:
         self.places.sites[start] = site
         key = ("parameter", start, "", shard.name)
         self.places.add(node.path, key, SplitParameter(shard.axis, shard.parts), (shard.cause,))
+
+    def _annotate(self, node: Node, annotation: Annotation, is_replaced: bool) -> None:
+        """In the class that makes the parameter, else where the module is made."""
+        causes = (annotation.cause,)
+        what = Annotate(annotation.name, annotation.key, annotation.value)
+        if self.sources.file_of(node.cls) is self.file and not is_replaced:
+            site = find_parameter_site(self.sources, node, annotation.name)
+            if site.file is self.file:
+                start = self.file.span(site.value)[0]
+                self.places.sites[start] = site
+                key = ("parameter", start, "", annotation.name, annotation.key)
+                self.places.add(node.path, key, what, causes)
+                return
+        if node.owner is None:
+            raise errors.Unsupported(
+                f"`{annotation.name}` of the model itself is made in another file",
+                at=annotation.cause.at,
+                hint=f"copy the class that makes it into {self.file.path.name}",
+            )
+        key, owner = self.places.site(node, causes)
+        for place in self.places.alike(key, node):
+            name = ("hook", *place[1:], annotation.name, annotation.key)
+            self.places.add(owner.path, name, what, causes)
 
     def _sync(self, node: Node, sync: Sync, is_layer: bool) -> None:
         causes = (sync.cause,)

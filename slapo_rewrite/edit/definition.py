@@ -61,6 +61,15 @@ class SplitParameter:
 
 
 @dataclass(frozen=True)
+class Annotate:
+    """After a module's or a parameter's construction: an attribute of the parameter."""
+
+    name: str
+    key: str
+    value: str
+
+
+@dataclass(frozen=True)
 class OwnShare:
     """At the end of the constructor: an integer attribute becomes this rank's share."""
 
@@ -132,6 +141,7 @@ What = (
     | Attach
     | DeriveFrom
     | SplitParameter
+    | Annotate
     | OwnShare
     | WrapInput
     | WrapOutput

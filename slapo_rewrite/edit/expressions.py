@@ -71,6 +71,12 @@ def _mode(line_length: int) -> black.Mode:
     )
 
 
+@functools.cache
+def literal(text: str) -> str:
+    """A literal on one line, with the quotes that `black` prefers."""
+    return black.format_str(text, mode=black.Mode(line_length=10_000)).rstrip("\n")
+
+
 def formatted(text: str, indent: int, line_length: int) -> str:
     """Statements as `black` lays them out at `indent` columns, ready to stand there.
 

@@ -22,7 +22,7 @@ from slapo_rewrite.edit.places import Places
 from slapo_rewrite.edit.settle import settle
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive, ModuleState
-from slapo_rewrite.edit.ties import follow_ties
+from slapo_rewrite.edit.ties import annotate_ties, follow_ties
 from slapo_rewrite.model.alike import Alike
 from slapo_rewrite.model.follow import (
     Asked,
@@ -108,6 +108,7 @@ class _Lowering:
     def run(self, step_inputs: Callable[[], dict[str, Any]]) -> Lowered:
         """Everything, in order."""
         follow_ties(self.tree, self.states)
+        annotate_ties(self.tree, self.states)
         alike, every = Alike(self.tree, self.states), self.states
         self.inference = Inference(self.tree, every)
         self.places.siblings = alike.siblings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from dataclasses import dataclass, field
 
 from slapo_rewrite import errors
@@ -72,17 +73,26 @@ class Places:
         self.sites[start] = site
         # Where a place outside of loops puts its module may differ between instances.
         index = _index(site.path, node.relative) if site.loops else ""
-        for name in self.siblings.get(node.path, ()) if index else ():
-            self.indices.add(start, _sibling(index, name))
-        self.indices.add(start, index)
+        for each in self._indices(site, node) if index else (index,):
+            self.indices.add(start, each)
         return ("site", start, index)
 
     def alike(self, key: Key, node: Node) -> list[Key]:
         """The place of a module, and those of the elements that it stands for."""
         if not key[2]:
             return [key]
-        names = self.siblings.get(node.path, (node.name,))
-        return [(key[0], key[1], _sibling(key[2], name)) for name in names]
+        return [(*key[:2], index) for index in self._indices(self.sites[key[1]], node)]
+
+    def _indices(self, site: Site, node: Node) -> list[str]:
+        """The indices of a module, and of those that it or a list element above it stands for."""
+        names = []
+        path = node.path[: len(node.path) - len(node.relative)]
+        for want, have in zip(site.path.split("."), node.relative.split("."), strict=False):
+            path += have
+            if want == "*":
+                names.append(self.siblings.get(path, (have,)))
+            path += "."
+        return [".".join(index) for index in itertools.product(*names)]
 
     def key(self, node: Node) -> Key | None:
         """The place that makes a module, where it is known and in this file."""
@@ -145,11 +155,6 @@ def owned(node: Node) -> list[Node]:
             if child.is_container:
                 waiting += child.children.values()
     return found
-
-
-def _sibling(index: str, name: str) -> str:
-    """The index of another element of the same list."""
-    return ".".join([*index.split(".")[:-1], name])
 
 
 def _index(pattern: str, path: str) -> str:

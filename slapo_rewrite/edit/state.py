@@ -112,6 +112,23 @@ class InferSync:
 
 
 @dataclass(frozen=True)
+class Annotation:
+    """An attribute of a parameter.
+
+    Attributes:
+        name: The parameter.
+        key: The attribute.
+        value: Its value as source.
+        cause: The directive that asked.
+    """
+
+    name: str
+    key: str
+    value: str
+    cause: Directive = field(compare=False)
+
+
+@dataclass(frozen=True)
 class Fork:
     """Random numbers that differ between tensor-parallel ranks."""
 
@@ -128,6 +145,7 @@ class ModuleState:
     checkpoint: Checkpoint | None = None
     infer_sync: InferSync | None = None
     fork: Fork | None = None
+    annotations: tuple[Annotation, ...] = ()
 
 
 EMPTY = ModuleState()

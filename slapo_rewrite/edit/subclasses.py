@@ -145,8 +145,10 @@ class SubclassWriter:
     ) -> None:
         """A statement can stand in a subclass's constructor unless a loop is around it."""
         for node in ast.walk(constructor):
-            if isinstance(node, (ast.For, ast.While, ast.With, ast.Try)) and within(
-                node, statement
+            if (
+                isinstance(node, (ast.For, ast.While, ast.With, ast.Try))
+                and node is not statement
+                and within(node, statement)
             ):
                 raise errors.UnfollowableConstruction(
                     f"some instances of `{class_name}` differ in what is made here, inside a "

@@ -1,4 +1,4 @@
-"""What is tied to a sharded parameter is sharded as it is."""
+"""What is tied to a parameter is sharded and annotated as it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import EMPTY, ModuleState, Shard, Sync
+from slapo_rewrite.edit.state import EMPTY, Annotation, ModuleState, Shard, Sync
 from slapo_rewrite.model.layers import splits_of
 from slapo_rewrite.model.tree import Node, Tree
 
@@ -43,6 +43,37 @@ def follow_ties(tree: Tree, states: dict[str, ModuleState]) -> None:
                 if not any(s.name == name for s in _shards(states, node)):
                     states[node.path] = _tied(node, states.get(node.path, EMPTY), name, first)
                     changed = True
+
+
+def annotate_ties(tree: Tree, states: dict[str, ModuleState]) -> None:
+    """Annotates all names of a tied parameter: which of them stays is decided when it is tied.
+
+    Raises:
+        ConflictingEdits: Two names of a parameter are to have different values of one attribute.
+    """
+    for names in tree.ties.values():
+        members = [(n.rpartition(".")[0], n.rpartition(".")[2]) for n in names]
+        given = [
+            (annotation.cause.number, f"{path}.{name}", annotation)
+            for path, name in members
+            for annotation in states.get(path, EMPTY).annotations
+            if annotation.name == name
+        ]
+        asked: dict[str, Annotation] = {}
+        for _, full, annotation in sorted(given, key=lambda each: each[0]):
+            known = asked.setdefault(annotation.key, annotation)
+            if known.value != annotation.value:
+                raise errors.ConflictingEdits(
+                    f"`{full}` is tied to a parameter whose `{known.key}` is {known.value}",
+                    at=annotation.cause.at,
+                    also=[known.cause.at] if known.cause.at else [],
+                )
+        for path, name in members:
+            state = states.get(path, EMPTY)
+            have = {a.key for a in state.annotations if a.name == name}
+            added = [replace(a, name=name) for key, a in asked.items() if key not in have]
+            if added:
+                states[path] = replace(state, annotations=(*state.annotations, *added))
 
 
 def _shards(states: Mapping[str, ModuleState], node: Node) -> tuple[Shard, ...]:

@@ -11,6 +11,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.edit.classes import ClassWriter
 from slapo_rewrite.edit.definition import (
     WRAPPERS,
+    Annotate,
     Attach,
     ChangeArgument,
     Definition,
@@ -207,6 +208,8 @@ class Variants:
             return "TensorParallel", "whose layers are split over the tensor-parallel group"
         if made:
             return "Scheduled", f"made of {' and '.join(f'`{n}`' for n in sorted(set(made)))}"
+        if all(isinstance(w, Annotate) for w in wanted):
+            return "Annotated", "whose parameters have attributes of their own"
         others = sorted({w.target.name for w in wanted if isinstance(w, MakeOther)})
         return "Scheduled", f"made of {' and '.join(f'`{n}`' for n in others)}"
 

@@ -41,8 +41,11 @@ class ScaledLinear(nn.Linear):
 def replaced(call: Call, node: Node, state: ModuleState, new: Any) -> ModuleState:
     """The state of a module whose class `new` takes the place of."""
     at, arguments = call.directive.at, call.arguments.get("args")
-    if state != ModuleState():
-        earlier = state.replacement or (state.shards + state.syncs + (state.checkpoint,))[0]
+    if state != ModuleState(annotations=state.annotations):
+        wraps = (state.checkpoint, state.fork)
+        earlier = state.replacement or next(
+            (s for s in state.shards + state.syncs + wraps if s), None
+        )
         raise errors.ConflictingEdits(
             f"`{node.path}` cannot be replaced after it was changed",
             at=at,

@@ -1,0 +1,138 @@
+"""`annotate`: an attribute of a parameter."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import keyword
+from dataclasses import replace
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.state import Annotation, ModuleState
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
+from slapo_rewrite.primitives.shard import MLP, MODEL
+
+
+class Annotate(Primitive):
+    """Put an attribute on a parameter, for whoever trains the model to read.
+
+    It stays through every other primitive, and is put on a tied parameter under all of its names.
+    `load_state_dict` keeps it, also where it replaces the parameter (`assign=True`, `to_empty`
+    before it).
+
+    Rewrite:
+        self.up = nn.Linear(width, 4 * width)
+        -->
+        self.up = nn.Linear(width, 4 * width)
+        annotate(self.up, "weight", no_decay=True)
+
+    Shapes:
+        Unchanged.
+
+    Numerics:
+        Exact.
+
+    State:
+        Unchanged.
+
+    Raises:
+        SR203 no such parameter; SR206 a key that is no name, or that parameters have already, or a
+        value that is no literal; SR306 the same key twice, under any name of a tied parameter;
+        SR103 nothing that can be followed makes the parameter.
+
+    Source: Slapo, arXiv 2302.08005.
+    """
+
+    name = "annotate"
+    examples = (
+        Example(
+            MLP,
+            MODEL
+            + """\
+def schedule(s):
+    s["down"].annotate("bias", "no_decay", True)
+    s["down"].annotate("bias", "group", "biases")
+""",
+            """\
++from .annotations import annotate
++        annotate(self.down, "bias", no_decay=True, group="biases")
+""",
+        ),
+    )
+    refusals = (
+        Refusal(
+            MLP, MODEL + 'def schedule(s):\n    s["up"].annotate("wieght", "tag", 1)\n', "SR203"
+        ),
+        Refusal(
+            MLP, MODEL + 'def schedule(s):\n    s["up"].annotate("weight", "grad", 1)\n', "SR206"
+        ),
+        Refusal(
+            MLP,
+            MODEL + 'def schedule(s):\n    s["up"].annotate("weight", "tag", object())\n',
+            "SR206",
+        ),
+        Refusal(
+            MLP,
+            MODEL + "def schedule(s):\n"
+            '    s["up"].annotate("weight", "tag", 1)\n    s["*"].annotate("weight", "tag", 2)\n',
+            "SR306",
+        ),
+    )
+
+    def signature(self) -> inspect.Signature:
+        """`annotate(param_name, key, value)`."""
+
+        def annotate(param_name: str, key: str, value: Any) -> None: ...
+
+        return signature_of(annotate)
+
+    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+        """Adds the attribute."""
+        at = call.directive.at
+        name, key, value = (call.arguments[n] for n in ("param_name", "key", "value"))
+        parameter = node.parameters.get(name)
+        if parameter is None:
+            is_buffer = name in node.buffers
+            raise errors.UnknownParameter(
+                f"`{node.path or 's'}` ({node.cls.__name__}) has no parameter `{name}`"
+                + (": it is a buffer" if is_buffer else ""),
+                at=at,
+                hint="a buffer is another one after each `model.to(...)`"
+                if is_buffer
+                else errors.did_you_mean(str(name), node.parameters)
+                or f"it has {', '.join(node.parameters) or 'none of its own'}",
+            )
+        if not isinstance(key, str) or not key.isidentifier() or keyword.iskeyword(key):
+            raise errors.BadArgument(f"{key!r} is no name for an attribute", at=at)
+        if hasattr(parameter, key):
+            raise errors.BadArgument(
+                f"parameters have an attribute `{key}` already", at=at, hint="choose another name"
+            )
+        for earlier in state.annotations:
+            if (earlier.name, earlier.key) == (name, key):
+                raise errors.ConflictingEdits(
+                    f"`{node.path}.{name}` has an attribute `{key}` already: {earlier.value}",
+                    at=at,
+                    also=[earlier.cause.at] if earlier.cause.at else [],
+                    hint="take one of the two lines out",
+                )
+        added = Annotation(name, key, self._literal(value, call), call.directive)
+        return replace(state, annotations=(*state.annotations, added))
+
+    def _literal(self, value: Any, call: Call) -> str:
+        """The value as source."""
+        text = repr(value)
+        try:
+            again = ast.literal_eval(text)
+            unordered = any(isinstance(n, ast.Set) for n in ast.walk(ast.parse(text)))
+            if repr(again) == text and again == value and not unordered:
+                return text
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            pass
+        raise errors.BadArgument(
+            f"{text} is no literal",
+            at=call.directive.at,
+            hint="give a number, a string, True, None, or a tuple, list or dict of these",
+        )
