@@ -1,7 +1,7 @@
 """Tensor parallel Llama, the first layers checkpointed.
 
 With grouped-query attention the key/value heads are split as the query heads are, so a rank keeps
-whole groups: the world size has to divide the number of key/value heads.
+whole groups. On more ranks than there are key/value heads, several ranks hold the same one.
 """
 
 from transformers import LlamaConfig

@@ -14,7 +14,9 @@ from slapo_rewrite.edit.definition import (
     ChangeArgument,
     Definition,
     DeriveFrom,
+    DivideByReplicas,
     Key,
+    OwnShare,
     ShareParameter,
     SplitParameter,
     What,
@@ -127,7 +129,7 @@ class ClassWriter:
             elif key[0] == "size":
                 constructor = self.lineages.method(class_name, "__init__")
                 assert constructor is not None
-                text = self._own_share(key[1], why)
+                text = self._own_share(key[1], change, why)
                 at(constructor.body[-1]).after.append(
                     (text, why, f"this rank's share of `{key[1]}`")
                 )
@@ -188,9 +190,13 @@ class ClassWriter:
         parts = f", parts={_parts(change.parts)!r}" if len(change.parts) > 1 else ""
         return f'{function}(self, "{name}", axis={change.axis}{parts})'
 
-    def _own_share(self, attribute: str, causes: tuple[Directive, ...]) -> str:
+    def _own_share(self, attribute: str, change: What, causes: tuple[Directive, ...]) -> str:
+        if isinstance(change, DivideByReplicas):
+            return f"self.{attribute} //= {accessor(change.layer)}.replicas"
+        assert isinstance(change, OwnShare)
         function = self.imports.helper("tensor_parallel", "part_size", causes)
-        return f"self.{attribute} = {function}(self.{attribute})"
+        times = f" * {accessor(change.layer)}.replicas" if change.layer else ""
+        return f"self.{attribute} = {function}(self.{attribute}{times})"
 
     def _hook(self, site: Site, index: str, change: Attach, causes: tuple[Directive, ...]) -> str:
         if index:

@@ -13,6 +13,7 @@ from slapo_rewrite.edit.definition import (
     Attach,
     ChangeArgument,
     DeriveFrom,
+    DivideByReplicas,
     ForkRandom,
     MakeLayer,
     MakeOther,
@@ -31,9 +32,9 @@ from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.places import Places
 from slapo_rewrite.edit.reads import readings
 from slapo_rewrite.edit.state import Annotation, Directive, Function, ModuleState, Shard, Sync
-from slapo_rewrite.model.follow import Asked, Followed, ShardedParameter
+from slapo_rewrite.model.follow import Asked, Followed, ShardedParameter, layer_key
 from slapo_rewrite.model.join import find_parameter_site
-from slapo_rewrite.model.layers import SHARES, Layer, base_of
+from slapo_rewrite.model.layers import SHARES, Layer, base_of, replicated
 from slapo_rewrite.model.tree import Node, Tree
 
 
@@ -79,8 +80,7 @@ class _Collection:
             node = self.tree.nodes[path]
             if path in layers:
                 assert node.owner is not None
-                unit = followed.units.get((node.owner.cls, node.relative))
-                layer = replace(layers[path], unit=unit) if unit else layers[path]
+                layer = self._fitted(node, layers[path], followed)
                 causes = united((s.cause for s in state.shards), (s.cause for s in state.syncs))
                 base = base_of(node.cls)
                 assert base is not None
@@ -182,6 +182,14 @@ class _Collection:
             at=sync.cause.at,
         )
 
+    def _fitted(self, node: Node, layer: Layer, followed: Followed) -> Layer:
+        """The layer with what followed of how it may be split."""
+        key = layer_key(node)
+        if key in followed.replicated:
+            return replicated(layer, followed.replicated[key]) or layer
+        unit = followed.units.get(key)
+        return replace(layer, unit=unit) if unit else layer
+
     def _sizes(
         self,
         layers: Mapping[str, Layer],
@@ -197,10 +205,14 @@ class _Collection:
                 owners.setdefault(owner.path, []).extend(s.cause for s in self.states[path].shards)
         for path, holder in self._holders(owners).items():
             cls, causes = self.tree.nodes[path].cls, united(owners[holder.path])
-            for attribute in sorted(
-                a.name for a in followed.sizes if (a.cls, a.holder) == (cls, holder.cls)
-            ):
-                self.places.add(path, ("size", attribute), OwnShare(), causes)
+            shared = min((name for c, name in followed.replicated if c is cls), default=None)
+            for attribute in sorted(followed.sizes | followed.repeats, key=lambda a: a.name):
+                if (attribute.cls, attribute.holder) != (cls, holder.cls):
+                    continue
+                what: What = OwnShare(shared if attribute in followed.few else None)
+                if attribute in followed.repeats and shared:
+                    what = DivideByReplicas(shared)
+                self.places.add(path, ("size", attribute.name), what, causes)
             for change in followed.arguments:
                 if any(
                     self.lineages.holds(c, change.place.line)

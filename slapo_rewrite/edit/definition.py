@@ -71,7 +71,24 @@ class Annotate:
 
 @dataclass(frozen=True)
 class OwnShare:
-    """At the end of the constructor: an integer attribute becomes this rank's share."""
+    """At the end of the constructor: an integer attribute becomes this rank's share.
+
+    Attributes:
+        layer: The layer whose heads it counts, where several ranks may hold the same ones.
+    """
+
+    layer: str | None = None
+
+
+@dataclass(frozen=True)
+class DivideByReplicas:
+    """At the end of the constructor: an integer attribute is divided among those who share heads.
+
+    Attributes:
+        layer: The layer whose heads they are.
+    """
+
+    layer: str
 
 
 @dataclass(frozen=True)
@@ -143,6 +160,7 @@ What = (
     | SplitParameter
     | Annotate
     | OwnShare
+    | DivideByReplicas
     | WrapInput
     | WrapOutput
     | WrapCall

@@ -43,7 +43,7 @@ def choose_layer(node: Node, state: ModuleState) -> Layer:
         keywords["gather_output"] = True
     if split.output == "partial sum" and "fwd_post" not in modes:
         keywords["reduce_output"] = False
-    return Layer(split.module, split.name, tuple(keywords.items()))
+    return Layer(split.module, split.name, tuple(keywords.items()), split.arguments)
 
 
 def _split(node: Node, state: ModuleState) -> Split:

@@ -11,7 +11,7 @@ from slapo_rewrite.edit.definition import Key, MakeLayer, What, united
 from slapo_rewrite.edit.sites import IndexSets
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.model.join import Sources, find_site, resolve_callee
-from slapo_rewrite.model.layers import Layer, arguments_of
+from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.sites import Site
@@ -135,12 +135,12 @@ class Places:
     def _check_arguments(self, site: Site, layer: Layer, causes: tuple[Directive, ...]) -> None:
         """Refuses constructor arguments that the sharded layer has no equal for."""
         for keyword in site.value.keywords if isinstance(site.value, ast.Call) else ():
-            if keyword.arg is not None and keyword.arg not in arguments_of(layer):
+            if keyword.arg is not None and keyword.arg not in layer.arguments:
                 raise errors.Unsupported(
                     f"a sharded layer does not take the argument `{keyword.arg}`",
                     at=self.file.at(keyword),
                     also=[c.at for c in causes[:1] if c.at],
-                    hint=f"{layer.name} takes {', '.join(arguments_of(layer))}",
+                    hint=f"{layer.name} takes {', '.join(layer.arguments)}",
                 )
 
 

@@ -18,7 +18,7 @@ from slapo_rewrite.source.index import SourceFile
 # Where the schedule's own classes and functions go.
 MODULES = "modules"
 # Each module after those that it needs.
-RUNTIME_ORDER = ("annotations", "tensor_parallel", "rng", "conv1d", "loading")
+RUNTIME_ORDER = ("annotations", "tensor_parallel", "rng", "conv1d", "grouped_query", "loading")
 RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
 
 # What an output offers beside what the model file itself calls.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,7 @@ class Layer:
         module: The runtime module that defines it.
         name: The class.
         keywords: Keyword arguments beside the original's, as values.
+        arguments: What its constructor takes of the original's arguments.
         unit: The attribute of the owner whose value the split must be a multiple of (a head's size,
             say).
     """
@@ -20,6 +21,7 @@ class Layer:
     module: str
     name: str
     keywords: tuple[tuple[str, object], ...] = ()
+    arguments: tuple[str, ...] = ()
     unit: str | None = None
 
 
@@ -44,9 +46,22 @@ class Split:
     arguments: tuple[str, ...] = ("in_features", "out_features", "bias", "device", "dtype")
 
 
+# The layer that lets several ranks hold the same heads, by the layer that does not.
+_REPLICATED = {"ColumnParallelLinear": ("grouped_query", "KeyValueParallelLinear")}
+
+
+def replicated(layer: Layer, unit: str) -> Layer | None:
+    """The layer of which several ranks may hold the same units; None where there is none."""
+    if layer.name not in _REPLICATED or {"parts", "gather_output"} & dict(layer.keywords).keys():
+        return None
+    module, name = _REPLICATED[layer.name]
+    return replace(layer, module=module, name=name, unit=unit)
+
+
 # The attribute that is this rank's share on a layer, and the one that has the whole size, if any.
 SHARES: dict[str, tuple[str, str | None]] = {
     "ColumnParallelLinear": ("out_features", None),
+    "KeyValueParallelLinear": ("out_features", None),
     "RowParallelLinear": ("in_features", None),
     "ColumnParallelConv1D": ("nf", None),
     "RowParallelConv1D": ("nx", None),
@@ -119,13 +134,3 @@ def base_of(cls: type) -> type | None:
 
 def _qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def arguments_of(layer: Layer) -> tuple[str, ...]:
-    """What a layer's constructor takes of the original's arguments."""
-    return next(
-        split.arguments
-        for splits in SPLITS.values()
-        for split in splits.values()
-        if split.name == layer.name
-    )

@@ -223,4 +223,4 @@ def fail_to_build(folder: Path) -> str:
 def test_a_world_size_that_does_not_fit_fails_in_words(outputs):
     """Four heads over three ranks."""
     for words in run(fail_to_build, 3, outputs):
-        assert "64 does not divide over 3 ranks in units of 16" in words
+        assert "64 = 4 heads of 16 does not divide over 3 ranks" in words

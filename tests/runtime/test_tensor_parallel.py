@@ -504,12 +504,12 @@ def test_world_of_one_is_the_whole_layer(sharded, whole):
     [
         (
             lambda: tp.part_size(12),
-            "12 does not divide over 8 ranks in units of 1; "
+            "12 does not divide over 8 ranks; "
             "the largest tensor-parallel size below 8 that fits is 6",
         ),
         (
             lambda: tp.ColumnParallelLinear(6, 48, parts=(4, 1, 1), multiple_of=4),
-            "8 does not divide over 8 ranks in units of 4; "
+            "8 = 2 heads of 4 does not divide over 8 ranks; "
             "the largest tensor-parallel size below 8 that fits is 2",
         ),
         (
@@ -523,7 +523,7 @@ def test_world_of_one_is_the_whole_layer(sharded, whole):
         ),
         (
             lambda: tp.ColumnParallelEmbedding(32, 12),
-            "12 does not divide over 8 ranks in units of 1; "
+            "12 does not divide over 8 ranks; "
             "the largest tensor-parallel size below 8 that fits is 6",
         ),
     ],

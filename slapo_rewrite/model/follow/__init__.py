@@ -20,6 +20,7 @@ from slapo_rewrite.model.follow.vocabulary import (
     Place,
     Remedy,
     ShardedParameter,
+    layer_key,
 )
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "Remedy",
     "ShardedParameter",
     "follow",
+    "layer_key",
 ]

@@ -56,6 +56,7 @@ def _check_layer_input(run: Run, path: str, tensor: Any) -> None:
                 "split the layer before it over its outputs, or this one as well",
                 path,
             )
+        run.flow.check_own(state, path)
         _check_same_blocks(run, path, tensor, keywords)
     elif split.has_input_gradient:
         borders = run.asked.borders.get(path, ())
@@ -93,7 +94,8 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
     keywords = dict(layer.keywords)
     for tensor in tensors(output):
         if split.output == "partition":
-            kind = State() if keywords.get("gather_output") else State(PART, path)
+            copies = getattr(module, "replicas", 1) > 1
+            kind = State() if keywords.get("gather_output") else State(PART, path, copies)
         else:
             kind = State() if keywords.get("reduce_output", True) else State(PARTIAL, path)
         run.flow.set(tensor, kind)
@@ -166,6 +168,7 @@ def leave_border(
 def _gathered(run: Run, node: Node, tensor: torch.Tensor, border: Border) -> torch.Tensor:
     """The tensor with the split axis whole again."""
     state = run.flow.of(tensor)
+    run.flow.check_own(state, node.path)
     if state.kind != PART:
         raise Misuse(
             f"the output of `{node.path}` is "

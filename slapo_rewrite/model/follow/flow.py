@@ -28,6 +28,8 @@ class State:
     Attributes:
         kind: `whole`, `part` or `partial sum`.
         source: The module that made it a part or a partial sum.
+        copies: Whether several ranks have the same part. What each makes of it in the end has to be
+            its own, or it would count several times.
         covered: The module whose `bwd_post` sync adds up this value's gradient.
         parameters: The parameters, by module path and name, that it was computed from and from
             nothing else.
@@ -35,6 +37,7 @@ class State:
 
     kind: str = WHOLE
     source: str | None = None
+    copies: bool = False
     covered: str | None = None
     parameters: frozenset[tuple[str, str]] | None = None
 
@@ -125,6 +128,14 @@ class Flow:
         """Notes what a tensor is."""
         self._states[id(tensor)] = state
 
+    def check_own(self, state: State, path: str) -> None:
+        """Raises `Misuse` where what is added up or joined at `path` is held by several ranks."""
+        if state.copies:
+            raise Misuse(
+                f"several ranks would have the same part of `{state.source}` at `{path}`",
+                path=state.source,
+            )
+
     def add_up(self, tensor: torch.Tensor, path: str) -> State:
         """The state of a value after an all-reduce at the border of `path`.
 
@@ -132,6 +143,7 @@ class Flow:
             Misuse: It is no partial sum.
         """
         state = self.of(tensor)
+        self.check_own(state, path)
         if state.kind == WHOLE:
             raise Misuse(
                 f"`all_reduce` after `{path}` would add up what every rank has whole",
@@ -229,7 +241,8 @@ class Flow:
         summed = part is not None and self._runs_over(name, inputs, sharded, args, kwargs, part)
         if partial is not None or part is not None:
             source = next(s.source for s in (partial, part) if s is not None)
-            result = State(PARTIAL if partial or summed else PART, source)
+            copies = all(s.copies for s in states if s.kind != WHOLE)
+            result = State(PARTIAL if partial or summed else PART, source, copies)
             if any(output.requires_grad for output in outputs):
                 self.meet_parts(inputs, f"`{name}`", source)
         else:

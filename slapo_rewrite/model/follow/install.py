@@ -11,6 +11,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,13 @@ from slapo_rewrite.model.follow.borders import enter_border, enter_layer, leave_
 from slapo_rewrite.model.follow.flow import PART, State
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.sizes import Attribute, Size
-from slapo_rewrite.model.follow.vocabulary import Border, Indivisible, ShardedParameter
-from slapo_rewrite.model.layers import Layer
+from slapo_rewrite.model.follow.vocabulary import (
+    Border,
+    Indivisible,
+    ShardedParameter,
+    layer_key,
+)
+from slapo_rewrite.model.layers import Layer, replicated
 from slapo_rewrite.model.tree import Node
 
 
@@ -54,8 +60,9 @@ def _install_layer(run: Run, node: Node, layer: Layer, undo: list[Callable[[], N
     name = next((n for n, m in parent.live._modules.items() if m is node.live), None)
     if name is None:  # left out of a shortened list
         return
+    head = dict(run.wanted.replicated).get(layer_key(node))
     try:
-        new = _make(layer, node.live)
+        new = _make(layer, node.live) if head is None else _make_replicated(run, node, layer, head)
     except ValueError as error:
         raise Indivisible(f"`{node.path}`: {error}") from error
     new.train()
@@ -65,6 +72,19 @@ def _install_layer(run: Run, node: Node, layer: Layer, undo: list[Callable[[], N
     modules, old = parent.live._modules, node.live
     modules[name] = new
     undo.append(lambda: modules.__setitem__(name, old))
+
+
+def _make_replicated(run: Run, node: Node, layer: Layer, head: str) -> nn.Module:
+    """The layer of which several ranks of the pretended group hold the same heads."""
+    other = replicated(layer, head)
+    assert other is not None and node.owner is not None
+    keywords = (*other.keywords, ("multiple_of", int(getattr(node.owner.live, head))))
+    new: Any = _make(replace(other, keywords=keywords), node.live)
+    if run.replicas not in (1, new.replicas):
+        raise ValueError("not every layer has as many heads")
+    run.replicas = new.replicas
+    made: nn.Module = new
+    return made
 
 
 def _make(layer: Layer, original: nn.Module) -> nn.Module:
@@ -165,9 +185,15 @@ def _mark_sizes(run: Run, node: Node, holder: Node, undo: list[Callable[[], None
         if type(value) is int and value > 1 and not name.startswith("_"):
             attribute = Attribute(node.cls, holder.cls, name)
             if attribute in run.followed.sizes:
-                if value % world:
+                if value < world and run.replicas * value == world:
+                    run.followed.few.add(attribute)
+                elif value % world:
                     raise Indivisible(f"`{node.path}.{name}` is {value}")
-                held[name] = Size.of(value // world, [attribute])
+                held[name] = Size.of(max(1, value // world), [attribute])
+            elif attribute in run.followed.repeats:
+                if value % run.replicas:
+                    raise Indivisible(f"`{node.path}.{name}` is {value}")
+                held[name] = Size.of(value // run.replicas, [attribute])
             else:
                 held[name] = Size.of(value, [attribute])
             undo.append(lambda n=name, v=value: held.__setitem__(n, v))  # type: ignore[misc]

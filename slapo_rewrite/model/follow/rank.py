@@ -33,6 +33,9 @@ _CONSTANT = {
     "randn", "zeros_like", "ones_like", "empty_like", "full_like",
 }  # fmt: skip
 
+# Operations that give several times what they are given.
+_REPEATING = {"expand", "repeat", "repeat_interleave"}
+
 # Operations that are told a size, and what makes it fit.
 _RULES: dict[str, Callable[..., Any]] = {
     "view": reshapes.view,
@@ -62,6 +65,8 @@ class Rank(TorchFunctionMode):
         if run.depth:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if run.wanted.repeats:
+            run.pass_over(func, shapes((args, kwargs)))
         rule = _RULES.get(name)
         entry = run.entries[run.position] if run.position < len(run.entries) else None
         known = entry is not None and entry.function == func
@@ -157,7 +162,7 @@ def _check_made(
         tuple(t.shape) != w for t, w in zip(inputs, entry.inputs, strict=False)
     ):
         return
-    if name in ("expand", "repeat", "broadcast_to"):
+    if name in ("expand", "repeat", "broadcast_to") or any(run.flow.of(t).copies for t in inputs):
         return
     for want, have in zip(entry.outputs, outputs, strict=True):
         if want != tuple(have.shape):
@@ -186,7 +191,9 @@ def _hand_on(
     blocks: Blocks | None,
 ) -> None:
     """Remembers where a result comes from, with which sizes it was made, how it is packed."""
-    made = tuple(_sizes(given)) if name in _CONSTANT or name in ("expand", "repeat") else ()
+    made = tuple(_sizes(given)) if name in _CONSTANT or name in _REPEATING else ()
+    if name in _REPEATING and run.flow.of(inputs[0]).copies:
+        _note_repeats(run, name, inputs[0], given)
     for tensor in inputs:
         made += run.made_with.get(id(tensor), ())
     origin = run.origins.get(id(inputs[0])) if len(inputs) == 1 else None
@@ -201,6 +208,18 @@ def _hand_on(
         if found:
             run.blocks[id(tensor)] = found
         run.alive.append(tensor)
+
+
+def _note_repeats(run: Run, name: str, tensor: torch.Tensor, given: Any) -> None:
+    """Notes the attributes by which heads are repeated that several ranks hold."""
+    args, kwargs = given
+    times = list(_sizes((args[1:], kwargs)))
+    if name == "expand":
+        sizes = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
+        pairs = zip(reversed(sizes), reversed(tensor.shape), strict=False)
+        times = list(_sizes([size for size, have in pairs if size != have]))
+    for size in times:
+        run.repeats.update(run.undecided(size))
 
 
 def _blocks_of(

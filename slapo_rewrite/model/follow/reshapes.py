@@ -15,8 +15,13 @@ from slapo_rewrite.model.follow.arguments import INFERRED, SHARE, change
 from slapo_rewrite.model.follow.packing import Blocks, described
 from slapo_rewrite.model.follow.record import Entry
 from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.sizes import Attribute, Shape, groups, product
-from slapo_rewrite.model.follow.vocabulary import CannotFollow, Indivisible
+from slapo_rewrite.model.follow.sizes import Shape, groups, product
+from slapo_rewrite.model.follow.vocabulary import (
+    CannotFollow,
+    Indivisible,
+    LayerKey,
+    layer_key,
+)
 
 
 def view(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
@@ -93,7 +98,11 @@ def _fitted(
         taken = any(c.place == place and c.index != index for c in run.followed.arguments)
         if -1 in sizes or taken:
             template = SHARE
-        change(run, tensor, size, want, index, template, "this reshapes to")
+        try:
+            change(run, tensor, size, want, index, template, "this reshapes to")
+        except CannotFollow as error:
+            error.single = _single_head(run, tensor, size)
+            raise
         fitted[axis] = want
     return fitted
 
@@ -110,7 +119,11 @@ def _regrouped(
         if not split:
             continue
         if len(split) > 1:
-            raise CannotFollow("this merges two split axes into one", run.place())
+            if not run.flow.of(tensor).copies or len(outs) > 1:
+                raise CannotFollow("this merges two split axes into one", run.place())
+            # The heads that a rank holds, repeated for its own query heads only.
+            wanted[outs[0]] = product(here[i] for i in ins)
+            continue
         axis = split[0]
         packed = known.get(axis, (whole_in[axis],))
         ahead = product(whole_in[i] for i in ins if i < axis)
@@ -174,11 +187,34 @@ def _note_unit(
     run: Run, tensor: torch.Tensor, sizes: list[int], chosen: int, outs: list[int]
 ) -> None:
     """A head's size that is an attribute is the unit in which the layer must be split."""
-    path = run.origins.get(id(tensor))
     inner = [sizes[j] for j in outs if j > chosen]
-    if path is None or sizes[chosen] != -1 or len(inner) != 1:
-        return
+    head = _head_of(run, tensor, inner[0]) if len(inner) == 1 else None
+    if head is not None:
+        layer, attribute = head
+        run.followed.heads[layer] = attribute
+        if sizes[chosen] == -1:
+            run.followed.units[layer] = attribute
+
+
+def _single_head(run: Run, tensor: torch.Tensor, size: int) -> tuple[LayerKey, str] | None:
+    """The layer whose output is one head, as wide as those of another layer beside it."""
+    found = _head_of(run, tensor, size)
+    if found is None:
+        return None
+    (owner, _), attribute = found
+    beside = {name for (cls, _), name in run.followed.heads.items() if cls is owner}
+    layer: Any = run.tree.nodes[run.origins[id(tensor)]].live
+    alone = getattr(layer, "out_features", None) == size
+    return found if alone and attribute in beside else None
+
+
+def _head_of(run: Run, tensor: torch.Tensor, size: int) -> tuple[LayerKey, str] | None:
+    """The layer that a tensor comes from, with the attribute of its owner that a size is."""
+    path = run.origins.get(id(tensor))
+    if path is None:
+        return None
     node = run.tree.nodes[path]
-    found: tuple[Attribute, ...] = getattr(inner[0], "attributes", ())
-    if len(found) == 1 and node.owner is not None and found[0].cls is node.owner.cls:
-        run.followed.units[node.owner.cls, node.relative] = found[0].name
+    for attribute in getattr(size, "attributes", ()):
+        if node.owner is not None and node.owner.live.__dict__.get(attribute.name) is size:
+            return layer_key(node), attribute.name
+    return None

@@ -16,9 +16,22 @@ from slapo_rewrite.model.follow.flow import Flow, Misuse
 from slapo_rewrite.model.follow.packing import Blocks
 from slapo_rewrite.model.follow.places import calling_frame, place_in_traceback, place_of
 from slapo_rewrite.model.follow.record import Entry
-from slapo_rewrite.model.follow.sizes import Attribute, Size, tensors
-from slapo_rewrite.model.follow.vocabulary import Asked, CannotFollow, Diverged, Followed, Place
+from slapo_rewrite.model.follow.sizes import Attribute, Shape, Size, fits, tensors
+from slapo_rewrite.model.follow.vocabulary import (
+    Asked,
+    CannotFollow,
+    Diverged,
+    Followed,
+    LayerKey,
+    Place,
+)
 from slapo_rewrite.model.tree import Tree
+
+# What repeating the heads of keys and values is made of.
+_REPEATING = {
+    "__getitem__", "expand", "reshape", "view", "repeat", "repeat_interleave", "unsqueeze",
+    "flatten", "contiguous",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,11 +42,16 @@ class Guess:
         sizes: Attributes that are this rank's share.
         fixed: Attributes that are not.
         shared: Whole parameters whose gradients are added up.
+        replicated: Layers of which several ranks hold the same heads, with the attributes that are
+            the heads' sizes.
+        repeats: Attributes that say how often such heads are repeated.
     """
 
     sizes: frozenset[Attribute] = frozenset()
     fixed: frozenset[Attribute] = frozenset()
     shared: frozenset[tuple[str, str]] = frozenset()
+    replicated: frozenset[tuple[LayerKey, str]] = frozenset()
+    repeats: frozenset[Attribute] = frozenset()
 
 
 class Run:
@@ -53,6 +71,8 @@ class Run:
         origins: The layer whose output a tensor, by its id, is made from alone.
         made_with: The marked sizes that a tensor was made with.
         blocks: How a tensor's split axes are packed.
+        replicas: How many ranks hold the same heads, where some do.
+        repeats: Attributes that such heads are repeated by as often as in the whole model.
         alive: Every tensor that something is known of, so that no other gets its id.
     """
 
@@ -73,6 +93,8 @@ class Run:
         self.origins: dict[int, str] = {}
         self.made_with: dict[int, tuple[Size, ...]] = {}
         self.blocks: dict[int, Blocks] = {}
+        self.replicas = 1
+        self.repeats: set[Attribute] = set()
         self.alive: list[Any] = []
 
     def next_entry(self, func: Callable[..., Any]) -> Entry:
@@ -87,6 +109,19 @@ class Run:
             )
         self.position += 1
         return self.entries[self.position - 1]
+
+    def pass_over(self, func: Callable[..., Any], given: list[Shape]) -> None:
+        """Leaves out recorded operations that repeat heads, where a rank repeats them once.
+
+        `forward` may do nothing then, and so comes to an operation that the record has later.
+        """
+        for ahead in range(self.position, len(self.entries)):
+            entry = self.entries[ahead]
+            if entry.function == func and fits(entry.inputs, given):
+                self.position = ahead
+            elif getattr(entry.function, "__name__", "") in _REPEATING:
+                continue
+            return
 
     def same(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Remembers of a copy what is known of the original."""
@@ -107,7 +142,7 @@ class Run:
 
     def undecided(self, size: int) -> list[Attribute]:
         """The attributes of a number that may yet turn out to be this rank's share."""
-        known = self.wanted.sizes | self.wanted.fixed
+        known = self.wanted.sizes | self.wanted.fixed | self.wanted.repeats
         return [a for a in getattr(size, "attributes", ()) if a not in known]
 
     def source_of(self, value: Any) -> str | None:

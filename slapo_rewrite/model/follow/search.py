@@ -16,11 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slapo_rewrite.model.follow.arguments import INFERRED
 from slapo_rewrite.model.follow.flow import PART, PARTIAL, Flow, Misuse
 from slapo_rewrite.model.follow.install import installed
 from slapo_rewrite.model.follow.places import place_in_traceback
 from slapo_rewrite.model.follow.rank import Rank
 from slapo_rewrite.model.follow.record import Whole
+from slapo_rewrite.model.follow.replicas import fewer_heads
 from slapo_rewrite.model.follow.run import Guess, Run
 from slapo_rewrite.model.follow.sizes import tensors
 from slapo_rewrite.model.follow.vocabulary import (
@@ -87,7 +89,8 @@ class _Following:
         for world in WORLD_SIZES:
             try:
                 with _pretended_group(world):
-                    return self._search(Guess())
+                    followed = self._search(Guess())
+                return self._with_replicas(followed)
             except Indivisible as error:
                 indivisible = indivisible or error
             except Diverged:
@@ -97,6 +100,31 @@ class _Following:
         assert indivisible is not None
         raise CannotFollow(str(indivisible), indivisible.place, hint=indivisible.hint)
 
+    def _with_replicas(self, followed: Followed) -> Followed:
+        """The same on more ranks than there are key/value heads, which then replicate them.
+
+        Where that cannot be followed, a world size above the number of heads stays one that does
+        not fit.
+        """
+        few, world = fewer_heads(self.tree, self.asked, followed)
+        if followed.replicated or not few:
+            return followed
+        guess = Guess(followed.sizes, frozenset(), followed.shared, frozenset(few.items()))
+        try:
+            with _pretended_group(world):
+                further = self._search(guess)
+        except (CannotFollow, Indivisible):
+            return followed
+        added = further.arguments - followed.arguments
+        makers = {cls for cls, _ in few}
+        if (
+            further.sizes != followed.sizes
+            or any(change.template != INFERRED for change in added)
+            or any(attribute.cls not in makers for attribute in further.repeats | further.few)
+        ):
+            return followed
+        return further
+
     def _search(self, wanted: Guess) -> Followed:
         """The first way to make everything fit, trying what a failure points at."""
         try:
@@ -104,6 +132,11 @@ class _Following:
         except CannotFollow as error:
             if error.uncovered - wanted.shared:
                 return self._search(replace(wanted, shared=wanted.shared | error.uncovered))
+            if error.repeats - wanted.repeats:
+                return self._search(replace(wanted, repeats=wanted.repeats | error.repeats))
+            if error.single and error.single not in wanted.replicated:
+                single = wanted.replicated | {error.single}
+                return self._search(replace(wanted, replicated=single))
             furthest, indivisible = error, None
             further = [replace(wanted, sizes=wanted.sizes | {a}) for a in error.attributes]
             if error.attributes and error.changeable:
@@ -118,23 +151,32 @@ class _Following:
             raise indivisible or furthest from None
 
     def _attempt(self, wanted: Guess) -> Followed:
-        followed = Followed(sizes=wanted.sizes, shared=wanted.shared)
+        followed = Followed(
+            sizes=wanted.sizes,
+            shared=wanted.shared,
+            replicated=dict(wanted.replicated),
+            repeats=wanted.repeats,
+        )
         run = Run(self.tree, self.asked, self.whole.entries, followed, wanted, self.editable)
         try:
             with installed(run), torch.enable_grad(), torch.device("meta"), Rank(run):
                 got = self.model(**self.inputs)
         except CannotFollow as error:
-            error.position = run.position
+            error.position, error.repeats = run.position, frozenset(run.repeats)
             raise
         except Indivisible:
             raise
         except Misuse as error:
-            raise run.refused(error) from error
+            refused = run.refused(error)
+            refused.repeats = frozenset(run.repeats)
+            raise refused from error
         except Exception as error:
-            raise CannotFollow(
+            unfit = CannotFollow(
                 f"`forward` does not fit the sharded sizes: {error}".rstrip(": "),
                 place_in_traceback(error, self.editable),
-            ) from error
+            )
+            unfit.repeats = frozenset(run.repeats)
+            raise unfit from error
         _compare_outputs(self.expected, got, run.flow)
         return followed
 

@@ -73,6 +73,14 @@ def shapes(value: Any) -> list[Shape]:
     return [tuple(t.shape) for t in tensors(value)]
 
 
+def fits(whole: list[Shape], here: list[Shape]) -> bool:
+    """Whether shapes are those of the whole model, or less along some axes."""
+    return len(whole) == len(here) and all(
+        len(w) == len(h) and all(a >= b for a, b in zip(w, h, strict=True))
+        for w, h in zip(whole, here, strict=True)
+    )
+
+
 def numbers(value: Any) -> Iterator[float]:
     """The numbers in nested lists, tuples and mappings, in order; not those of a `torch.Size`.
 

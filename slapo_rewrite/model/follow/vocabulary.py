@@ -11,6 +11,15 @@ from dataclasses import dataclass, field
 
 from slapo_rewrite.model.follow.sizes import Attribute
 from slapo_rewrite.model.layers import Layer
+from slapo_rewrite.model.tree import Node
+
+# A layer by the class of the module that makes it, and by its path from there.
+LayerKey = tuple[type, str]
+
+
+def layer_key(node: Node) -> LayerKey:
+    """The key of the layer at a node."""
+    return (node.owner or node).cls, node.relative
 
 
 @dataclass(frozen=True)
@@ -119,15 +128,22 @@ class Followed:
 
     Attributes:
         sizes: Integer attributes that become this rank's share.
-        units: The attribute that a split must be a multiple of, by owner class and relative path
-            of the layer.
+        heads: The attribute that is a head's size, for each layer that gives heads.
+        units: The same for those whose split must be made a multiple of it.
+        replicated: The layers of which several ranks may hold the same heads.
+        repeats: Attributes that say how often such heads are repeated.
+        few: Those of `sizes` that are smaller than a world size that fits.
         arguments: Arguments of calls in `forward` that have to change.
         shared: Whole parameters that meet parts, by module path and name: their gradients have to
             be added up.
     """
 
     sizes: frozenset[Attribute] = frozenset()
-    units: dict[tuple[type, str], str] = field(default_factory=dict)
+    heads: dict[LayerKey, str] = field(default_factory=dict)
+    units: dict[LayerKey, str] = field(default_factory=dict)
+    replicated: Mapping[LayerKey, str] = field(default_factory=dict)
+    repeats: frozenset[Attribute] = frozenset()
+    few: set[Attribute] = field(default_factory=set)
     arguments: set[ArgumentChange] = field(default_factory=set)
     shared: frozenset[tuple[str, str]] = frozenset()
 
@@ -146,6 +162,8 @@ class CannotFollow(Exception):
         attributes: Attributes that might mend it if they were this rank's share.
         changeable: Whether the number can be changed where it stands, if no attribute mends it.
         uncovered: Parameters whose gradients would have to be added up.
+        single: A layer that gives a single head, and the attribute that is the head's size.
+        repeats: Attributes that say how often heads are repeated that several ranks hold.
         position: How many operations fitted before.
         remedy: The collective that is missing, where that is what is wrong.
     """
@@ -167,6 +185,8 @@ class CannotFollow(Exception):
         self.place, self.path, self.hint = place, path, hint
         self.attributes, self.changeable = attributes, changeable
         self.uncovered, self.position, self.remedy = uncovered, position, remedy
+        self.single: tuple[LayerKey, str] | None = None
+        self.repeats: frozenset[Attribute] = frozenset()
 
 
 class Diverged(CannotFollow):

@@ -1,0 +1,99 @@
+"""Rewritten models against their originals: outputs, gradients and the state, on every rank."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.emit.write import write
+from slapo_rewrite.model.follow.sizes import tensors
+from slapo_rewrite.model.twin import build_small, loss_of, step_inputs
+from slapo_rewrite.schedule.load import ScheduleFile
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its schedule.
+
+    Attributes:
+        source: The text of the model file, or the name of an importable module.
+        schedule: The text of the schedule.
+    """
+
+    source: str
+    schedule: str
+
+
+def prepare(folder: Path, cases: Mapping[str, Case]) -> None:
+    """Rewrites every case to a folder of its own, beside its source and schedule."""
+    for name, case in cases.items():
+        source = case.source
+        if "\n" in source:
+            source = str(folder / f"{name}_original.py")
+            Path(source).write_text(case.source)
+        schedule = folder / f"{name}_schedule.py"
+        schedule.write_text(case.schedule)
+        output = rewrite(source, str(schedule))
+        assert not output.warnings, output.warnings
+        write(folder / f"{name}_out", output.files)
+
+
+def modules(folder: Path, name: str, case: Case) -> tuple[ModuleType, ModuleType]:
+    """The original and the rewritten module of a case that was prepared."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    original = f"{name}_original" if "\n" in case.source else case.source
+    rewritten = f"{name}_out.{original.rpartition('.')[2]}"
+    return importlib.import_module(original), importlib.import_module(rewritten)
+
+
+def compare(folder: Path, cases: Mapping[str, Case]) -> None:
+    """On every rank: that the rewritten models are the originals, in double precision."""
+    for name, case in cases.items():
+        schedule = ScheduleFile.load(str(folder / f"{name}_schedule.py")).module
+        original, rewritten = modules(folder, name, case)
+        loading = importlib.import_module(f"{name}_out.loading")
+        torch.manual_seed(0)
+        whole = build_small(schedule, original).double().train()
+        torch.manual_seed(1)
+        model = build_small(schedule, rewritten).double().train()
+        state = {n: t.clone() for n, t in whole.state_dict().items()}
+        model.load_state_dict(state)
+        _same(name, loading.full_state_dict(model), state, exactly=True)
+        inputs = step_inputs(schedule, whole)
+        given = {k: v.double() if _is_float(v) else v for k, v in inputs.items()}
+        outputs = []
+        for one in (whole, model):
+            outputs.append(one(**given))
+            loss_of(schedule, outputs[-1]).backward()
+        want, have = (dict(enumerate(tensors(output))) for output in outputs)
+        _same(name, have, want)
+        gradients = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+        own = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        _same(name, loading.to_full(model, own), gradients)
+        _same(name, loading.full_state_dict(model), whole.state_dict())
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _same(
+    name: str, have: Mapping[Any, Any], want: Mapping[Any, Any], exactly: bool = False
+) -> None:
+    assert list(have) == list(want), name
+    for key, tensor in want.items():
+        if exactly:
+            assert torch.equal(have[key], tensor), f"{name}: {key}"
+        else:
+            scale = max(1e-6, float(tensor.detach().abs().max())) if tensor.numel() else 1.0
+            error = float((have[key] - tensor).detach().abs().max()) / scale
+            assert error < 1e-10, f"{name}: {key} differs by {error:.1e}"
