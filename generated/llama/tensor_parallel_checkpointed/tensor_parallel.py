@@ -69,8 +69,9 @@ def part_size(size: int, multiple_of: int = 1) -> int:
     world = world_size()
     if not fits(world):
         largest = max(filter(fits, range(1, world)))
+        heads = f" = {size / multiple_of:g} heads of {multiple_of}"
         raise ValueError(
-            f"{size} does not divide over {world} ranks in units of {multiple_of}; "
+            f"{size}{heads if multiple_of > 1 else ''} does not divide over {world} ranks; "
             f"the largest tensor-parallel size below {world} that fits is {largest}"
         )
     return size // world
@@ -152,6 +153,10 @@ class Shard:
     def local_size(self) -> int:
         """The axis's size in this rank's part."""
         return sum(self.sizes()[rank()])
+
+    def is_first(self) -> bool:
+        """Whether no rank before this one holds the same part."""
+        return True
 
     def is_full(self, tensor: Tensor) -> bool:
         """Whether `tensor` has the full tensor's size along the axis."""
@@ -284,10 +289,10 @@ def _refuse_to_save_parts(*_: object) -> None:
 
 def _mark_parameters(module: Any, *_: object) -> None:
     """Marks sharded parameters, also those that loading has replaced."""
-    for name in module.sharded_parameters:
+    for name, shard in module.sharded_parameters.items():
         # DeepSpeed counts a parameter in the gradient norm on every rank if it is so
         # marked, else on the first rank only.
-        getattr(module, name).model_parallel = True
+        getattr(module, name).model_parallel = shard.is_first()
 
 
 def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:
