@@ -197,6 +197,12 @@ class IncompleteShard(RewriteError):
     code = "SR307"
 
 
+class WeightsMisfit(RewriteError):
+    """A replacement's weights cannot be made of the original's, or not the other way round."""
+
+    code = "SR308"
+
+
 class OutputEdited(RewriteError):
     """The output folder holds hand edits, or files that the tool did not write."""
 

@@ -54,7 +54,7 @@ def selection(tmp_path_factory) -> Selection:
     path = tmp_path_factory.mktemp("docs") / "schedule.py"
     path.write_text(schedules()[0])
     project = Project(BERT, str(path))
-    return Selection(Plan(project.tree, project.schedule), [project.tree.root])
+    return Selection(Plan(project.tree, project.schedule, project.sources), [project.tree.root])
 
 
 @pytest.mark.parametrize("text", blocks("python"))

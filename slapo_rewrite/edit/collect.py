@@ -90,7 +90,8 @@ class _Collection:
                     self.places.add(node.path, ("base",), DeriveFrom(layer, base.__name__), causes)
             if state.replacement:
                 new = state.replacement
-                self.places.at_site(node, MakeOther(new.target, new.arguments), (new.cause,))
+                what = MakeOther(new.target, new.arguments, new.weights)
+                self.places.at_site(node, what, (new.cause,))
             for shard in state.shards if path in parameters else ():
                 self._split_parameter(node, shard)
             for sync in state.syncs:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite.edit.state import Directive, Function
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Node
+
+if TYPE_CHECKING:
+    from slapo_rewrite.runtime.weights import Weight
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,16 @@ class MakeLayer:
 
 @dataclass(frozen=True)
 class MakeOther:
-    """At a construction site: a class that the schedule names, or a subclass defined here."""
+    """At a construction site: a class that the schedule names, or a subclass defined here.
+
+    Attributes:
+        arguments: Its constructor's arguments as source; None keeps the original's.
+        weights: What its tensors are made of, by name.
+    """
 
     target: Function
     arguments: str | None
+    weights: tuple[tuple[str, Weight], ...] = ()
     subclass: str | None = None
 
 

@@ -13,6 +13,7 @@ from slapo_rewrite.edit.lines import At
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.edit.text import condition
+from slapo_rewrite.edit.weights import written
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.sites import Site
 
@@ -74,6 +75,18 @@ class SiteWriter:
 
     def _made(self, site: Site, what: What, causes: tuple[Directive, ...]) -> str:
         """The construction with what was asked in it."""
+        text = self._construction(site, what, causes)
+        if not isinstance(what, MakeOther) or not what.weights:
+            return text
+
+        def reference(name: str) -> str:
+            return self.imports.helper("weights", name, causes)
+
+        weights = ", ".join(f'"{n}": {written(w, reference)}' for n, w in what.weights)
+        original = f"original=lambda: {self.file.segment(site.value)}"
+        return f"{reference('map_weights')}({text}, {original}, weights={{{weights}}})"
+
+    def _construction(self, site: Site, what: What, causes: tuple[Directive, ...]) -> str:
         original = self.segment(site.value)
         elsewhere = site.kind in ("argument", "alias")
         if isinstance(what, MakeOther) and what.arguments is not None and not elsewhere:

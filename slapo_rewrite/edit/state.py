@@ -8,8 +8,12 @@ start with `EMPTY`. A primitive gives a selection a new state and leaves every o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from slapo_rewrite.errors import Span
+
+if TYPE_CHECKING:
+    from slapo_rewrite.runtime.weights import Weight
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,13 @@ class Replacement:
     Attributes:
         target: The new class.
         arguments: Its constructor's arguments as source; None keeps the original's.
+        weights: What its tensors are made of, by name; those that keep their names left out.
         cause: The directive that asked.
     """
 
     target: Function
     arguments: str | None
+    weights: tuple[tuple[str, Weight], ...]
     cause: Directive = field(compare=False)
 
 

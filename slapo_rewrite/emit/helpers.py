@@ -18,7 +18,15 @@ from slapo_rewrite.source.index import SourceFile
 # Where the schedule's own classes and functions go.
 MODULES = "modules"
 # Each module after those that it needs.
-RUNTIME_ORDER = ("annotations", "tensor_parallel", "rng", "conv1d", "grouped_query", "loading")
+RUNTIME_ORDER = (
+    "annotations",
+    "tensor_parallel",
+    "rng",
+    "conv1d",
+    "grouped_query",
+    "weights",
+    "loading",
+)
 RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
 
 # What an output offers beside what the model file itself calls.
@@ -134,7 +142,7 @@ def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, P
     if wanted.keys() - {MODULES}:
         wanted.setdefault("tensor_parallel", set())
         _close(wanted)
-        if _shards_something(wanted["tensor_parallel"]):
+        if "weights" in wanted or _shards_something(wanted["tensor_parallel"]):
             wanted["loading"] = set(SURFACE["loading"])
             _close(wanted)
     for module in sorted(wanted.keys() - {MODULES}):

@@ -91,7 +91,7 @@ class Project:
 
     def plan(self, knobs: dict[str, Any]) -> Plan:
         """Runs the schedule."""
-        plan = Plan(self.tree, self.schedule)
+        plan = Plan(self.tree, self.schedule, self.sources)
         selection = Selection(plan, [self.tree.root])
         self.schedule.guarded(
             lambda: self.schedule.module.schedule(selection, **knobs), "`schedule`"

@@ -1,7 +1,8 @@
-"""Where Python was when it made a module.
+"""Where Python was when it made a module, and what it knew there.
 
 While a model is built, `nn.Module.__init__` notes the calls that led to it. Of several expressions
-that may have made a module, the one that Python passed through did.
+that may have made a module, the one that Python passed through did. The variables of the nearest
+calls are kept, so that another module can be made in the same place.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ from slapo_rewrite import errors
 from slapo_rewrite.source.index import SourceFile
 
 _MAX_CALLS = 16
+# How many of the calls have their variables kept.
+_MAX_SCOPES = 4
 
 Position = tuple[int, int, int, int]
 Stack = tuple[tuple[str, Position], ...]
+# The variables around a call: those of the file, and those of the function.
+Scope = tuple[dict[str, Any], dict[str, Any]]
 _stacks: WeakKeyDictionary[nn.Module, Stack] = WeakKeyDictionary()
+_scopes: WeakKeyDictionary[nn.Module, tuple[Scope, ...]] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -36,9 +42,10 @@ def recorded(stacks: WeakKeyDictionary[nn.Module, Stack] = _stacks) -> Iterator[
 
     @functools.wraps(original)
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        stack = _calls(self, sys._getframe(1))
+        stack, scopes = _calls(self, sys._getframe(1))
         original(self, *args, **kwargs)
-        stacks.setdefault(self, stack)
+        if self not in stacks:
+            stacks[self], _scopes[self] = stack, scopes
 
     nn.Module.__init__ = construct  # type: ignore[method-assign]
     try:
@@ -62,6 +69,22 @@ def known(stacks: WeakKeyDictionary[nn.Module, Stack]) -> Iterator[None]:
 def stack_of(module: nn.Module) -> Stack:
     """The calls that led to a module; none where it was not made while that was noted."""
     return _stacks.get(module, ())
+
+
+def scope_of(module: nn.Module, number: int) -> dict[str, Any] | None:
+    """What every name meant in one of the calls that led to a module; None where that is gone."""
+    scopes = _scopes.get(module, ())
+    return {**scopes[number][0], **scopes[number][1]} if number < len(scopes) else None
+
+
+def stand_in(module: nn.Module, other: nn.Module) -> None:
+    """Notes that a module stands where another was made."""
+    _stacks[module], _scopes[module] = _stacks.get(other, ()), _scopes.get(other, ())
+
+
+def forget() -> None:
+    """Lets go of the variables of models that were built before."""
+    _scopes.clear()
 
 
 def depth(file: SourceFile, value: ast.expr, stack: Stack) -> int | None:
@@ -92,17 +115,27 @@ def passes_through(file: SourceFile, stack: Stack) -> bool:
     return any(_real(name) == path for name, _ in stack)
 
 
-def _calls(module: nn.Module, frame: FrameType | None) -> Stack:
+def _calls(module: nn.Module, frame: FrameType | None) -> tuple[Stack, tuple[Scope, ...]]:
     while frame is not None and frame.f_code.co_name == "__init__":
         names = frame.f_code.co_varnames
         if not names or frame.f_locals.get(names[0]) is not module:
             break
         frame = frame.f_back
     calls: list[tuple[str, Position]] = []
+    scopes: list[Scope] = []
     while frame is not None and len(calls) < _MAX_CALLS:
         calls.append((frame.f_code.co_filename, _positions(frame.f_code)[frame.f_lasti // 2]))
+        if len(scopes) < _MAX_SCOPES:
+            scopes.append((frame.f_globals, _variables(frame)))
         frame = frame.f_back
-    return tuple(calls)
+    return tuple(calls), tuple(scopes)
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """The variables of a call; inside a comprehension also those around it."""
+    if frame.f_code.co_name.startswith("<") and frame.f_back and frame.f_code.co_name != "<module>":
+        return {**_variables(frame.f_back), **frame.f_locals}
+    return dict(frame.f_locals)
 
 
 @functools.cache

@@ -73,6 +73,11 @@ class Sources:
             self._made[cls] = Maker(self, cls)
         return self._made[cls]
 
+    def regrown(self) -> None:
+        """Forgets what it knows of nodes, since the tree has others now."""
+        self._nodes.clear()
+        self.known.clear()
+
     def same_live(self, node: Node) -> list[Node]:
         """The other nodes that hold the same module."""
         root = node

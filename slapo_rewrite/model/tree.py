@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +32,7 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
         ModelError: It raises, or returns something that is not a module.
     """
     try:
+        construction.forget()
         with torch.device("meta"), torch.no_grad(), construction.recorded():
             model = make(module)
     except errors.RewriteError:
@@ -132,18 +133,52 @@ class Tree:
     def __init__(self, model: nn.Module) -> None:
         self.root = Node("", model, None)
         self.nodes: dict[str, Node] = {}
-        names: dict[int, list[str]] = {}
         self._kinds: dict[tuple[Any, ...], int] = {}
-        self._build(self.root, set(), names)
-        groups = [tuple(group) for group in names.values() if len(group) > 1]
-        self.ties: dict[str, tuple[str, ...]] = {n: group for group in groups for n in group}
+        self._build(self.root, set())
+        self.ties: dict[str, tuple[str, ...]] = self._ties()
 
-    def _build(self, node: Node, above: set[int], names: dict[int, list[str]]) -> None:
+    def graft(self, modules: Mapping[str, nn.Module]) -> None:
+        """Puts other modules in the place of those at some paths, in the tree and in the model.
+
+        The node of a path stays the same object. What was tied to a parameter elsewhere in the
+        model is tied to the new module's of that name.
+        """
+        for path, live in modules.items():
+            self._tie_again(path, live)
+            node = self.nodes[path]
+            construction.stand_in(live, node.live)
+            assert node.parent is not None
+            node.parent.live._modules[node.name] = live
+            node.live, node.cls, node.children = live, type(live), {}
+            node.is_container = is_container(node.cls)
+            self._build(node, set())
+        self.nodes = {node.path: node for node in self.root.walk()}
+        for node in reversed(self.nodes.values()):
+            node.kind = self._kind(node)
+        self.ties = self._ties()
+
+    def _tie_again(self, path: str, live: nn.Module) -> None:
+        known = dict(live.named_parameters(remove_duplicate=False))
+        for name, group in self.ties.items():
+            inner = name.removeprefix(f"{path}.")
+            if inner in known and any(not n.startswith(f"{path}.") for n in group):
+                old_holder = self.nodes[name.rpartition(".")[0]].live
+                holder, _, own = inner.rpartition(".")
+                live.get_submodule(holder)._parameters[own] = old_holder._parameters[own]
+
+    def _ties(self) -> dict[str, tuple[str, ...]]:
+        names: dict[int, list[str]] = {}
+        for path, node in self.nodes.items():
+            prefix = f"{path}." if path else ""
+            for name, parameter in node.live._parameters.items():
+                if parameter is not None:
+                    names.setdefault(id(parameter), []).append(prefix + name)
+        groups = [tuple(group) for group in names.values() if len(group) > 1]
+        return {n: group for group in groups for n in group}
+
+    def _build(self, node: Node, above: set[int]) -> None:
         self.nodes[node.path] = node
         prefix = f"{node.path}." if node.path else ""
-        for name, parameter in node.live._parameters.items():
-            if parameter is not None:
-                names.setdefault(id(parameter), []).append(prefix + name)
         above.add(id(node.live))
         for name, live in node.live._modules.items():
             if live is None:
@@ -154,7 +189,7 @@ class Tree:
                     hint="a module that is reached from itself has no finite tree",
                 )
             child = node.children[name] = Node(name, live, node)
-            self._build(child, above, names)
+            self._build(child, above)
         above.discard(id(node.live))
         node.kind = self._kind(node)
 

@@ -20,7 +20,7 @@ def registry() -> dict[str, Primitive]:
                 if (
                     isinstance(value, type)
                     and issubclass(value, Primitive)
-                    and value is not Primitive
+                    and "name" in vars(value)  # not one that several are derived from
                 ):
                     found[value.name] = value()
     return dict(sorted(found.items()))

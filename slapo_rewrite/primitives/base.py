@@ -6,21 +6,35 @@ import inspect
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.state import Directive, Function, ModuleState
 from slapo_rewrite.errors import Span
-from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.sources import Sources
+from slapo_rewrite.model.tree import Node, Tree
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a primitive: who asks, in which schedule file, with which arguments."""
+    """One call of a primitive.
+
+    Attributes:
+        directive: Who asks.
+        schedule: The schedule's namespace.
+        arguments: By name.
+        sources: The files that the model's classes come from.
+        tree: The module tree.
+    """
 
     directive: Directive
     schedule: types.ModuleType
     arguments: dict[str, Any]
+    sources: Sources
+    tree: Tree
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,10 @@ class Primitive:
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
         """The modules that the call is about; those selected, as a rule."""
         return nodes
+
+    def replacement(self, call: Call, node: Node) -> nn.Module | None:
+        """What later calls find in the place of the module; None where that is the module."""
+        return None
 
     def bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], at: Span | None

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.state import ModuleState, Replacement
+from slapo_rewrite.model.substitute import (
+    CannotBuild,
+    Misfit,
+    WrongArguments,
+    built_in_place,
+    check_weights,
+)
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,
@@ -20,6 +27,10 @@ from slapo_rewrite.primitives.base import (
     signature_of,
 )
 from slapo_rewrite.primitives.shard import MLP, MODEL
+from slapo_rewrite.runtime.weights import Original, Weight, weight_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SCALED = MODEL.replace(
     "import torch\n",
@@ -38,9 +49,114 @@ class ScaledLinear(nn.Linear):
 )
 
 
-def replaced(call: Call, node: Node, state: ModuleState, new: Any) -> ModuleState:
-    """The state of a module whose class `new` takes the place of."""
-    at, arguments = call.directive.at, call.arguments.get("args")
+PACKED = MODEL.replace("m.MLP(8)", "m.Gate(8)").replace(
+    "import torch\n",
+    '''\
+import torch
+from torch import nn
+
+from slapo_rewrite import concat
+
+
+class PackedGate(nn.Module):
+    """Both projections of a gate in one."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.both = nn.Linear(width, 2 * width, bias=False)
+
+    def forward(self, x):
+        gate, up = self.both(x).chunk(2, -1)
+        return torch.sigmoid(gate) * up
+''',
+    1,
+)
+
+GATE = """\
+import torch
+from torch import nn
+
+
+class SplitGate(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gate = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return torch.sigmoid(self.gate(x)) * self.up(x)
+
+
+class Gate(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gated = SplitGate(width)
+
+    def forward(self, x):
+        return self.gated(x)
+"""
+
+
+class Replacing(Primitive):
+    """What `replace` and `replace_all` share: `new` takes the place of a module's class."""
+
+    new: ClassVar[str]
+
+    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+        """Records the new class, if its weights can be had from the original's."""
+        new, arguments = call.arguments[self.new], call.arguments.get("args")
+        check_free(call, node, state)
+        check_source(call, arguments)
+        weights = weights_of(call)
+        target = function_of(call, new, "the new module")
+        module = self._built(call, node)
+        if module is not None:
+            check_fit(call, node, module, weights)
+        pairs = tuple(weights.items())
+        return replace(state, replacement=Replacement(target, arguments, pairs, call.directive))
+
+    def replacement(self, call: Call, node: Node) -> nn.Module | None:
+        """The new module, so that later calls can select what it holds."""
+        if call.sources.same_live(node):
+            return None  # one module at several paths
+        return self._built(call, node)
+
+    def _built(self, call: Call, node: Node) -> nn.Module | None:
+        """The new module on the meta device; None where that cannot be made, and need not be.
+
+        Raises:
+            BadArgument: Its constructor does not take the arguments.
+            WeightsMisfit: It cannot be made, and its weights are to be mapped.
+        """
+        new, arguments = call.arguments[self.new], call.arguments.get("args")
+        at, name = call.directive.at, getattr(new, "__name__", "the new module")
+        try:
+            return built_in_place(call.sources, node, new, arguments)
+        except WrongArguments as error:
+            shown = "the original's arguments" if arguments is None else f"`{arguments}`"
+            raise errors.BadArgument(
+                f"`{name}` cannot be made in the place of `{node.path}` with {shown}: {error}",
+                at=at,
+                hint='give its own: replace(..., args="...")' if arguments is None else None,
+            ) from None
+        except CannotBuild as error:
+            if not call.arguments.get("weights"):
+                return None
+            raise errors.WeightsMisfit(
+                f"`{name}` cannot be made in the place of `{node.path}`, so nothing is known of "
+                f"its weights: {error}",
+                at=at,
+            ) from None
+        except errors.UnfollowableConstruction as error:
+            error.also = (*error.also, *([at] if at else []))
+            if not call.arguments.get("weights"):
+                return None
+            raise
+
+
+def check_free(call: Call, node: Node, state: ModuleState) -> None:
+    """Refuses to replace the model itself, and what the schedule has changed before."""
+    at = call.directive.at
     if state != ModuleState(annotations=state.annotations):
         wraps = (state.checkpoint, state.fork)
         earlier = state.replacement or next(
@@ -54,30 +170,81 @@ def replaced(call: Call, node: Node, state: ModuleState, new: Any) -> ModuleStat
         )
     if not node.path:
         raise errors.Unsupported("the model itself cannot be replaced", at=at)
-    if arguments is not None:
-        try:
-            ast.parse(f"f({arguments})", mode="eval")
-        except (SyntaxError, TypeError):
+
+
+def check_source(call: Call, arguments: str | None) -> None:
+    """Refuses arguments that are no source."""
+    if arguments is None:
+        return
+    try:
+        ast.parse(f"f({arguments})", mode="eval")
+    except (SyntaxError, TypeError):
+        raise errors.BadArgument(
+            f"`args` must be the constructor's arguments as source, not {arguments!r}",
+            at=call.directive.at,
+            hint='write args="config.hidden_size, bias=False"',
+        ) from None
+
+
+def weights_of(call: Call) -> dict[str, Weight]:
+    """What the schedule says that the new module's tensors are made of.
+
+    Raises:
+        BadArgument: It is not a mapping of names to names, `concat`, `split` or `transpose`.
+    """
+    given = call.arguments.get("weights") or {}
+    if not isinstance(given, Mapping):
+        given = {None: given}
+    for name, source in given.items():
+        if not isinstance(name, str) or not isinstance(source, (str, Weight)):
+            shown = repr(source) if name is None else f"{name!r}: {source!r}"
             raise errors.BadArgument(
-                f"`args` must be the constructor's arguments as source, not {arguments!r}",
-                at=at,
-                hint='write args="config.hidden_size, bias=False"',
-            ) from None
-    return replace(
-        state,
-        replacement=Replacement(
-            function_of(call, new, "the new module"), arguments, call.directive
-        ),
-    )
+                f"`weights` maps names to what they are made of, not {shown}",
+                at=call.directive.at,
+                hint='write weights={"qkv.weight": concat("query.weight", "key.weight")}, with '
+                "`from slapo_rewrite import concat, split, transpose`",
+            )
+    return {name: weight_of(source) for name, source in given.items()}
 
 
-class Replace(Primitive):
+def check_fit(call: Call, node: Node, module: nn.Module, weights: Mapping[str, Weight]) -> None:
+    """Refuses a replacement that would lose weights, or hold some of its own.
+
+    Raises:
+        WeightsMisfit: In words.
+    """
+    at = call.directive.at
+    inner = {n for weight in weights.values() for n in weight.names()}
+    for name in sorted(inner & node.live.state_dict().keys()):
+        full = f"{node.path}.{name}"
+        outside = [n for n in call.tree.ties.get(full, ()) if not n.startswith(f"{node.path}.")]
+        if outside and weights.get(name) != Original(name):
+            raise errors.WeightsMisfit(
+                f"`{full}` is tied to `{outside[0]}`, so it must keep its name and shape", at=at
+            )
+    try:
+        check_weights(node.live, module, weights)
+    except Misfit as error:
+        near = errors.did_you_mean(error.wrong, error.names) if error.wrong else None
+        raise errors.WeightsMisfit(
+            f"`{node.path}`: {error}",
+            at=at,
+            hint=near
+            or 'say what each is made of: replace(..., weights={"qkv.weight": concat(...)})',
+        ) from None
+
+
+class Replace(Replacing):
     """Build another class where the original was built.
 
     A class (or a function that returns a module) defined in the schedule file is copied into the
     output with what it needs; an importable one is imported. It is called with the original's
-    constructor arguments, unless `args` gives others as source. Its parameters must have the
-    original's names and shapes.
+    constructor arguments, unless `args` gives others as source.
+
+    `weights` says what its parameters and buffers are made of, by their names in the new module:
+    another name, `concat("query.weight", "key.weight", axis=0)`, `split("qkv.weight", parts=3,
+    index=0)` or `transpose("dense.weight")`, also one inside another. What it does not name keeps
+    the original's name and shape. From then on the new module's own modules can be selected.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
@@ -91,16 +258,19 @@ class Replace(Primitive):
         The new module's affair; `--verify` compares.
 
     State:
-        Unchanged where the new module's parameters are named as the original's.
+        `load_state_dict` takes the original's names, `loading.full_state_dict` gives them back bit
+        for bit; gradients and moments by `loading.to_full`.
 
     Raises:
-        SR206 the new module is no class or function that a file can import; SR306 the module was
-        changed before.
+        SR206 the new module is no class or function that a file can import, or does not take the
+        arguments; SR306 the module was changed before; SR308 weights would be lost, be there twice
+        or be made of nothing.
 
     Source: Slapo, arXiv 2302.08005, section 3.1.
     """
 
     name = "replace"
+    new = "new_mod"
     examples = (
         Example(
             MLP,
@@ -111,18 +281,36 @@ class Replace(Primitive):
 +        self.up = ScaledLinear(width, 4 * width)
 """,
         ),
+        Example(
+            GATE,
+            PACKED
+            + 'def schedule(s):\n    s["gated"].replace(\n        PackedGate, '
+            + 'weights={"both.weight": concat("gate.weight", "up.weight")}\n    )\n',
+            """\
++from .modules import PackedGate
++from .weights import concat, map_weights
+-        self.gated = SplitGate(width)
++        self.gated = map_weights(
++            PackedGate(width),
++            original=lambda: SplitGate(width),
++            weights={"both.weight": concat("gate.weight", "up.weight")},
++        )
+""",
+        ),
     )
     refusals = (
         Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].replace(lambda *a: None)\n', "SR206"),
+        Refusal(GATE, PACKED + 'def schedule(s):\n    s["gated"].replace(PackedGate)\n', "SR308"),
     )
 
     def signature(self) -> inspect.Signature:
-        """`replace(new_mod, *, args=None)`."""
+        """`replace(new_mod, *, args=None, weights=None)`."""
 
-        def replace(new_mod: type | Callable[..., Any], *, args: str | None = None) -> None: ...
+        def replace(
+            new_mod: type | Callable[..., Any],
+            *,
+            args: str | None = None,
+            weights: Mapping[str, str | Weight] | None = None,
+        ) -> None: ...
 
         return signature_of(replace)
-
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
-        """Records the new class."""
-        return replaced(call, node, state, call.arguments["new_mod"])

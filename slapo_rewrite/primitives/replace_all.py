@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import ModuleState
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
-from slapo_rewrite.primitives.replace import SCALED, replaced
+from slapo_rewrite.primitives.base import Call, Example, Refusal, signature_of
+from slapo_rewrite.primitives.replace import SCALED, Replacing
 from slapo_rewrite.primitives.shard import MLP, MODEL
+from slapo_rewrite.runtime.weights import Weight
 
 
-class ReplaceAll(Primitive):
+class ReplaceAll(Replacing):
     """Replace every module of a type, at and below the selection.
 
     `type` is a class, or its name where it is defined in the file that is rewritten. `make` is what
@@ -34,7 +34,7 @@ class ReplaceAll(Primitive):
         The new module's affair; `--verify` compares.
 
     State:
-        Unchanged where the new module's parameters are named as the original's.
+        As with `replace`.
 
     Raises:
         SR202 no module is of this type; what `replace` raises.
@@ -43,6 +43,7 @@ class ReplaceAll(Primitive):
     """
 
     name = "replace_all"
+    new = "make"
     examples = (
         Example(
             MLP,
@@ -63,10 +64,14 @@ class ReplaceAll(Primitive):
     )
 
     def signature(self) -> inspect.Signature:
-        """`replace_all(type, make, *, args=None)`."""
+        """`replace_all(type, make, *, args=None, weights=None)`."""
 
         def replace_all(
-            type: type | str, make: type | Callable[..., Any], *, args: str | None = None
+            type: type | str,
+            make: type | Callable[..., Any],
+            *,
+            args: str | None = None,
+            weights: Mapping[str, str | Weight] | None = None,
         ) -> None: ...
 
         return signature_of(replace_all)
@@ -92,7 +97,3 @@ class ReplaceAll(Primitive):
                 hint=errors.did_you_mean(name, seen),
             )
         return list(found.values())
-
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
-        """Records the new class."""
-        return replaced(call, node, state, call.arguments["make"])

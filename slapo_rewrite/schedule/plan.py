@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from slapo_rewrite import errors
 from slapo_rewrite.edit.state import EMPTY, Directive, ModuleState
+from slapo_rewrite.errors import Span
+from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.primitives.base import Call, Primitive
 from slapo_rewrite.schedule.load import ScheduleFile
@@ -16,13 +20,14 @@ class Plan:
     Attributes:
         tree: The module tree on the meta device.
         schedule: The schedule file.
+        sources: The files that the model's classes come from.
         directives: The primitive calls so far.
         states: What was asked of each module path; a path that is not in it was not touched.
         order: The position of each path in the tree.
     """
 
-    def __init__(self, tree: Tree, schedule: ScheduleFile) -> None:
-        self.tree, self.schedule = tree, schedule
+    def __init__(self, tree: Tree, schedule: ScheduleFile, sources: Sources) -> None:
+        self.tree, self.schedule, self.sources = tree, schedule, sources
         self.directives: list[Directive] = []
         self.states: dict[str, ModuleState] = {}
         self.order = {path: number for number, path in enumerate(tree.nodes)}
@@ -43,13 +48,45 @@ class Plan:
             self.schedule.statement(at.line) if at else primitive.name,
             tuple(node.path for node in nodes),
         )
-        call = Call(directive, self.schedule.module, primitive.bind(args, kwargs, at))
+        arguments = primitive.bind(args, kwargs, at)
+        call = Call(directive, self.schedule.module, arguments, self.sources, self.tree)
         self.directives.append(directive)
         decided: dict[tuple[int, int], ModuleState] = {}
+        grafts: dict[str, Any] = {}
         for node in primitive.targets(call, nodes):
+            if self.tree.nodes.get(node.path) is not node:
+                raise errors.UnknownPath(
+                    f"`{node.path}` was part of a module that has been replaced",
+                    at=at,
+                    hint=f's["{node.path}"] selects what stands there now'
+                    if node.path in self.tree.nodes
+                    else "select from `s` again",
+                )
             state = self.states.get(node.path, EMPTY)
             # States are shared, so that one object is one state.
             key = (node.kind, id(state))
             if key not in decided:
                 decided[key] = primitive.apply(call, node, state)
             self.states[node.path] = decided[key]
+            if (module := primitive.replacement(call, node)) is not None:
+                grafts[node.path] = module
+        if grafts:
+            self._check_untouched(grafts, at)
+            self.tree.graft(grafts)
+            self.sources.regrown()
+            self.order = {path: number for number, path in enumerate(self.tree.nodes)}
+
+    def _check_untouched(self, grafts: Mapping[str, Any], at: Span | None) -> None:
+        """What a replaced module holds goes with it, so it cannot have been scheduled before."""
+        for path, state in self.states.items():
+            above = path.rpartition(".")[0]
+            while above and above not in grafts:
+                above = above.rpartition(".")[0]
+            if above and state != EMPTY:
+                earlier = [d.at for d in self.directives if path in d.paths and d.at]
+                raise errors.ConflictingEdits(
+                    f"`{above}` cannot be replaced after `{path}` in it was changed",
+                    at=at,
+                    also=earlier[:1],
+                    hint="replace first, then schedule what stands there",
+                )

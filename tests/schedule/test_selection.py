@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from slapo_rewrite import errors
+from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection
+from slapo_rewrite.source.index import SourceFile
 
 
 class Layer(nn.Module):
@@ -33,7 +35,8 @@ def s(tmp_path) -> Selection:
     path.write_text("def model(m): ...\ndef schedule(s): ...\n")
     with torch.device("meta"):
         tree = Tree(Net())
-    return Selection(Plan(tree, ScheduleFile.load(str(path))), [tree.root])
+    sources = Sources(SourceFile.read(path))
+    return Selection(Plan(tree, ScheduleFile.load(str(path)), sources), [tree.root])
 
 
 @pytest.mark.parametrize(

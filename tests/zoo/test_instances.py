@@ -228,9 +228,9 @@ def test_a_layer_can_be_split_and_checkpointed(tmp_path):
 
 def test_a_replaced_module_can_be_checkpointed(tmp_path):
     source = HEAD + MLP + model_of("        self.mlp = MLP(d)\n", "        return self.mlp(x)\n")
-    new = "class New(nn.Linear):\n    pass\n\n\ndef schedule(s):\n"
+    new = MLP.replace("MLP(", "New(") + "def schedule(s):\n"
     schedule = SCHEDULE.replace("def schedule(s):\n", new)
-    lines = '    s["mlp"].replace(New, args="d, d")\n    s["mlp"].checkpoint()\n'
+    lines = '    s["mlp"].replace(New, args="d=d")\n    s["mlp"].checkpoint()\n'
     output = rewritten(tmp_path, source, schedule + lines)
-    assert "+        self.mlp = CheckpointedNew(d, d)\n" in changed_lines(output)
+    assert "+        self.mlp = CheckpointedNew(d=d)\n" in changed_lines(output)
     ast.parse(next(text for name, text in output.files.items() if name.startswith("source_")))

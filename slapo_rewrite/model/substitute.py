@@ -1,0 +1,180 @@
+"""Makes another module where one was made, and says whether its weights can be had from there."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_rewrite.model import construction
+from slapo_rewrite.model.join import Sources, find_site
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.runtime.weights import Original, Weight
+
+_NEW = "_new_module"
+
+
+class CannotBuild(Exception):
+    """The new module cannot be made where the original was."""
+
+
+class WrongArguments(CannotBuild):
+    """The new module does not take these arguments, or they name what is not there."""
+
+
+def built_in_place(
+    sources: Sources, node: Node, make: Callable[..., Any], arguments: str | None
+) -> nn.Module:
+    """The new module on the meta device, called with what its construction site would give it.
+
+    Args:
+        sources: The source files.
+        node: The module that it takes the place of.
+        make: The new class, or a function that returns a module.
+        arguments: The arguments as source; None for those of the original.
+
+    Raises:
+        WrongArguments: They do not fit.
+        CannotBuild: For another reason.
+        UnfollowableConstruction: The original's construction site cannot be found.
+    """
+    site = find_site(sources, node)
+    number = construction.depth(site.file, site.value, construction.stack_of(node.live))
+    scope = None if number is None else construction.scope_of(node.live, number)
+    if scope is None:
+        raise CannotBuild("what its constructor gets is not known")
+    if arguments is not None:
+        expression = ast.parse(f"{_NEW}({arguments})", mode="eval")
+    elif isinstance(site.value, ast.Call) and site.kind not in ("helper", "factory"):
+        new = ast.Name(_NEW, ast.Load())
+        call = ast.Call(new, site.value.args, site.value.keywords)
+        expression = ast.fix_missing_locations(ast.Expression(ast.copy_location(call, site.value)))
+    else:
+        raise CannotBuild("the original is not made by a call that names its class")
+
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        try:
+            inspect.signature(make).bind(*args, **kwargs)
+        except TypeError as error:
+            raise WrongArguments(str(error)) from error
+        except ValueError:  # a class without a signature
+            pass
+        return make(*args, **kwargs)
+
+    code = compile(expression, "<replace>", "eval")
+    try:
+        with torch.device("meta"), torch.no_grad(), construction.recorded():
+            module = eval(code, {**scope, _NEW: bound})
+    except CannotBuild:
+        raise
+    except NameError as error:
+        raise WrongArguments(str(error)) from error
+    except Exception as error:
+        raise CannotBuild(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+    if not isinstance(module, nn.Module):
+        raise CannotBuild(f"it gives a {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+class Misfit(Exception):
+    """The new module's tensors cannot be made of the original's, or not the other way round.
+
+    Attributes:
+        names: Names that the wrong one may have been meant for.
+    """
+
+    def __init__(self, message: str, wrong: str = "", names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.wrong, self.names = wrong, names
+
+
+def check_weights(original: nn.Module, new: nn.Module, weights: Mapping[str, Weight]) -> None:
+    """Refuses a map by which weights would be lost, invented or of another shape.
+
+    Args:
+        original: On the meta device.
+        new: On the meta device.
+        weights: What the new module's tensors are made of, by name; others keep their names.
+
+    Raises:
+        Misfit: In words.
+    """
+    before, after = original.state_dict(keep_vars=True), new.state_dict(keep_vars=True)
+    for name, weight in weights.items():
+        if name not in after:
+            raise Misfit(f"the new module has no `{name}`", name, list(after))
+        for source in weight.names():
+            if source not in before:
+                raise Misfit(f"the original has no `{source}`", source, list(before))
+    taken = {source for weight in weights.values() for source in weight.names()}
+    left = [n for n in after if n not in weights and (n not in before or n in taken)]
+    if left:
+        raise Misfit(f"nothing says what the new module's {_listed(left)} made of")
+    lost = [n for n in before if n not in taken and (n not in after or n in weights)]
+    if lost:
+        raise Misfit(f"the original's {_listed(lost)} not taken over")
+    kept: dict[str, Weight] = {n: Original(n) for n in after if n not in weights}
+    whole = {**weights, **kept}
+    shapes = {name: tuple(tensor.shape) for name, tensor in before.items()}
+    used: dict[str, list[tuple[slice, ...]]] = {name: [] for name in before}
+    seen: set[int] = set()
+    for name, weight in whole.items():
+        _check_shape(name, weight, tuple(after[name].shape), shapes)
+        if id(after[name]) not in seen:
+            full = [(0, size) for size in after[name].shape]
+            weight.read(lambda source: _Recorder(used[source], before[source]), shapes, full)
+        seen.add(id(after[name]))
+    for name, boxes in used.items():
+        _check_covered(name, shapes[name], boxes)
+
+
+def _check_shape(
+    name: str, weight: Weight, wanted: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    sources = ", ".join(f"`{n}` {list(shapes[n])}" for n in dict.fromkeys(weight.names()))
+    try:
+        shape = weight.shape(shapes)
+    except (ValueError, IndexError) as error:
+        raise Misfit(f"`{name}` cannot be made of {sources}: {error}") from None
+    if shape != wanted:
+        raise Misfit(f"`{name}` has shape {list(wanted)}, but {list(shape)} come of {sources}")
+    try:
+        full = [(0, size) for size in shape]
+        weight.read(lambda n: torch.empty(shapes[n], device="meta"), shapes, full)
+    except (RuntimeError, IndexError) as error:
+        raise Misfit(f"`{name}` cannot be made of {sources}: {error}") from None
+
+
+class _Recorder:
+    """Notes which part of a tensor is read."""
+
+    def __init__(self, boxes: list[tuple[slice, ...]], tensor: Tensor) -> None:
+        self.boxes, self.tensor = boxes, tensor
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
+        self.boxes.append(box)
+        return self.tensor[box]
+
+
+def _check_covered(name: str, shape: tuple[int, ...], boxes: list[tuple[slice, ...]]) -> None:
+    """Every element of an original goes to one place."""
+    for number, box in enumerate(boxes):
+        if any(_overlap(box, other) for other in boxes[:number]):
+            raise Misfit(f"a part of the original's `{name}` goes to two places")
+    if sum(math.prod(s.stop - s.start for s in box) for box in boxes) < math.prod(shape):
+        raise Misfit(f"a part of the original's `{name}` is not taken over")
+
+
+def _overlap(one: tuple[slice, ...], other: tuple[slice, ...]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in pairs)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(f"`{n}`" for n in names[:4]) + (", ..." if len(names) > 4 else "")
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"
