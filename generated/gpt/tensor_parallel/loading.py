@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,34 @@ def shards(model: nn.Module) -> dict[str, Shard]:
     }
 
 
+def weight_maps(model: nn.Module) -> dict[str, Any]:
+    """How modules that stand in others' places are made of those, by their prefix."""
+    return {
+        f"{path}.": module.weight_map
+        for path, module in model.named_modules()
+        if hasattr(module, "weight_map")
+    }
+
+
+def under_original_names(
+    model: nn.Module, named: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The original's full tensors, made of the model's full ones."""
+    for prefix, weight_map in reversed(weight_maps(model).items()):
+        named = weight_map.to_original(named, prefix)
+    return dict(named)
+
+
 def to_local(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Cuts full tensors down to this rank's parts.
+    """Makes this rank's parts of the original's full tensors.
 
     Args:
         model: The model, which says how its parameters are divided.
         named: Tensors shaped like the original's parameters, by parameter name:
             parameters, gradients, optimiser moments. Parts are left as they are.
     """
+    for prefix, weight_map in weight_maps(model).items():
+        named = weight_map.to_new(named, prefix)
     divided = shards(model)
     return {
         name: (
@@ -53,7 +74,7 @@ def to_local(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def to_full(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gathers the ranks' parts to full tensors, on every rank.
+    """Gathers the ranks' parts to the original's full tensors, on every rank.
 
     Every rank calls it, with the same names.
 
@@ -65,7 +86,7 @@ def to_full(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     divided = shards(model)
     # All ranks must gather in the same order.
     full = {name: gathered(named[name], divided.get(name)) for name in sorted(named)}
-    return {name: full[name] for name in named}
+    return under_original_names(model, {name: full[name] for name in named})
 
 
 def gathered(part: Tensor, shard: Shard | None) -> Tensor:
@@ -118,19 +139,28 @@ def load_pretrained(
     """
     divided, stored = shards(model), stored_tensors(Path(path))
     own = model.state_dict(keep_vars=True)
-    names = checkpoint_names(own, set(stored), getattr(model, "base_model_prefix", ""))
-    loaded = {id(own[name]) for name in names}
-    missing = [n for n, t in own.items() if n not in names and id(t) not in loaded]
+    originals: Mapping[str, Tensor] = own
+    for prefix, weight_map in weight_maps(model).items():
+        originals = weight_map.originals(originals, prefix)
+    base = getattr(model, "base_model_prefix", "")
+    names = checkpoint_names(originals, set(stored), base)
+    loaded = {id(originals[name]) for name in names}
+    missing = [
+        n for n, t in originals.items() if n not in names and id(t) not in loaded
+    ]
     unexpected = sorted(set(stored) - set(names.values()))
     if strict and (missing or unexpected):
         raise KeyError(f"missing: {missing}; in the checkpoint only: {unexpected}")
+    found: Mapping[str, Any] = {n: Stored(stored[c], c) for n, c in names.items()}
+    for prefix, weight_map in weight_maps(model).items():
+        found = weight_map.found(found, prefix)
     for name, tensor in own.items():
         if tensor.is_meta:
             raise ValueError(
                 f"{name} is on the meta device: build the model on another"
             )
-        if name in names:
-            part = read_part(stored[names[name]], names[name], divided.get(name))
+        if name in found:
+            part = read_part(found[name], divided.get(name))
             if part.shape != tensor.shape:
                 raise ValueError(
                     f"{name} is {list(part.shape)} in the checkpoint and "
@@ -176,25 +206,49 @@ def checkpoint_names(
     return names
 
 
-def read_part(file: Path, name: str, shard: Shard | None) -> Tensor:
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint, of which no more is read than is asked for."""
+
+    file: Path
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        with open_checkpoint(self.file) as tensors:
+            return tuple(tensors.get_slice(self.name).get_shape())
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
+        with open_checkpoint(self.file) as tensors:
+            part: Tensor = (
+                tensors.get_slice(self.name)[slices]
+                if slices
+                else tensors.get_tensor(self.name)
+            )
+            return part
+
+
+def read_part(stored: Any, shard: Shard | None) -> Tensor:
     """One tensor of a checkpoint, or this rank's part of it.
 
     Raises:
         ValueError: The tensor is not as long as the model's whole one.
     """
-    with open_checkpoint(file) as tensors:
-        if shard is None:
-            whole: Tensor = tensors.get_tensor(name)
-            return whole
-        stored = tensors.get_slice(name)
-        size = stored.get_shape()[shard.axis]
-        if size != shard.full_size():
-            raise ValueError(
-                f"{name} is {size} long in the checkpoint, not {shard.full_size()}"
-            )
-        before = (slice(None),) * shard.axis
-        pieces = [stored[(*before, slice(a, b))] for a, b in shard.ranges()]
-        return torch.cat(pieces, shard.axis)
+    slices = [slice(0, size) for size in stored.shape]
+    if shard is None:
+        whole: Tensor = stored[tuple(slices)]
+        return whole
+    size = stored.shape[shard.axis]
+    if size != shard.full_size():
+        raise ValueError(
+            f"{stored.name} is {size} long in the checkpoint, not {shard.full_size()}"
+        )
+    pieces = []
+    for start, stop in shard.ranges():
+        slices[shard.axis] = slice(start, stop)
+        pieces.append(stored[tuple(slices)])
+    return torch.cat(pieces, shard.axis)
 
 
 def save_pretrained(
@@ -212,7 +266,8 @@ def save_pretrained(
     """
     path = Path(path)
     divided, own = shards(model), saved_tensors(model)
-    files = checkpoint_files(own, divided, max_shard_size)
+    files = checkpoint_files(own, divided, tuple(weight_maps(model)), max_shard_size)
+    by_name: dict[str, str] = {}
     writes = not dist.is_initialized() or dist.get_rank() == 0
     if writes:
         prepare_folder(model, path)
@@ -224,15 +279,15 @@ def save_pretrained(
                 tensors[name] = full.cpu().contiguous()
             del full
         if writes:
+            tensors = under_original_names(model, tensors)
+            by_name |= dict.fromkeys(tensors, file)
             write_checkpoint(tensors, path / file)
     if writes and len(files) > 1:
         index = {
             "metadata": {
                 "total_size": sum(size_in_bytes(own[n], divided.get(n)) for n in own)
             },
-            "weight_map": {
-                name: file for file, names in files.items() for name in names
-            },
+            "weight_map": by_name,
         }
         (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     wait_for_group()
@@ -256,14 +311,27 @@ def size_in_bytes(part: Tensor, shard: Shard | None) -> int:
 
 
 def checkpoint_files(
-    own: Mapping[str, Tensor], divided: Mapping[str, Shard], max_shard_size: int
+    own: Mapping[str, Tensor],
+    divided: Mapping[str, Shard],
+    together: tuple[str, ...],
+    max_shard_size: int,
 ) -> dict[str, list[str]]:
-    """Which tensors each file of a checkpoint holds."""
+    """Which tensors each file of a checkpoint holds.
+
+    Args:
+        own: The tensors.
+        divided: How those are divided that are.
+        together: Prefixes of names that belong in one file.
+        max_shard_size: Bytes of tensors in one file.
+    """
     groups: list[list[str]] = [[]]
     filled = 0
     for name, tensor in own.items():
         size = size_in_bytes(tensor, divided.get(name))
-        if groups[-1] and filled + size > max_shard_size:
+        begun = groups[-1] and any(
+            name.startswith(p) and groups[-1][-1].startswith(p) for p in together
+        )
+        if groups[-1] and filled + size > max_shard_size and not begun:
             groups.append([])
             filled = 0
         groups[-1].append(name)
