@@ -23,6 +23,7 @@ RUNTIME_ORDER = (
     "tensor_parallel",
     "rng",
     "conv1d",
+    "replicated",
     "grouped_query",
     "weights",
     "loading",

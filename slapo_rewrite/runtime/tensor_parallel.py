@@ -206,7 +206,9 @@ def sum_and_cut(x: Tensor, shard: Shard) -> Tensor:
         return shard.cut(sum_parts(x))
     x = x.movedim(shard.axis, 0).contiguous()
     part = x.new_empty(shard.local_size(), *x.shape[1:])
-    dist.reduce_scatter_tensor(part, x, group=_group)
+    # The name in torch 2.13, which warns of the old one.
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    run(part, x, group=_group)
     return part.movedim(0, shard.axis).contiguous()
 
 
@@ -277,16 +279,64 @@ def all_gather(
     return collective(x, shard.gather, cut)
 
 
+def even_shard(x: Tensor, axis: int) -> Shard:
+    """How `x` is divided along `axis` into slices of one size.
+
+    Raises:
+        ValueError: The axis does not divide over this many ranks.
+    """
+    size, world = x.shape[axis], world_size()
+    if size % world:
+        raise ValueError(
+            f"axis {axis} of a tensor of shape {tuple(x.shape)} does not divide over "
+            f"{world} ranks: pad its {size} elements to a multiple of {world}"
+        )
+    return Shard(axis, (size,))
+
+
 def reduce_scatter(x: Tensor, axis: int) -> Tensor:
-    """This rank's slice of the ranks' sum; the gradient is gathered from all slices."""
-    shard = Shard(axis, (x.shape[axis],))
+    """This rank's slice of the ranks' sum; the gradient is gathered from all slices.
+
+    Raises:
+        ValueError: The axis does not divide over this many ranks.
+    """
+    shard = even_shard(x, axis)
     return collective(x, partial(sum_and_cut, shard=shard), shard.gather)
 
 
 def scatter(x: Tensor, axis: int) -> Tensor:
-    """This rank's slice of `x`; the gradient is gathered from all slices."""
-    shard = Shard(axis, (x.shape[axis],))
+    """This rank's slice of `x`; the gradient is gathered from all slices.
+
+    Raises:
+        ValueError: The axis does not divide over this many ranks.
+    """
+    shard = even_shard(x, axis)
     return collective(x, shard.cut, shard.gather)
+
+
+def all_to_all(x: Tensor, gather_axis: int, scatter_axis: int) -> Tensor:
+    """Slices along one axis become slices along another; so do their gradients.
+
+    Args:
+        x: This rank's slice along `gather_axis`, which is whole in the result.
+        gather_axis: The axis that is divided before.
+        scatter_axis: The axis that is divided after.
+
+    Raises:
+        ValueError: `scatter_axis` does not divide over this many ranks.
+    """
+    even_shard(x, scatter_axis)
+    forth = partial(exchange, gather_axis=gather_axis, scatter_axis=scatter_axis)
+    back = partial(exchange, gather_axis=scatter_axis, scatter_axis=gather_axis)
+    return collective(x, forth, back)
+
+
+def exchange(x: Tensor, gather_axis: int, scatter_axis: int) -> Tensor:
+    """Gives each rank its slice along `scatter_axis`; joins what comes in."""
+    slices = torch.stack(x.chunk(world_size(), scatter_axis))
+    received = torch.empty_like(slices)
+    dist.all_to_all_single(received, slices, group=_group)
+    return torch.cat(received.unbind(), gather_axis)
 
 
 def record_shard(module: Any, name: str, shard: Shard) -> None:
@@ -425,6 +475,7 @@ class RowParallelLinear(nn.Linear):
         parts: Blocks packed along the input, as in `block_sizes`.
         multiple_of: A rank's share of a block is a multiple of this.
         reduce_output: Sum the output over the ranks. Off where the caller does it.
+        reduce_scatter_axis: Return this rank's slice of the sum along this axis only.
     """
 
     def __init__(
@@ -438,10 +489,12 @@ class RowParallelLinear(nn.Linear):
         parts: int | Sequence[int] = 1,
         multiple_of: int = 1,
         reduce_output: bool = True,
+        reduce_scatter_axis: int | None = None,
     ) -> None:
         shard = Shard(1, block_sizes(in_features, parts), multiple_of)
         super().__init__(shard.local_size(), out_features, bias, device, dtype)
         self.reduce_output = reduce_output
+        self.reduce_scatter_axis = reduce_scatter_axis
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -449,17 +502,28 @@ class RowParallelLinear(nn.Linear):
         if world_size() == 1:
             return super().forward(input)
         y = nn.functional.linear(input, self.weight)
-        return reduce_and_add_bias(y, self.bias, self.reduce_output)
+        return reduce_and_add_bias(
+            y, self.bias, self.reduce_output, self.reduce_scatter_axis
+        )
 
 
-def reduce_and_add_bias(y: Tensor, bias: Tensor | None, reduce_output: bool) -> Tensor:
+def reduce_and_add_bias(
+    y: Tensor,
+    bias: Tensor | None,
+    reduce_output: bool,
+    reduce_scatter_axis: int | None = None,
+) -> Tensor:
     """Sums the ranks' partial results and adds the bias to the sum.
 
-    Without `reduce_output` the sum is still to come: the bias stands in the first
-    rank's summand only. Every rank sees the gradient of the sum, so passing it
-    unchanged gives the bias its exact gradient on all of them.
+    With `reduce_scatter_axis` each rank has a slice of the sum, and sees a slice's
+    gradient: the bias needs the sum of these. Without `reduce_output` the sum is still
+    to come: the bias stands in the first rank's summand only. Every rank sees the
+    gradient of the sum, so passing it unchanged gives the bias its exact gradient.
     """
-    if reduce_output:
+    if reduce_scatter_axis is not None:
+        y = reduce_scatter(y, reduce_scatter_axis)
+        bias = None if bias is None else all_reduce_gradient(bias)
+    elif reduce_output:
         y = all_reduce(y)
     elif bias is not None:
         bias = collective(bias, zero_after_first_rank, unchanged)
@@ -482,6 +546,7 @@ class VocabParallelEmbedding(nn.Embedding):
         device: Where the table is made.
         dtype: Its type.
         reduce_output: Sum the output over the ranks. Off where the caller does it.
+        reduce_scatter_axis: Return this rank's slice of the sum along this axis only.
     """
 
     def __init__(
@@ -493,6 +558,7 @@ class VocabParallelEmbedding(nn.Embedding):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         reduce_output: bool = True,
+        reduce_scatter_axis: int | None = None,
     ) -> None:
         sizes = part_sizes(num_embeddings)
         first_id = sum(sizes[: rank()])
@@ -506,6 +572,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.first_id = first_id
         self.full_num_embeddings = num_embeddings
         self.reduce_output = reduce_output
+        self.reduce_scatter_axis = reduce_scatter_axis
         record_shard(self, "weight", Shard(0, (num_embeddings,)))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -518,7 +585,9 @@ class VocabParallelEmbedding(nn.Embedding):
         elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
         x = super().forward((input - self.first_id).masked_fill(elsewhere, 0))
         x = x.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return all_reduce(x) if self.reduce_output else x
+        return reduce_and_add_bias(
+            x, None, self.reduce_output, self.reduce_scatter_axis
+        )
 
 
 class ColumnParallelEmbedding(nn.Embedding):

@@ -17,6 +17,12 @@ from transformers.pytorch_utils import Conv1D
 from slapo_rewrite.runtime import tensor_parallel as tp
 from slapo_rewrite.runtime.conv1d import ColumnParallelConv1D, RowParallelConv1D
 from slapo_rewrite.runtime.loading import to_full
+from slapo_rewrite.runtime.replicated import (
+    ReplicatedEmbedding,
+    ReplicatedLayerNorm,
+    ReplicatedLinear,
+    ReplicatedRMSNorm,
+)
 from tests.processes import run
 
 # (out_features, options): uneven, packed and grouped-query layouts.
@@ -128,6 +134,7 @@ def check_row_parallel_linear():
             nn.Linear(size, 8, options.get("bias", True)),
             tp.RowParallelLinear(size, 8, **options),
             tp.RowParallelLinear(size, 8, **options, reduce_output=False),
+            tp.RowParallelLinear(size, 8, **options, reduce_scatter_axis=1),
         )
     layer = tp.RowParallelLinear(12, 8)
     assert (layer.in_features, layer.out_features) == (12 // tp.world_size(), 8)
@@ -141,14 +148,16 @@ def check_row_parallel_conv1d():
                 Conv1D(8, size),
                 RowParallelConv1D(8, size, **options),
                 RowParallelConv1D(8, size, **options, reduce_output=False),
+                RowParallelConv1D(8, size, **options, reduce_scatter_axis=1),
             )
     layer = RowParallelConv1D(8, 12)
     assert (layer.nx, layer.nf) == (12 // tp.world_size(), 8)
 
 
-def row_parallel(size, whole, sharded, unreduced):
+def row_parallel(size, whole, sharded, unreduced, scattering):
     whole, sharded = pair(whole, sharded)
     unreduced.double().load_state_dict(whole.state_dict())
+    scattering.double().load_state_dict(whole.state_dict())
     x = leaf(2, 4, size)
     y = whole(x)
     y.backward(seeded(2, 4, 8))
@@ -160,15 +169,23 @@ def row_parallel(size, whole, sharded, unreduced):
     def reduce_scatter_later(x_cut):
         return tp.all_gather(tp.reduce_scatter(unreduced(x_cut), 1), 1)
 
-    for forward in (sharded, reduce_later, reduce_scatter_later):
-        sharded.zero_grad()
-        unreduced.zero_grad()
+    def gather_later(x_cut):
+        return tp.all_gather(scattering(x_cut), 1)
+
+    layers = {
+        sharded: sharded,
+        reduce_later: unreduced,
+        reduce_scatter_later: unreduced,
+        gather_later: scattering,
+    }
+    for forward, layer in layers.items():
+        layer.zero_grad()
         x_sharded = cut(seeded(2, 4, size)).requires_grad_()
         y_sharded = forward(x_sharded)
         close(y_sharded, y)
         y_sharded.backward(seeded(2, 4, 8))
         close(x_sharded.grad, cut(x.grad))
-        same_gradients(whole, sharded if forward is sharded else unreduced)
+        same_gradients(whole, layer)
 
 
 def check_vocab_parallel_embedding():
@@ -178,11 +195,14 @@ def check_vocab_parallel_embedding():
             nn.Embedding(10, 4, padding_idx), tp.VocabParallelEmbedding(10, 4, padding_idx)
         )
         partial = tp.VocabParallelEmbedding(10, 4, padding_idx, reduce_output=False).double()
+        scattering = tp.VocabParallelEmbedding(10, 4, padding_idx, reduce_scatter_axis=1).double()
         partial.load_state_dict(whole.state_dict())
+        scattering.load_state_dict(whole.state_dict())
         whole(ids).backward(seeded(2, 4, 4))
-        for layer in (sharded, partial):
-            y = layer(ids)
-            y = y if layer is sharded else tp.all_reduce(y)
+        joined = {sharded: tp.unchanged, partial: tp.all_reduce}
+        joined[scattering] = lambda y: tp.all_gather(y, 1)
+        for layer, join in joined.items():
+            y = join(layer(ids))
             close(y, whole(ids))
             y.backward(seeded(2, 4, 4))
             same_gradients(whole, layer)
@@ -212,6 +232,29 @@ def check_column_parallel_embedding():
     gathering(ids).backward(seeded(2, 4, 8))
     same_gradients(whole, gathering)
     assert sharded.embedding_dim == 8 // tp.world_size()
+
+
+def check_replicated_layers():
+    # Each rank runs its slice of the tokens; a whole layer runs all of them.
+    for whole, layer in (
+        (nn.LayerNorm(6), ReplicatedLayerNorm(6)),
+        (nn.LayerNorm(6, bias=False), ReplicatedLayerNorm(6, bias=False)),
+        (nn.LayerNorm(6, elementwise_affine=False), ReplicatedLayerNorm(6, 1e-5, False)),
+        (nn.RMSNorm(6, eps=1e-6), ReplicatedRMSNorm(6, eps=1e-6)),
+        (nn.Linear(6, 5), ReplicatedLinear(6, 5)),
+        (nn.Linear(6, 5, bias=False), ReplicatedLinear(6, 5, bias=False)),
+        (nn.Embedding(9, 6, 2), ReplicatedEmbedding(9, 6, 2)),
+    ):
+        whole, layer = pair(whole, layer)
+        ids = isinstance(whole, nn.Embedding)
+        x = torch.tensor([[0, 3, 2, 7], [5, 8, 2, 8]]) if ids else seeded(2, 4, 6)
+        assert layer.state_dict().keys() == whole.state_dict().keys()
+        y, part = whole(x), layer(tp.scatter(x, 1))
+        close(part, tp.scatter(y, 1))
+        if y.requires_grad:
+            y.backward(seeded(*y.shape))
+            part.backward(tp.scatter(seeded(*y.shape), 1))
+            same_gradients(whole, layer)
 
 
 class Tied(nn.Module):
@@ -313,22 +356,32 @@ def check_collectives():
         _, gradient = forward_and_gradient(tp.all_gather, axis, tensor_parallel_output_grad=True)
         close(gradient, own * scale)
 
+    for axis, size in ((0, 4), (1, 8), (-2, 8)):
+        whole = seeded(size, size, 5)
+        shard = tp.Shard(axis, (size,))
+        y, gradient = forward_and_gradient(tp.scatter, axis, x=whole)
+        close(y, shard.cut(whole))
+        close(gradient, torch.cat([seeded(*y.shape) * (r + 1) for r in range(world)], axis))
+        y, gradient = forward_and_gradient(tp.reduce_scatter, axis, x=whole * (rank + 1))
+        close(y, shard.cut(whole) * scale)
+        close(gradient, torch.cat([seeded(*y.shape) * (r + 1) for r in range(world)], axis))
+
+    full = seeded(3, 8, 4)
+    for old, new in ((-1, -2), (-2, -1), (1, 2)):
+        before, after = tp.Shard(old, (full.shape[old],)), tp.Shard(new, (full.shape[new],))
+        y, gradient = forward_and_gradient(tp.all_to_all, old, new, x=before.cut(full))
+        close(y, after.cut(full))
+        pieces = [seeded(*y.shape) * (r + 1) for r in range(world)]
+        close(gradient, before.cut(torch.cat(pieces, new)))
+
     for size in (8, 10):  # 10 divides unevenly over 4
         shard = tp.Shard(1, (size,))
-        sizes = tp.part_sizes(size)
         whole = seeded(3, size, 5)
         y, gradient = forward_and_gradient(tp.all_gather, 1, size, x=shard.cut(whole))
         close(y, whole)
         close(gradient, shard.cut(seeded(3, size, 5)) * (rank + 1))
         _, gradient = forward_and_gradient(tp.all_gather, 1, size, True, x=shard.cut(whole))
         close(gradient, shard.cut(seeded(3, size, 5)) * scale)
-        y, gradient = forward_and_gradient(tp.scatter, 1, x=whole)
-        close(y, shard.cut(whole))
-        expected = [seeded(*y.shape[:1], n, 5) * (r + 1) for r, n in enumerate(sizes)]
-        close(gradient, torch.cat(expected, 1))
-        y, gradient = forward_and_gradient(tp.reduce_scatter, 1, x=whole * (rank + 1))
-        close(y, shard.cut(whole) * scale)
-        close(gradient, torch.cat(expected, 1))
 
 
 def check_collectives_leave_a_world_of_one_alone():
@@ -340,6 +393,7 @@ def check_collectives_leave_a_world_of_one_alone():
             tp.all_gather(x),
             tp.reduce_scatter(x, 0),
             tp.scatter(x, 0),
+            tp.all_to_all(x, 0, 1),
         ):
             assert y is x
 
@@ -533,6 +587,24 @@ def test_sizes_that_do_not_fit(world_of, build, words):
     with pytest.raises(ValueError) as caught:
         build()
     assert str(caught.value) == words
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda x: tp.scatter(x, 1),
+        lambda x: tp.reduce_scatter(x, 1),
+        lambda x: tp.all_to_all(x, -1, 1),
+    ],
+)
+def test_a_sequence_that_does_not_divide(world_of, collective):
+    world_of(4)
+    with pytest.raises(ValueError) as caught:
+        collective(torch.zeros(2, 17, 8))
+    assert str(caught.value) == (
+        "axis 1 of a tensor of shape (2, 17, 8) does not divide over 4 ranks: "
+        "pad its 17 elements to a multiple of 4"
+    )
 
 
 def test_sizes():
