@@ -87,13 +87,34 @@ class ClassWriter:
             optional: The sites that not all of its instances go through.
             doc: The docstring's one line.
         """
+        borders = {k for k in extra if k[0] == "forward"}
+        inner = self._lines(class_name, _only(whole, extra - borders), indices)
+        around = self._around_forward(class_name, whole, borders, inner)
+        if around is None:
+            inner = self._lines(class_name, _only(whole, extra), indices)
         lines = self._lines(class_name, whole, indices)
-        wanted = self._lines(class_name, _only(whole, extra), indices)
-        changed = {s: lines[s] for s in wanted}
+        changed = {s: lines[s] for s in inner}
         forward = self.lineages.method(class_name, "forward")
         if forward and FORK in whole.changes and any(within(forward, s) for s in changed):
             changed[forward.body[0]] = lines[forward.body[0]]  # its decorator stands there
-        return self.subclasses.subclass(class_name, new_name, changed, relatives, optional, doc)
+        text = self.subclasses.subclass(class_name, new_name, changed, relatives, optional, doc)
+        return text + (around or "")
+
+    def _around_forward(
+        self,
+        class_name: str,
+        definition: Definition,
+        borders: set[Key],
+        inner: Mapping[ast.stmt, Lines],
+    ) -> str | None:
+        """A method with collectives around the class's own `forward`, where that is enough."""
+        forward = self.lineages.method(class_name, "forward")
+        wraps = [definition.changes[k] for k in sorted(borders)]
+        if not wraps or forward is None or any(within(forward, s) for s in inner):
+            return None
+        causes = united(*(definition.causes.get(k, ()) for k in borders))
+        writer = ForwardWriter(self.lineages, self.imports, class_name, lambda _: Lines())
+        return self.subclasses.around_forward(forward, wraps, writer, causes)
 
     def _lines(
         self, class_name: str, definition: Definition, indices: IndexSets

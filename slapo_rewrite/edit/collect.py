@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,6 +16,7 @@ from slapo_rewrite.edit.definition import (
     Annotate,
     Attach,
     ChangeArgument,
+    Collective,
     DeriveFrom,
     DivideByReplicas,
     ForkRandom,
@@ -32,9 +37,10 @@ from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.places import Places
 from slapo_rewrite.edit.reads import readings
 from slapo_rewrite.edit.state import Annotation, Directive, Function, ModuleState, Shard, Sync
-from slapo_rewrite.model.follow import Asked, Followed, ShardedParameter, layer_key
+from slapo_rewrite.edit.text import returns
+from slapo_rewrite.model.follow import Asked, Border, Followed, ShardedParameter, layer_key
 from slapo_rewrite.model.join import find_parameter_site
-from slapo_rewrite.model.layers import SHARES, Layer, base_of, replicated
+from slapo_rewrite.model.layers import SHARES, SUMMING, Layer, base_of, replicated, summing_base
 from slapo_rewrite.model.tree import Node, Tree
 
 
@@ -59,7 +65,7 @@ def collect(
     Raises:
         RewriteError: There is no place for something.
     """
-    _Collection(tree, states, places, lineages).run(asked.layers, asked.parameters, followed)
+    _Collection(tree, states, places, lineages).run(asked, followed)
 
 
 class _Collection:
@@ -69,13 +75,9 @@ class _Collection:
         self.tree, self.states, self.places, self.lineages = tree, states, places, lineages
         self.sources, self.file = places.sources, places.file
 
-    def run(
-        self,
-        layers: Mapping[str, Layer],
-        parameters: Mapping[str, Sequence[ShardedParameter]],
-        followed: Followed,
-    ) -> None:
+    def run(self, asked: Asked, followed: Followed) -> None:
         """Everything, in order."""
+        layers, parameters = asked.layers, asked.parameters
         for path, state in self.states.items():
             node = self.tree.nodes[path]
             if path in layers:
@@ -94,8 +96,7 @@ class _Collection:
                 self.places.at_site(node, what, (new.cause,))
             for shard in state.shards if path in parameters else ():
                 self._split_parameter(node, shard)
-            for sync in state.syncs:
-                self._sync(node, sync, path in layers)
+            self._syncs(node, asked.borders.get(path, ()), path in layers, followed)
             for annotation in state.annotations:
                 self._annotate(node, annotation, state.replacement is not None)
             if state.fork:
@@ -148,40 +149,63 @@ class _Collection:
             name = ("hook", *place[1:], annotation.name, annotation.key)
             self.places.add(owner.path, name, what, causes)
 
-    def _sync(self, node: Node, sync: Sync, is_layer: bool) -> None:
-        causes = (sync.cause,)
-        if isinstance(sync.op, Function):
-            key, owner = self.places.site(node, causes)
-            self.places.add(
-                owner.path,
-                ("hook", *key[1:], sync.mode, sync.op.name),
-                Attach(sync.mode, sync.op),
-                causes,
-            )
-        elif is_layer:
-            return  # the layer does it
-        elif self.sources.file_of(node.cls) is self.file:
-            what: What
-            if sync.mode == "bwd_post":
-                what = WrapInput("all_reduce_gradient")
-            elif sync.mode == "fwd_post":
-                what = WrapOutput(sync.op, sync.axis)
+    def _syncs(
+        self, node: Node, borders: Sequence[Border], is_layer: bool, followed: Followed
+    ) -> None:
+        """The collectives at a module's borders, those that a layer carries out itself apart."""
+        syncs = self.states[node.path].syncs if borders else ()
+        sides: dict[str, list[Sync]] = {"argument": [], "result": []}
+        for border in borders:
+            sync = syncs[border.number]
+            if isinstance(sync.op, Function):
+                self._attach(node, sync, sync.op)
+            elif sync.op != "keep":
+                if (node.path, border.number) in followed.summed:
+                    sync = replace(sync, partial_gradient=True)
+                sides["result" if sync.mode == "fwd_post" else "argument"].append(sync)
+        for side, asked in sides.items():
+            if not asked:
+                continue
+            causes = united(s.cause for s in asked)
+            collectives = tuple(map(_collective, asked))
+            if self.sources.file_of(node.cls) is self.file and not is_layer:
+                what = (
+                    WrapInput(collectives)
+                    if side == "argument"
+                    else WrapOutput(
+                        collectives, node.path in followed.nested, self._containers(node.cls)
+                    )
+                )
+                self.places.add(node.path, ("forward", side), what, causes)
+            elif node.owner is None:
+                raise errors.Unsupported(
+                    "the model itself is not called by another module", at=causes[0].at
+                )
             else:
-                raise self._unavailable(node, sync)
-            self.places.add(node.path, ("forward", sync.mode, sync.op), what, causes)
-        else:
-            around = "result" if sync.mode == "fwd_post" else "argument"
-            function = "all_reduce_gradient" if sync.mode == "bwd_post" else sync.op
-            if sync.mode == "fwd_pre" or node.owner is None:
-                raise self._unavailable(node, sync)
-            key = ("call", node.relative, "", sync.mode)
-            self.places.add(node.owner.path, key, WrapCall(function, around, sync.axis), causes)
+                key = ("call", node.relative, side)
+                name = next(iter(inspect.signature(node.live.forward).parameters), None)
+                self.places.add(node.owner.path, key, WrapCall(collectives, side, name), causes)
 
-    def _unavailable(self, node: Node, sync: Sync) -> errors.RewriteError:
-        return errors.Unsupported(
-            f"`{sync.op}` in mode `{sync.mode}` is not available for `{node.path}`",
-            at=sync.cause.at,
-        )
+    def _attach(self, node: Node, sync: Sync, function: Function) -> None:
+        causes = (sync.cause,)
+        key, owner = self.places.site(node, causes)
+        place = ("hook", *key[1:], sync.mode, function.name)
+        self.places.add(owner.path, place, Attach(sync.mode, function), causes)
+
+    def _containers(self, cls: type) -> tuple[tuple[str, str], ...]:
+        """The classes that `forward` returns its values in, and the first field of each."""
+        forward = self.lineages.method(cls.__name__, "forward")
+        known = vars(sys.modules[cls.__module__])
+        found = {}
+        for statement in returns(forward) if forward else ():
+            if isinstance(statement.value, ast.Call):
+                name = ast.unparse(statement.value.func)
+                holder = known.get(name)
+                if dataclasses.is_dataclass(holder):
+                    found[name] = dataclasses.fields(holder)[0].name
+                elif isinstance(holder, type) and hasattr(holder, "_fields"):
+                    found[name] = holder._fields[0]
+        return tuple(sorted(found.items()))
 
     def _fitted(self, node: Node, layer: Layer, followed: Followed) -> Layer:
         """The layer with what followed of how it may be split."""
@@ -226,7 +250,7 @@ class _Collection:
                     )  # fmt: skip
                     self.places.add(path, key, ChangeArgument(change.template), causes)
         for path, name in sorted(followed.shared):
-            self._share_parameter(path, name, owners)
+            self._share_parameter(path, name, followed.shared[path, name], owners)
 
     def _read_sizes(self, node: Node, layer: Layer) -> None:
         """Whoever reads the size of a layer that is split means the whole layer's."""
@@ -260,20 +284,70 @@ class _Collection:
                 found[path] = found[node.parent.path]
         return found
 
-    def _share_parameter(self, path: str, name: str, owners: Mapping[str, list[Directive]]) -> None:
+    def _share_parameter(
+        self,
+        path: str,
+        name: str,
+        source: str | None,
+        owners: Mapping[str, list[Directive]],
+    ) -> None:
         """Adds up the gradients of a whole parameter that meets parts, wherever its like does."""
-        holder = self._holders(owners)[path]
-        relative = path[len(holder.path) :]
-        for owner, causes in owners.items():
-            node = self.tree.nodes.get(owner + relative)
-            if node is None or self.tree.nodes[owner].cls is not holder.cls:
-                continue
-            if self.sources.file_of(node.cls) is not self.file:
+        holder = self._holders(owners).get(path)
+        causes = self._causes_of(source) or united(*owners.values())
+        alike = {path: self.tree.nodes[path]}
+        for owner in owners if holder else ():
+            node = self.tree.nodes.get(owner + path[len(holder.path) :]) if holder else None
+            if node is not None and holder and self.tree.nodes[owner].cls is holder.cls:
+                alike[node.path] = node
+        for node in alike.values():
+            self._share(node, name, causes)
+
+    def _causes_of(self, path: str | None) -> tuple[Directive, ...]:
+        state = self.states.get(path) if path is not None else None
+        return united(state.causes()) if state else ()
+
+    def _computes_as(self, cls: type) -> bool:
+        """Whether a class leaves the work to what it is derived from in another file."""
+        return all(map(self.lineages.extends_forward, self.lineages.lineage(cls.__name__)))
+
+    def _share(self, node: Node, name: str, causes: tuple[Directive, ...]) -> None:
+        """Adds up the gradients of a parameter: its class does, or a layer of ours."""
+        base = summing_base(node.cls)
+        own = self.sources.file_of(node.cls) is self.file
+        if base is node.cls:
+            if node.path in self.states and self.states[node.path].replacement:
                 raise errors.Unsupported(
-                    f"`{node.path}.{name}` is whole on every rank, but is used on parts: its "
-                    f"gradients have to be added up, and `{node.cls.__qualname__}` is not a class "
-                    "of this file that could be changed for that",
-                    at=causes[0].at,
-                    hint=f"copy class `{node.cls.__name__}` into {self.file.path.name}",
+                    f"`{node.path}` runs on a part, and is replaced: its gradients cannot be "
+                    "added up",
+                    at=causes[0].at if causes else None,
+                    hint="sum them in the new class, or gather what goes into it",
                 )
-            self.places.add(node.path, ("gradient", name), ShareParameter(name), united(causes))
+            self.places.at_site(node, MakeLayer(SUMMING[base]), causes)
+        elif base and own and self._computes_as(node.cls):
+            what = DeriveFrom(SUMMING[base], base.__name__)
+            self.places.add(node.path, ("base",), what, causes)
+        elif own:
+            self.places.add(node.path, ("gradient", name), ShareParameter(name), causes)
+        else:
+            raise errors.Unsupported(
+                f"`{node.path}.{name}` is whole on every rank, but is used on parts: its "
+                f"gradients have to be added up, and `{node.cls.__qualname__}` is not a class "
+                "of this file that could be changed for that",
+                at=causes[0].at if causes else None,
+                hint=f"copy class `{node.cls.__name__}` into {self.file.path.name}",
+            )
+
+
+def _collective(sync: Sync) -> Collective:
+    """The call that carries a sync out."""
+    if sync.mode == "bwd_post":
+        return Collective("all_reduce_gradient")
+    assert isinstance(sync.op, str)
+    keywords: dict[str, object] = {}
+    if sync.op == "all_to_all":
+        keywords = {"gather_axis": sync.axis, "scatter_axis": sync.scatter_axis}
+    elif sync.axis is not None and (sync.op, sync.axis) != ("all_gather", -1):
+        keywords = {"axis": sync.axis}
+    if sync.partial_gradient:
+        keywords["tensor_parallel_output_grad"] = True
+    return Collective(sync.op, tuple(keywords.items()))

@@ -108,27 +108,48 @@ class ReadWhole:
 
 
 @dataclass(frozen=True)
-class WrapInput:
-    """At the start of `forward`: its first argument goes through a collective."""
+class Collective:
+    """A call of a collective: its name, and keyword arguments beside the value."""
 
     function: str
+    keywords: tuple[tuple[str, object], ...] = ()
+
+
+@dataclass(frozen=True)
+class WrapInput:
+    """At the start of `forward`: its first argument goes through collectives, one by one."""
+
+    collectives: tuple[Collective, ...]
 
 
 @dataclass(frozen=True)
 class WrapOutput:
-    """Where `forward` returns: the value goes through a collective."""
+    """Where `forward` returns: the value, or what stands first in it, goes through collectives.
 
-    function: str
-    axis: int | None
+    Attributes:
+        collectives: One by one.
+        nested: Whether what is returned has the tensor inside of it.
+        first: The first field of each class that holds what is returned.
+    """
+
+    collectives: tuple[Collective, ...]
+    nested: bool = False
+    first: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class WrapCall:
-    """Where a method calls a submodule: a collective around the argument or the result."""
+    """Where a method calls a submodule: collectives around its first argument or its result.
 
-    function: str
+    Attributes:
+        collectives: One by one.
+        around: `argument` or `result`.
+        name: The first argument's name, where it is given by keyword.
+    """
+
+    collectives: tuple[Collective, ...]
     around: str
-    axis: int | None
+    name: str | None = None
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.definition import ChangeArgument, Key, What, WrapCall, WrapInput, WrapOutput
+from slapo_rewrite.edit.definition import (
+    ChangeArgument,
+    Collective,
+    Key,
+    What,
+    WrapCall,
+    WrapInput,
+    WrapOutput,
+)
 from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.lines import At, Lines
@@ -44,24 +53,74 @@ class ForwardWriter:
                 )
             name = positional[0].arg
             body = forward.body[1:] if ast.get_docstring(forward) is not None else forward.body
-            function = self.imports.helper("tensor_parallel", change.function, causes)
-            self.at(body[0]).before.append(
-                (f"{name} = {function}({name})", causes, f"{change.function} of the input")
-            )
+            for collective in change.collectives:
+                text = f"{name} = {self.applied(collective, name, causes)}"
+                why = f"{collective.function} of the input"
+                self.at(body[0]).before.append((text, causes, why))
         elif isinstance(change, WrapOutput):
             for statement in returns(forward):
-                value = statement.value
-                if isinstance(value, ast.Tuple) and value.elts:
-                    value = value.elts[0]
-                if value is None:
-                    continue
-                start, end = self.file.span(value)
-                text = self._collective(
-                    change.function, self.file.segment(value), change.axis, causes
-                )
-                self.at(statement).inside.append(
-                    Edit(start, end, text, causes, f"{change.function} of the output")
-                )
+                if statement.value is not None:
+                    value = self._returned(statement.value, change, causes)
+                    self._wrap(statement, value, change.collectives, causes, "output", True)
+
+    def _returned(
+        self, value: ast.expr, change: WrapOutput, causes: tuple[Directive, ...]
+    ) -> ast.expr:
+        """The first tensor in a returned expression."""
+        found: ast.expr | None = None if change.nested else value
+        if isinstance(value, ast.BinOp) and isinstance(value.left, ast.Tuple):
+            value = value.left
+        if isinstance(value, ast.Tuple) and value.elts:
+            found = value.elts[0]
+        elif isinstance(value, ast.Call):
+            first = dict(change.first).get(ast.unparse(value.func))
+            if first is not None:
+                named = {k.arg: k.value for k in value.keywords}
+                found = value.args[0] if value.args else named.get(first)
+        if found is None or isinstance(found, ast.Starred):
+            raise errors.Unsupported(
+                f"`{self.class_name}.forward` returns its first tensor inside of something that "
+                "is not written out here",
+                at=self.file.at(value),
+                also=[c.at for c in causes[:1] if c.at],
+                hint="return a tuple or a call that names the tensor, or put the sync on a module "
+                "inside",
+            )
+        return found
+
+    def _wrap(
+        self,
+        statement: ast.stmt,
+        value: ast.expr,
+        collectives: Sequence[Collective],
+        causes: tuple[Directive, ...],
+        what: str,
+        outside: bool,
+    ) -> None:
+        """Puts collectives around an expression, outside or inside of those that it has."""
+        start, end = self.file.span(value)
+        why = f"{', '.join(c.function for c in collectives)} of the {what}"
+        before, after = "", ""
+        for collective in collectives:
+            opened, closed = self.call(collective, causes)
+            before, after = opened + before, after + closed
+        inside = self.at(statement).inside
+        head = Edit(start, start, before, causes, why)
+        tail = Edit(end, end, after, causes, why)
+        # Insertions at one place stand in the order in which they are given.
+        inside.insert(0 if outside else len(inside), head)
+        inside.insert(len(inside) if outside else 0, tail)
+
+    def call(self, collective: Collective, causes: tuple[Directive, ...]) -> tuple[str, str]:
+        """What stands before and behind the value in a call of a collective."""
+        reference = self.imports.helper("tensor_parallel", collective.function, causes)
+        keywords = "".join(f", {name}={value!r}" for name, value in collective.keywords)
+        return f"{reference}(", f"{keywords})"
+
+    def applied(self, collective: Collective, value: str, causes: tuple[Directive, ...]) -> str:
+        """The text of a value that goes through a collective."""
+        before, after = self.call(collective, causes)
+        return f"{before}{value}{after}"
 
     def fork(self, causes: tuple[Directive, ...]) -> None:
         """Decorates `forward`, so that its random numbers differ between ranks."""
@@ -84,14 +143,8 @@ class ForwardWriter:
             )
         return forward
 
-    def _collective(
-        self, function: str, value: str, axis: int | None, causes: tuple[Directive, ...]
-    ) -> str:
-        reference = self.imports.helper("tensor_parallel", function, causes)
-        return f"{reference}({value}{'' if axis in (None, -1) else f', axis={axis}'})"
-
     def wrap_calls(self, path: str, change: WrapCall, causes: tuple[Directive, ...]) -> None:
-        """Puts a collective around the calls of the module at a path below the class."""
+        """Puts collectives around the calls of the module at a path below the class."""
         wanted = accessor(path)
         found = False
         for method in self.lineages.methods(self.class_name):
@@ -99,14 +152,10 @@ class ForwardWriter:
                 for node in ast.walk(statement):
                     if not (isinstance(node, ast.Call) and ast.unparse(node.func) == wanted):
                         continue
-                    target: ast.expr = node if change.around == "result" else node.args[0]
-                    start, end = self.file.span(target)
-                    text = self._collective(
-                        change.function, self.file.segment(target), change.axis, causes
-                    )
-                    self.at(statement).inside.append(
-                        Edit(start, end, text, causes, f"{change.function} at `{path}`")
-                    )
+                    result = change.around == "result"
+                    target = node if result else self._first_argument(node, change, causes)
+                    what = f"{change.around} of `{path}`"
+                    self._wrap(statement, target, change.collectives, causes, what, not result)
                     found = True
         if not found:
             raise errors.Unsupported(
@@ -116,6 +165,20 @@ class ForwardWriter:
                 also=[c.at for c in causes[:1] if c.at],
                 hint="put the sync on a module around it",
             )
+
+    def _first_argument(
+        self, call: ast.Call, change: WrapCall, causes: tuple[Directive, ...]
+    ) -> ast.expr:
+        named = {k.arg: k.value for k in call.keywords}
+        found = call.args[0] if call.args else named.get(change.name)
+        if found is None or isinstance(found, ast.Starred):
+            raise errors.Unsupported(
+                "this call does not name the argument that the collective is for",
+                at=self.file.at(call),
+                also=[c.at for c in causes[:1] if c.at],
+                hint="put the sync on a module around it",
+            )
+        return found
 
     def change_argument(
         self, key: Key, change: ChangeArgument, causes: tuple[Directive, ...]
@@ -216,8 +279,8 @@ class ForwardWriter:
                         and ast.unparse(node) == f"self.{name}"
                     ):
                         start, end = self.file.span(node)
-                        text = self._collective(
-                            "all_reduce_gradient", self.file.segment(node), None, causes
+                        text = self.applied(
+                            Collective("all_reduce_gradient"), self.file.segment(node), causes
                         )
                         why = f"`{name}` is used on this rank's part: its gradients are added up"
                         self.at(statement).inside.append(Edit(start, end, text, causes, why))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.state import ModuleState, Shard, Sync
+from slapo_rewrite.model.follow import SPOKEN
 from slapo_rewrite.model.layers import Layer, Split, splits_of
 from slapo_rewrite.model.tree import Node
 
@@ -33,17 +34,40 @@ def choose_layer(node: Node, state: ModuleState) -> Layer:
     packed = parts.pop()
     if len(packed) > 1:
         keywords["parts"] = len(packed) if len(set(packed)) == 1 else packed
-    collectives = [sync for sync in state.syncs if isinstance(sync.op, str)]
-    for sync in collectives:
+    for sync in _collectives(state):
         check_sync(node, split, sync, state)
-    modes = {sync.mode for sync in collectives}
-    if split.has_input_gradient and "bwd_post" not in modes:
+    done = {sync.mode: sync for sync in _done_inside(split, state)}
+    after = done.get("fwd_post")
+    if split.has_input_gradient and "bwd_post" not in done:
         keywords["reduce_input_gradient"] = False
-    if split.output == "partition" and "fwd_post" in modes:
+    if split.output == "partition" and after:
         keywords["gather_output"] = True
-    if split.output == "partial sum" and "fwd_post" not in modes:
+    if split.output == "partial sum" and after and after.op == "reduce_scatter":
+        keywords["reduce_scatter_axis"] = after.axis
+    if split.output == "partial sum" and not after:
         keywords["reduce_output"] = False
     return Layer(split.module, split.name, tuple(keywords.items()), split.arguments)
+
+
+def done_inside(node: Node, state: ModuleState) -> list[Sync]:
+    """The collectives that a sharded layer carries out by itself."""
+    return _done_inside(_split(node, state), state)
+
+
+def _done_inside(split: Split, state: ModuleState) -> list[Sync]:
+    done = [s for s in _collectives(state) if s.mode == "bwd_post"][:1]
+    after = [s for s in _collectives(state) if s.mode == "fwd_post"][:1]
+    if split.output == "partial sum":
+        after = [s for s in after if s.op in ("all_reduce", "reduce_scatter")]
+    else:
+        after = [
+            s for s in after if s.op == "all_gather" and s.axis == -1 and not s.partial_gradient
+        ]
+    return done + after
+
+
+def _collectives(state: ModuleState) -> list[Sync]:
+    return [sync for sync in state.syncs if isinstance(sync.op, str)]
 
 
 def _split(node: Node, state: ModuleState) -> Split:
@@ -93,22 +117,28 @@ def check_sync(node: Node, split: Split, sync: Sync, state: ModuleState) -> None
 
     Raises:
         SyncMismatch: With the lines of the collective and of the shard.
-        Unsupported: An all-gather along an axis that is not the split one.
     """
     shard = state.shards[0]
     problem = hint = None
-    if sync.mode == "fwd_post" and sync.op == "all_reduce" and split.output == "partition":
+    spoken = SPOKEN.get(str(sync.op))
+    after = [s for s in _collectives(state) if s.mode == "fwd_post"]
+    first = bool(after) and sync is after[0]
+    if first and split.output == "partition" and sync.op in ("all_reduce", "reduce_scatter"):
         problem = (
-            f"the output of `{node.path}` is a partition: an all-reduce would add up "
-            "different features"
+            f"the output of `{node.path}` is a partition: {spoken} would add up different features"
         )
         hint = 'gather it: .sync("fwd_post", "all_gather", axis=-1)'
-    elif sync.mode == "fwd_post" and sync.op == "all_gather" and split.output == "partial sum":
+    elif first and split.output == "partition" and sync.op == "scatter":
+        problem = f"the output of `{node.path}` is a partition: it is scattered already"
+        hint = 'split another axis instead: .sync("fwd_post", "RS->SR")'
+    elif first and split.output == "partial sum" and sync.op in ("all_gather", "all_to_all"):
         problem = (
-            f"the output of `{node.path}` is a partial sum: an all-gather would line up "
-            "the summands"
+            f"the output of `{node.path}` is a partial sum: {spoken} would line up the summands"
         )
         hint = 'add them up: .sync("fwd_post", "all_reduce")'
+    elif first and split.output == "partial sum" and sync.op in ("scatter", "keep"):
+        problem = f"the output of `{node.path}` is a partial sum: it has to be added up first"
+        hint = f'add it up and scatter it: .sync("fwd_post", "reduce_scatter", axis={sync.axis})'
     elif sync.mode == "bwd_post" and not split.has_input_gradient:
         problem = (
             f"the gradient of the input of `{node.path}` is no partial sum: there is "
@@ -117,17 +147,6 @@ def check_sync(node: Node, split: Split, sync: Sync, state: ModuleState) -> None
         hint = "take this line out"
     if problem:
         raise errors.SyncMismatch(problem, at=sync.cause.at, also=_places(shard), hint=hint)
-    if sync.mode == "fwd_pre":
-        raise errors.Unsupported(
-            f"`sync` before `{node.path}` is not available for `{sync.op}`", at=sync.cause.at
-        )
-    if sync.op == "all_gather" and (sync.axis != -1 or sync.partial_gradient):
-        raise errors.Unsupported(
-            f"the output of `{node.path}` can be gathered along axis -1, for a consumer that "
-            "is not sharded",
-            at=sync.cause.at,
-            hint="write axis=-1, without tensor_parallel_output_grad",
-        )
 
 
 def _places(item: Shard | Sync) -> list[errors.Span]:

@@ -16,12 +16,12 @@ from slapo_rewrite import errors
 from slapo_rewrite.edit.collect import collect
 from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.infer import Inference, named
-from slapo_rewrite.edit.layers import choose_layer
+from slapo_rewrite.edit.layers import choose_layer, done_inside
 from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.places import Places
 from slapo_rewrite.edit.settle import settle
 from slapo_rewrite.edit.splice import Edit
-from slapo_rewrite.edit.state import Directive, ModuleState
+from slapo_rewrite.edit.state import Directive, ModuleState, Sync
 from slapo_rewrite.edit.ties import annotate_ties, follow_ties
 from slapo_rewrite.model.alike import Alike
 from slapo_rewrite.model.follow import (
@@ -37,6 +37,9 @@ from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.layers import Layer, base_of
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.source.index import SourceFile
+
+# Modes in the order of the data: a gradient is summed inside of what is gathered.
+ORDER = ("fwd_pre", "bwd_post", "fwd_post")
 
 
 @dataclass
@@ -172,20 +175,16 @@ class _Lowering:
         )
 
     def _borders(self, layers: Mapping[str, Layer]) -> dict[str, list[Border]]:
-        """The collectives that no layer carries out by itself."""
-        return {
-            path: borders
-            for path, state in self.states.items()
-            if (
-                borders := [
-                    Border(
-                        sync.mode, sync.op if isinstance(sync.op, str) else "function", sync.axis
-                    )
-                    for sync in state.syncs
-                    if path not in layers or not isinstance(sync.op, str)
-                ]
-            )
-        }
+        """The collectives that no layer carries out by itself, in the order of the data."""
+        found: dict[str, list[Border]] = {}
+        for path, state in self.states.items():
+            inside = done_inside(self.tree.nodes[path], state) if path in layers else []
+            for number, sync in enumerate(state.syncs):
+                if not any(sync is other for other in inside):
+                    found.setdefault(path, []).append(_border(sync, number))
+        for borders in found.values():
+            borders.sort(key=lambda b: ORDER.index(b.mode))
+        return found
 
     def _follow(self, step_inputs: Callable[[], dict[str, Any]]) -> Followed:
         """What follows from the sharded sizes, once the syncs left to be inferred are there.
@@ -230,8 +229,8 @@ class _Lowering:
             end = len(text.encode()[: place.end_column].decode(errors="ignore"))
             last = end if place.end_line == place.line else len(text)
             at = errors.Span(self.file.display, place.line, start + 1, max(1, last - start), text)
-        cause = self._a_cause(error.path)
-        places = [p for p in (at, cause) if p is not None]
+        causes = (self._sync_line(error.sync), self._a_cause(error.path))
+        places = list(dict.fromkeys(p for p in (at, *causes) if p is not None))
         return errors.UnfollowableSize(
             str(error), at=places[0] if places else None, also=places[1:], hint=error.hint
         )
@@ -248,9 +247,18 @@ class _Lowering:
             )
             return Followed()
 
+    def _sync_line(self, sync: tuple[str, int] | None) -> errors.Span | None:
+        return self.states[sync[0]].syncs[sync[1]].cause.at if sync else None
+
     def _a_cause(self, path: str | None) -> errors.Span | None:
-        for candidate in [path] if path else self.states:
+        for candidate in [path] if path is not None else self.states:
             state = self.states.get(candidate)
-            if state and state.shards:
-                return state.shards[0].cause.at
+            causes = state.causes() if state else ()
+            if causes:
+                return causes[0].at
         return None
+
+
+def _border(sync: Sync, number: int) -> Border:
+    operation = sync.op if isinstance(sync.op, str) else "function"
+    return Border(sync.mode, operation, sync.axis, sync.scatter_axis, sync.partial_gradient, number)

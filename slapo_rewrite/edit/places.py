@@ -134,7 +134,9 @@ class Places:
 
     def _check_arguments(self, site: Site, layer: Layer, causes: tuple[Directive, ...]) -> None:
         """Refuses constructor arguments that the sharded layer has no equal for."""
-        for keyword in site.value.keywords if isinstance(site.value, ast.Call) else ():
+        if not layer.arguments or not isinstance(site.value, ast.Call):
+            return
+        for keyword in site.value.keywords:
             if keyword.arg is not None and keyword.arg not in layer.arguments:
                 raise errors.Unsupported(
                     f"a sharded layer does not take the argument `{keyword.arg}`",

@@ -73,17 +73,21 @@ class Sync:
 
     Attributes:
         mode: `fwd_pre`, `fwd_post` or `bwd_post`.
-        op: `all_reduce` or `all_gather`, or a function of the user's own.
-        axis: The axis of an all-gather.
+        op: `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, `all_to_all`, `keep` (which
+            changes nothing), or a function of the user's own.
+        axis: The axis that is gathered or scattered; of an all-to-all, the one that is gathered.
         partial_gradient: Whether the gathered value's gradient is summed over the ranks before it
-        is cut. cause: The directive that asked.
+            is cut; None where what the value goes into decides.
+        cause: The directive that asked.
+        scatter_axis: The axis that an all-to-all scatters.
     """
 
     mode: str
     op: str | Function
     axis: int | None
-    partial_gradient: bool
+    partial_gradient: bool | None
     cause: Directive = field(compare=False)
+    scatter_axis: int | None = None
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,10 @@ class ModuleState:
     infer_sync: InferSync | None = None
     fork: Fork | None = None
     annotations: tuple[Annotation, ...] = ()
+
+    def causes(self) -> tuple[Directive, ...]:
+        """The directives that split the module or communicate at its border."""
+        return (*(s.cause for s in self.shards), *(s.cause for s in self.syncs))
 
 
 EMPTY = ModuleState()

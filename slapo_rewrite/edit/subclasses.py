@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from slapo_rewrite import errors
+from slapo_rewrite.edit.definition import What, WrapInput, WrapOutput
 from slapo_rewrite.edit.expressions import formatted
+from slapo_rewrite.edit.forward import ForwardWriter
 from slapo_rewrite.edit.imports import CHECKPOINT, Imports
 from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.lines import Lines, written
@@ -233,6 +235,42 @@ class SubclassWriter:
             "        return super().forward(*args, **kwargs)",
         ]
         return "\n".join(text) + "\n"
+
+    def around_forward(
+        self,
+        forward: ast.FunctionDef,
+        wraps: Sequence[What],
+        writer: ForwardWriter,
+        causes: tuple[Directive, ...],
+    ) -> str | None:
+        """A `forward` that calls the class's own between collectives.
+
+        None where the class's own has to be repeated: it returns more than a tensor.
+        """
+        arguments = [*forward.args.posonlyargs, *forward.args.args][1:]
+        header, passed = "*args, **kwargs", "*args, **kwargs"
+        before, after = "", ""
+        for wrap in wraps:
+            if isinstance(wrap, WrapInput) and arguments:
+                first = arguments[0]
+                value = first.arg
+                for collective in wrap.collectives:
+                    value = writer.applied(collective, value, causes)
+                more = len(all_arguments(forward.args)) > 2
+                header = self.file.segment(first) + (", *args, **kwargs" if more else "")
+                passed = value + (", *args, **kwargs" if more else "")
+            elif isinstance(wrap, WrapOutput) and not wrap.nested:
+                for collective in wrap.collectives:
+                    opened, closed = writer.call(collective, causes)
+                    before, after = opened + before, after + closed
+            else:
+                return None
+        text = f"return {before}super().forward({passed}){after}"
+        returned = f" -> {self.file.segment(forward.returns)}" if forward.returns else ""
+        return (
+            f"\n    def forward(self, {header}){returned}:\n"
+            f"        {formatted(text, 8, self.line_length)}\n"
+        )
 
     def recomputing(
         self, class_name: str, new_name: str, shown: str, causes: tuple[Directive, ...]

@@ -96,9 +96,9 @@ def _tied(node: Node, state: ModuleState, name: str, shard: Shard) -> ModuleStat
     if not state.shards:
         operation = "all_gather" if split.output == "partition" else "all_reduce"
         axis = -1 if operation == "all_gather" else None
-        wanted = [Sync("fwd_post", operation, axis, False, shard.cause)]
+        wanted = [Sync("fwd_post", operation, axis, None, shard.cause)]
         if split.has_input_gradient:
-            wanted.append(Sync("bwd_post", "all_reduce", None, False, shard.cause))
+            wanted.append(Sync("bwd_post", "all_reduce", None, None, shard.cause))
         have = {(s.mode, s.op) for s in syncs}
         syncs += [s for s in wanted if (s.mode, s.op) not in have]
     return replace(state, shards=(*state.shards, *added), syncs=tuple(syncs))

@@ -204,6 +204,12 @@ class Variants:
             ShareParameter,
         )
         made = [w.name for w in wanted if isinstance(w, MakeClass)]
+        if all(isinstance(w, ShareParameter) for w in wanted):
+            return "Replicated", "that runs on this rank's part: its gradients are summed"
+        if all(isinstance(w, (WrapInput, WrapOutput)) for w in wanted):
+            return _between_collectives(
+                [w for w in wanted if isinstance(w, WrapInput | WrapOutput)]
+            )
         if any(isinstance(w, parallel) for w in wanted) or any(
             n.startswith("TensorParallel") for n in made
         ):
@@ -274,3 +280,29 @@ class Variants:
                 edits.append(self._class_before(home, wrapper.text, causes, wrapper.why))
         self.places.at_site(node, replace(made, subclass=name), every)
         return True
+
+
+# What an instance is called, and said to do, that a collective is all that sets apart.
+_DOING = {
+    "scatter": ("Scattering", "scattered over"),
+    "all_gather": ("Gathering", "gathered from"),
+    "reduce_scatter": ("Scattering", "summed and scattered over"),
+    "all_reduce": ("Reducing", "summed over"),
+    "all_to_all": ("Exchanging", "split along another axis by"),
+}
+
+
+def _between_collectives(wraps: Sequence[WrapInput | WrapOutput]) -> tuple[str, str]:
+    """The prefix of a class that only puts collectives around `forward`, and what it is."""
+    prefixes, clauses = [], []
+    for wrap in sorted(wraps, key=lambda w: isinstance(w, WrapOutput)):
+        side = "input" if isinstance(wrap, WrapInput) else "output"
+        for collective in wrap.collectives:
+            name, does = _DOING.get(collective.function, ("TensorParallel", ""))
+            prefixes.append(name)
+            clauses.append(
+                f"{side} is {does} the tensor-parallel group"
+                if does
+                else f"{side}'s gradient is summed over the tensor-parallel group"
+            )
+    return prefixes[0], "whose " + " and whose ".join(clauses)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -13,7 +15,7 @@ class Layer:
         module: The runtime module that defines it.
         name: The class.
         keywords: Keyword arguments beside the original's, as values.
-        arguments: What its constructor takes of the original's arguments.
+        arguments: What its constructor takes of the original's arguments; empty where it takes all.
         unit: The attribute of the owner whose value the split must be a multiple of (a head's size,
             say).
     """
@@ -134,3 +136,15 @@ def base_of(cls: type) -> type | None:
 
 def _qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# Layers that every rank has whole and runs on a part, so that their gradients are summed.
+SUMMING: dict[type, Layer] = {
+    cls: Layer("replicated", f"Replicated{cls.__name__}")
+    for cls in (nn.LayerNorm, nn.RMSNorm, nn.Linear, nn.Embedding)
+}
+
+
+def summing_base(cls: type) -> type | None:
+    """The class with a counterpart in `SUMMING` that a class is or is derived from."""
+    return next((c for c in cls.__mro__ if c in SUMMING), None)

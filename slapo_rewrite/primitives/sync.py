@@ -22,16 +22,23 @@ from slapo_rewrite.primitives.base import (
 from slapo_rewrite.primitives.shard import MLP, MODEL
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
-OPERATIONS = ("all_reduce", "all_gather")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
+# Reshard strings: R is whole, S split; the letters are the last axis but one, and the last.
+LAYOUTS: dict[str, int | None] = {"RR": None, "RS": -1, "SR": -2}
 
 
 class Sync(Primitive):
     """Communicate at a module's border: before it, after it, or after its backward pass.
 
-    `fwd_post all_reduce` adds up partial sums; `fwd_post all_gather(axis=-1)` joins partitions;
-    `bwd_post all_reduce` adds up the gradient of the module's input. A row-parallel linear reduces
-    before its bias is added. A function (a forward pre-hook, forward hook or full backward hook, by
-    `mode`) is copied into the output or imported there.
+    `fwd_pre` is about the first argument, `fwd_post` about the (first) tensor returned, `bwd_post`
+    about the gradient of the first argument. `all_reduce` adds up partial sums,
+    `reduce_scatter(axis)` leaves each rank its slice of the sum, `scatter(axis)` its slice of what
+    is whole, `all_gather(axis)` joins slices. `"SR->RR"` and its like change what is split: `R` is
+    whole, `S` split, the letters are the last axis but one and the last. A row-parallel layer
+    reduces before its bias is added. What an `all_gather` does to the gradient follows from where
+    the value goes: summed and cut for sharded layers (`tensor_parallel_output_grad=True`), cut
+    where every rank uses it alike (False). A function (a forward pre-hook, forward hook or full
+    backward hook, by `mode`) is copied into the output or imported there.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
@@ -39,20 +46,24 @@ class Sync(Primitive):
         self.up = ColumnParallelLinear(width, 4 * width, gather_output=True)
 
     Shapes:
-        all_reduce: unchanged. all_gather: the partitioned axis has its full size again.
+        all_reduce: unchanged. all_gather: the partitioned axis has its full size again. scatter,
+        reduce_scatter: the axis has its size divided by the world size, which must divide it.
 
     Numerics:
         Reassociated.
 
     State:
-        Unchanged.
+        Unchanged. Parameters that every rank has whole and uses on its slice get their gradients
+        summed over the ranks.
 
     Raises:
-        SR206 an unknown mode or operation; SR304 an operation that does not fit: an all-reduce of a
-        partition, an all-gather of a partial sum, the same twice; SR305 an operation that is not
-        available.
+        SR104 an operation that does not fit the value, as the run of the model has it; SR206 an
+        unknown mode, operation or axis; SR304 an operation that does not fit the layer: an
+        all-reduce of a partition, an all-gather of a partial sum, the same twice; SR305 an
+        operation that is not available.
 
-    Source: Slapo, documentation of `sync`, its five cases.
+    Source: Slapo, documentation of `sync`, its five cases; for sequences Korthikanti et al.,
+        arXiv 2205.05198, section 4.2.2.
     """
 
     name = "sync"
@@ -89,17 +100,19 @@ def schedule(s):
             "SR304",
         ),
         Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].sync("fwd", "all_reduce")\n', "SR206"),
+        Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].sync("fwd_post", "RR->SS")\n', "SR206"),
+        Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].sync("fwd_pre", "SR->RR")\n', "SR104"),
     )
 
     def signature(self) -> inspect.Signature:
-        """`sync(mode, sync_op_or_fn, *, axis=None, tensor_parallel_output_grad=False)`."""
+        """`sync(mode, sync_op_or_fn, *, axis=None, tensor_parallel_output_grad=None)`."""
 
         def sync(
             mode: str,
             sync_op_or_fn: str | Callable[..., Any],
             *,
             axis: int | None = None,
-            tensor_parallel_output_grad: bool = False,
+            tensor_parallel_output_grad: bool | None = None,
         ) -> None: ...
 
         return signature_of(sync)
@@ -116,31 +129,70 @@ def schedule(s):
             )
         if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool)):
             raise errors.BadArgument(f"`axis` must be a whole number, not {axis!r}", at=at)
+        summed = arguments["tensor_parallel_output_grad"]
+        if summed not in (None, True, False):
+            raise errors.BadArgument(
+                f"`tensor_parallel_output_grad` must be True or False, not {summed!r}", at=at
+            )
         if isinstance(operation, str):
-            if operation not in OPERATIONS:
+            chosen: Any
+            chosen, axis, scatter_axis = self._operation(call, operation, axis)
+            if mode == "bwd_post" and chosen != "all_reduce":
                 raise errors.Unsupported(
-                    f"`sync` does not offer `{operation}`",
+                    f"`bwd_post` cannot be combined with `{operation}`",
                     at=at,
-                    hint=errors.did_you_mean(operation, OPERATIONS)
-                    or f"it offers {' and '.join(OPERATIONS)}, or a function of your own",
+                    hint="the gradient of a scatter or gather follows from the one in the forward "
+                    "pass; only `all_reduce` is a gradient's own",
                 )
-            if operation == "all_gather" and axis is None:
-                raise errors.BadArgument("`all_gather` needs an axis", at=at, hint="write axis=-1")
-            if operation == "all_reduce" and axis is not None:
-                raise errors.BadArgument("`all_reduce` takes no axis", at=at)
-            if (mode, operation) in (("bwd_post", "all_gather"), ("fwd_pre", "all_reduce")):
-                raise errors.Unsupported(f"`{mode}` cannot be combined with `{operation}`", at=at)
-            chosen: Any = operation
         else:
-            chosen = function_of(call, operation, "a sync function")
+            chosen, scatter_axis = function_of(call, operation, "a sync function"), None
+        if summed is not None and chosen != "all_gather":
+            raise errors.BadArgument(
+                "`tensor_parallel_output_grad` is about the gradient of an `all_gather`", at=at
+            )
+        added = SyncState(mode, chosen, axis, summed, call.directive, scatter_axis)
         for earlier in state.syncs:
-            if (earlier.mode, earlier.op) == (mode, chosen):
+            if replace(earlier, partial_gradient=summed) == added:
                 raise errors.SyncMismatch(
                     f"`{node.path}` has this sync already",
                     at=at,
                     also=[earlier.cause.at] if earlier.cause.at else [],
                 )
-        added = SyncState(
-            mode, chosen, axis, bool(arguments["tensor_parallel_output_grad"]), call.directive
-        )
         return replace(state, syncs=(*state.syncs, added))
+
+    def _operation(
+        self, call: Call, asked: str, axis: int | None
+    ) -> tuple[str, int | None, int | None]:
+        """The collective that a name or a reshard string means, and its axes.
+
+        Raises:
+            BadArgument: There is no such collective, or it lacks an axis.
+        """
+        at = call.directive.at
+        before, arrow, after = asked.partition("->")
+        if arrow and before.strip() in LAYOUTS and after.strip() in LAYOUTS:
+            if axis is not None:
+                raise errors.BadArgument(f'`"{asked}"` says the axes: it takes no `axis`', at=at)
+            old, new = LAYOUTS[before.strip()], LAYOUTS[after.strip()]
+            if old == new:
+                return "keep", old, None
+            if old is None or new is None:
+                return ("scatter", new, None) if old is None else ("all_gather", old, None)
+            return "all_to_all", old, new
+        if asked not in OPERATIONS:
+            known = [f"{a}->{b}" for a in LAYOUTS for b in LAYOUTS]
+            raise errors.BadArgument(
+                f"`sync` does not offer `{asked}`",
+                at=at,
+                hint=errors.did_you_mean(asked, [*OPERATIONS, *known])
+                or f"it offers {', '.join(OPERATIONS)}, reshard strings like `RR->RS`, or a "
+                "function of your own",
+            )
+        if asked == "all_reduce" and axis is not None:
+            raise errors.BadArgument("`all_reduce` takes no axis", at=at)
+        if asked != "all_reduce" and axis is None:
+            example = "axis=-1" if asked == "all_gather" else "axis=1"
+            raise errors.BadArgument(
+                f"`{asked}` needs an axis", at=at, hint=f"write {example}, say"
+            )
+        return asked, axis, None

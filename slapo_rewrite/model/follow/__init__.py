@@ -11,6 +11,7 @@ line. On the way `Flow` judges whether each operation is right on parts and part
 
 from slapo_rewrite.model.follow.search import follow
 from slapo_rewrite.model.follow.vocabulary import (
+    SPOKEN,
     ArgumentChange,
     Asked,
     Border,
@@ -24,6 +25,7 @@ from slapo_rewrite.model.follow.vocabulary import (
 )
 
 __all__ = [
+    "SPOKEN",
     "ArgumentChange",
     "Asked",
     "Border",

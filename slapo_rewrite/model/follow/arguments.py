@@ -28,7 +28,7 @@ def change(
 ) -> None:
     """Makes a number the rank's own: by its attributes, or else where it stands."""
     attributes = run.undecided(size)
-    place = run.editable_place()
+    place, state = run.editable_place(), run.flow.of(tensor)
     fits = template == INFERRED or want * dist.get_world_size() == size
     if attributes or place is None or not fits:
         raise CannotFollow(
@@ -39,6 +39,6 @@ def change(
             attributes=attributes,
             changeable=place is not None and fits,
             # What no one can change there means the whole.
-            remedy=Remedy.whole_of(run.flow.of(tensor).source) if place is None else None,
+            remedy=Remedy.whole_of(state.source, state.axis) if place is None else None,
         )
     run.followed.arguments.add(ArgumentChange(place, index, template))

@@ -6,6 +6,7 @@ arguments say; a collective at the border of a module makes its first tensor who
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_rewrite.model.follow.flow import PART, PARTIAL, Misuse, State
+from slapo_rewrite.model.follow.flow import PART, PARTIAL, WHOLE, Misuse, State, gather_line
 from slapo_rewrite.model.follow.packing import described, ratio_of, reduced
 from slapo_rewrite.model.follow.record import layer_call
 from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.sizes import tensors
-from slapo_rewrite.model.follow.vocabulary import Border, Remedy
+from slapo_rewrite.model.follow.sizes import Shape, tensors
+from slapo_rewrite.model.follow.vocabulary import SPOKEN, Border, Indivisible, Remedy
 from slapo_rewrite.model.layers import split_of
 from slapo_rewrite.model.tree import Node
 
@@ -49,7 +50,17 @@ def _check_layer_input(run: Run, path: str, tensor: Any) -> None:
             state.source,
             remedy=Remedy.sum_of(state.source),
         )
-    if split.output == "partial sum" and tensor.is_floating_point():
+    axes, last = run.split_axes(tensor), tensor.dim() - 1
+    row = split.output == "partial sum" and tensor.is_floating_point()
+    if axes and (axes != [last] or not row):
+        raise Misuse(
+            f"`{path}` is split over its {'inputs' if row else 'outputs'}, but of its input a rank "
+            f"has only a part along axis {axes[0]}",
+            f"gather it before: {gather_line(axes[0], tensor.dim(), 'fwd_pre')} on `{path}` or the "
+            "module around it",
+            path,
+        )
+    if row:
         if state.kind != PART:
             raise Misuse(
                 f"`{path}` is split over its inputs, but its input is whole on every rank",
@@ -92,100 +103,258 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
     layer = run.asked.layers[path]
     split = split_of(run.tree.nodes[path].cls, layer)
     keywords = dict(layer.keywords)
+    axis: Any = keywords.get("reduce_scatter_axis")
     for tensor in tensors(output):
         if split.output == "partition":
             copies = getattr(module, "replicas", 1) > 1
             kind = State() if keywords.get("gather_output") else State(PART, path, copies)
+        elif axis is not None:
+            kind = State(PART, path, axis=axis)
         else:
             kind = State() if keywords.get("reduce_output", True) else State(PARTIAL, path)
         run.flow.set(tensor, kind)
-        if kind.kind == PART:
-            run.origins[id(tensor)] = path
-            whole = run.entries[run.position - 1].outputs[0][-1]
-            ratio = ratio_of(keywords.get("parts", 1))
-            run.blocks[id(tensor)] = {
-                tensor.dim() - 1: tuple(whole * r // sum(ratio) for r in ratio)
-            }
         run.alive.append(tensor)
+        if kind.kind != PART:
+            continue
+        shape = run.whole[id(tensor)] = run.entries[run.position - 1].outputs[0]
+        if axis is not None:
+            run.blocks[id(tensor)] = {axis % tensor.dim(): (shape[axis],)}
+            continue
+        run.origins[id(tensor)] = path
+        ratio = ratio_of(keywords.get("parts", 1))
+        run.blocks[id(tensor)] = {
+            tensor.dim() - 1: tuple(shape[-1] * r // sum(ratio) for r in ratio)
+        }
 
 
 def enter_border(
     run: Run, node: Node, border: Border, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
-    """The arguments of a module with the first one covered."""
-    first = next((n for n, v in kwargs.items() if isinstance(v, torch.Tensor)), None)
-    tensor = args[0] if args else kwargs.get(first)
+    """The arguments of a module with the first one taken through a collective."""
+    name = first_argument(module)
+    tensor = args[0] if args else kwargs.get(name)
     if not isinstance(tensor, torch.Tensor):
         return None
-    run.depth += 1
-    try:
-        new = tensor.view_as(tensor)
-    finally:
-        run.depth -= 1
-    run.same(tensor, new)
-    if border.operation == "function":
-        if border.mode == "bwd_post" and run.flow.of(tensor).covered is None:
-            run.flow.set(new, State(run.flow.of(tensor).kind, covered=node.path))
-    else:
-        run.flow.set(new, run.flow.cover(tensor, node.path))
+    new = _Crossing(run, node, border, tensor, "input").made()
     if args:
         return (new, *args[1:]), kwargs
-    return args, {**kwargs, first: new}
+    return args, {**kwargs, name: new}
+
+
+def first_argument(module: nn.Module) -> str | None:
+    """The name of the first argument of a module's `forward`."""
+    return next(iter(inspect.signature(module.forward).parameters), None)
 
 
 def leave_border(
     run: Run, node: Node, border: Border, module: nn.Module, args: Any, output: Any
 ) -> Any:
-    """The output of a module with its first tensor made whole."""
-    tensor = output[0] if isinstance(output, tuple) and output else output
+    """The output of a module with its first tensor taken through a collective."""
+    tensor = _first_of(output)
     if not isinstance(tensor, torch.Tensor):
         return None
-    state = run.flow.of(tensor)
-    run.depth += 1
-    try:
-        new = tensor.view_as(tensor)
-        if border.operation == "all_gather" or (
-            border.operation == "function" and state.kind == PART
-        ):
-            new = _gathered(run, node, tensor, border)
-    finally:
-        run.depth -= 1
-    if border.operation == "all_reduce":
+    if tensor is not output:
+        run.followed.nested.add(node.path)
+    new = _Crossing(run, node, border, tensor, "output").made()
+    if isinstance(output, tuple):
+        return (new, *output[1:])
+    if isinstance(output, Mapping):
+        output[next(iter(output))] = new  # type: ignore[index]
+        return output
+    return new
+
+
+def _first_of(output: Any) -> Any:
+    """What a module returns first, in a tuple or by name."""
+    if isinstance(output, tuple):
+        return output[0] if output else None
+    return next(iter(output.values()), None) if isinstance(output, Mapping) else output
+
+
+class _Crossing:
+    """A tensor that goes through a collective at the border of a module."""
+
+    def __init__(
+        self, run: Run, node: Node, border: Border, tensor: torch.Tensor, side: str
+    ) -> None:
+        self.run, self.node, self.border, self.tensor = run, node, border, tensor
+        self.state = run.flow.of(tensor)
+        self.value = f"the {side} of `{node.path}`" if node.path else f"the model's {side}"
+        self.split = run.split_axes(tensor)
+        self.key = (node.path, border.number)
+
+    def made(self) -> torch.Tensor:
+        """What comes out of the collective.
+
+        Raises:
+            Misuse: The collective does not fit the value.
+        """
+        new, state = getattr(self, f"_{self.border.operation}")()
+        self.run.flow.set(new, state)
+        self.run.alive.append(new)
+        return new  # type: ignore[no-any-return]
+
+    def _function(self) -> tuple[torch.Tensor, State]:
+        state = self.state
+        if self.border.mode == "bwd_post" and state.covered is None:
+            return self._same(), State(state.kind, covered=self.node.path)
+        if self.border.mode != "fwd_post":
+            return self._same(), state
         if state.kind == PART:
-            raise Misuse(
-                f"the output of `{node.path}` is a part: an all-reduce would add up different "
-                "features",
-                'gather it: .sync("fwd_post", "all_gather", axis=-1)',
-                node.path,
+            return self._resized(self.run.whole_shape(self.tensor)), State()
+        return self._same(), State()
+
+    def _keep(self) -> tuple[torch.Tensor, State]:
+        if self.border.axis is None and self.state.kind != WHOLE:
+            raise self._misuse(f"{self.value} is {self._described()}, not whole")
+        if self.border.axis is not None:
+            self._check_part(self.border.axis)
+        return self._same(), self.state
+
+    def _all_reduce(self) -> tuple[torch.Tensor, State]:
+        if self.border.mode == "bwd_post":
+            return self._same(), self.run.flow.cover(self.tensor, self.node.path)
+        self._check_sum("all_reduce")
+        return self._same(), State()
+
+    def _reduce_scatter(self) -> tuple[torch.Tensor, State]:
+        self._check_sum("reduce_scatter")
+        return self._slice(), self._part(self.border.axis)
+
+    def _scatter(self) -> tuple[torch.Tensor, State]:
+        if self.state.kind == PARTIAL:
+            raise self._misuse(
+                f"{self.value} is a partial sum: each rank would keep a slice of its own summand",
+                f"add up and scatter: {self._line('reduce_scatter')}",
             )
-        run.flow.set(new, run.flow.add_up(tensor, node.path))
-    else:
-        run.flow.set(new, State())
-    run.alive.append(new)
-    return (new, *output[1:]) if isinstance(output, tuple) else new
+        if self.state.kind == PART:
+            raise self._misuse(f"{self.value} is {self._described()}: it is scattered already")
+        if self.state.covered is not None:
+            raise self._misuse(
+                f"{self.value} stands inside `{self.state.covered}`, where gradients are summed "
+                "over the ranks: a scatter's gradient is the true one on each of them",
+                "scatter the value before it goes in there",
+            )
+        return self._slice(), self._part(self.border.axis)
 
+    def _all_gather(self) -> tuple[torch.Tensor, State]:
+        self._check_part(self.border.axis)
+        packed = self.run.blocks.get(id(self.tensor), {}).get(self._axis())
+        shape = self.run.whole_shape(self.tensor)
+        hint = f'gather it there: .sync("fwd_post", "all_gather", axis=-1) on `{self.state.source}`'
+        if packed and len(packed) > 1:
+            raise self._misuse(
+                f"{self.value} has {described(packed)} side by side: only the layer that makes "
+                "them can gather each for itself",
+                hint,
+            )
+        if self._axis() == self.tensor.dim() - 1 and shape[-1] % EVEN:
+            raise self._misuse(
+                f"{self.value} has {shape[-1]} features, which not every world size divides: only "
+                "the layer that makes it can gather uneven parts",
+                hint,
+            )
+        given = self.border.partial_gradient
+        summed = self.key in self.run.wanted.summed if given is None else given
+        covered = self.node.path if summed and self.tensor.requires_grad else None
+        return self._resized(shape), State(covered=covered, gathers=frozenset({self.key}))
 
-def _gathered(run: Run, node: Node, tensor: torch.Tensor, border: Border) -> torch.Tensor:
-    """The tensor with the split axis whole again."""
-    state = run.flow.of(tensor)
-    run.flow.check_own(state, node.path)
-    if state.kind != PART:
-        raise Misuse(
-            f"the output of `{node.path}` is "
-            f"{'a partial sum' if state.kind == PARTIAL else 'whole'}: an all-gather would line up "
-            "the ranks' copies",
-            'add it up: .sync("fwd_post", "all_reduce")' if state.kind == PARTIAL else None,
-            node.path,
-        )
-    shape = list(tensor.shape)
-    axis = border.axis if border.axis is not None else -1
-    packed = run.blocks.get(id(tensor), {}).get(axis % tensor.dim())
-    shape[axis] = sum(packed) if packed else shape[axis] * dist.get_world_size()
-    if border.operation == "all_gather" and shape[axis] % EVEN:
-        raise Misuse(
-            f"the output of `{node.path}` has {shape[axis]} features, which not every world size "
-            "divides: only the layer that makes it can gather uneven parts",
-            f'gather it there: .sync("fwd_post", "all_gather", axis=-1) on `{state.source}`',
-            node.path,
-        )
-    return tensor.new_empty(shape, requires_grad=tensor.requires_grad)
+    def _all_to_all(self) -> tuple[torch.Tensor, State]:
+        self._check_part(self.border.axis)
+        shape = self._sliced(self.run.whole_shape(self.tensor), self.border.scatter_axis)
+        return self._resized(shape), self._part(self.border.scatter_axis)
+
+    def _part(self, axis: int | None) -> State:
+        assert axis is not None
+        return State(PART, self.node.path, axis=axis)
+
+    def _same(self) -> torch.Tensor:
+        """The same values, as another tensor."""
+        self.run.depth += 1
+        try:
+            new = self.tensor.view_as(self.tensor)
+        finally:
+            self.run.depth -= 1
+        self.run.same(self.tensor, new)
+        return new
+
+    def _slice(self) -> torch.Tensor:
+        """This rank's slice along the collective's axis."""
+        return self._resized(self._sliced(tuple(self.tensor.shape), self.border.axis))
+
+    def _sliced(self, shape: Shape, axis: int | None) -> Shape:
+        assert axis is not None
+        if not -len(shape) <= axis < len(shape):
+            raise self._misuse(f"{self.value} has {len(shape)} axes: there is no axis {axis}")
+        axis %= len(shape)
+        world = dist.get_world_size()
+        if shape[axis] % world:
+            raise Indivisible(f"{self.value} has {shape[axis]} elements along axis {axis}")
+        return (*shape[:axis], shape[axis] // world, *shape[axis + 1 :])
+
+    def _resized(self, shape: Shape) -> torch.Tensor:
+        """A tensor of another shape, that stands for the same value in the whole model."""
+        whole = self.run.whole_shape(self.tensor)
+        self.run.depth += 1
+        try:
+            new = self.tensor.new_empty(shape, requires_grad=self.tensor.requires_grad)
+        finally:
+            self.run.depth -= 1
+        self.run.whole[id(new)] = whole
+        return new
+
+    def _axis(self) -> int:
+        """The collective's axis, counted from 0."""
+        axis = self.border.axis
+        assert axis is not None
+        return axis % self.tensor.dim() if -self.tensor.dim() <= axis < self.tensor.dim() else axis
+
+    def _check_sum(self, operation: str) -> None:
+        """A collective that adds up is given summands."""
+        self.run.flow.check_own(self.state, self.node.path)
+        does = f"{SPOKEN[operation]} would add up"
+        if self.state.kind == PART:
+            raise self._misuse(
+                f"{self.value} is {self._described()}: {does} different elements",
+                f"gather it: {self._gathering()}",
+            )
+        if self.state.kind == WHOLE:
+            hint = "take the line out, or the sync that made the value whole before"
+            if operation == "reduce_scatter":
+                hint = f"keep a slice: {self._line('scatter')}"
+            raise self._misuse(f"{self.value} is whole: {does} what every rank has whole", hint)
+
+    def _check_part(self, axis: int | None) -> None:
+        """What is gathered is a part along that axis."""
+        self.run.flow.check_own(self.state, self.node.path)
+        if self.state.kind == PARTIAL:
+            raise self._misuse(
+                f"{self.value} is a partial sum: {SPOKEN[self.border.operation]} would line up the "
+                "ranks' copies",
+                f'add it up: .sync("{self.border.mode}", "all_reduce")',
+            )
+        if self.state.kind == WHOLE:
+            raise self._misuse(
+                f"{self.value} is whole on every rank: there is nothing to gather",
+                "take the line out, or split the value before",
+            )
+        if self.split and self.split != [self._axis()]:
+            raise self._misuse(
+                f"{self.value} is {self._described()}, but is gathered along axis {axis}",
+                f"gather it along the axis that is split: {self._gathering()}",
+            )
+
+    def _line(self, operation: str) -> str:
+        return f'.sync("{self.border.mode}", "{operation}", axis={self.border.axis})'
+
+    def _gathering(self) -> str:
+        axis = self.split[0] if self.split else -1
+        return gather_line(axis, self.tensor.dim(), self.border.mode)
+
+    def _described(self) -> str:
+        if self.state.kind == PART and self.split:
+            return f"a part along axis {self.split[0]}"
+        return {PART: "a part", PARTIAL: "a partial sum"}.get(self.state.kind, "whole")
+
+    def _misuse(self, message: str, hint: str | None = None) -> Misuse:
+        return Misuse(message, hint, self.state.source or self.node.path, self.key)

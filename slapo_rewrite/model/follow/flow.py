@@ -4,13 +4,13 @@ A sharded model computes on three kinds of values. A *whole* one is the same on 
 *part* is a rank's share along some axis. A *partial sum* has the whole shape, but only the sum
 over the ranks has the value. A partial sum may only go through linear operations until it is added
 up. A whole value that meets parts gets a gradient from each rank that is a summand of the true
-one; it is *covered* where a `bwd_post` sync adds them up.
+one; it is *covered* where a `bwd_post` sync adds them up, or an all-gather that sums gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,16 +30,20 @@ class State:
         source: The module that made it a part or a partial sum.
         copies: Whether several ranks have the same part. What each makes of it in the end has to be
             its own, or it would count several times.
-        covered: The module whose `bwd_post` sync adds up this value's gradient.
+        axis: The axis of that module's output that is split.
+        covered: The module whose sync adds up this value's gradient.
         parameters: The parameters, by module path and name, that it was computed from and from
             nothing else.
+        gathers: The all-gathers, by module path and number, that it was computed from.
     """
 
     kind: str = WHOLE
     source: str | None = None
     copies: bool = False
+    axis: int = -1
     covered: str | None = None
     parameters: frozenset[tuple[str, str]] | None = None
+    gathers: frozenset[tuple[str, int]] = frozenset()
 
 
 class Misuse(Exception):
@@ -48,7 +52,7 @@ class Misuse(Exception):
     Attributes:
         hint: What the user can do.
         path: The module it concerns, where known.
-        uncovered: The parameters whose gradients would have to be added up.
+        sync: The collective that it concerns, by module path and number.
         remedy: The collective that is missing, where that is what is wrong.
     """
 
@@ -57,11 +61,11 @@ class Misuse(Exception):
         message: str,
         hint: str | None = None,
         path: str | None = None,
-        uncovered: frozenset[tuple[str, str]] = frozenset(),
+        sync: tuple[str, int] | None = None,
         remedy: Remedy | None = None,
     ) -> None:
         super().__init__(message)
-        self.hint, self.path, self.uncovered, self.remedy = hint, path, uncovered, remedy
+        self.hint, self.path, self.sync, self.remedy = hint, path, sync, remedy
 
 
 # Operations that read no values: their results depend on shapes alone.
@@ -109,16 +113,33 @@ _PICKING = {
     "take_along_dim",
     "index_add",
 }
+# Operations that take neighbours along every axis from the third on.
+_SLIDING = {
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d",
+    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "interpolate",
+}  # fmt: skip
 
 REDUCE = 'add it up: .sync("fwd_post", "all_reduce")'
 COVER = 'add it up: .sync("bwd_post", "all_reduce")'
 
 
 class Flow:
-    """Follows the states of tensors through the operations of a rank's run."""
+    """Follows the states of tensors through the operations of a rank's run.
 
-    def __init__(self) -> None:
+    Args:
+        undecided: The all-gathers that may yet turn out to sum gradients.
+
+    Attributes:
+        shared: Whole parameters found to meet parts, with the module that makes what they meet.
+        summed: All-gathers found to need summed gradients.
+    """
+
+    def __init__(self, undecided: Iterable[tuple[str, int]] = ()) -> None:
         self._states: dict[int, State] = {}
+        self._undecided = frozenset(undecided)
+        self.shared: dict[tuple[str, str], str | None] = {}
+        self.summed: set[tuple[str, int]] = set()
 
     def of(self, tensor: torch.Tensor) -> State:
         """What is known of a tensor; what nothing is known of is whole."""
@@ -135,22 +156,6 @@ class Flow:
                 f"several ranks would have the same part of `{state.source}` at `{path}`",
                 path=state.source,
             )
-
-    def add_up(self, tensor: torch.Tensor, path: str) -> State:
-        """The state of a value after an all-reduce at the border of `path`.
-
-        Raises:
-            Misuse: It is no partial sum.
-        """
-        state = self.of(tensor)
-        self.check_own(state, path)
-        if state.kind == WHOLE:
-            raise Misuse(
-                f"`all_reduce` after `{path}` would add up what every rank has whole",
-                "take the line out, or the sync that made the value whole before",
-                path,
-            )
-        return State()
 
     def cover(self, tensor: torch.Tensor, path: str) -> State:
         """The state of a value inside `path`, whose sync adds up the gradient.
@@ -175,32 +180,51 @@ class Flow:
                 path if state.kind == PART else state.source,
                 remedy=None if state.kind == PART else Remedy.sum_of(state.source),
             )
-        return replace(state, covered=path, parameters=None)
+        return State(covered=path)
 
-    def meet_parts(self, tensors: Sequence[torch.Tensor], what: str, path: str | None) -> None:
-        """Checks whole values where they meet parts, in the module at `path` or by its output.
+    def meet_parts(self, tensors: Sequence[torch.Tensor], what: str, source: str | None) -> None:
+        """Covers whole values where they meet parts, as far as that can be done.
+
+        Args:
+            tensors: What an operation is given.
+            what: The operation, in words.
+            source: The module that makes the parts, or is split itself.
 
         Raises:
             Misuse: The gradient of one would be only this rank's summand.
         """
         for tensor in tensors:
             state = self.of(tensor)
-            if state.kind != WHOLE or not tensor.requires_grad or state.covered is not None:
-                continue
-            if state.parameters:
-                names = ", ".join(
-                    f"`{p}.{n}`" if p else f"`{n}`" for p, n in sorted(state.parameters)
-                )
-                raise Misuse(
-                    f"{names} is whole on every rank, but meets a part here: each rank's gradient "
-                    "of it is a summand of the true one",
-                    uncovered=state.parameters,
-                )
+            if state.kind == WHOLE and tensor.requires_grad and state.covered is None:
+                self._sum_gradient(tensor, state, what, source)
+
+    def _sum_gradient(
+        self, tensor: torch.Tensor, state: State, what: str, source: str | None
+    ) -> None:
+        """Has the gradient of a value summed where it comes from.
+
+        Raises:
+            Misuse: There is nothing that could do it.
+        """
+        if state.parameters:
+            for key in state.parameters:
+                self.shared.setdefault(key, source)
+            self.set(tensor, State(covered=min(state.parameters)[0]))
+        elif state.gathers and state.gathers <= self._undecided:
+            self.summed |= state.gathers
+            self.set(tensor, State(covered=min(state.gathers)[0], gathers=state.gathers))
+        else:
+            gather = min(state.gathers, default=None)
             raise Misuse(
                 f"{what} takes a whole value to a rank's part: the value's gradient is a summand "
                 "on each rank, and nothing adds it up",
-                COVER,
-                remedy=Remedy.gradient_of(path),
+                f"let the all-gather on `{gather[0]}` add it up: leave out "
+                "`tensor_parallel_output_grad`, or put it right before the sharded layers"
+                if gather
+                else COVER,
+                source,
+                gather,
+                Remedy.gradient_of(source),
             )
 
     def operate(
@@ -240,37 +264,65 @@ class Flow:
         part = next((s for s in states if s.kind == PART), None)
         summed = part is not None and self._runs_over(name, inputs, sharded, args, kwargs, part)
         if partial is not None or part is not None:
-            source = next(s.source for s in (partial, part) if s is not None)
+            source, axis = next((s.source, s.axis) for s in (partial, part) if s is not None)
             copies = all(s.copies for s in states if s.kind != WHOLE)
-            result = State(PARTIAL if partial or summed else PART, source, copies)
+            result = State(PARTIAL if partial or summed else PART, source, copies, axis)
             if any(output.requires_grad for output in outputs):
                 self.meet_parts(inputs, f"`{name}`", source)
         else:
-            result = self._whole(inputs, states)
+            result = self._whole(name, inputs, states)
         for output in outputs:
             self.set(output, result)
 
-    def _whole(self, inputs: Sequence[torch.Tensor], states: Sequence[State]) -> State:
-        trained = [s for t, s in zip(inputs, states, strict=True) if t.requires_grad]
-        covered = {s.covered for s in trained}
-        if len(covered) > 1 and None in covered:
-            path = next(c for c in covered if c)
-            raise Misuse(
-                f"this joins a value inside `{path}`, whose gradient is summed over the ranks, "
-                "with one whose gradient every rank has whole: the sum would count it once for "
-                "each rank",
-                "put the `bwd_post` sync where the value goes into sharded layers and nowhere else",
-                path,
-            )
+    def _whole(self, name: str, inputs: Sequence[torch.Tensor], states: Sequence[State]) -> State:
+        trained = [(t, s) for t, s in zip(inputs, states, strict=True) if t.requires_grad]
+        covers = sorted({s.covered for _, s in trained if s.covered is not None})
+        if covers:
+            for tensor, state in trained:
+                if state.covered is None:
+                    self._join(name, tensor, state, covers[0], trained)
         made_of: set[tuple[str, str]] = set()
-        alone = bool(trained) and all(s.parameters is not None for s in trained)
-        for state in trained:
+        gathers: set[tuple[str, int]] = set()
+        alone = bool(trained) and all(s.parameters is not None for _, s in trained)
+        for _, state in trained:
             made_of |= state.parameters or set()
+            gathers |= state.gathers
         alone = alone and len(trained) == len(inputs)
         return State(
             WHOLE,
-            covered=next(iter(sorted(c for c in covered if c)), None),
+            covered=covers[0] if covers else None,
             parameters=frozenset(made_of) if alone else None,
+            gathers=frozenset(gathers),
+        )
+
+    def _join(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        state: State,
+        cover: str,
+        trained: Sequence[tuple[torch.Tensor, State]],
+    ) -> None:
+        """Takes a value in whose gradient every rank has whole, beside one that is covered.
+
+        Raises:
+            Misuse: Its gradient cannot be summed as well.
+        """
+        if state.parameters or (state.gathers and state.gathers <= self._undecided):
+            self._sum_gradient(tensor, state, f"`{name}`", cover)
+            return
+        gather = min((g for _, s in trained if s.covered for g in s.gathers), default=None)
+        raise Misuse(
+            f"this joins a value {'gathered by' if gather else 'inside'} `{cover}`, whose gradient "
+            "is summed over the ranks, with one whose gradient every rank has whole: the sum would "
+            "count it once for each rank",
+            "gather it for each use: with `tensor_parallel_output_grad=True` right before sharded "
+            "layers, with False elsewhere"
+            if gather
+            else "put the `bwd_post` sync where the value goes into sharded layers and nowhere "
+            "else",
+            cover,
+            gather,
         )
 
     def _check_linear(
@@ -320,6 +372,12 @@ class Flow:
             over = {a for a in sharded[0] if a >= inputs[0].dim() - count}
         elif name in ("group_norm", "instance_norm", "local_response_norm"):
             over = set(sharded[0]) - {0}
+        elif name == "batch_norm":
+            over = set(sharded[0]) - {1}
+        elif name in _SLIDING:
+            over = {a for a in sharded[0] if a > 1}
+        elif name == "pad":
+            over = _padded(inputs[0].dim(), args, kwargs) & set(sharded[0])
         elif name in _LOSSES:
             over = set(sharded[0])
         elif name in _PICKING and len(args) > 1 and isinstance(args[1], int):
@@ -332,24 +390,54 @@ class Flow:
             return inputs[0].dim() - 1 in sharded[0]
         elif name in ("baddbmm", "addmm", "addbmm") and len(inputs) == 3:
             if inputs[1].dim() - 1 in sharded[1]:
-                raise self._needs_all(name, part)
+                raise self._needs_all(name, part, inputs[1].dim() - 1, inputs[1].dim())
         elif name == "scaled_dot_product_attention":
-            if any(t.dim() - 1 in axes for t, axes in zip(inputs[:2], sharded[:2], strict=False)):
-                raise self._needs_all(name, part)
+            self._check_attention(name, inputs, sharded, args, kwargs, part)
         elif name == "einsum":
             return _contracts(args, inputs, sharded)
         if over and name not in _SUMMING:
-            raise self._needs_all(name, part)
+            raise self._needs_all(name, part, min(over), inputs[0].dim())
         return bool(over)
 
-    def _needs_all(self, name: str, part: State) -> Misuse:
+    def _check_attention(
+        self,
+        name: str,
+        inputs: Sequence[torch.Tensor],
+        sharded: Sequence[list[int]],
+        args: Any,
+        kwargs: Any,
+        part: State,
+    ) -> None:
+        """Attention runs over the features of queries and keys, and over all keys and values.
+
+        A causal one takes the first query for the first token's.
+        """
+        causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)
+        backs = ((1, 2) if causal else (1,), (1, 2), (2,))
+        for tensor, axes, over in zip(inputs, sharded, backs, strict=False):
+            for back in over:
+                if tensor.dim() - back in axes:
+                    raise self._needs_all(name, part, tensor.dim() - back, tensor.dim())
+
+    def _needs_all(self, name: str, part: State, axis: int, rank: int) -> Misuse:
         return Misuse(
             f"`{name}` runs over an axis of which a rank has only its part",
-            'gather it before: .sync("fwd_post", "all_gather", axis=-1)'
+            f"gather it before: {gather_line(axis, rank)}"
             + (f" on `{part.source}`" if part.source else ""),
             part.source,
-            remedy=Remedy.whole_of(part.source),
+            remedy=Remedy.whole_of(part.source, part.axis),
         )
+
+
+def gather_line(axis: int, rank: int, mode: str = "fwd_post") -> str:
+    """The line of a schedule that makes an axis whole, the last one counted from the right."""
+    return f'.sync("{mode}", "all_gather", axis={-1 if axis == rank - 1 else axis})'
+
+
+def _padded(rank: int, args: Any, kwargs: Any) -> set[int]:
+    """The axes that `pad` makes longer or shorter."""
+    widths = list(kwargs.get("pad", args[1] if len(args) > 1 else ()))
+    return {rank - 1 - i // 2 for i, width in enumerate(widths) if width}
 
 
 def _axes(rank: int, args: Any, kwargs: Any) -> set[int]:

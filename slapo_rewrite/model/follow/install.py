@@ -118,6 +118,7 @@ def _install_parameters(
         part = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
         held[shard.name] = part
         run.blocks[id(part)] = {shard.axis: tuple(whole)}
+        run.whole[id(part)] = tuple(old.shape)
         run.flow.set(part, State(PART, node.path))
         undo.append(lambda h=held, n=shard.name, o=old: h.__setitem__(n, o))  # type: ignore[misc]
 
@@ -129,13 +130,14 @@ def _install_borders(
     parent = node.parent
     live = parent.live._modules.get(node.name, node.live) if parent else node.live
     live = live if isinstance(live, nn.Module) and hasattr(live, "_followed_path") else node.live
-    for border in borders:
-        if border.mode == "fwd_post":
-            after = functools.partial(leave_border, run, node, border)
-            handle: Any = live.register_forward_hook(after)
-        else:
-            before = functools.partial(enter_border, run, node, border)
-            handle = live.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    after = [b for b in borders if b.mode == "fwd_post"]
+    for border in after:
+        hook = functools.partial(leave_border, run, node, border)
+        undo.append(live.register_forward_hook(hook).remove)
+    # Each goes before the ones that are there, so the last of them first.
+    for border in reversed([b for b in borders if b not in after]):
+        enter = functools.partial(enter_border, run, node, border)
+        handle: Any = live.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         undo.append(handle.remove)
 
 
@@ -151,7 +153,7 @@ def _know_parameters(run: Run) -> None:
             if key in split:
                 run.flow.set(parameter, State(PART, path))
             else:
-                covered = path if key in run.followed.shared else None
+                covered = path if key in run.wanted.shared else None
                 run.flow.set(
                     parameter,
                     State(covered=covered, parameters=None if covered else frozenset({key})),

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.model.follow import cuts, reshapes
-from slapo_rewrite.model.follow.flow import PART
+from slapo_rewrite.model.follow.flow import PART, gather_line
 from slapo_rewrite.model.follow.packing import Blocks, described, moved_axis, reduced
 from slapo_rewrite.model.follow.record import Entry, answer_to, with_values
 from slapo_rewrite.model.follow.run import Run
@@ -136,6 +136,16 @@ def _check(run: Run, entry: Entry, outputs: list[torch.Tensor], args: Any, kwarg
                 run.place(),
                 attributes=run.attributes_of((args, kwargs)),
             )
+        split = [a for a, (h, w) in enumerate(zip(have.shape, want, strict=True)) if h != w]
+        if len(split) > 1:
+            raise CannotFollow(
+                f"the result is split along axes {split[0]} and {split[1]} at once: a rank would "
+                "have one block of it on the diagonal, and none the others",
+                run.place(),
+                run.source_of((args, kwargs)),
+                f"gather one of them before: {gather_line(split[0], have.dim())}",
+            )
+        run.whole[id(have)] = want
 
 
 def _check_numbers(run: Run, name: str, entry: Entry, args: Any, kwargs: Any) -> None:

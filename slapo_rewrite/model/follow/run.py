@@ -42,6 +42,7 @@ class Guess:
         sizes: Attributes that are this rank's share.
         fixed: Attributes that are not.
         shared: Whole parameters whose gradients are added up.
+        summed: All-gathers that sum gradients.
         replicated: Layers of which several ranks hold the same heads, with the attributes that are
             the heads' sizes.
         repeats: Attributes that say how often such heads are repeated.
@@ -50,6 +51,7 @@ class Guess:
     sizes: frozenset[Attribute] = frozenset()
     fixed: frozenset[Attribute] = frozenset()
     shared: frozenset[tuple[str, str]] = frozenset()
+    summed: frozenset[tuple[str, int]] = frozenset()
     replicated: frozenset[tuple[LayerKey, str]] = frozenset()
     repeats: frozenset[Attribute] = frozenset()
 
@@ -71,6 +73,7 @@ class Run:
         origins: The layer whose output a tensor, by its id, is made from alone.
         made_with: The marked sizes that a tensor was made with.
         blocks: How a tensor's split axes are packed.
+        whole: The shape that a tensor, by its id, has in the whole model.
         replicas: How many ranks hold the same heads, where some do.
         repeats: Attributes that such heads are repeated by as often as in the whole model.
         alive: Every tensor that something is known of, so that no other gets its id.
@@ -87,12 +90,18 @@ class Run:
     ) -> None:
         self.tree, self.asked, self.wanted = tree, asked, wanted
         self.entries, self.followed, self.editable = entries, followed, editable
-        self.flow = Flow()
+        self.flow = Flow(
+            (path, border.number)
+            for path, borders in asked.borders.items()
+            for border in borders
+            if border.partial_gradient is None and (path, border.number) not in wanted.summed
+        )
         self.position = 0
         self.depth = 0
         self.origins: dict[int, str] = {}
         self.made_with: dict[int, tuple[Size, ...]] = {}
         self.blocks: dict[int, Blocks] = {}
+        self.whole: dict[int, Shape] = {}
         self.replicas = 1
         self.repeats: set[Attribute] = set()
         self.alive: list[Any] = []
@@ -125,11 +134,20 @@ class Run:
 
     def same(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Remembers of a copy what is known of the original."""
-        for table in (self.origins, self.made_with, self.blocks):
+        for table in (self.origins, self.made_with, self.blocks, self.whole):
             if id(old) in table:
                 table[id(new)] = table[id(old)]  # type: ignore[assignment]
         self.flow.set(new, self.flow.of(old))
         self.alive.append(new)
+
+    def whole_shape(self, tensor: torch.Tensor) -> Shape:
+        """The shape that a tensor has in the whole model."""
+        return self.whole.get(id(tensor), tuple(tensor.shape))
+
+    def split_axes(self, tensor: torch.Tensor) -> list[int]:
+        """The axes of which a rank has only its part."""
+        sizes = zip(self.whole_shape(tensor), tensor.shape, strict=True)
+        return [axis for axis, (whole, here) in enumerate(sizes) if whole != here]
 
     def attributes_of(self, value: Any) -> list[Attribute]:
         """The attributes that full-sized tensors among the operands were made with."""
@@ -170,7 +188,7 @@ class Run:
             place_in_traceback(error, self.editable),
             error.path,
             error.hint,
-            uncovered=error.uncovered,
+            sync=error.sync,
             position=self.position,
             remedy=error.remedy,
         )

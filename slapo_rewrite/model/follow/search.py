@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_rewrite.model.follow.arguments import INFERRED
-from slapo_rewrite.model.follow.flow import PART, PARTIAL, Flow, Misuse
+from slapo_rewrite.model.follow.flow import PART, PARTIAL, Flow, Misuse, gather_line
 from slapo_rewrite.model.follow.install import installed
 from slapo_rewrite.model.follow.places import place_in_traceback
 from slapo_rewrite.model.follow.rank import Rank
@@ -68,6 +68,18 @@ def follow(
         model.train(training)
 
 
+class _Incomplete(Exception):
+    """A run found more gradients that have to be summed than it took for granted.
+
+    Attributes:
+        guess: All of it.
+    """
+
+    def __init__(self, guess: Guess) -> None:
+        super().__init__()
+        self.guess = guess
+
+
 class _Following:
     """Runs the model whole once, and as a rank until everything fits."""
 
@@ -78,6 +90,7 @@ class _Following:
         self.model = tree.root.live
         self.whole = Whole(tree, asked.layers)
         self.expected: Any = None
+        self.sources: dict[tuple[str, str], str | None] = {}
 
     def run(self) -> Followed:
         try:
@@ -109,7 +122,12 @@ class _Following:
         few, world = fewer_heads(self.tree, self.asked, followed)
         if followed.replicated or not few:
             return followed
-        guess = Guess(followed.sizes, frozenset(), followed.shared, frozenset(few.items()))
+        guess = Guess(
+            followed.sizes,
+            shared=frozenset(followed.shared),
+            summed=followed.summed,
+            replicated=frozenset(few.items()),
+        )
         try:
             with _pretended_group(world):
                 further = self._search(guess)
@@ -129,9 +147,9 @@ class _Following:
         """The first way to make everything fit, trying what a failure points at."""
         try:
             return self._attempt(wanted)
+        except _Incomplete as found:
+            return self._search(found.guess)
         except CannotFollow as error:
-            if error.uncovered - wanted.shared:
-                return self._search(replace(wanted, shared=wanted.shared | error.uncovered))
             if error.repeats - wanted.repeats:
                 return self._search(replace(wanted, repeats=wanted.repeats | error.repeats))
             if error.single and error.single not in wanted.replicated:
@@ -153,11 +171,29 @@ class _Following:
     def _attempt(self, wanted: Guess) -> Followed:
         followed = Followed(
             sizes=wanted.sizes,
-            shared=wanted.shared,
+            shared={key: self.sources.get(key) for key in sorted(wanted.shared)},
+            summed=wanted.summed,
             replicated=dict(wanted.replicated),
             repeats=wanted.repeats,
         )
         run = Run(self.tree, self.asked, self.whole.entries, followed, wanted, self.editable)
+        try:
+            self._run_as_rank(run)
+        except CannotFollow:
+            self._check_complete(run, wanted)
+            raise
+        self._check_complete(run, wanted)
+        return followed
+
+    def _check_complete(self, run: Run, wanted: Guess) -> None:
+        """What the run found has to be taken for granted from its beginning on."""
+        shared = wanted.shared | run.flow.shared.keys()
+        summed = wanted.summed | run.flow.summed
+        if (shared, summed) != (wanted.shared, wanted.summed):
+            self.sources.update(run.flow.shared)
+            raise _Incomplete(replace(wanted, shared=shared, summed=summed)) from None
+
+    def _run_as_rank(self, run: Run) -> None:
         try:
             with installed(run), torch.enable_grad(), torch.device("meta"), Rank(run):
                 got = self.model(**self.inputs)
@@ -178,7 +214,6 @@ class _Following:
             unfit.repeats = frozenset(run.repeats)
             raise unfit from error
         _compare_outputs(self.expected, got, run.flow)
-        return followed
 
 
 def _compare_outputs(expected: Any, got: Any, flow: Flow) -> None:
@@ -195,9 +230,9 @@ def _compare_outputs(expected: Any, got: Any, flow: Flow) -> None:
                 f"{list(want.shape)}",
                 None,
                 state.source,
-                'gather it: .sync("fwd_post", "all_gather", axis=-1) on the layer that makes it',
+                f"gather it: {_gather_of(want, have)} on the module that makes it",
                 position=sys.maxsize,
-                remedy=Remedy.whole_of(state.source) if state.kind == PART else None,
+                remedy=Remedy.whole_of(state.source, state.axis) if state.kind == PART else None,
             )
         if state.kind == PARTIAL:
             raise CannotFollow(
@@ -217,6 +252,11 @@ def _compare_outputs(expected: Any, got: Any, flow: Flow) -> None:
                 "put the sync where the value goes into sharded layers and nowhere else",
                 position=sys.maxsize,
             )
+
+
+def _gather_of(want: torch.Tensor, have: torch.Tensor) -> str:
+    split = [a for a, (w, h) in enumerate(zip(want.shape, have.shape, strict=False)) if w != h]
+    return gather_line(split[0] if split else -1, want.dim())
 
 
 @contextlib.contextmanager

@@ -22,6 +22,17 @@ def layer_key(node: Node) -> LayerKey:
     return (node.owner or node).cls, node.relative
 
 
+# The collectives in words.
+SPOKEN = {
+    "all_reduce": "an all-reduce",
+    "all_gather": "an all-gather",
+    "reduce_scatter": "a reduce-scatter",
+    "scatter": "a scatter",
+    "all_to_all": "an all-to-all",
+    "keep": "keeping it",
+}
+
+
 @dataclass(frozen=True)
 class ShardedParameter:
     """A parameter of a module's own that is split: its name, axis and packed parts."""
@@ -37,14 +48,21 @@ class Border:
 
     Attributes:
         mode: `fwd_pre`, `fwd_post` or `bwd_post`.
-        operation: `all_reduce`, `all_gather`, or `function` for one that is taken to do what is
-            needed.
-        axis: The axis of an all-gather.
+        operation: `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, `all_to_all`, `keep`,
+            or `function` for one that is taken to do what is needed.
+        axis: The axis that is gathered or scattered; of an all-to-all, the one that is gathered.
+        scatter_axis: The axis that an all-to-all scatters.
+        partial_gradient: Whether the gradient of what an all-gather gives is summed over the ranks;
+            None where that is to be found out.
+        number: Which of the module's syncs it is.
     """
 
     mode: str
     operation: str
     axis: int | None = None
+    scatter_axis: int | None = None
+    partial_gradient: bool | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,9 +102,9 @@ class Remedy:
         return None if path is None else cls(path, "fwd_post", "all_reduce")
 
     @classmethod
-    def whole_of(cls, path: str | None) -> Remedy | None:
+    def whole_of(cls, path: str | None, axis: int = -1) -> Remedy | None:
         """The parts that a module gives, put together."""
-        return None if path is None else cls(path, "fwd_post", "all_gather", -1)
+        return None if path is None else cls(path, "fwd_post", "all_gather", axis)
 
     @classmethod
     def gradient_of(cls, path: str | None) -> Remedy | None:
@@ -135,7 +153,10 @@ class Followed:
         few: Those of `sizes` that are smaller than a world size that fits.
         arguments: Arguments of calls in `forward` that have to change.
         shared: Whole parameters that meet parts, by module path and name: their gradients have to
-            be added up.
+            be added up. With the module that makes what they meet, where known.
+        summed: The all-gathers whose gradient has to be summed over the ranks, by module path and
+            number.
+        nested: Modules whose output has its first tensor inside of something else.
     """
 
     sizes: frozenset[Attribute] = frozenset()
@@ -145,7 +166,9 @@ class Followed:
     repeats: frozenset[Attribute] = frozenset()
     few: set[Attribute] = field(default_factory=set)
     arguments: set[ArgumentChange] = field(default_factory=set)
-    shared: frozenset[tuple[str, str]] = frozenset()
+    shared: dict[tuple[str, str], str | None] = field(default_factory=dict)
+    summed: frozenset[tuple[str, int]] = frozenset()
+    nested: set[str] = field(default_factory=set)
 
 
 class CannotRun(Exception):
@@ -161,7 +184,7 @@ class CannotFollow(Exception):
         hint: What the user can do.
         attributes: Attributes that might mend it if they were this rank's share.
         changeable: Whether the number can be changed where it stands, if no attribute mends it.
-        uncovered: Parameters whose gradients would have to be added up.
+        sync: The collective that it concerns, by module path and number.
         single: A layer that gives a single head, and the attribute that is the head's size.
         repeats: Attributes that say how often heads are repeated that several ranks hold.
         position: How many operations fitted before.
@@ -177,14 +200,14 @@ class CannotFollow(Exception):
         *,
         attributes: Sequence[Attribute] = (),
         changeable: bool = False,
-        uncovered: frozenset[tuple[str, str]] = frozenset(),
+        sync: tuple[str, int] | None = None,
         position: int = 0,
         remedy: Remedy | None = None,
     ) -> None:
         super().__init__(message)
         self.place, self.path, self.hint = place, path, hint
         self.attributes, self.changeable = attributes, changeable
-        self.uncovered, self.position, self.remedy = uncovered, position, remedy
+        self.sync, self.position, self.remedy = sync, position, remedy
         self.single: tuple[LayerKey, str] | None = None
         self.repeats: frozenset[Attribute] = frozenset()
 
