@@ -3,6 +3,10 @@
 Attention is split by heads and the MLP by its inner width, so a layer needs one all-reduce after
 each, as in Megatron-LM (arXiv 1909.08053). The vocabulary is split in the embedding and in the
 head, which share their weight. With `fork_dropout` each rank drops other places of its heads.
+
+With `sequence_parallel` what is between the split layers (norms, dropout, the residual stream)
+lives on slices of the sequence, as in arXiv 2205.05198: an all-gather goes before attention and
+MLP, a reduce-scatter after each. The world size has to divide the sequence's length.
 """
 
 from transformers import BertConfig
@@ -29,7 +33,13 @@ def verify_model(m):
     )
 
 
-def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0, fork_dropout: bool = False):
+def schedule(
+    s,
+    tensor_parallel: bool = True,
+    sequence_parallel: bool = False,
+    ckpt_ratio: float = 0.0,
+    fork_dropout: bool = False,
+):
     """Splits the layers, and checkpoints the first `ckpt_ratio` of them."""
     layers = s["bert.encoder.layer"]
     if tensor_parallel:
@@ -39,6 +49,11 @@ def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0, fork_drop
 
         s["bert.embeddings.word_embeddings"].shard("weight", axis=0)
         s["cls.predictions.decoder"].shard(["weight", "bias"], axis=0)
+        if sequence_parallel:
+            s["bert.encoder"].sync("fwd_pre", "scatter", axis=1)
+            layers["*.{attention.self,intermediate}"].sync("fwd_pre", "all_gather", axis=1)
+            layers["*.{attention.output,output}.dense"].sync("fwd_post", "reduce_scatter", axis=1)
+            s["bert.encoder"].sync("fwd_post", "all_gather", axis=1)
         s.infer_sync()
     if fork_dropout:
         layers["*.attention.self"].fork_rng()

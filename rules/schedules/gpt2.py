@@ -2,6 +2,9 @@
 
 `c_attn` packs query, key and value as `[q|k|v]`, so each of the three is split for itself. The
 weight of a `Conv1D` is that of a linear layer transposed: its outputs are axis 1.
+
+With `sequence_parallel` what is between the split layers lives on slices of the sequence, from the
+embeddings' dropout to the last norm (arXiv 2205.05198).
 """
 
 from transformers import GPT2Config
@@ -30,7 +33,9 @@ def verify_model(m):
     )
 
 
-def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
+def schedule(
+    s, tensor_parallel: bool = True, sequence_parallel: bool = False, ckpt_ratio: float = 0.0
+):
     """Splits the blocks, and checkpoints the first `ckpt_ratio` of them."""
     blocks = s["transformer.h"]
     if tensor_parallel:
@@ -41,5 +46,10 @@ def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
         blocks["*.{attn,mlp}.c_proj"].shard("weight", axis=0)
 
         s["{transformer.wte,lm_head}"].shard("weight", axis=0)
+        if sequence_parallel:
+            s["transformer.drop"].sync("fwd_post", "scatter", axis=1)
+            blocks["*.{attn,mlp}"].sync("fwd_pre", "all_gather", axis=1)
+            blocks["*.{attn,mlp}.c_proj"].sync("fwd_post", "reduce_scatter", axis=1)
+            s["transformer.ln_f"].sync("fwd_post", "all_gather", axis=1)
         s.infer_sync()
     blocks[: round(ckpt_ratio * len(blocks["*"]))].checkpoint()

@@ -2,6 +2,9 @@
 
 With grouped-query attention the key/value heads are split as the query heads are, so a rank keeps
 whole groups. On more ranks than there are key/value heads, several ranks hold the same one.
+
+With `sequence_parallel` what is between the split layers lives on slices of the sequence (arXiv
+2205.05198). Rotary tables and masks are made for the whole of it, so the first layer scatters.
 """
 
 from transformers import LlamaConfig
@@ -36,7 +39,9 @@ def verify_model(m):
     )
 
 
-def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
+def schedule(
+    s, tensor_parallel: bool = True, sequence_parallel: bool = False, ckpt_ratio: float = 0.0
+):
     """Splits the layers, and checkpoints the first `ckpt_ratio` of them."""
     layers = s["model.layers"]
     if tensor_parallel:
@@ -45,5 +50,10 @@ def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
         layers["*.{self_attn.o_proj,mlp.down_proj}"].shard("weight", axis=1)
 
         s["{model.embed_tokens,lm_head}"].shard("weight", axis=0)
+        if sequence_parallel:
+            layers[0].sync("fwd_pre", "scatter", axis=1)
+            layers["*.{self_attn,mlp}"].sync("fwd_pre", "all_gather", axis=1)
+            layers["*.{self_attn.o_proj,mlp.down_proj}"].sync("fwd_post", "reduce_scatter", axis=1)
+            s["model"].sync("fwd_post", "all_gather", axis=1)
         s.infer_sync()
     layers[: round(ckpt_ratio * len(layers["*"]))].checkpoint()
