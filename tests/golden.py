@@ -18,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "generated"
 TABLE = "README.md"
 
+# Models whose schedules offer it.
+SEQUENCE_PARALLEL = ("bert", "gpt2", "llama")
+
 HEAD = """# What the bundled schedules give
 
 Made by `make generated`; a test fails when it is not current. Of the outputs of transformers'
@@ -85,6 +88,9 @@ def goldens() -> Iterator[Golden]:
     for model, (source, schedule) in sorted(sources.items()):
         yield Golden(model, "tensor_parallel", source, schedule, ())
         yield Golden(model, "tensor_parallel_checkpointed", source, schedule, ("ckpt_ratio=0.5",))
+        if model in SEQUENCE_PARALLEL:
+            settings = ("sequence_parallel=true",)
+            yield Golden(model, "sequence_parallel", source, schedule, settings)
 
 
 @dataclass(frozen=True)
