@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import EMPTY, Directive, ModuleState, Sync, general
+from slapo_rewrite.edit.state import EMPTY, Directive, Function, ModuleState, Sync, general
 from slapo_rewrite.model.follow import Remedy
 from slapo_rewrite.model.layers import Layer, split_of
 from slapo_rewrite.model.tree import Node, Tree
@@ -66,10 +66,9 @@ class Inference:
             yield Remedy(path, "fwd_post", "all_reduce")
 
     def _stated(self, states: States, remedy: Remedy) -> bool:
-        """Whether the layer, or a module around it, has a collective there."""
-        modes = {remedy.mode} | ({"fwd_pre"} if remedy.mode == "bwd_post" else set())
+        """Whether the layer, or a module around it, has a collective that does the same."""
         return any(
-            sync.mode in modes
+            _does(sync, remedy)
             for node in self._outwards(remedy.path)
             for sync in states.get(node.path, EMPTY).syncs
         )
@@ -125,6 +124,13 @@ class Inference:
         while node is not None:
             yield node
             node = node.parent
+
+
+def _does(sync: Sync, remedy: Remedy) -> bool:
+    """Whether a collective may do what a usual one would: add up outputs, or gradients."""
+    if remedy.mode == "bwd_post" and sync.mode == "fwd_pre":
+        return sync.op == "all_gather" or isinstance(sync.op, Function)
+    return sync.mode == remedy.mode and sync.op not in ("all_gather", "scatter", "all_to_all")
 
 
 def named(states: States, number: int) -> tuple[States, list[Directive]]:

@@ -162,7 +162,7 @@ def test_together_with_shards_of_some_instances(tmp_path):
     s["layers.*"].fork_rng()
     s["layers"][0]["up"].shard(["weight", "bias"], axis=0)
     s["layers"][0]["down"].shard("weight", axis=1)
-    s["layers"][0]["down"].sync("fwd_post", "all_reduce")
+    s["layers"][0]["drop"].sync("fwd_post", "all_reduce")
     s["layers"][0].sync("bwd_post", "all_reduce")
 """
     text = rewritten(tmp_path, SOURCE, SCHEDULE + schedule).files["source_0.py"]

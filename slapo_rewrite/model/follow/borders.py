@@ -226,6 +226,7 @@ class _Crossing:
             raise self._misuse(
                 f"{self.value} is a partial sum: each rank would keep a slice of its own summand",
                 f"add up and scatter: {self._line('reduce_scatter')}",
+                Remedy.sum_of(self.state.source),
             )
         if self.state.kind == PART:
             raise self._misuse(f"{self.value} is {self._described()}: it is scattered already")
@@ -332,6 +333,7 @@ class _Crossing:
                 f"{self.value} is a partial sum: {SPOKEN[self.border.operation]} would line up the "
                 "ranks' copies",
                 f'add it up: .sync("{self.border.mode}", "all_reduce")',
+                Remedy.sum_of(self.state.source),
             )
         if self.state.kind == WHOLE:
             raise self._misuse(
@@ -356,5 +358,7 @@ class _Crossing:
             return f"a part along axis {self.split[0]}"
         return {PART: "a part", PARTIAL: "a partial sum"}.get(self.state.kind, "whole")
 
-    def _misuse(self, message: str, hint: str | None = None) -> Misuse:
-        return Misuse(message, hint, self.state.source or self.node.path, self.key)
+    def _misuse(
+        self, message: str, hint: str | None = None, remedy: Remedy | None = None
+    ) -> Misuse:
+        return Misuse(message, hint, self.state.source or self.node.path, self.key, remedy)
