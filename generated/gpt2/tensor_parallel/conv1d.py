@@ -67,6 +67,7 @@ class RowParallelConv1D(Conv1D):
         parts: Blocks packed along the input, as in `block_sizes`.
         multiple_of: A rank's share of a block is a multiple of this.
         reduce_output: Sum the output over the ranks. Off where the caller does it.
+        reduce_scatter_axis: Return this rank's slice of the sum along this axis only.
     """
 
     def __init__(
@@ -77,14 +78,19 @@ class RowParallelConv1D(Conv1D):
         parts: int | Sequence[int] = 1,
         multiple_of: int = 1,
         reduce_output: bool = True,
+        reduce_scatter_axis: int | None = None,
     ) -> None:
         shard = Shard(0, block_sizes(nx, parts), multiple_of)
         super().__init__(nf, shard.local_size())
         self.reduce_output = reduce_output
+        self.reduce_scatter_axis = reduce_scatter_axis
         record_shard(self, "weight", shard)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., D') to (..., F), a partial sum without `reduce_output`."""
         if world_size() == 1:
             return super().forward(x)
-        return reduce_and_add_bias(x @ self.weight, self.bias, self.reduce_output)
+        y = x @ self.weight
+        return reduce_and_add_bias(
+            y, self.bias, self.reduce_output, self.reduce_scatter_axis
+        )
