@@ -1,0 +1,541 @@
+"""Calls as operations: every spelling of an operation gives the same value."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from slapo_rewrite.patterns.maker import Maker
+from slapo_rewrite.patterns.operations import (
+    CASTS,
+    MIRRORED,
+    PARAMETERS,
+    SIGNATURES,
+    SYNONYMS,
+    Operation,
+    Required,
+    by_module,
+    draws,
+    draws_by_name,
+    operations,
+    parse,
+)
+from slapo_rewrite.patterns.values import Graph, Use, Value, equal
+from slapo_rewrite.source.facts import Constant, Function, Submodule, names_of
+from slapo_rewrite.source.index import SourceFile
+
+Given = Sequence[tuple[str, Value]]
+
+MAX_DEPTH = 4
+_FOLDED: dict[str, Callable[..., float]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "pow": operator.pow,
+    "neg": operator.neg,
+    "math.sqrt": math.sqrt,
+}
+# Functions that compute from numbers, or look at a value without keeping it.
+_PLAIN = {"len", "int", "float", "bool", "str", "isinstance", "hasattr", "range", "min", "max"}
+_PLAIN |= {"tuple", "list", "type", "abs", "sum", "round", "enumerate", "zip", "getattr"}
+
+
+@dataclass(frozen=True)
+class Callee:
+    """What a call calls; one of these.
+
+    Attributes:
+        function: The dotted name of a function.
+        options: Arguments that it already has.
+        method: The name of a method of `on`, or of the module at `path` where `on` is None.
+        on: The value whose method it is.
+        path: The path of a submodule.
+        module: That submodule, or a class whose new instance is called.
+        value: Anything else.
+    """
+
+    function: str = ""
+    options: tuple[tuple[str, object], ...] = ()
+    method: str = ""
+    on: Value | None = None
+    path: str = ""
+    module: Submodule | None = None
+    value: Value | None = None
+
+
+class Calls(Maker):
+    """Makes values of calls and operators."""
+
+    def run(self, function: ast.FunctionDef) -> None:
+        """Follows the statements of a function."""
+        raise NotImplementedError
+
+    def expr(self, node: ast.expr) -> Value:
+        """What an expression gives."""
+        raise NotImplementedError
+
+    # What is called ---------------------------------------------------------------------------
+
+    def call(self, node: ast.Call) -> Value:
+        """What a call gives."""
+        callee = self._callee(node.func)
+        given = [("*" if isinstance(a, ast.Starred) else "", self.expr(a)) for a in node.args]
+        given += [(k.arg or "**", self.expr(k.value)) for k in node.keywords]
+        if callee.function == "builtins.getattr" and len(given) == 2:
+            found = self._attribute_of(given[0][1], given[1][1].literal, node)
+            if found is not None:
+                return found
+        return self.called(callee, given, node)
+
+    def _callee(self, func: ast.expr) -> Callee:
+        if not isinstance(func, ast.Attribute):
+            return self.callee_of(self.expr(func))
+        on = self.expr(func.value)
+        if on.operation == "name":
+            return Callee(function=f"{on.literal}.{func.attr}")
+        if on.operation in ("self", "attribute"):
+            path = joined(on, func.attr)
+            if f"self.{path}" in self.scope:
+                return self.callee_of(self.scope[f"self.{path}"])
+            held = self._held(path)
+            if held is not None:
+                return held
+            if on.operation == "self":
+                return Callee(method=func.attr, path=str(on.literal))
+        return Callee(method=func.attr, on=on)
+
+    def callee_of(self, value: Value) -> Callee:
+        """What is called where a value is."""
+        if value.operation == "name":
+            return Callee(function=str(value.literal))
+        if value.operation == "attribute":
+            return self._held(str(value.literal)) or Callee(value=value)
+        return Callee(value=value)
+
+    def _held(self, path: str) -> Callee | None:
+        """The submodule or function that an attribute holds."""
+        match self.facts.look(path):
+            case Submodule() as module:
+                return Callee(path=path, module=module)
+            case Function(method=method) if method:
+                return Callee(method=method, path=path.rpartition(".")[0])
+            case Function(name=name, options=options):
+                return Callee(function=name, options=options)
+        return None
+
+    def _attribute_of(self, value: Value, name: object, node: ast.AST) -> Value | None:
+        if value.operation not in ("self", "attribute") or not isinstance(name, str):
+            return None
+        return self.load_attribute(joined(value, name), node)
+
+    def load_attribute(self, path: str, node: ast.AST) -> Value:
+        """What an attribute of the module holds."""
+        if f"self.{path}" in self.scope:
+            return self.scope[f"self.{path}"]
+        if path.rpartition(".")[2] == "training":
+            return self.leaf("training", None, node, number=True)
+        fact = self.facts.look(path)
+        if self.pattern and isinstance(fact, Constant):
+            return self.constant(fact.value, node)
+        if isinstance(fact, Submodule | Function):  # it is to be called, in a pattern as well
+            return self.leaf("attribute", path, node)
+        return self.attribute(path, node, isinstance(fact, Constant))
+
+    def called(self, callee: Callee, given: Given, node: ast.AST) -> Value:
+        """What a call of this gives."""
+        given = [*given, *((n, self.constant(v, node)) for n, v in callee.options)]
+        if callee.module is not None:
+            return self._module(callee.path, callee.module, given, node)
+        if callee.function:
+            return self._function(callee.function, given, node)
+        if callee.on is not None:
+            return self._method(callee.method, callee.on, given, node)
+        if callee.method:
+            return self._own_method(callee.path, callee.method, given, node)
+        assert callee.value is not None
+        if callee.value.operation.startswith("new "):
+            return self._instance(callee.value, given, node)
+        arguments = [("function", callee.value), *numbered(given)]
+        return self.make("call", arguments, node, random=True, pure=False)
+
+    # Functions and methods ----------------------------------------------------------------------
+
+    def _function(self, name: str, given: Given, node: ast.AST) -> Value:
+        if name.endswith(".call_module") and name.startswith("slapo_rewrite"):
+            return self.make("call_module", numbered(given), node, pure=False)
+        found = self.named_operation(name, given, node)
+        if found is not None:
+            return found
+        if name in by_module():
+            return self.make(f"new {name}", numbered(given), node)
+        home, _, last = name.rpartition(".")
+        if home == self.file.name and last in self.file.functions:
+            function = self.file.functions[last]
+            value = self.make(
+                f"call {name}", numbered(given), node, random=draws(function), pure=False
+            )
+            value.look_through = lambda: self._through(value, self.file, function, given)
+            return value
+        if home in ("torch", "operator", "torch.Tensor"):
+            return self._unlisted(last, given, node)
+        plain = home == "math" or (home == "builtins" and last in _PLAIN)
+        if plain and all(v.operation == "constant" for _, v in given):
+            folded = self.folded(name, [v for _, v in given], node)
+            if folded is not None:
+                return folded
+        plain = plain or home == "torch.nn.functional"
+        random = draws_by_name(last) if plain else True
+        number = plain and home in ("math", "builtins")
+        value = self.make(
+            f"call {name}", numbered(given), node, random=random, pure=plain, number=number
+        )
+        self._written(value, given, node)
+        return value
+
+    def named_operation(self, name: str, given: Given, node: ast.AST) -> Value | None:
+        """A listed operation called as a function; None where it is none, or called oddly."""
+        home, _, last = name.rpartition(".")
+        if home not in ("torch", "torch.nn.functional", "operator", "torch.Tensor"):
+            return None
+        signature = SIGNATURES.get(name)
+        return self._operation(last, given, node, signature)
+
+    def _method(self, name: str, on: Value, given: Given, node: ast.AST) -> Value:
+        given = [("", on), *given]
+        if name.endswith("_") and not name.endswith("__"):
+            value = self._operation(name.rstrip("_"), given, node, overwrites=on)
+            return value or self._unlisted(name, given, node, overwrites=on)
+        return self._operation(name, given, node) or self._unlisted(name, given, node)
+
+    def _unlisted(
+        self, name: str, given: Given, node: ast.AST, overwrites: Value | None = None
+    ) -> Value:
+        """An operation that is known by its name alone."""
+        random = draws_by_name(name)
+        value = self.make(
+            name, numbered(given), node, random=random, pure=not random, overwrites=overwrites
+        )
+        if overwrites is not None:
+            self.overwrite(overwrites, node)
+        self._written(value, given, node)
+        return value
+
+    def _written(self, value: Value, given: Given, node: ast.AST) -> None:
+        """Notes what a call writes into: its `out`, or its first operand if told `inplace`."""
+        for name, argument in given:
+            if name == "out":
+                self.overwrite(argument, node)
+            if name == "inplace" and argument.literal is not False:
+                value.overwrites = given[0][1]
+                self.overwrite(given[0][1], node)
+
+    def _operation(
+        self,
+        name: str,
+        given: Given,
+        node: ast.AST,
+        signature: str | None = None,
+        overwrites: Value | None = None,
+    ) -> Value | None:
+        name = SYNONYMS.get(name, name)
+        if name in CASTS and len(given) == 1:
+            dtype = self.leaf("name", f"torch.{CASTS[name]}", node)
+            name, given = "to", [*given, ("", dtype)]
+        elif name == "type" and len(given) == 2 and not isinstance(given[1][1].literal, str):
+            name = "to"
+        elif name == "square" and len(given) == 1:
+            name, given = "pow", [*given, ("", self.constant(2, node))]
+        elif name in MIRRORED and len(given) == 2:
+            name, given = MIRRORED[name], list(reversed(given))
+        known = operations().get(name)
+        arguments = None if known is None else self.bound(known, given, node, signature)
+        if known is None or arguments is None:
+            return None
+        return self.operation(known, arguments, node, overwrites)
+
+    def bound(
+        self, known: Operation, given: Given, node: ast.AST, signature: str | None = None
+    ) -> dict[str, Value] | None:
+        """Arguments by the names of an operation's parameters; None where they do not fit."""
+        parameters, positional = (
+            parse(signature) if signature else (known.parameters, known.positional)
+        )
+        names = [name for name, _ in parameters][:positional]
+        found: dict[str, Value] = {}
+        plain = [v for key, v in given if not key]
+        if any(key in ("*", "**") for key, _ in given):
+            return None
+        for number, value in enumerate(plain):
+            if number < len(names) and names[number].startswith("*"):
+                found[names[number][1:]] = self._packed(plain[number:], node)
+                break
+            if number >= len(names):
+                return None
+            found[names[number]] = value
+        all_names = {name.lstrip("*") for name, _ in parameters}
+        for key, value in given:
+            key = PARAMETERS.get((known.name, key), key)
+            if key and (key not in all_names or key in found):
+                return None
+            if key:
+                found[key] = value
+        for name, default in parameters:
+            if name.lstrip("*") not in found:
+                if default is Required:
+                    return None
+                found[name] = self.constant(default, node)
+        return {name: found[name] for name in known.names}
+
+    def _packed(self, values: list[Value], node: ast.AST) -> Value:
+        """`view(2, 3)` takes the same as `view((2, 3))`."""
+        if len(values) == 1 and values[0].operation != "constant":
+            value = values[0]
+            if value.operation == "list":
+                return self.make("tuple", value.arguments, node, number=value.number)
+            return value
+        return self.make("tuple", numbered([("", v) for v in values]), node, number=True)
+
+    def operation(
+        self,
+        known: Operation,
+        arguments: dict[str, Value],
+        node: ast.AST,
+        overwrites: Value | None = None,
+        called: str | None = None,
+        given: Given = (),
+    ) -> Value:
+        """The value of a listed operation."""
+        inplace = arguments.pop("inplace", None)
+        if inplace is not None and inplace.literal is not False:
+            overwrites = arguments["input"]
+        values = list(arguments.values())
+        if known.name == "size":
+            return self._size(values, node)
+        folded = self.folded(known.name, values, node)
+        if folded is not None:
+            return folded
+        if known.name == "transpose":
+            self._sort_dims(arguments)
+        scale = arguments.get("alpha")
+        training = arguments.get("training")
+        draws = known.draws and not (training is not None and training.literal is False)
+        value = self.make(
+            known.name,
+            arguments.items(),
+            node,
+            overwrites=overwrites,
+            random=draws,
+            pure=not draws,
+            number=known.number or all(v.number for v in values),
+            called=called,
+            given=tuple(given),
+            commutes=known.commutes and (scale is None or equal(scale.literal, 1)),
+        )
+        if not (known.view or known.draws or known.name == "to" or overwrites is not None):
+            value.bases = frozenset([("made", value.order)])
+        if overwrites is not None:
+            self.overwrite(overwrites, node)
+        return value
+
+    def _size(self, values: list[Value], node: ast.AST) -> Value:
+        """`x.size(1)` is `x.shape[1]`."""
+        shape = self.member(values[0], "shape", node)
+        if values[1].operation == "constant" and values[1].literal is None:
+            return shape
+        return self.make("item", [("input", shape), ("index", values[1])], node, number=True)
+
+    @staticmethod
+    def _sort_dims(arguments: dict[str, Value]) -> None:
+        one, other = arguments["dim0"], arguments["dim1"]
+        match one.literal, other.literal:
+            case int(first), int(second) if first > second:
+                arguments |= {"dim0": other, "dim1": one}
+
+    def folded(self, name: str, values: list[Value], node: ast.AST) -> Value | None:
+        """Arithmetic on constants, carried out."""
+        function = _FOLDED.get(name)
+        numbers = [v.literal for v in values if v.operation == "constant"]
+        # `alpha` and `rounding_mode`, where an operation has them
+        operands = numbers[:1] if name in ("neg", "math.sqrt") else numbers[:2]
+        if function is None or len(numbers) < len(values):
+            return None
+        if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in operands):
+            return None
+        try:
+            return self.constant(function(*operands), node)
+        except (ArithmeticError, ValueError):
+            return None
+
+    # Methods of the module, submodules ----------------------------------------------------------
+
+    def _own_method(self, path: str, name: str, given: Given, node: ast.AST) -> Value:
+        found = self.facts.method(path, name)
+        random = found is None or draws(found[1])
+        value = self.make(f"call self.{name}", numbered(given), node, random=random, pure=False)
+        if found is not None:
+            marks = found[1].decorator_list
+            static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in marks)
+            owner = None if static else path
+            value.look_through = lambda: self._through(value, *found, given, owner)
+        return value
+
+    def _module(self, path: str, module: Submodule, given: Given, node: ast.AST) -> Value:
+        if module.regex is not None:
+            regex = self.constant(module.regex, node)
+            return self.make("call_module", numbered([("", regex), *given]), node, pure=False)
+        known = by_module().get(module.cls)
+        keys = {key for key, _ in given}
+        if known is not None and len(given) == 1 and keys <= {"", "input"}:
+            arguments = {"input": given[0][1]}
+            for name, default in known.parameters[1:]:
+                arguments[name] = self._option(path, known, name, default, node)
+            return self.operation(known, arguments, node, called=path, given=given)
+        own = self.attribute(path, node)
+        forward = self.facts.method(path, "forward") if module.stateless else None
+        value = self.make(
+            f"module {module.cls}",
+            [("module", own), *numbered(given)],
+            node,
+            random=module.random,
+            pure=False,
+            called=path,
+            given=tuple(given),
+        )
+        if module.cls == "torch.nn.Identity" and len(given) == 1:
+            value.look_through = lambda: given[0][1]
+        elif module.cls == "torch.nn.Sequential" and len(given) == 1:
+            value.look_through = lambda: self._inner(value, self.file).chain(
+                path, module, given[0][1], node
+            )
+        elif forward is not None:
+            value.look_through = lambda: self._through(value, *forward, given, path)
+        return value
+
+    def _option(
+        self, path: str, known: Operation, name: str, default: object, node: ast.AST
+    ) -> Value:
+        """What a module of `torch.nn` gives for a parameter of its operation."""
+        if name == "training":
+            return self.leaf("training", None, node, number=True)
+        fact = self.facts.look(f"{path}.{name}")
+        if name in known.tensors and not isinstance(fact, Constant):
+            return self.attribute(f"{path}.{name}", node)
+        if self.pattern and name in known.free:
+            return self.wildcard(f"{path}.{name}", node)
+        value = fact.value if isinstance(fact, Constant) else default
+        return self.constant(value, node)
+
+    def chain(self, path: str, module: Submodule, value: Value, node: ast.AST) -> Value:
+        """The modules of a `Sequential`, called one after the other."""
+        for name in module.children:
+            inner = f"{path}.{name}" if path else name
+            fact = self.facts.look(inner)
+            if isinstance(fact, Submodule):
+                place = self.facts.place(inner)
+                value = self._module(inner, fact, [("", value)], place[1] if place else node)
+        return value
+
+    def _instance(self, new: Value, given: Given, node: ast.AST) -> Value:
+        """`nn.GELU()(x)`: a module that is made only to be called."""
+        known = by_module()[new.operation.removeprefix("new ")]
+        options = [p for p in known.parameters if p[0] not in ("input", "training")]
+        maker = Operation(known.name, tuple(options))
+        arguments = None if known.tensors else self.bound(maker, _unnumbered(new.arguments), node)
+        if arguments is None or len(given) != 1:
+            return self.make("call", [("function", new), *numbered(given)], node, pure=False)
+        if "training" in known.names:
+            arguments["training"] = self.leaf("training", None, node, number=True)
+        arguments["input"] = given[0][1]
+        ordered = {name: arguments[name] for name in known.names}
+        return self.operation(known, ordered, node)
+
+    # Looking through a call -----------------------------------------------------------------------
+
+    def _inner(self, value: Value, file: SourceFile) -> Calls:
+        """A builder for what is reached through a call; nothing in it counts as a use."""
+        return type(self)(
+            Graph(file, None),
+            self.facts,
+            self.resolve if file is self.file else names_of(file),
+            through=value,
+            depth=self.depth + 1,
+            pattern=self.pattern,
+        )
+
+    def _through(
+        self,
+        value: Value,
+        file: SourceFile,
+        function: ast.FunctionDef,
+        given: Given,
+        owner: str | None = None,
+    ) -> Value | None:
+        """What a function returns for these arguments; None where that is not one value.
+
+        Args:
+            value: The call.
+            file: The file of the function.
+            function: The function.
+            given: The arguments.
+            owner: The path of the module whose method it is; None for a plain function.
+        """
+        if self.depth >= MAX_DEPTH or any(key in ("*", "**") for key, _ in given):
+            return None
+        inner = self._inner(value, file)
+        if not inner.bind_parameters(function, given, owner):
+            return None
+        inner.run(function)
+        returned = inner.graph.returned
+        return returned[0] if len(returned) == 1 and not inner.graph.mutations else None
+
+    def bind_parameters(self, function: ast.FunctionDef, given: Given, owner: str | None) -> bool:
+        """Gives a call's arguments to the parameters of a function; False where they do not fit."""
+        arguments = function.args
+        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+        if owner is not None and names:
+            self.scope[names.pop(0)] = self.leaf("self", owner, function)
+        plain = [v for key, v in given if not key]
+        if len(plain) > len(names):
+            return False
+        held = dict(zip(names, plain, strict=False))
+        every = [*names, *(a.arg for a in arguments.kwonlyargs)]
+        for key, value in given:
+            if key and (key not in every or key in held):
+                return False
+            if key:
+                held[key] = value
+        defaults = dict(zip(reversed(names), reversed(arguments.defaults), strict=False))
+        defaults |= {
+            a.arg: d
+            for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+            if d is not None
+        }
+        for name in every:
+            if name not in held:
+                if name not in defaults:
+                    return False
+                held[name] = self.expr(defaults[name])
+        self.scope |= held
+        return True
+
+    def read(self, value: Value, node: ast.AST, why: str) -> None:
+        """Notes that a statement reads a value."""
+        self.use(value, Use(node, None, why))
+
+
+def numbered(given: Given) -> list[tuple[str, Value]]:
+    """Arguments as they stand: positions by number, keywords by name."""
+    return [(key if key.isidentifier() else f"{key}{n}", v) for n, (key, v) in enumerate(given)]
+
+
+def _unnumbered(arguments: Given) -> Given:
+    return [("" if key.isdecimal() else key, value) for key, value in arguments]
+
+
+def joined(value: Value, name: str) -> str:
+    """The path of an attribute of the module, or of an attribute of it."""
+    return f"{value.literal}.{name}" if value.literal else name

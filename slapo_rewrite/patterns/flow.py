@@ -1,0 +1,512 @@
+"""Follows the statements of a function, and gives the graph of its values.
+
+Branches are all followed, and a name that they leave with different values is a `choice` between
+them; a loop is followed once, and what it carries from turn to turn is opaque.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from slapo_rewrite.patterns.calls import Calls, joined
+from slapo_rewrite.patterns.operations import BINARY, COMPARE, DTYPES, MIRRORED, UNARY
+from slapo_rewrite.patterns.values import Graph, Value
+from slapo_rewrite.source.facts import Constant, Facts, Resolver, Submodule, names_of
+from slapo_rewrite.source.index import SourceFile
+
+_CONSTANTS = {"math.pi": 3.141592653589793, "math.e": 2.718281828459045}
+Scope = dict[str, Value]
+
+
+def graph_of(
+    file: SourceFile,
+    function: ast.FunctionDef,
+    facts: Facts,
+    *,
+    method: bool,
+    resolve: Resolver | None = None,
+    pattern: bool = False,
+) -> Graph:
+    """The values of a function.
+
+    Args:
+        file: The file that it stands in.
+        function: The function.
+        facts: Of the module whose method it is.
+        method: Whether its first parameter is that module.
+        resolve: What names mean that it does not bind; the file's module level where None.
+        pattern: Whether it is a pattern: the module's own parameters stand for any then.
+    """
+    graph = Graph(file, function)
+    flow = Flow(graph, facts, resolve or names_of(file), pattern=pattern)
+    flow.take_parameters(function, method)
+    flow.run(function)
+    return graph
+
+
+def chain_graph(file: SourceFile, node: ast.AST, facts: Facts, module: Submodule) -> Graph:
+    """The values of an `nn.Sequential`, whose `forward` is torch's own."""
+    graph = Graph(file, None)
+    flow = Flow(graph, facts, names_of(file))
+    value = flow.chain("", module, flow.leaf("parameter", "input", node), node)
+    graph.returned.append(value)
+    flow.read(value, node, "returned")
+    return graph
+
+
+class Flow(Calls):
+    """Follows one function."""
+
+    def take_parameters(self, function: ast.FunctionDef, method: bool) -> None:
+        """Makes the function's parameters values."""
+        given = function.args
+        names = [*given.posonlyargs, *given.args]
+        if method and names:
+            self.scope[names.pop(0).arg] = self.leaf("self", "", function)
+        starred = [a for a in (given.vararg, given.kwarg) if a]
+        for argument in (*names, *given.kwonlyargs, *starred):
+            self.scope[argument.arg] = self.leaf("parameter", argument.arg, argument)
+
+    def run(self, function: ast.FunctionDef) -> None:
+        """Follows the statements of a function."""
+        self.captured = _captured(function)
+        self._block(function.body)
+
+    # Statements -----------------------------------------------------------------------------------
+
+    def _block(self, body: Iterable[ast.stmt]) -> bool:
+        """Follows statements; whether what stands after them is reached."""
+        for statement in body:
+            outer = self.statement
+            if self.through is None:
+                self.statement = statement
+                self.graph.names[statement] = dict(self.scope)
+            goes_on = self._statement(statement)
+            self.statement = outer
+            if not goes_on:
+                return False
+        return True
+
+    def _statement(self, statement: ast.stmt) -> bool:
+        match statement:
+            case ast.Assign():
+                self._assign(statement)
+            case ast.AnnAssign(value=ast.expr() as value):
+                self._bind(statement.target, self.expr(value), statement)
+            case ast.AugAssign():
+                self._augmented(statement)
+            case ast.Return():
+                if statement.value is not None:
+                    returned = self.expr(statement.value)
+                    self.read(returned, statement, "returned")
+                    self.graph.returned.append(returned)
+                return False
+            case ast.Expr():
+                self._effect(statement.value)
+            case ast.If():
+                return self._if(statement)
+            case ast.For() | ast.AsyncFor() | ast.While():
+                self._loop(statement)
+            case ast.With() | ast.AsyncWith():
+                return self._with(statement)
+            case ast.Try() | ast.TryStar():
+                return self._try(statement)
+            case ast.Match():
+                return self._match(statement)
+            case ast.Break() | ast.Continue():
+                if self.exits:
+                    self.exits[-1].append(dict(self.scope))
+                return False
+            case ast.Raise():
+                self._read_all(statement, "raised")
+                return False
+            case ast.Assert():
+                self._read_all(statement, "tested")
+            case ast.FunctionDef() | ast.ClassDef() | ast.AsyncFunctionDef():
+                self._set(statement.name, self._opaque(statement))
+            case ast.Import() | ast.ImportFrom():
+                self._import(statement)
+            case ast.Delete(targets=targets):
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        self.scope.pop(target.id, None)
+                    elif isinstance(target, ast.Subscript):
+                        self.overwrite(self.expr(target.value), statement)
+        return True
+
+    def _read_all(self, statement: ast.stmt, why: str) -> None:
+        for child in ast.iter_child_nodes(statement):
+            if isinstance(child, ast.expr):
+                self.read(self.expr(child), child, why)
+
+    def _assign(self, statement: ast.Assign) -> None:
+        match statement:
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=parts)) if len(
+                targets
+            ) == len(parts) and not any(map(_is_starred, [*targets, *parts])):
+                values = [self.expr(part) for part in parts]
+                for target, value in zip(targets, values, strict=True):
+                    self._bind(target, value, statement)
+            case _:
+                value = self.expr(statement.value)
+                for target in statement.targets:
+                    self._bind(target, value, statement)
+
+    def _bind(self, target: ast.expr, value: Value, statement: ast.stmt) -> None:
+        match target:
+            case ast.Name(id=name):
+                self._set(name, value)
+            case ast.Tuple(elts=elts) | ast.List(elts=elts):
+                for number, element in enumerate(elts):
+                    if _is_starred(element):
+                        rest = self.make("rest", [("input", value)], element)
+                        assert isinstance(element, ast.Starred)
+                        self._bind(element.value, rest, statement)
+                        continue
+                    index = self.constant(number, element)
+                    arguments = [("input", value), ("index", index)]
+                    item = self.make("item", arguments, element, number=value.number)
+                    self._bind(element, item, statement)
+            case ast.Attribute(value=owner, attr=name):
+                base = self.expr(owner)
+                self.read(value, statement, "kept")
+                if base.operation in ("self", "attribute"):
+                    self._set(f"self.{joined(base, name)}", value)
+                else:
+                    self.overwrite(base, statement)
+            case ast.Subscript():
+                base = self.expr(target.value)
+                self.read(self.expr(target.slice), statement, "read")
+                self.read(value, statement, "stored")
+                self.read(base, statement, "written to")
+                self.overwrite(base, statement)
+
+    def _set(self, name: str, value: Value) -> None:
+        self.scope[name] = value
+        self.bindings.append((name, value))
+        if name in self.captured:
+            self.read(value, value.node, "read by an inner function")
+
+    def _augmented(self, statement: ast.AugAssign) -> None:
+        target = statement.target
+        old = self.expr(target)
+        other = self.expr(statement.value)
+        value = self._binary(BINARY[type(statement.op)], old, other, statement)
+        if value.operation != "constant" and not old.number:
+            value.overwrites, value.bases = old, old.bases
+            self.overwrite(old, statement)
+        self._bind(target, value, statement)
+
+    def _effect(self, expr: ast.expr) -> None:
+        """A call that stands as a statement: what it is a method of may change."""
+        if isinstance(expr, ast.Constant):
+            return
+        value = self.expr(expr)
+        if isinstance(expr, ast.Call) and isinstance(expr.func, ast.Attribute):
+            owner = value.arguments[0][1] if value.arguments else None
+            if owner is not None and value.overwrites is None and value.called is None:
+                self.overwrite(owner, expr)
+
+    def _import(self, statement: ast.Import | ast.ImportFrom) -> None:
+        base = self.file.resolve_import(statement) if isinstance(statement, ast.ImportFrom) else ""
+        for alias in statement.names:
+            full = f"{base}.{alias.name}" if base else alias.name
+            local = alias.asname or alias.name
+            if not base and not alias.asname:
+                full = local = alias.name.partition(".")[0]
+            self._set(local, self.leaf("name", full, statement))
+
+    # Branches -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _inside(self, node: ast.AST, arm: str) -> Iterator[None]:
+        outer = self.regions
+        self.regions = (*outer, (node, arm))
+        try:
+            yield
+        finally:
+            self.regions = outer
+
+    def _arm(self, node: ast.AST, arm: str, body: list[ast.stmt], before: Scope) -> Scope | None:
+        """Follows one way of a branch; what names hold after it, None where it leaves."""
+        self.scope = dict(before)
+        with self._inside(node, arm):
+            return self.scope if self._block(body) else None
+
+    def _if(self, statement: ast.If) -> bool:
+        test = self.expr(statement.test)
+        self.read(test, statement.test, "tested")
+        before = self.scope
+        taken = self._arm(statement, "body", statement.body, before)
+        other = self._arm(statement, "orelse", statement.orelse, before)
+        if taken is None or other is None:
+            left = taken if taken is not None else other
+            self.scope = left if left is not None else before
+            return left is not None
+        self._join(statement, [taken, other], test)
+        return True
+
+    def _join(self, node: ast.AST, scopes: list[Scope], test: Value | None = None) -> None:
+        """What names hold where several ways meet."""
+        joined_scope: Scope = {}
+        for name in dict.fromkeys(name for scope in scopes for name in scope):
+            values = [scope[name] for scope in scopes if name in scope]
+            if len(values) == len(scopes) and all(v is values[0] for v in values):
+                joined_scope[name] = values[0]
+            elif test is not None and len(values) == 2:
+                ways = [("test", test), ("then", values[0]), ("otherwise", values[1])]
+                joined_scope[name] = self._lazy("choice", ways, node, name)
+            else:
+                joined_scope[name] = self._lazy("merge", _counted(values), node, name)
+        self.scope = joined_scope
+
+    def _lazy(
+        self, operation: str, arguments: list[tuple[str, Value]], node: ast.AST, name: str
+    ) -> Value:
+        """A merge of values, which reads them only when it is read itself."""
+        value = self.make(operation, arguments, node, lazy=True, pure=operation == "choice")
+        value.number = all(v.number for key, v in arguments if key != "test")
+        self.bindings.append((name, value))
+        return value
+
+    def _loop(self, statement: ast.For | ast.AsyncFor | ast.While) -> None:
+        element = None
+        if not isinstance(statement, ast.While):
+            over = self.expr(statement.iter)
+            self.read(over, statement.iter, "looped over")
+            element = over
+        carried = [name for name in _stored(statement) if name in self.scope]
+        heads = {n: self._lazy("loop", [("before", self.scope[n])], statement, n) for n in carried}
+        before = self.scope
+        self.scope = {**before, **heads}
+        self.exits.append([])
+        with self._inside(statement, "body"):
+            if element is not None and not isinstance(statement, ast.While):
+                turn = self.make("element", [("input", element)], statement.target)
+                self._bind(statement.target, turn, statement)
+            if isinstance(statement, ast.While):
+                self.read(self.expr(statement.test), statement.test, "tested")
+            fell = self._block(statement.body)
+        ends = [*self.exits.pop(), *([self.scope] if fell else [])]
+        for name, head in heads.items():
+            for end in ends:
+                # Read in the next turn, unless nothing reads it there.
+                if not head.lazy and end.get(name, head) is not head:
+                    self.read(end[name], statement, "read in the next turn")
+        self._join(statement, [before, *ends])
+        after = self.scope
+        ended = self._arm(statement, "orelse", statement.orelse, after)
+        self.scope = after
+        if ended is not None and statement.orelse:
+            self._join(statement, [after, ended])
+
+    def _with(self, statement: ast.With | ast.AsyncWith) -> bool:
+        for item in statement.items:
+            value = self.expr(item.context_expr)
+            self.read(value, item.context_expr, "entered")
+            if item.optional_vars is not None:
+                entered = self.make("entered", [("input", value)], item.context_expr)
+                self._bind(item.optional_vars, entered, statement)
+        with self._inside(statement, "body"):
+            return self._block(statement.body)
+
+    def _try(self, statement: ast.Try | ast.TryStar) -> bool:
+        before, start = self.scope, len(self.bindings)
+        ends = [self._arm(statement, "body", [*statement.body, *statement.orelse], before)]
+        unsure = dict(before)
+        for name in dict.fromkeys(name for name, _ in self.bindings[start:]):
+            values = [v for n, v in self.bindings[start:] if n == name]
+            values += [before[name]] if name in before else []
+            unsure[name] = self._lazy("merge", _counted(values), statement, name)
+        for number, handler in enumerate(statement.handlers):
+            if handler.name:
+                unsure[handler.name] = self.make("exception", [], handler)
+            ends.append(self._arm(statement, f"handler {number}", handler.body, unsure))
+        reached = [end for end in ends if end is not None]
+        self.scope = before
+        if reached:
+            self._join(statement, reached)
+        with self._inside(statement, "finally"):
+            finished = self._block(statement.finalbody)
+        return finished and bool(reached)
+
+    def _match(self, statement: ast.Match) -> bool:
+        subject = self.expr(statement.subject)
+        self.read(subject, statement.subject, "tested")
+        before = self.scope
+        ends: list[Scope | None] = [before]
+        for number, case in enumerate(statement.cases):
+            start = dict(before)
+            for name in _captures(case.pattern):
+                start[name] = self.make("captured", [("input", subject)], case.pattern)
+            self.scope = start
+            if case.guard is not None:
+                self.read(self.expr(case.guard), case.guard, "tested")
+            ends.append(self._arm(statement, f"case {number}", case.body, start))
+        self._join(statement, [end for end in ends if end is not None])
+        return True
+
+    # Expressions ----------------------------------------------------------------------------------
+
+    def expr(self, node: ast.expr) -> Value:
+        """What an expression gives."""
+        match node:
+            case ast.Constant(value=literal):
+                return self.constant(literal, node)
+            case ast.Name():
+                return self._name(node)
+            case ast.Attribute():
+                return self._attribute(node)
+            case ast.Call():
+                return self.call(node)
+            case ast.BinOp():
+                left, right = self.expr(node.left), self.expr(node.right)
+                return self._binary(BINARY[type(node.op)], left, right, node)
+            case ast.UnaryOp():
+                return self._unary(node)
+            case ast.Compare():
+                return self._compare(node)
+            case ast.BoolOp():
+                return self._bool_op(node)
+            case ast.IfExp():
+                test = self.expr(node.test)
+                with self._inside(node, "body"):
+                    then = self.expr(node.body)
+                with self._inside(node, "orelse"):
+                    otherwise = self.expr(node.orelse)
+                ways = [("test", test), ("then", then), ("otherwise", otherwise)]
+                number = then.number and otherwise.number
+                return self.make("choice", ways, node, number=number)
+            case ast.Subscript():
+                return self._item(node)
+            case ast.Slice():
+                parts = [("lower", node.lower), ("upper", node.upper), ("step", node.step)]
+                none = self.constant(None, node)
+                given = [(name, self.expr(part) if part else none) for name, part in parts]
+                return self.make("slice", given, node, number=True)
+            case ast.Tuple(elts=elts) | ast.List(elts=elts):
+                kind = type(node).__name__.lower()
+                values = [self.expr(element) for element in elts]
+                number = all(v.number for v in values)
+                return self.make(kind, _counted(values), node, number=number)
+            case ast.NamedExpr():
+                value = self.expr(node.value)
+                self._set(node.target.id, value)
+                return value
+            case ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp():
+                return self._opaque(node)
+            case ast.GeneratorExp():
+                return self._opaque(node)
+        values = [self.expr(c) for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)]
+        return self.make(type(node).__name__.lower(), _counted(values), node, pure=False)
+
+    def _name(self, node: ast.Name) -> Value:
+        if node.id in self.scope:
+            return self.scope[node.id]
+        found = self.resolve(node.id)
+        if isinstance(found, Constant):
+            return self.constant(found.value, node)
+        return self._named(found or f"builtins.{node.id}", node)
+
+    def _named(self, name: str, node: ast.AST) -> Value:
+        if name in _CONSTANTS:
+            return self.constant(_CONSTANTS[name], node)
+        return self.leaf("name", DTYPES.get(name, name), node)
+
+    def _attribute(self, node: ast.Attribute) -> Value:
+        base = self.expr(node.value)
+        if base.operation == "name":
+            return self._named(f"{base.literal}.{node.attr}", node)
+        if base.operation in ("self", "attribute"):
+            return self.load_attribute(joined(base, node.attr), node)
+        return self.member(base, node.attr, node)
+
+    def _item(self, node: ast.Subscript) -> Value:
+        base, index = self.expr(node.value), self.expr(node.slice)
+        if base.operation == "attribute" and isinstance(index.literal, int | str):
+            path = f"{base.literal}.{index.literal}"
+            if isinstance(self.facts.look(path), Submodule):
+                return self.load_attribute(path, node)
+        arguments = [("input", base), ("index", index)]
+        return self.make("item", arguments, node, number=base.number)
+
+    def _binary(self, name: str, left: Value, right: Value, node: ast.AST) -> Value:
+        value = self.named_operation(f"operator.{name}", [("", left), ("", right)], node)
+        assert value is not None, name
+        return value
+
+    def _unary(self, node: ast.UnaryOp) -> Value:
+        operand, name = self.expr(node.operand), UNARY[type(node.op)]
+        value = self.named_operation(f"operator.{name}", [("", operand)], node)
+        if value is None:
+            value = self.make(name, [("input", operand)], node, number=operand.number)
+        return value
+
+    def _compare(self, node: ast.Compare) -> Value:
+        values = [self.expr(part) for part in (node.left, *node.comparators)]
+        if len(values) > 2:
+            return self.make("compare", _counted(values), node, pure=False)
+        name = COMPARE[type(node.ops[0])]
+        if name in MIRRORED:
+            name, values = MIRRORED[name], values[::-1]
+        given = [("", value) for value in values]
+        value = self.named_operation(f"operator.{name}", given, node)
+        if value is None:
+            named = list(zip(("input", "other"), values, strict=True))
+            value = self.make(name, named, node, number=True)
+        return value
+
+    def _bool_op(self, node: ast.BoolOp) -> Value:
+        first, *others = node.values
+        values = [self.expr(first)]
+        with self._inside(node, "rest"):
+            values += [self.expr(other) for other in others]
+        name = "and" if isinstance(node.op, ast.And) else "or"
+        return self.make(name, _counted(values), node, number=all(v.number for v in values))
+
+    def _opaque(self, node: ast.AST) -> Value:
+        """What is not looked into: a comprehension, a lambda, an inner function or class."""
+        read = dict.fromkeys(n.id for n in ast.walk(node) if isinstance(n, ast.Name))
+        values = [self.scope[name] for name in read if name in self.scope]
+        random = any(isinstance(n, ast.Call) for n in ast.walk(node))
+        return self.make("opaque", _counted(values), node, random=random, pure=False)
+
+
+def _counted(values: Iterable[Value]) -> list[tuple[str, Value]]:
+    return [(str(number), value) for number, value in enumerate(values)]
+
+
+def _is_starred(node: ast.expr) -> bool:
+    return isinstance(node, ast.Starred)
+
+
+def _stored(statement: ast.stmt) -> list[str]:
+    """Names, and attributes of `self`, that a statement binds anywhere inside."""
+    found = []
+    for node in ast.walk(statement):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.append(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                found.append(f"self.{name}")
+    return list(dict.fromkeys(found))
+
+
+def _captures(pattern: ast.pattern) -> list[str]:
+    names = [getattr(node, "name", None) for node in ast.walk(pattern)]
+    names += [getattr(node, "rest", None) for node in ast.walk(pattern)]
+    return [name for name in names if name]
+
+
+def _captured(function: ast.FunctionDef) -> set[str]:
+    """Names that functions inside read, whenever they are called."""
+    inner = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {
+        name.id
+        for node in ast.walk(function)
+        if isinstance(node, inner) and node is not function
+        for name in ast.walk(node)
+        if isinstance(name, ast.Name)
+    }

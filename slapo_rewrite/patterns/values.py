@@ -1,0 +1,188 @@
+"""What a function computes, as a graph of values.
+
+A value is what one expression gives: an operation on other values. Local names, temporaries and
+rebinding are gone from the graph; what is left of them is which statement a value stands in, and
+which name holds it there.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from slapo_rewrite.source.index import SourceFile
+
+# A statement or conditional expression with a body of its own, and which of its bodies.
+Arm = tuple[ast.AST, str]
+Arguments = tuple[tuple[str, "Value"], ...]
+
+LEAVES = {"constant", "parameter", "attribute", "name", "self", "training"}
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """A place that reads a value.
+
+    Attributes:
+        node: The expression or statement that reads it.
+        by: The value made of it; None where a statement itself reads it.
+        why: What a statement does with it.
+    """
+
+    node: ast.AST
+    by: Value | None = None
+    why: str = ""
+
+
+@dataclass(eq=False)
+class Value:
+    """What one expression gives.
+
+    Attributes:
+        operation: The canonical name of the operation, or one of `LEAVES`.
+        arguments: Its operands and options by name, defaults filled in.
+        file: The file of the expression.
+        node: The expression, or the statement of an augmented assignment or a branch.
+        order: When it is computed; later ones compare greater.
+        literal: A constant's value; the name or path of another leaf.
+        regions: The branches, loops and `with` blocks around it, from the outside in.
+        statement: The statement that it stands in.
+        bases: Names what it may share memory with.
+        uses: Where it is read.
+        overwrites: The operand that it is written into.
+        random: Whether it draws random numbers, or may do so.
+        pure: Whether equal operands always give an equal value.
+        number: Whether it is a number, a shape or a flag: certainly no tensor.
+        called: The path of the submodule that is called.
+        given: The arguments of that call as they stand: keyword, or '', and value.
+        look_through: Gives what the called function returns, in terms of the arguments.
+        inside: The call in the function's own text through whose body this value was reached.
+        commutes: Whether the first two arguments may change places.
+    """
+
+    operation: str
+    arguments: Arguments
+    file: SourceFile
+    node: ast.AST
+    order: tuple[int, ...]
+    literal: object = None
+    regions: tuple[Arm, ...] = ()
+    statement: ast.stmt | None = None
+    bases: frozenset[object] = frozenset()
+    uses: list[Use] = field(default_factory=list)
+    overwrites: Value | None = None
+    random: bool = False
+    pure: bool = True
+    number: bool = False
+    called: str | None = None
+    given: Arguments = ()
+    look_through: Callable[[], Value | None] | None = None
+    inside: Value | None = None
+    commutes: bool = False
+    lazy: bool = False
+
+    def __repr__(self) -> str:
+        return f"<{self.operation} {self.literal!r}>" if self.is_leaf else f"<{self.operation}>"
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether nothing is computed."""
+        return self.operation in LEAVES
+
+    @property
+    def site(self) -> Value:
+        """The value, or the call in the function's own text that it was reached through."""
+        return self.inside or self
+
+    @functools.cached_property
+    def inner(self) -> Value | None:
+        """What the called function returns, where that is one value that can be followed."""
+        return self.look_through() if self.look_through is not None else None
+
+    def walk(self) -> Iterator[Value]:
+        """The value and everything it is computed from, each once."""
+        seen: set[int] = set()
+        pending = [self]
+        while pending:
+            value = pending.pop()
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield value
+                pending += [v for _, v in reversed(value.arguments)]
+
+
+@dataclass(frozen=True, eq=False)
+class Mutation:
+    """Memory that is written to.
+
+    Attributes:
+        target: The value whose memory it is.
+        node: The expression or statement that does it.
+        order: When.
+    """
+
+    target: Value
+    node: ast.AST
+    order: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Graph:
+    """The values of one function.
+
+    Attributes:
+        file: The function's file.
+        function: The function; None for a module whose `forward` is torch's own.
+        values: In the order in which they are computed.
+        mutations: Likewise.
+        returned: What each `return` gives.
+        names: What each name holds before a statement.
+    """
+
+    file: SourceFile
+    function: ast.FunctionDef | None
+    values: list[Value] = field(default_factory=list)
+    mutations: list[Mutation] = field(default_factory=list)
+    returned: list[Value] = field(default_factory=list)
+    names: dict[ast.stmt, dict[str, Value]] = field(default_factory=dict)
+
+    def overwritten(
+        self, values: list[Value], after: tuple[int, ...], before: tuple[int, ...]
+    ) -> Mutation | None:
+        """The first write, between two moments, to what one of the values may share memory with."""
+        bases = frozenset().union(*(v.bases for v in values))
+        for mutation in self.mutations:
+            if after < mutation.order < before and mutation.target.bases & bases:
+                return mutation
+        return None
+
+    def same(self, one: Value, other: Value) -> bool:
+        """Whether two values are equal whatever the inputs: one value, or computed alike."""
+        if one is other:
+            return True
+        alike = (
+            one.operation == other.operation
+            and equal(one.literal, other.literal)
+            and one.called == other.called
+            and one.pure
+            and other.pure
+            and len(one.arguments) == len(other.arguments)
+            and all(
+                a == b and self.same(x, y)
+                for (a, x), (b, y) in zip(one.arguments, other.arguments, strict=True)
+            )
+        )
+        first, second = sorted((one.order, other.order))
+        return alike and self.overwritten([one, other], first, second) is None
+
+
+def equal(one: object, other: object) -> bool:
+    """Whether two literals are the same constant; 1 and 1.0 are, 1 and True are not."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    number = (int, float)
+    if isinstance(one, number) and isinstance(other, number):
+        return one == other and isinstance(one, bool) is isinstance(other, bool)
+    return type(one) is type(other) and one == other
