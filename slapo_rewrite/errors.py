@@ -67,20 +67,25 @@ class RewriteError(Exception):
 
     def render(self) -> str:
         """The diagnostic: a headline, each place with its line and a caret, the hint."""
-        lines = [f"error[{self.code}]: {self.message}"]
         places = ([self.at] if self.at else []) + list(self.also)
-        gutter = len(str(max((p.line for p in places), default=0)))
-        for number, place in enumerate(places):
-            lines.append(f"{' ' * gutter}{' -->' if number == 0 else ' :::'} {place}")
-            if place.text:
-                lead = place.text[: place.column - 1].expandtabs(4)
-                carets = "^" * max(1, min(place.width, len(place.text) - place.column + 1))
-                lines.append(f"{' ' * gutter} |")
-                lines.append(f"{place.line:>{gutter}} | {place.text.expandtabs(4)}")
-                lines.append(f"{' ' * gutter} | {' ' * len(lead)}{carets} {place.note}".rstrip())
-        if self.hint:
-            lines.append(f"{' ' * gutter} = help: {self.hint}")
-        return "\n".join(lines)
+        return excerpt(f"error[{self.code}]: {self.message}", places, self.hint)
+
+
+def excerpt(headline: str, places: Sequence[Span], hint: str | None = None) -> str:
+    """A headline, each place with its line and a caret, a hint."""
+    lines = [headline]
+    gutter = len(str(max((p.line for p in places), default=0)))
+    for number, place in enumerate(places):
+        lines.append(f"{' ' * gutter}{' -->' if number == 0 else ' :::'} {place}")
+        if place.text:
+            lead = place.text[: place.column - 1].expandtabs(4)
+            carets = "^" * max(1, min(place.width, len(place.text) - place.column + 1))
+            lines.append(f"{' ' * gutter} |")
+            lines.append(f"{place.line:>{gutter}} | {place.text.expandtabs(4)}")
+            lines.append(f"{' ' * gutter} | {' ' * len(lead)}{carets} {place.note}".rstrip())
+    if hint:
+        lines.append(f"{' ' * gutter} = help: {hint}")
+    return "\n".join(lines)
 
 
 class SourceError(RewriteError):
@@ -153,6 +158,12 @@ class UnknownPrimitive(RewriteError):
     """There is no primitive of this name."""
 
     code = "SR207"
+
+
+class BadPattern(RewriteError):
+    """What is looked for is not a pure computation, or cannot be read."""
+
+    code = "SR210"
 
 
 class BadAxis(RewriteError):

@@ -1,0 +1,225 @@
+"""Matches a pattern's values with a model's, by the way the data goes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from slapo_rewrite.patterns.pattern import Pattern
+from slapo_rewrite.patterns.values import Graph, Value, equal
+from slapo_rewrite.source.index import SourceFile
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A node of a file, and what is to be said of it."""
+
+    file: SourceFile
+    node: ast.AST
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a pattern does not match somewhere.
+
+    Attributes:
+        reason: In words.
+        spots: The places in the model, the one that stopped it first.
+        wanted: The place in the pattern.
+        hint: What can be done.
+        matched: How many of the pattern's operations matched.
+    """
+
+    reason: str
+    spots: tuple[Spot, ...]
+    wanted: Spot | None = None
+    hint: str | None = None
+    matched: int = 0
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Which value of the model stands for which of the pattern, so far.
+
+    Attributes:
+        held: The model's value for each of the pattern's.
+        nodes: The model's values that are computed by the match.
+        calls: The calls that were looked through.
+        arms: The model's branch for each of the pattern's.
+    """
+
+    held: dict[Value, Value]
+    nodes: tuple[Value, ...] = ()
+    calls: tuple[Value, ...] = ()
+    arms: tuple[tuple[ast.AST, ast.AST], ...] = ()
+
+    def hold(self, wanted: Value, value: Value) -> Pairing:
+        """One pair more."""
+        computed = () if wanted.is_leaf or value in self.nodes else (value,)
+        held = self.held if wanted in self.held else {**self.held, wanted: value}
+        return replace(self, held=held, nodes=(*self.nodes, *computed))
+
+    @property
+    def matched(self) -> int:
+        """How many of the pattern's operations have a value."""
+        return sum(not wanted.is_leaf for wanted in self.held)
+
+
+class Matcher:
+    """Matches one pattern in one graph, and remembers how far it came.
+
+    Attributes:
+        nearest: Why the attempt that came furthest ended.
+    """
+
+    def __init__(self, pattern: Pattern, graph: Graph) -> None:
+        self.pattern, self.graph = pattern, graph
+        self.nearest: Stop | None = None
+
+    def at(self, value: Value) -> Iterator[Pairing]:
+        """The ways in which the pattern's result may be this value."""
+        return self._pairs(self.pattern.root, value, Pairing({}))
+
+    def stop(self, stop: Stop) -> None:
+        """Notes why an attempt ended; the one that came furthest is kept."""
+        if self.nearest is None or stop.matched > self.nearest.matched:
+            self.nearest = stop
+
+    def _pairs(self, wanted: Value, value: Value, so_far: Pairing) -> Iterator[Pairing]:
+        held = so_far.held.get(wanted)
+        if held is not None:
+            if self._same(held, value):
+                yield so_far if wanted.is_leaf else so_far.hold(wanted, value)
+            else:
+                self._differs(wanted, value, so_far, held)
+        elif wanted.operation == "parameter":
+            if (
+                value.literal is None
+                and value.operation == "constant"
+                and "." in str(wanted.literal)
+            ):
+                self._differs(wanted, value, so_far)
+            else:
+                yield so_far.hold(wanted, value)
+        elif wanted.is_leaf:
+            if value.operation == wanted.operation and equal(value.literal, wanted.literal):
+                yield so_far.hold(wanted, value)
+            else:
+                self._differs(wanted, value, so_far)
+        else:
+            yield from self._computed(wanted, value, so_far)
+
+    def _computed(self, wanted: Value, value: Value, so_far: Pairing) -> Iterator[Pairing]:
+        found = False
+        if wanted.operation == "call_module":
+            pairs = self._module_call(wanted, value)
+        else:
+            pairs = self._operands(wanted, value)
+        for pairing in pairs:
+            found = True
+            yield from self._all(pairing, self._entered(wanted, value, so_far))
+        if value.inner is not None and not value.inner.is_leaf:
+            found = True
+            through = replace(so_far, calls=(*so_far.calls, value))
+            yield from self._pairs(wanted, value.inner, through)
+        if wanted.inner is not None:
+            found = True
+            yield from self._pairs(wanted.inner, value, so_far)
+        if not found:
+            self._differs(wanted, value, so_far)
+
+    @staticmethod
+    def _entered(wanted: Value, value: Value, so_far: Pairing) -> Pairing:
+        pairing = so_far.hold(wanted, value)
+        if wanted.operation == "choice":
+            pairing = replace(pairing, arms=(*pairing.arms, (wanted.node, value.node)))
+        return pairing
+
+    def _operands(self, wanted: Value, value: Value) -> Iterable[list[tuple[Value, Value]]]:
+        """The pairs of operands, in each order that means the same."""
+        if wanted.operation != value.operation or not equal(wanted.literal, value.literal):
+            return
+        if [name for name, _ in wanted.arguments] != [name for name, _ in value.arguments]:
+            return
+        ours, theirs = ([v for _, v in each.arguments] for each in (wanted, value))
+        if not (wanted.commutes and value.commutes):
+            yield list(zip(ours, theirs, strict=True))
+            return
+        # The answer must not depend on which operand is written first.
+        ours[:2], theirs[:2] = sorted(ours[:2], key=_rank), sorted(theirs[:2], key=_rank)
+        yield list(zip(ours, theirs, strict=True))
+        theirs[:2] = theirs[1::-1]
+        yield list(zip(ours, theirs, strict=True))
+
+    def _module_call(self, wanted: Value, value: Value) -> Iterable[list[tuple[Value, Value]]]:
+        """`call_module(regex, x)`: a call of a submodule of such a path, with such operands."""
+        regex, *operands = wanted.arguments
+        if value.called is None or not re.match(str(regex[1].literal), value.called):
+            return
+        if len(operands) == len(value.given):
+            yield [(o, v) for (_, o), (_, v) in zip(operands, value.given, strict=True)]
+
+    def _all(self, pairs: list[tuple[Value, Value]], so_far: Pairing) -> Iterator[Pairing]:
+        if not pairs:
+            yield so_far
+            return
+        (wanted, value), *others = pairs
+        for pairing in self._pairs(wanted, value, so_far):
+            yield from self._all(others, pairing)
+
+    def _same(self, one: Value, other: Value) -> bool:
+        return self.graph.same(one, other)
+
+    def _differs(
+        self, wanted: Value, value: Value, so_far: Pairing, held: Value | None = None
+    ) -> None:
+        spots = [Spot(value.file, value.node, f"{described(value)} here")]
+        reason = f"the pattern has {described(wanted)} where the model has {described(value)}"
+        hint = None
+        if held is not None:
+            reason = f"{described(wanted)} of the pattern would be two different values"
+            spots.append(Spot(held.file, held.node, "one of them"))
+            spots[0] = Spot(value.file, value.node, "the other")
+        elif value.operation in ("choice", "merge"):
+            reason = "a branch lies between: the value depends on which way it goes"
+        elif value.operation == "loop":
+            reason = "a loop lies between: the value is carried from turn to turn"
+        elif wanted.operation == value.operation == "constant":
+            hint = "what may vary is a parameter of the pattern"
+        elif wanted.operation == "constant" and value.operation == "training":
+            hint = "make it a parameter of the pattern: `training=training`"
+        elif {"*0", "*1", "*2", "**1", "**2"} & {name for name, _ in value.arguments}:
+            hint = "a star-argument hides the operands"
+        where = Spot(wanted.file, wanted.node, described(wanted))
+        self.stop(Stop(reason, tuple(spots), where, hint, so_far.matched))
+
+
+def _rank(value: Value) -> tuple[bool, tuple[int, ...]]:
+    """What comes first of two commutative operands: what is computed, then by the time of it."""
+    return value.operation in ("attribute", "constant"), value.order
+
+
+def described(value: Value) -> str:
+    """A value in a word or two."""
+    match value.operation:
+        case "constant":
+            return repr(value.literal)
+        case "parameter" | "attribute" | "name":
+            return f"`{value.literal}`"
+        case "training":
+            return "the training flag"
+        case "self":
+            return "the module itself"
+        case "choice" | "merge":
+            return "a choice"
+        case "call_module":
+            return f"a call of `{value.arguments[0][1].literal}`"
+        case "call":
+            return "a call"
+        case "tuple" | "list":
+            return f"a {value.operation}"
+    name = value.operation.removeprefix("call ").removeprefix("module ")
+    return f"`{name.rpartition('.')[2]}`" if name else "a call"

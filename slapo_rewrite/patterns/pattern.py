@@ -1,0 +1,218 @@
+"""What is looked for: a function or a module class whose body is the computation."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.patterns.flow import graph_of
+from slapo_rewrite.patterns.values import Graph, Value
+from slapo_rewrite.source.facts import Facts, NoFacts, live_names
+from slapo_rewrite.source.index import SourceFile
+
+_REFUSED = {
+    ast.Lambda: "a lambda",
+    ast.ListComp: "a comprehension",
+    ast.SetComp: "a comprehension",
+    ast.DictComp: "a comprehension",
+    ast.GeneratorExp: "a generator",
+    ast.Await: "an `await`",
+    ast.Yield: "a `yield`",
+    ast.YieldFrom: "a `yield`",
+    ast.NamedExpr: "an assignment inside an expression",
+    ast.Starred: "a star-argument",
+    ast.JoinedStr: "a string with values in it",
+}
+
+
+def call_module(path: str, *operands: Any) -> Any:
+    """Stands, in a pattern, for the call of a submodule whose path matches a regular expression."""
+    raise NotImplementedError("`call_module` has a meaning only inside a pattern")
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """A computation to look for.
+
+    Attributes:
+        name: Of the function or class.
+        parameters: What may stand for anything, in order.
+        graph: Its values.
+        root: What it returns.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    graph: Graph
+    root: Value
+
+    @property
+    def wildcards(self) -> dict[str, Value]:
+        """Everything that may stand for anything: parameters, and what a class holds."""
+        found = {str(v.literal): v for v in self.root.walk() if v.operation == "parameter"}
+        first = {name: found[name] for name in self.parameters if name in found}
+        return first | dict(sorted((found.items() - first.items()), key=lambda item: item[0]))
+
+    @property
+    def size(self) -> int:
+        """How many operations it has."""
+        return sum(not value.is_leaf for value in self.root.walk())
+
+
+def pattern_of(value: Any, facts: Facts | None, at: errors.Span | None) -> Pattern:
+    """Reads a pattern from its source.
+
+    Args:
+        value: A function, or an instance of a module class.
+        facts: Of that instance.
+        at: The line of the schedule that asks.
+
+    Raises:
+        BadPattern: It is not a pure computation, or has no source.
+    """
+    function = value if isinstance(value, types.FunctionType) else type(value).forward
+    file, node, name = _located(inspect.unwrap(function), at)
+    if not isinstance(value, types.FunctionType):
+        name = type(value).__name__
+    _check(file, node, at)
+    graph = graph_of(
+        file,
+        node,
+        facts or NoFacts(),
+        method=facts is not None,
+        resolve=live_names(_names(function)),
+        pattern=True,
+    )
+    return _checked(name, file, node, graph, facts is not None, at)
+
+
+def _names(function: types.FunctionType) -> dict[str, Any]:
+    closed = inspect.getclosurevars(function)
+    return {**function.__globals__, **closed.nonlocals}
+
+
+def _located(
+    function: types.FunctionType, at: errors.Span | None
+) -> tuple[SourceFile, ast.FunctionDef, str]:
+    code = function.__code__
+    path = Path(code.co_filename)
+    if not path.is_file():
+        raise errors.BadPattern(f"the source of `{function.__qualname__}` is not a file", at=at)
+    file = SourceFile.read(path, function.__module__)
+    found = list(_defined(file, code))
+    if len(found) != 1:
+        raise errors.BadPattern(
+            "which function of this line is the pattern cannot be told",
+            at=at,
+            hint="give the pattern a `def` of its own",
+        )
+    name = "the lambda" if function.__name__ == "<lambda>" else function.__name__
+    return file, found[0], name
+
+
+def _defined(file: SourceFile, code: types.CodeType) -> Iterator[ast.FunctionDef]:
+    for node in ast.walk(file.tree):
+        match node:
+            case ast.FunctionDef(name=code.co_name):
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                if first == code.co_firstlineno:
+                    yield node
+            case ast.Lambda() if code.co_name == "<lambda>":
+                if node.lineno == code.co_firstlineno:
+                    body = ast.copy_location(ast.Return(node.body), node.body)
+                    function = ast.FunctionDef("the lambda", node.args, [body], [])
+                    yield ast.copy_location(function, node)
+
+
+def _check(file: SourceFile, function: ast.FunctionDef, at: errors.Span | None) -> None:
+    """Refuses what is no pure computation by its syntax alone."""
+
+    def refuse(node: ast.AST, what: str, hint: str | None = None) -> errors.BadPattern:
+        asked = [at] if at else []
+        return errors.BadPattern(
+            f"a pattern is a pure computation, and this is {what}",
+            at=file.at(node),
+            also=asked,
+            hint=hint or "write assignments to local names, and one `return`",
+        )
+
+    for star in (function.args.vararg, function.args.kwarg):
+        if star is not None:
+            raise refuse(star, "a parameter for any number of arguments", "name each operand")
+    for number, statement in enumerate(function.body):
+        match statement:
+            case ast.Return(value=ast.expr()) if statement is function.body[-1]:
+                pass
+            case ast.Expr(value=ast.Constant()) if number == 0:
+                pass
+            case ast.Assign(targets=targets) if all(map(_is_local, targets)):
+                pass
+            case ast.AnnAssign(target=ast.Name(), value=ast.expr()):
+                pass
+            case ast.AugAssign():
+                raise refuse(statement, "an assignment in place", "write `x = x + y`")
+            case _:
+                raise refuse(statement, _said(statement))
+    if not isinstance(function.body[-1], ast.Return):
+        raise refuse(function.body[-1], "no `return`")
+    for inner in (node for statement in function.body for node in ast.walk(statement)):
+        if type(inner) in _REFUSED:
+            raise refuse(inner, _REFUSED[type(inner)])
+
+
+def _is_local(target: ast.expr) -> bool:
+    match target:
+        case ast.Tuple(elts=elts):
+            return all(map(_is_local, elts))
+        case ast.Name():
+            return True
+    return False
+
+
+def _said(statement: ast.stmt) -> str:
+    names: dict[type[ast.stmt], str] = {ast.If: "a branch", ast.For: "a loop", ast.While: "a loop"}
+    names |= {ast.Expr: "a statement without a result", ast.Assign: "a store"}
+    names |= {ast.Return: "a `return` in the middle", ast.With: "a `with`"}
+    return names.get(type(statement), f"`{type(statement).__name__.lower()}`")
+
+
+def _checked(
+    name: str,
+    file: SourceFile,
+    function: ast.FunctionDef,
+    graph: Graph,
+    method: bool,
+    at: errors.Span | None,
+) -> Pattern:
+    """Refuses what is no pure computation by what it computes."""
+    asked = [at] if at else []
+    root = graph.returned[0]
+
+    def refuse(node: ast.AST, message: str, hint: str | None = None) -> errors.BadPattern:
+        return errors.BadPattern(message, at=file.at(node), also=asked, hint=hint)
+
+    last = function.body[-1]
+    if root.is_leaf:
+        raise refuse(last, f"`{name}` computes nothing")
+    if root.operation in ("tuple", "list"):
+        raise refuse(last, "a pattern returns one value", "look for each of them by itself")
+    if graph.mutations:
+        raise refuse(graph.mutations[0].node, "a pattern is a pure computation, without writes")
+    used = {id(value) for value in root.walk()}
+    for value in graph.values:
+        if id(value) not in used and not value.number:
+            raise refuse(value.node, f"{name} computes this, and does not return it")
+    given = function.args
+    parameters = [a.arg for a in (*given.posonlyargs, *given.args)][method:]
+    parameters += [a.arg for a in given.kwonlyargs]
+    read = {value.literal for value in root.walk() if value.operation == "parameter"}
+    for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs):
+        if argument.arg in parameters and argument.arg not in read:
+            raise refuse(argument, f"`{argument.arg}` is not used in the pattern")
+    return Pattern(name, tuple(parameters), graph, root)

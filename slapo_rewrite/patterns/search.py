@@ -1,0 +1,352 @@
+"""Looks for patterns in the functions of a module, and keeps what was found and what nearly was."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+from slapo_rewrite import errors
+from slapo_rewrite.patterns.flow import chain_graph, graph_of
+from slapo_rewrite.patterns.matching import Matcher, Pairing, Spot, Stop, described
+from slapo_rewrite.patterns.pattern import Pattern
+from slapo_rewrite.patterns.places import Judge, Replaced
+from slapo_rewrite.patterns.values import Graph, Value
+from slapo_rewrite.source.facts import Facts, NoFacts, Submodule
+from slapo_rewrite.source.index import SourceFile
+
+SEQUENTIAL = "torch.nn.Sequential"
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """A function of a module in which patterns are looked for.
+
+    Attributes:
+        path: The module's path.
+        function: The function's name.
+        graph: Its values.
+    """
+
+    path: str
+    function: str
+    graph: Graph
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """A place where a pattern was found.
+
+    Attributes:
+        path: The module's path.
+        function: The function of the module's class, or of its file: `forward`, as a rule.
+        file: The file of the function.
+        values: What stands for each of the pattern's parameters.
+        operands: The same as text that may be written at the place of the result.
+        nodes: What is computed, in order; the last is the result.
+        replaced: What one call would take the place of.
+    """
+
+    path: str
+    function: str
+    file: SourceFile
+    values: dict[str, Value]
+    operands: dict[str, str]
+    nodes: tuple[Value, ...]
+    replaced: Replaced
+
+    @property
+    def root(self) -> Value:
+        """The result."""
+        return self.nodes[-1]
+
+    @property
+    def calls(self) -> list[str]:
+        """The submodules that are called, by their paths relative to the module."""
+        paths = [node.called for node in self.nodes if node.called is not None]
+        return list(dict.fromkeys(paths))
+
+    @property
+    def lines(self) -> list[int]:
+        """The lines of the file that the match stands on, 1-based."""
+        sites = [node.site.node for node in self.nodes]
+        return sorted({line for site in sites for line in _lines(site)})
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The character offsets of each operation in the text of the file, in order."""
+        sites = [node.site for node in self.nodes]
+        return sorted({site.file.span(site.node) for site in sites if site.file is self.file})
+
+    @property
+    def place(self) -> errors.Span:
+        """The result as a place in a diagnostic."""
+        return self.file.at(self.root.site.node)
+
+    def __str__(self) -> str:
+        lines = self.lines
+        numbers = f"{lines[0]}-{lines[-1]}" if lines[0] != lines[-1] else f"{lines[0]}"
+        given = ", ".join(f"{name} = {text}" for name, text in self.operands.items())
+        where = f"{self.path or 'the model'}, {self.function}, line {numbers}"
+        return f"{where}: {given}" if given else where
+
+
+@dataclass(frozen=True)
+class Miss:
+    """The place where a pattern came nearest to a match, and what stopped it.
+
+    Attributes:
+        path: The module's path.
+        function: The function.
+        pattern: The pattern's name.
+        size: How many operations the pattern has.
+        stop: What stopped it.
+    """
+
+    path: str
+    function: str
+    pattern: str
+    size: int
+    stop: Stop
+
+    def render(self) -> str:
+        """The reason, with the line of the model and that of the pattern."""
+        stop = self.stop
+        where = f"`{self.path}`" if self.path else "the model"
+        head = f"`{self.pattern}` is not found in {where}, {self.function}: {stop.reason}"
+        head += f" ({stop.matched} of {self.size} operations found)"
+        places = [_span(spot) for spot in (*stop.spots, *([stop.wanted] if stop.wanted else []))]
+        return errors.excerpt(head, places, stop.hint)
+
+
+@dataclass(frozen=True, eq=False)
+class Matches(Sequence[Match]):
+    """What was found: a sequence of matches, false where it is empty.
+
+    Attributes:
+        found: The matches, in the order of the tree and of the text.
+        misses: The nearest miss of each module without a match.
+        first: The pattern's first parameter.
+    """
+
+    found: tuple[Match, ...]
+    misses: tuple[Miss, ...] = ()
+    first: str = ""
+
+    @overload
+    def __getitem__(self, index: int) -> Match: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Match]: ...
+    def __getitem__(self, index: int | slice) -> Match | Sequence[Match]:
+        return self.found[index]
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    @property
+    def nearest(self) -> Miss | None:
+        """The miss that came furthest."""
+        return max(self.misses, key=lambda miss: miss.stop.matched, default=None)
+
+    @property
+    def groups(self) -> list[tuple[Match, ...]]:
+        """Matches that work on one operand side by side, those of query, key and value say."""
+        groups: dict[tuple[object, ...], list[Match]] = {}
+        for match in self.found:
+            operand = match.values.get(self.first)
+            if operand is not None and operand.operation != "constant":
+                key = (match.path, match.function, id(operand))
+                groups.setdefault(key, []).append(match)
+        return [tuple(group) for group in groups.values() if len(group) > 1]
+
+    def __str__(self) -> str:
+        if self.found:
+            return "\n".join(map(str, self.found))
+        return self.nearest.render() if self.nearest else "nothing found"
+
+    def __repr__(self) -> str:
+        return f"<{len(self.found)} matches>"
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """One call, for a predicate.
+
+    Attributes:
+        operation: Its canonical name: `gelu`, `matmul`, `softmax`.
+        path: The path of the submodule that is called, relative to the module; '' for a function.
+        arguments: The text of each argument, by the name of the parameter where that is known.
+        line: Of the file, 1-based.
+    """
+
+    operation: str
+    path: str
+    arguments: dict[str, str] = field(default_factory=dict)
+    line: int = 1
+
+
+def scopes_of(path: str, facts: Facts) -> list[Scope]:
+    """The functions to look in: a module's `forward`, and what that names of its class and file."""
+    own = facts.look("")
+    if isinstance(own, Submodule) and own.cls == SEQUENTIAL:
+        places = [place for name in own.children if (place := facts.place(name)) is not None]
+        if not places:
+            return []
+        file, node = places[-1]
+        return [Scope(path, "forward", chain_graph(file, node, facts, own))]
+    if isinstance(own, Submodule) and own.cls.startswith("torch.nn."):
+        return []
+    found: dict[str, Scope] = {}
+    pending = [("forward", True)]
+    home: SourceFile | None = None
+    while pending:
+        name, method = pending.pop(0)
+        if name in found:
+            continue
+        if method:
+            located = facts.method("", name)
+        else:
+            located = (home, home.functions[name]) if home and name in home.functions else None
+        if located is None:
+            continue
+        home = home or located[0]
+        graph = graph_of(*located, facts if method else NoFacts(), method=method)
+        found[name] = Scope(path, name, graph)
+        pending += _named(*located)
+    return list(found.values())
+
+
+def _named(file: SourceFile, function: ast.FunctionDef) -> Iterator[tuple[str, bool]]:
+    """The methods and functions of the file that a function names, in the order of the text."""
+    for node in ast.walk(function):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Load()):
+                yield name, True
+            case ast.Name(id=name, ctx=ast.Load()) if name in file.functions:
+                yield name, False
+
+
+def find_pattern(pattern: Pattern, scopes: Sequence[Scope]) -> Matches:
+    """Every place in some functions where a pattern stands."""
+    found: list[Match] = []
+    misses: list[Miss] = []
+    for path, group in itertools.groupby(scopes, key=lambda scope: scope.path):
+        here: list[Match] = []
+        near: list[Miss] = []
+        for scope in group:
+            matcher = Matcher(pattern, scope.graph)
+            here += _matches(matcher, scope)
+            if matcher.nearest is not None:
+                near.append(Miss(path, scope.function, pattern.name, pattern.size, matcher.nearest))
+        found += here
+        if near and not here:
+            misses.append(max(near, key=lambda miss: miss.stop.matched))
+    return Matches(tuple(found), tuple(misses), next(iter(pattern.parameters), ""))
+
+
+def _matches(matcher: Matcher, scope: Scope) -> Iterator[Match]:
+    taken: set[int] = set()
+    for root in list(scope.graph.values):
+        if root.number or root.lazy:
+            continue
+        for pairing in matcher.at(root):
+            result = pairing.held[_outermost(matcher.pattern.root, pairing)]
+            judge = Judge(matcher.pattern, scope.graph, pairing, result)
+            stop = judge.stop()
+            if stop is not None:
+                matcher.stop(stop)
+            elif taken.isdisjoint(map(id, judge.nodes)):
+                taken.update(map(id, judge.nodes))
+                yield _match(scope, matcher.pattern, judge)
+                break
+
+
+def _outermost(wanted: Value, pairing: Pairing) -> Value:
+    """The pattern's result, or what stands for it where its own call is looked through."""
+    while wanted not in pairing.held and wanted.inner is not None:
+        wanted = wanted.inner
+    return wanted
+
+
+def _match(scope: Scope, pattern: Pattern, judge: Judge) -> Match:
+    held = judge.pairing.held
+    values = {name: held[wanted] for name, wanted in pattern.wildcards.items() if wanted in held}
+    nodes = sorted(judge.nodes, key=lambda node: node.order)
+    nodes = [node for node in nodes if node is not judge.root]
+    return Match(
+        scope.path,
+        scope.function,
+        scope.graph.file,
+        values,
+        {name: judge.text(value) for name, value in values.items()},
+        (*nodes, judge.root),
+        judge.replaced,
+    )
+
+
+def find_calls(scopes: Sequence[Scope], wanted: Callable[[str, CallSite], bool]) -> Matches:
+    """Every call that a predicate takes.
+
+    Args:
+        scopes: The functions to look in.
+        wanted: Takes the module's path and the call.
+    """
+    found = [
+        match
+        for scope in scopes
+        for value in scope.graph.values
+        if (isinstance(value.node, ast.Call) or value.called is not None)
+        and not value.number
+        and (match := _call_match(scope, value, wanted)) is not None
+    ]
+    return Matches(tuple(found), (), "0")
+
+
+def _call_match(
+    scope: Scope, value: Value, wanted: Callable[[str, CallSite], bool]
+) -> Match | None:
+    given = value.given or value.arguments
+    named = {key or str(number): v for number, (key, v) in enumerate(given)}
+    texts = {name: _text(v) for name, v in named.items()}
+    name = value.operation.removeprefix("module ").removeprefix("call ")
+    site = CallSite(name, value.called or "", texts, _lines(value.node)[0])
+    if not wanted(scope.path, site):
+        return None
+    replaced = Replaced(value.node)
+    return Match(scope.path, scope.function, scope.graph.file, named, texts, (value,), replaced)
+
+
+def path_predicate(regex: re.Pattern[str], base: str) -> Callable[[str, CallSite], bool]:
+    """Takes the calls of submodules whose path, relative to a module, begins as an expression says.
+
+    As in Slapo, the expression is matched from the beginning and need not reach the end.
+    """
+
+    def wanted(path: str, call: CallSite) -> bool:
+        inner = path[len(base) :].lstrip(".") if base else path
+        full = f"{inner}.{call.path}" if inner else call.path
+        return bool(call.path and regex.match(full))
+
+    return wanted
+
+
+def _text(value: Value) -> str:
+    if value.is_leaf and value.operation not in ("parameter", "attribute", "self"):
+        return repr(value.literal) if value.operation == "constant" else described(value)
+    if value.operation == "attribute":
+        return f"self.{value.literal}"
+    if value.operation == "parameter":
+        return str(value.literal)
+    return value.file.segment(value.node) if isinstance(value.node, ast.expr) else described(value)
+
+
+def _lines(node: ast.AST) -> range:
+    first = getattr(node, "lineno", 1)
+    return range(first, (getattr(node, "end_lineno", None) or first) + 1)
+
+
+def _span(spot: Spot) -> errors.Span:
+    return spot.file.at(spot.node, spot.note)
