@@ -9,11 +9,17 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# What a schedule says of the weights of a module that takes another's place.
-_WEIGHTS = ("concat", "split", "transpose")
+# What schedules import from here, and where it is; most of it needs torch.
+_FOR_SCHEDULES = {
+    # the weights of a module that takes another's place
+    **dict.fromkeys(("concat", "split", "transpose"), "runtime.weights"),
+    # patterns
+    "call_module": "patterns.pattern",
+    **dict.fromkeys(("Pattern", "ModulePattern"), "model.pattern"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WEIGHTS:
+    if name not in _FOR_SCHEDULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("slapo_rewrite.runtime.weights"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_FOR_SCHEDULES[name]}"), name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -41,12 +41,14 @@ class Call:
 class Example:
     """A worked example: a source file, a schedule for it, and the changed lines that come of it.
 
-    It is shown by `slapo-rewrite primitives NAME` and run as a test.
+    It is shown by `slapo-rewrite primitives NAME` and run as a test. What the schedule prints
+    stands in `printed`.
     """
 
     source: str
     schedule: str
-    diff: str
+    diff: str = ""
+    printed: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,27 @@ class Primitive:
             ) from None
         bound.apply_defaults()
         return dict(bound.arguments)
+
+
+class Question(Primitive):
+    """A verb that asks: it looks at the selected modules, and changes nothing."""
+
+    def answer(self, call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> Any:
+        """What the call gives to the schedule.
+
+        Args:
+            call: The call.
+            nodes: The selected modules.
+            states: What was asked of modules so far.
+
+        Raises:
+            RewriteError: The call does not fit the modules.
+        """
+        raise NotImplementedError
+
+    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+        """Asks nothing of a module."""
+        return state
 
 
 def signature_of(function: Any) -> inspect.Signature:

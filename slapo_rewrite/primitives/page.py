@@ -37,7 +37,8 @@ def page(name: str) -> str:
             textwrap.indent(example.source, "    "),
             "with this schedule",
             textwrap.indent(example.schedule, "    "),
-            "changes these lines",
-            textwrap.indent(example.diff, "    "),
         ]
+        for what, text in (("changes these lines", example.diff), ("prints", example.printed)):
+            if text:
+                parts += [what, textwrap.indent(text, "    ")]
     return "\n\n".join(part.rstrip("\n") for part in parts)

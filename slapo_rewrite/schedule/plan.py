@@ -10,7 +10,7 @@ from slapo_rewrite.edit.state import EMPTY, Directive, ModuleState
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.primitives.base import Call, Primitive
+from slapo_rewrite.primitives.base import Call, Primitive, Question
 from slapo_rewrite.schedule.load import ScheduleFile
 
 
@@ -34,11 +34,14 @@ class Plan:
 
     def call(
         self, primitive: Primitive, nodes: list[Node], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    ) -> Any:
         """Carries out one primitive call on the selected modules.
 
         The primitive decides once for each different combination of class, parameter shapes and
         state, not for each module.
+
+        Returns:
+            The answer, where the primitive is a question; None otherwise.
         """
         at = self.schedule.caller()
         directive = Directive(
@@ -50,6 +53,8 @@ class Plan:
         )
         arguments = primitive.bind(args, kwargs, at)
         call = Call(directive, self.schedule.module, arguments, self.sources, self.tree)
+        if isinstance(primitive, Question):
+            return primitive.answer(call, nodes, self.states)
         self.directives.append(directive)
         decided: dict[tuple[int, int], ModuleState] = {}
         grafts: dict[str, Any] = {}
@@ -75,6 +80,7 @@ class Plan:
             self.tree.graft(grafts)
             self.sources.regrown()
             self.order = {path: number for number, path in enumerate(self.tree.nodes)}
+        return None
 
     def _check_untouched(self, grafts: Mapping[str, Any], at: Span | None) -> None:
         """What a replaced module holds goes with it, so it cannot have been scheduled before."""

@@ -124,7 +124,7 @@ class Selection:
     def __repr__(self) -> str:
         return f"<{self._said}: {len(self._nodes)} modules>"
 
-    def __getattr__(self, name: str) -> Callable[..., Selection]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
         primitive = primitives.registry().get(name)
@@ -136,9 +136,9 @@ class Selection:
                 or "the primitives are " + ", ".join(primitives.registry()),
             )
 
-        def call(*args: Any, **kwargs: Any) -> Selection:
-            self._plan.call(primitive, self._nodes, args, kwargs)
-            return self
+        def call(*args: Any, **kwargs: Any) -> Any:
+            answer = self._plan.call(primitive, self._nodes, args, kwargs)
+            return self if answer is None else answer
 
         return call
 

@@ -33,10 +33,11 @@ def test_documented(primitive: Primitive):
     [(p, n) for p in ALL.values() for n in range(len(p.examples))],
     ids=lambda v: v if isinstance(v, int) else v.name,
 )
-def test_example(primitive: Primitive, number: int, tmp_path):
+def test_example(primitive: Primitive, number: int, tmp_path, capsys):
     example = primitive.examples[number]
     output = rewritten(tmp_path, example.source, example.schedule)
     assert changed_lines(output) == example.diff
+    assert capsys.readouterr().out.replace(f"{tmp_path}/", "") == example.printed
     for name, text in output.files.items():
         if name.endswith(".py"):
             ast.parse(text)

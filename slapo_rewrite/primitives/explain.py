@@ -1,0 +1,81 @@
+"""`explain`: why a pattern is not found."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.primitives.base import Call, Example, Question, Refusal, signature_of
+from slapo_rewrite.primitives.find import MLP, MODEL, found
+
+
+class Explain(Question):
+    """Print where a pattern is found, or how far it came and what stopped it.
+
+    Of each selected module in which `find` gives nothing, the nearest miss is printed: the line of
+    the model that stopped it, and the line of the pattern. The same text is returned.
+
+    Rewrite:
+        Nothing is rewritten.
+
+    Shapes:
+        Not looked at.
+
+    Numerics:
+        As for `find`.
+
+    State:
+        Unchanged.
+
+    Raises:
+        SR210 the pattern is no pure computation.
+        SR305 the module was replaced by what cannot be built here.
+
+    Source: the nearest miss is our own; for the pattern language see `find`.
+    """
+
+    name = "explain"
+    examples = (
+        Example(
+            MLP,
+            MODEL
+            + """\
+def tanh_gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+def schedule(s):
+    s.explain(tanh_gelu)
+""",
+            printed="""\
+`tanh_gelu` is not found in the model, forward: the pattern has 'tanh' where the model has 'none' (1 of 1 operations found)
+   --> source_0.py:16:30
+   |
+16 |         return x + self.down(self.act(y))
+   |                              ^^^^^^^^^^^ 'none' here
+   ::: s.py:20:34
+   |
+20 |     return F.gelu(x, approximate="tanh")
+   |                                  ^^^^^^ 'tanh'
+   = help: what may vary is a parameter of the pattern
+""",  # noqa: E501
+        ),
+    )
+    refusals = (Refusal(MLP, MODEL + "def schedule(s):\n    s.explain(lambda x: x)\n", "SR210"),)
+
+    def signature(self) -> inspect.Signature:
+        """`explain(pattern)`."""
+
+        def explain(pattern: Callable[..., Any] | type | str) -> None: ...
+
+        return signature_of(explain)
+
+    def answer(self, call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> str:
+        """The matches, or the nearest misses."""
+        matches = found(call, nodes, states)
+        text = "\n".join([*map(str, matches), *(miss.render() for miss in matches.misses)])
+        print(text or "nothing is found, nor anything near")
+        return text

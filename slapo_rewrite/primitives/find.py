@@ -1,0 +1,244 @@
+"""`find`: where a computation stands in the `forward` of a module."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.model.facts import NodeFacts
+from slapo_rewrite.model.pattern import as_module, facts_of_pattern
+from slapo_rewrite.model.sources import Sources
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.patterns.pattern import Pattern, pattern_of
+from slapo_rewrite.patterns.search import (
+    CallSite,
+    Matches,
+    find_calls,
+    find_pattern,
+    path_predicate,
+    scopes_of,
+)
+from slapo_rewrite.primitives.base import Call, Example, Question, Refusal, signature_of
+
+MLP = """\
+import torch
+from torch import nn
+
+
+class MLP(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.bias = nn.Parameter(torch.zeros(4 * width))
+        self.act = nn.GELU()
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        y = self.up(x)
+        y = self.bias + y
+        return x + self.down(self.act(y))
+"""
+
+MODEL = """\
+import torch
+from torch.nn import functional as F
+
+from slapo_rewrite import call_module
+
+
+def model(m):
+    return m.MLP(8)
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+"""
+
+
+class Find(Question):
+    """Find where a computation stands in a module's `forward`.
+
+    A pattern is a function whose body is the computation and whose parameters stand for anything;
+    a module class, whose submodules stand for submodules of the same class; or a regular
+    expression, for calls of submodules by their path. What counts is how the data goes: local
+    names, temporaries, unrelated statements in between, the spelling of an operation
+    (`nn.GELU()(x)`, `F.gelu(x)`, an activation of transformers), keywords and the order of
+    commutative operands make no difference.
+
+    A match is what one call could stand for, at the place of its result. So there is none where a
+    value inside is used elsewhere too, where a branch or a loop lies between, where an operand is
+    overwritten or bound again in between, or where random numbers would be drawn in another order.
+
+    The result is a sequence of matches, false where there is none: `match.operands`, `.lines`,
+    `.spans`, `.calls`, `.replaced`; `found.groups` are matches side by side on one operand, and
+    `found.nearest` is what came nearest. Functions of the file and methods that `forward` names
+    are looked at as well; `match.function` says which it is.
+
+    Rewrite:
+        Nothing is rewritten.
+
+    Shapes:
+        Not looked at.
+
+    Numerics:
+        Found is what computes the same, to the bit, from the same operands.
+
+    State:
+        Unchanged.
+
+    Raises:
+        SR210 the pattern is no pure computation.
+        SR305 the module was replaced by what cannot be built here.
+
+    Source: Slapo's `find`; Chen et al., arXiv 2302.08005.
+    """
+
+    name = "find"
+    examples = (
+        Example(
+            MLP,
+            MODEL
+            + """\
+def bias_gelu(x, bias):
+    return F.gelu(x + bias)
+
+
+def schedule(s):
+    for match in s.find(bias_gelu):
+        print(match)
+        print(match.replaced.removed[0].lineno, "goes")
+    print(s.find(lambda x: F.gelu(call_module("up", x))))
+""",
+            printed="""\
+the model, forward, line 15-16: x = y, bias = self.bias
+15 goes
+`the lambda` is not found in the model, forward: the pattern has a call of `up` where the model has `add` (1 of 2 operations found)
+   --> source_0.py:15:13
+   |
+15 |         y = self.bias + y
+   |             ^^^^^^^^^^^^^ `add` here
+   ::: s.py:27:35
+   |
+27 |     print(s.find(lambda x: F.gelu(call_module("up", x))))
+   |                                   ^^^^^^^^^^^^^^^^^^^^ a call of `up`
+""",  # noqa: E501
+        ),
+    )
+    refusals = (
+        Refusal(
+            MLP,
+            MODEL
+            + """\
+def leaky(x):
+    if x > 0:
+        return x
+    return 0.1 * x
+
+
+def schedule(s):
+    s.find(leaky)
+""",
+            "SR210",
+        ),
+        Refusal(MLP, MODEL + 'def schedule(s):\n    s.find("up(")\n', "SR206"),
+        Refusal(MLP, MODEL + "def schedule(s):\n    s.find(3)\n", "SR206"),
+    )
+
+    def signature(self) -> inspect.Signature:
+        """`find(pattern=None, *, where=None)`."""
+
+        def find(
+            pattern: Callable[..., Any] | type | str | None = None,
+            *,
+            where: Callable[[CallSite], bool] | None = None,
+        ) -> None: ...
+
+        return signature_of(find)
+
+    def answer(self, call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> Matches:
+        """The matches in all selected modules."""
+        return found(call, nodes, states)
+
+
+def found(call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> Matches:
+    """The matches of a call's pattern in all selected modules."""
+    sources, at, wanted = call.sources, call.directive.at, call.arguments["pattern"]
+    where = call.arguments.get("where")
+    for node in nodes:
+        _check_original(node, states, at)
+    if (wanted is None) is (where is None):
+        raise errors.BadArgument(
+            f"`{call.directive.primitive}` takes a pattern, or a predicate as `where`", at=at
+        )
+    if where is not None:
+        return _by_predicate(where, nodes, sources, at)
+    if isinstance(wanted, str):
+        return _by_path(wanted, nodes, sources, at)
+    pattern = _pattern(wanted, sources, at)
+    scopes = [s for node in nodes for s in scopes_of(node.path, NodeFacts(node, sources))]
+    return find_pattern(pattern, scopes)
+
+
+def _pattern(wanted: object, sources: Sources, at: errors.Span | None) -> Pattern:
+    module = as_module(wanted, at)
+    if module is not None:
+        return pattern_of(module, facts_of_pattern(module, sources.main), at)
+    if isinstance(wanted, types.FunctionType):
+        return pattern_of(wanted, None, at)
+    raise errors.BadArgument(
+        f"a pattern is a function, a module class or a regular expression, not {wanted!r}", at=at
+    )
+
+
+def _by_path(regex: str, nodes: list[Node], sources: Sources, at: errors.Span | None) -> Matches:
+    """Calls of submodules by their path below each selected module."""
+    try:
+        compiled = re.compile(regex)
+    except re.error as error:
+        raise errors.BadArgument(f"`{regex}` is not a regular expression: {error}", at=at) from None
+    matches = [
+        match
+        for node in nodes
+        for match in find_calls(_below(node.walk(), sources), path_predicate(compiled, node.path))
+    ]
+    return Matches(tuple(dict.fromkeys(matches)), (), "0")
+
+
+def _below(nodes: Iterable[Node], sources: Sources) -> list[Any]:
+    inner = (node for node in nodes if node.children)
+    return [s for node in inner for s in scopes_of(node.path, NodeFacts(node, sources))]
+
+
+def _by_predicate(
+    where: object, nodes: list[Node], sources: Sources, at: errors.Span | None
+) -> Matches:
+    if not callable(where):
+        raise errors.BadArgument(f"`where` is a function of a call, not {where!r}", at=at)
+    return find_calls(_below(nodes, sources), lambda _, site: bool(where(site)))
+
+
+def _check_original(node: Node, states: Mapping[str, ModuleState], at: errors.Span | None) -> None:
+    """What stands in the place of a replaced module has to be known."""
+    above: Node | None = node
+    while above is not None:
+        state = states.get(above.path)
+        new = state.replacement if state is not None else None
+        if new is not None and above.cls.__name__ != new.target.name:
+            raise errors.Unsupported(
+                f"`{above.path}` was replaced by what cannot be looked into",
+                at=at,
+                also=[new.cause.at] if new.cause.at else [],
+                hint="look for the pattern before the module is replaced",
+            )
+        above = above.parent
