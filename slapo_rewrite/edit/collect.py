@@ -33,8 +33,8 @@ from slapo_rewrite.edit.definition import (
     WrapOutput,
     united,
 )
+from slapo_rewrite.edit.desks import Desk, Desks
 from slapo_rewrite.edit.lineages import Lineages
-from slapo_rewrite.edit.places import Places
 from slapo_rewrite.edit.reads import readings
 from slapo_rewrite.edit.state import Annotation, Directive, Function, ModuleState, Shard, Sync
 from slapo_rewrite.edit.text import returns
@@ -49,31 +49,27 @@ def collect(
     states: Mapping[str, ModuleState],
     asked: Asked,
     followed: Followed,
-    places: Places,
-    lineages: Lineages,
+    desks: Desks,
 ) -> None:
-    """Adds to `places` what was asked and what follows from it.
+    """Adds to the desks what was asked and what follows from it.
 
     Args:
         tree: The module tree.
         states: What was asked of each module path.
         asked: The layers and split parameters among it.
         followed: What follows from the sharded sizes.
-        places: Takes the changes.
-        lineages: The classes of the model file.
+        desks: Take the changes.
 
     Raises:
         RewriteError: There is no place for something.
     """
-    _Collection(tree, states, places, lineages).run(asked, followed)
+    _Collection(tree, states, desks).run(asked, followed)
 
 
 class _Collection:
-    def __init__(
-        self, tree: Tree, states: Mapping[str, ModuleState], places: Places, lineages: Lineages
-    ) -> None:
-        self.tree, self.states, self.places, self.lineages = tree, states, places, lineages
-        self.sources, self.file = places.sources, places.file
+    def __init__(self, tree: Tree, states: Mapping[str, ModuleState], desks: Desks) -> None:
+        self.tree, self.states, self.desks = tree, states, desks
+        self.sources, self.file = desks.sources, desks.main.file
 
     def run(self, asked: Asked, followed: Followed) -> None:
         """Everything, in order."""
@@ -86,30 +82,43 @@ class _Collection:
                 causes = united((s.cause for s in state.shards), (s.cause for s in state.syncs))
                 base = base_of(node.cls)
                 assert base is not None
-                if base is node.cls:
-                    self.places.at_site(node, MakeLayer(layer), causes)
+                if base is node.cls and state.replacement:
+                    pass  # a layer in another's place, below
+                elif base is node.cls:
+                    self.desks.making(node).places.at_site(node, MakeLayer(layer), causes)
                 else:
-                    self.places.add(node.path, ("base",), DeriveFrom(layer, base.__name__), causes)
+                    what: What = DeriveFrom(layer, base.__name__)
+                    self._home(node).places.add(node.path, ("base",), what, causes)
             if state.replacement:
                 new = state.replacement
-                what = MakeOther(new.target, new.arguments, new.weights)
-                self.places.at_site(node, what, (new.cause,))
+                causes = united([new.cause], (s.cause for s in state.shards + state.syncs))
+                own = layers.get(path) if base_of(node.cls) is node.cls else None
+                fitted = own and self._fitted(node, own, followed)
+                what = MakeOther(new.target, new.arguments, new.weights, fitted)
+                self.desks.making(node).places.at_site(node, what, causes)
             for shard in state.shards if path in parameters else ():
                 self._split_parameter(node, shard)
             self._syncs(node, asked.borders.get(path, ()), path in layers, followed)
             for annotation in state.annotations:
                 self._annotate(node, annotation, state.replacement is not None)
+            # What stands in another's place is wrapped where it is made.
+            home = self.desks.making(node) if state.replacement else self._home(node)
             if state.fork:
-                self.places.add(node.path, FORK, ForkRandom(), (state.fork.cause,))
+                home.places.add(node.path, FORK, ForkRandom(), (state.fork.cause,))
             if state.checkpoint:
-                self.places.add(node.path, RECOMPUTE, Recompute(), (state.checkpoint.cause,))
+                home.places.add(node.path, RECOMPUTE, Recompute(), (state.checkpoint.cause,))
         self._sizes(layers, parameters, followed)
         for path, layer in layers.items():
             self._read_sizes(self.tree.nodes[path], layer)
 
+    def _home(self, node: Node) -> Desk:
+        """Where the class of a module changes; of a foreign class, where it gets a subclass."""
+        return self.desks.of(node.cls) or self.desks.making(node)
+
     def _split_parameter(self, node: Node, shard: Shard) -> None:
         site = find_parameter_site(self.sources, node, shard.name)
-        if site.file is not self.file:
+        home = self._home(node)
+        if site.file is not home.file:
             base = base_of(node.cls)
             own = f", and `{node.cls.__name__}` computes with it in a way of its own"
             raise errors.UnfollowableConstruction(
@@ -121,22 +130,23 @@ class _Collection:
                 if base
                 else None,
             )
-        start = self.file.span(site.value)[0]
-        self.places.sites[start] = site
+        start = home.file.span(site.value)[0]
+        home.places.sites[start] = site
         key = ("parameter", start, "", shard.name)
-        self.places.add(node.path, key, SplitParameter(shard.axis, shard.parts), (shard.cause,))
+        home.places.add(node.path, key, SplitParameter(shard.axis, shard.parts), (shard.cause,))
 
     def _annotate(self, node: Node, annotation: Annotation, is_replaced: bool) -> None:
         """In the class that makes the parameter, else where the module is made."""
         causes = (annotation.cause,)
         what = Annotate(annotation.name, annotation.key, annotation.value)
-        if self.sources.file_of(node.cls) is self.file and not is_replaced:
+        home = self.desks.of(node.cls)
+        if home is not None and not is_replaced:
             site = find_parameter_site(self.sources, node, annotation.name)
-            if site.file is self.file:
-                start = self.file.span(site.value)[0]
-                self.places.sites[start] = site
+            if site.file is home.file:
+                start = home.file.span(site.value)[0]
+                home.places.sites[start] = site
                 key = ("parameter", start, "", annotation.name, annotation.key)
-                self.places.add(node.path, key, what, causes)
+                home.places.add(node.path, key, what, causes)
                 return
         if node.owner is None:
             raise errors.Unsupported(
@@ -144,10 +154,11 @@ class _Collection:
                 at=annotation.cause.at,
                 hint=f"copy the class that makes it into {self.file.path.name}",
             )
-        key, owner = self.places.site(node, causes)
-        for place in self.places.alike(key, node):
+        places = self.desks.making(node).places
+        key, owner = places.site(node, causes)
+        for place in places.alike(key, node):
             name = ("hook", *place[1:], annotation.name, annotation.key)
-            self.places.add(owner.path, name, what, causes)
+            places.add(owner.path, name, what, causes)
 
     def _syncs(
         self, node: Node, borders: Sequence[Border], is_layer: bool, followed: Followed
@@ -168,15 +179,16 @@ class _Collection:
                 continue
             causes = united(s.cause for s in asked)
             collectives = tuple(map(_collective, asked))
-            if self.sources.file_of(node.cls) is self.file and not is_layer:
+            home = self.desks.of(node.cls)
+            if home is not None and not is_layer:
                 what = (
                     WrapInput(collectives)
                     if side == "argument"
                     else WrapOutput(
-                        collectives, node.path in followed.nested, self._containers(node.cls)
+                        collectives, node.path in followed.nested, self._containers(node.cls, home)
                     )
                 )
-                self.places.add(node.path, ("forward", side), what, causes)
+                home.places.add(node.path, ("forward", side), what, causes)
             elif node.owner is None:
                 raise errors.Unsupported(
                     "the model itself is not called by another module", at=causes[0].at
@@ -184,17 +196,19 @@ class _Collection:
             else:
                 key = ("call", node.relative, side)
                 name = next(iter(inspect.signature(node.live.forward).parameters), None)
-                self.places.add(node.owner.path, key, WrapCall(collectives, side, name), causes)
+                call = WrapCall(collectives, side, name)
+                self._home(node.owner).places.add(node.owner.path, key, call, causes)
 
     def _attach(self, node: Node, sync: Sync, function: Function) -> None:
         causes = (sync.cause,)
-        key, owner = self.places.site(node, causes)
+        places = self.desks.making(node).places
+        key, owner = places.site(node, causes)
         place = ("hook", *key[1:], sync.mode, function.name)
-        self.places.add(owner.path, place, Attach(sync.mode, function), causes)
+        places.add(owner.path, place, Attach(sync.mode, function), causes)
 
-    def _containers(self, cls: type) -> tuple[tuple[str, str], ...]:
+    def _containers(self, cls: type, home: Desk) -> tuple[tuple[str, str], ...]:
         """The classes that `forward` returns its values in, and the first field of each."""
-        forward = self.lineages.method(cls.__name__, "forward")
+        forward = home.lineages.method(cls.__name__, "forward")
         known = vars(sys.modules[cls.__module__])
         found = {}
         for statement in returns(forward) if forward else ():
@@ -230,6 +244,7 @@ class _Collection:
                 owners.setdefault(owner.path, []).extend(s.cause for s in self.states[path].shards)
         for path, holder in self._holders(owners).items():
             cls, causes = self.tree.nodes[path].cls, united(owners[holder.path])
+            home = self._home(self.tree.nodes[path])
             shared = min((name for c, name in followed.replicated if c is cls), default=None)
             for attribute in sorted(followed.sizes | followed.repeats, key=lambda a: a.name):
                 if (attribute.cls, attribute.holder) != (cls, holder.cls):
@@ -237,41 +252,41 @@ class _Collection:
                 what: What = OwnShare(shared if attribute in followed.few else None)
                 if attribute in followed.repeats and shared:
                     what = DivideByReplicas(shared)
-                self.places.add(path, ("size", attribute.name), what, causes)
+                home.places.add(path, ("size", attribute.name), what, causes)
             for change in followed.arguments:
-                if any(
-                    self.lineages.holds(c, change.place.line)
-                    for c in self.lineages.lineage(cls.__name__)
+                if self.desks.at(change.place) is home and any(
+                    home.lineages.holds(c, change.place.line)
+                    for c in home.lineages.lineage(cls.__name__)
                 ):
                     place = change.place
                     key = (
                         "argument", place.line, place.column, place.end_line, place.end_column,
                         change.index,
                     )  # fmt: skip
-                    self.places.add(path, key, ChangeArgument(change.template), causes)
+                    home.places.add(path, key, ChangeArgument(change.template), causes)
         for path, name in sorted(followed.shared):
             self._share_parameter(path, name, followed.shared[path, name], owners)
 
     def _read_sizes(self, node: Node, layer: Layer) -> None:
         """Whoever reads the size of a layer that is split means the whole layer's."""
         share, whole = SHARES[layer.name]
-        if f".{share}" not in self.file.text:
-            return
+        desks = [desk for desk in self.desks if f".{share}" in desk.file.text]
         causes = tuple(s.cause for s in self.states[node.path].shards)
         above = node.parent
-        while above is not None:
+        while above is not None and desks:
+            home = self._home(above)
             relative = node.path[len(above.path) + 1 if above.path else 0 :]
-            for reading in readings(self.lineages, above.cls.__name__, relative, share):
+            for reading in readings(home.lineages, above.cls.__name__, relative, share):
                 if whole is None:
                     raise errors.UnfollowableSize(
                         f"`{node.path}` is split, so its `{share}` is this rank's share, and is "
                         "read here",
-                        at=self.file.at(reading),
+                        at=home.file.at(reading),
                         also=[c.at for c in causes[:1] if c.at],
                         hint="read the size from where the layer's constructor has it",
                     )
-                key = ("read", self.file.span(reading)[1])
-                self.places.add(above.path, key, ReadWhole(whole), causes)
+                key = ("read", home.file.span(reading)[1])
+                home.places.add(above.path, key, ReadWhole(whole), causes)
             above = above.parent
 
     def _holders(self, owners: Mapping[str, list[Directive]]) -> dict[str, Node]:
@@ -306,14 +321,14 @@ class _Collection:
         state = self.states.get(path) if path is not None else None
         return united(state.causes()) if state else ()
 
-    def _computes_as(self, cls: type) -> bool:
+    def _computes_as(self, cls: type, lineages: Lineages) -> bool:
         """Whether a class leaves the work to what it is derived from in another file."""
-        return all(map(self.lineages.extends_forward, self.lineages.lineage(cls.__name__)))
+        return all(map(lineages.extends_forward, lineages.lineage(cls.__name__)))
 
     def _share(self, node: Node, name: str, causes: tuple[Directive, ...]) -> None:
         """Adds up the gradients of a parameter: its class does, or a layer of ours."""
         base = summing_base(node.cls)
-        own = self.sources.file_of(node.cls) is self.file
+        home = self.desks.of(node.cls)
         if base is node.cls:
             if node.path in self.states and self.states[node.path].replacement:
                 raise errors.Unsupported(
@@ -322,12 +337,12 @@ class _Collection:
                     at=causes[0].at if causes else None,
                     hint="sum them in the new class, or gather what goes into it",
                 )
-            self.places.at_site(node, MakeLayer(SUMMING[base]), causes)
-        elif base and own and self._computes_as(node.cls):
+            self.desks.making(node).places.at_site(node, MakeLayer(SUMMING[base]), causes)
+        elif base and home and self._computes_as(node.cls, home.lineages):
             what = DeriveFrom(SUMMING[base], base.__name__)
-            self.places.add(node.path, ("base",), what, causes)
-        elif own:
-            self.places.add(node.path, ("gradient", name), ShareParameter(name), causes)
+            home.places.add(node.path, ("base",), what, causes)
+        elif home:
+            home.places.add(node.path, ("gradient", name), ShareParameter(name), causes)
         else:
             raise errors.Unsupported(
                 f"`{node.path}.{name}` is whole on every rank, but is used on parts: its "

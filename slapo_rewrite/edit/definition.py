@@ -29,11 +29,13 @@ class MakeOther:
     Attributes:
         arguments: Its constructor's arguments as source; None keeps the original's.
         weights: What its tensors are made of, by name.
+        layer: The tensor-parallel layer that is made instead, where it is sharded.
     """
 
     target: Function
     arguments: str | None
     weights: tuple[tuple[str, Weight], ...] = ()
+    layer: Layer | None = None
     subclass: str | None = None
 
 

@@ -7,18 +7,16 @@ that make the modules (`collect`), and these become edits (`settle`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.collect import collect
+from slapo_rewrite.edit.desks import Desks
 from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.infer import Inference, named
 from slapo_rewrite.edit.layers import choose_layer, done_inside
-from slapo_rewrite.edit.lineages import Lineages
-from slapo_rewrite.edit.places import Places
 from slapo_rewrite.edit.settle import settle
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive, ModuleState, Sync
@@ -44,17 +42,17 @@ ORDER = ("fwd_pre", "bwd_post", "fwd_post")
 
 @dataclass
 class Lowered:
-    """The edits of the model file, and what they need beside it.
+    """The edits of the files that are rewritten, and what they need beside them.
 
     Attributes:
-        edits: Of the model file.
-        imports: Names used of the helper modules.
+        edits: Of each file, by its module's name.
+        imports: Names that it uses of the helper modules, likewise.
         inferred: Further directives: the collectives that were inferred.
         warnings: What could not be checked, in words.
     """
 
-    edits: list[Edit]
-    imports: Imports
+    edits: dict[str, list[Edit]]
+    imports: dict[str, Imports]
     inferred: list[Directive] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -95,17 +93,7 @@ class _Lowering:
         self.tree, self.states, self.number, self.sources = tree, states, number, sources
         self.file: SourceFile = sources.main
         self.line_length = line_length
-        self.places = Places(sources)
-        self.imports = Imports(self.file)
-        names = {
-            cls.__name__: tuple(
-                c.__name__
-                for c in cls.__mro__
-                if c.__name__ in self.file.classes and sources.file_of(c) is self.file
-            )
-            for cls in {node.cls: None for node in tree.nodes.values()}
-        }
-        self.lineages = Lineages(self.file, self.places.sites, names)
+        self.desks = Desks(tree, sources)
         self.warnings: list[str] = []
 
     def run(self, step_inputs: Callable[[], dict[str, Any]]) -> Lowered:
@@ -114,7 +102,7 @@ class _Lowering:
         annotate_ties(self.tree, self.states)
         alike, every = Alike(self.tree, self.states), self.states
         self.inference = Inference(self.tree, every)
-        self.places.siblings = alike.siblings
+        self.desks.siblings(alike.siblings)
         with alike.reduced():
             self.states = few = {path: every[path] for path in every if path in self.tree.nodes}
             try:
@@ -129,9 +117,10 @@ class _Lowering:
             self.states = {path: self.states[path] for path in few}
         self.states, inferred = named(self.states, self.number)
         with alike.reduced():
-            collect(self.tree, self.states, self._asked(), followed, self.places, self.lineages)
-            edits = settle(self.tree, self.places, self.lineages, self.imports, self.line_length)
-        return Lowered(edits, self.imports, inferred, self.warnings)
+            collect(self.tree, self.states, self._asked(), followed, self.desks)
+            edits = {d.file.name: settle(self.tree, d, self.line_length) for d in self.desks}
+        imports = {d.file.name: d.imports for d in self.desks}
+        return Lowered(edits, imports, inferred, self.warnings)
 
     def _asked(self) -> Asked:
         layers, parameters = self._layers_and_parameters()
@@ -151,7 +140,7 @@ class _Lowering:
                 if key not in known:
                     known[key] = choose_layer(node, state)
                 layers[path] = known[key]
-            elif self.sources.file_of(node.cls) is self.file:
+            elif self.desks.of(node.cls) is not None:
                 parameters[path] = [ShardedParameter(s.name, s.axis, s.parts) for s in state.shards]
             else:
                 raise errors.Unsupported(
@@ -169,10 +158,8 @@ class _Lowering:
         if base is None or base is cls:
             return base is cls
         between = cls.__mro__[: cls.__mro__.index(base)]
-        return all(
-            self.sources.file_of(c) is self.file and self.lineages.extends_forward(c.__name__)
-            for c in between
-        )
+        desks = [(self.desks.of(c), c.__name__) for c in between]
+        return all(d is not None and d.lineages.extends_forward(name) for d, name in desks)
 
     def _borders(self, layers: Mapping[str, Layer]) -> dict[str, list[Border]]:
         """The collectives that no layer carries out by itself, in the order of the data."""
@@ -212,23 +199,19 @@ class _Lowering:
         known = any(b.operation != "function" for found in asked.borders.values() for b in found)
         if not (asked.layers or asked.parameters or known):
             return Followed()
-        names = {
-            str(self.file.path),
-            os.path.realpath(self.file.path),
-            os.path.abspath(self.file.path),
-        }
-        return follow(self.tree, asked, step_inputs(), names.__contains__)
+        return follow(self.tree, asked, step_inputs(), self.desks.holds)
 
     def _unfollowable(self, error: CannotFollow) -> errors.UnfollowableSize:
         """The error as a user sees it."""
         at = None
         if error.place is not None:
             place = error.place
-            text = self.file.line(place.line)
+            file = self.desks.at(place).file
+            text = file.line(place.line)
             start = len(text.encode()[: place.column].decode(errors="ignore"))
             end = len(text.encode()[: place.end_column].decode(errors="ignore"))
             last = end if place.end_line == place.line else len(text)
-            at = errors.Span(self.file.display, place.line, start + 1, max(1, last - start), text)
+            at = errors.Span(file.display, place.line, start + 1, max(1, last - start), text)
         causes = (self._sync_line(error.sync), self._a_cause(error.path))
         places = list(dict.fromkeys(p for p in (at, *causes) if p is not None))
         return errors.UnfollowableSize(

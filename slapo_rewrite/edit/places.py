@@ -19,10 +19,11 @@ from slapo_rewrite.source.sites import Site
 
 @dataclass
 class Places:
-    """What was collected so far.
+    """What was collected so far for one file.
 
     Attributes:
         sources: The source files.
+        file: The file.
         siblings: The elements that a module stands for, itself included, by its path.
         sites: Construction sites by the first character of their expression.
         indices: The elements that each site in a loop makes.
@@ -32,17 +33,13 @@ class Places:
     """
 
     sources: Sources
+    file: SourceFile
     siblings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sites: dict[int, Site] = field(default_factory=dict)
     indices: IndexSets = field(default_factory=IndexSets)
     changes: dict[str, dict[Key, What]] = field(default_factory=dict)
     causes: dict[str, dict[Key, tuple[Directive, ...]]] = field(default_factory=dict)
     made: dict[tuple[str, Key], dict[str, What]] = field(default_factory=dict)
-
-    @property
-    def file(self) -> SourceFile:
-        """The model file."""
-        return self.sources.main
 
     def add(self, path: str, key: Key, what: What, causes: tuple[Directive, ...]) -> None:
         """Adds a change, and the causes to those that the place has."""

@@ -22,40 +22,34 @@ from slapo_rewrite.edit.definition import (
     merged,
     united,
 )
-from slapo_rewrite.edit.imports import Imports
-from slapo_rewrite.edit.lineages import Lineages
-from slapo_rewrite.edit.places import Places, owned
+from slapo_rewrite.edit.desks import Desk
+from slapo_rewrite.edit.places import owned
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.variants import Variants
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node, Tree
 
 
-def settle(
-    tree: Tree, places: Places, lineages: Lineages, imports: Imports, line_length: int
-) -> list[Edit]:
-    """The edits that carry out the collected changes.
+def settle(tree: Tree, desk: Desk, line_length: int) -> list[Edit]:
+    """The edits of one file that carry out the collected changes.
 
     Args:
         tree: The module tree.
-        places: What was collected.
-        lineages: The classes of the model file.
-        imports: Takes the names that the edits refer to.
+        desk: What was collected for the file; takes the names that the edits refer to.
         line_length: The file's own.
 
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
-    return _Settling(tree, places, lineages, imports, line_length).run()
+    return _Settling(tree, desk, line_length).run()
 
 
 class _Settling:
-    def __init__(
-        self, tree: Tree, places: Places, lineages: Lineages, imports: Imports, line_length: int
-    ) -> None:
-        self.tree, self.places, self.lineages, self.file = tree, places, lineages, places.file
-        self.writer = ClassWriter(lineages, imports, line_length)
-        self.variants = Variants(places, self.writer, imports)
+    def __init__(self, tree: Tree, desk: Desk, line_length: int) -> None:
+        self.tree, self.file = tree, desk.file
+        self.places, self.lineages = desk.places, desk.lineages
+        self.writer = ClassWriter(desk.lineages, desk.imports, line_length)
+        self.variants = Variants(desk.places, self.writer, desk.imports)
 
     def run(self) -> list[Edit]:
         """Every class, what stands lower in the tree first."""

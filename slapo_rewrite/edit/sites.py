@@ -14,6 +14,7 @@ from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.edit.text import condition
 from slapo_rewrite.edit.weights import written
+from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.sites import Site
 
@@ -91,9 +92,8 @@ class SiteWriter:
         elsewhere = site.kind in ("argument", "alias")
         if isinstance(what, MakeOther) and what.arguments is not None and not elsewhere:
             # Whatever the expression is, a call of another class takes its place.
-            return (
-                f"{what.subclass or self.imports.function(what.target, causes)}({what.arguments})"
-            )
+            made = f"{self._other(what, causes)}({what.arguments})"
+            return replace_call(made, keywords=_keywords(what.layer)) if what.layer else made
         if elsewhere or not isinstance(site.value, ast.Call) or site.kind in ("helper", "factory"):
             with_arguments = isinstance(what, MakeOther) and not elsewhere
             raise errors.UnfollowableConstruction(
@@ -106,16 +106,21 @@ class SiteWriter:
             )
         if isinstance(what, MakeLayer):
             layer = what.layer
-            keywords = [(name, repr(value)) for name, value in layer.keywords]
-            if layer.unit is not None:
-                keywords.append(("multiple_of", f"self.{layer.unit}"))
             name = what.subclass or self.imports.helper(layer.module, layer.name, causes)
-            return replace_call(original, name, keywords)
+            return replace_call(original, name, _keywords(layer))
         if isinstance(what, MakeOther):
-            name = what.subclass or self.imports.function(what.target, causes)
-            return replace_call(original, name, arguments=what.arguments)
+            keywords = _keywords(what.layer) if what.layer else ()
+            return replace_call(original, self._other(what, causes), keywords)
         assert isinstance(what, MakeClass)
         return replace_call(original, what.name)
+
+    def _other(self, what: MakeOther, causes: tuple[Directive, ...]) -> str:
+        """The class that stands in the place of the original's."""
+        if what.subclass is not None:
+            return what.subclass
+        if what.layer is not None:
+            return self.imports.helper(what.layer.module, what.layer.name, causes)
+        return self.imports.function(what.target, causes)
 
     def _change_variable(self, site: Site, what: MakeClass, causes: tuple[Directive, ...]) -> bool:
         """A class that a local variable holds is changed where the variable gets it."""
@@ -197,6 +202,14 @@ class SiteWriter:
             also=[c.at for c in causes[:1] if c.at],
             hint="number them in the source: for i, ... in enumerate(...)",
         )
+
+
+def _keywords(layer: Layer) -> list[tuple[str, str]]:
+    """What a layer is given beside the original's arguments."""
+    keywords = [(name, repr(value)) for name, value in layer.keywords]
+    if layer.unit is not None:
+        keywords.append(("multiple_of", f"self.{layer.unit}"))
+    return keywords
 
 
 def _number(index: str) -> int:

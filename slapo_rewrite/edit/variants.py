@@ -252,6 +252,13 @@ class Variants:
                     at=causes[0].at if causes else None,
                     hint="select modules inside it",
                 )
+            if self.file is not self.places.sources.main and self.places.key(node) is None:
+                raise errors.Unsupported(
+                    f"some instances of `{original}`, of {self.file.path.name}, are scheduled "
+                    "otherwise than others",
+                    at=causes[0].at if causes else None,
+                    hint="schedule all of its instances alike",
+                )
             self.places.at_site(node, MakeClass(name, original), causes)
 
     def _wrapped_other(
@@ -268,10 +275,11 @@ class Variants:
         made = self.places.changes.get(owner.path, {}).get(key)
         if not isinstance(made, (MakeLayer, MakeOther)):
             return False
-        if isinstance(made, MakeLayer):
-            name = self.imports.helper(made.layer.module, made.layer.name, every)
-        else:
+        if isinstance(made, MakeOther) and made.layer is None:
             name = self.imports.function(made.target, every)
+        else:
+            assert made.layer is not None
+            name = self.imports.helper(made.layer.module, made.layer.name, every)
         home = self.places.sites[key[1]].class_name
         for what, causes in wrappers:
             wrapper = self._wrapper("", "", name, what, causes)

@@ -24,11 +24,13 @@ from slapo_rewrite.edit.definition import united
 from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.lower import lower
 from slapo_rewrite.edit.splice import Edit, apply_edits
+from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.helpers import helper_files, inlined_helpers
 from slapo_rewrite.model import twin
 from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.tree import Tree, build_model
+from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection
@@ -78,7 +80,7 @@ class Project:
         with self.timed("tree"):
             model = build_model(self.schedule.module.model, self.module)
             self.tree = Tree(model)
-        self.sources = Sources(self.file)
+        self.sources = Sources(self.file, {SCHEDULE})
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -124,17 +126,16 @@ def rewrite(
 
         count = len(plan.directives)
         lowered = lower(project.tree, plan.states, count, project.sources, inputs, length)
-        name, used = project.file.path.name, lowered.imports.helpers
-        inlined = (
-            inlined_helpers(used, project.schedule, project.file) if single_file and used else None
-        )
-        edits = [
-            *absolute_imports(project.file),
-            *lowered.edits,
-            *lowered.imports.edits(length, inlined),
-        ]
+        imports, own_edits = lowered.imports[project.file.name], lowered.edits[project.file.name]
+        name, used = project.file.path.name, imports.helpers
+        definitions = project.schedule
+        if more := [*lowered.edits.get(SCHEDULE, ())]:
+            more += lowered.imports[SCHEDULE].edits(length)
+            definitions = definitions.edited(apply_edits(definitions.text, more)[0])
+        inlined = inlined_helpers(used, definitions, project.file) if single_file and used else None
+        edits = [*absolute_imports(project.file), *own_edits, *imports.edits(length, inlined)]
         text, _ = apply_edits(project.file.text, edits)
-        idle = idle_imports(project.file, text, lowered.edits, length)
+        idle = idle_imports(project.file, text, own_edits, length)
         # What stands inside a statement that is written anew is part of that.
         edits = [e for e in edits if not any(i.start < e.start and e.end < i.end for i in idle)]
         edits += idle
@@ -143,7 +144,7 @@ def rewrite(
         header = (
             f"# Written by slapo-rewrite {__version__} for {name}; rewrite.json says from what."
         )
-        helpers = {} if single_file else helper_files(used, project.schedule, header)
+        helpers = {} if single_file else helper_files(used, definitions, header)
     with project.timed("write"):
         files = {name: text, **helpers}
         if not single_file:
@@ -152,7 +153,10 @@ def rewrite(
         if diff:
             files["rewrite.diff"] = diff
         given = dict(item.split("=", 1) for item in settings)
-        causes = lowered.imports.causes()
+        causes: dict[str, tuple[Directive, ...]] = {}
+        for each in lowered.imports.values():
+            for module, why in each.causes().items():
+                causes[module] = united(causes.get(module, ()), why)
         by_file = {
             n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers
         }

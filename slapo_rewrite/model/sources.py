@@ -6,7 +6,7 @@ import ast
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,12 +29,13 @@ _DEEP_KINDS = {
 class Sources:
     """The files that the classes of a model come from, each read once.
 
-    Attributes:
+    Args:
         main: The file that is rewritten.
+        editable: The names of further modules whose classes may be rewritten.
     """
 
-    def __init__(self, main: SourceFile) -> None:
-        self.main = main
+    def __init__(self, main: SourceFile, editable: Collection[str] = ()) -> None:
+        self.main, self.editable = main, editable
         self._files: dict[str, SourceFile | None] = {main.name: main}
         self._made: dict[type, Maker] = {}
         self.known: dict[tuple[int, str], Site] = {}

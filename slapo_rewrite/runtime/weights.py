@@ -350,7 +350,9 @@ def map_weights(
     module.weight_map = WeightMap(
         {name: weight_of(source) for name, source in weights.items()}, shapes
     )
-    module.register_load_state_dict_pre_hook(_take_originals)
+    taking = module.register_load_state_dict_pre_hook(_take_originals)
+    # A sharded layer's own hook cuts what this one makes.
+    module._load_state_dict_pre_hooks.move_to_end(taking.id, last=False)
     module.register_state_dict_post_hook(_mark_as_mapped)
     return module
 

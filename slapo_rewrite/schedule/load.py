@@ -15,6 +15,9 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.errors import Span
 
+# What the schedule file is called as a module.
+MODULE = "schedule_file"
+
 
 def bundled() -> dict[str, Path]:
     """The schedules that ship with the tool, by name."""
@@ -76,6 +79,10 @@ class ScheduleFile:
             if isinstance(n, ast.Expr)
         ]
 
+    def edited(self, text: str) -> ScheduleFile:
+        """The schedule with another text, whose definitions an output holds."""
+        return ScheduleFile(self.name, self.path, text, self.module)
+
     @classmethod
     def load(cls, name: str) -> ScheduleFile:
         """Reads and runs the file.
@@ -93,7 +100,7 @@ class ScheduleFile:
             ) from None
         except (OSError, ValueError) as error:
             raise errors.ScheduleError(f"cannot read `{path}`: {error}") from None
-        module = types.ModuleType("schedule_file")
+        module = types.ModuleType(MODULE)
         module.__file__ = str(path)
         sys.modules[module.__name__] = module
         schedule = cls(name, path, text, module)

@@ -34,7 +34,7 @@ class Attention(nn.Module):
         v = self.value(x).view(B, T, self.shared, self.size).transpose(1, 2)
         k = k.repeat_interleave(self.heads // self.shared, 1)
         v = v.repeat_interleave(self.heads // self.shared, 1)
-        y = F.scaled_dot_product_attention(q, k, v)
+        y = F.scaled_dot_product_attention(q, k.tanh(), v)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -102,7 +102,7 @@ class PackedAttention(nn.Module):
         v = v.view(B, T, self.shared, self.size).transpose(1, 2)
         k = k.repeat_interleave(self.heads // self.shared, 1)
         v = v.repeat_interleave(self.heads // self.shared, 1)
-        y = F.scaled_dot_product_attention(q, k, v)
+        y = F.scaled_dot_product_attention(q, k.tanh(), v)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -183,12 +183,62 @@ def test_what_is_written(tmp_path):
     )
 
 
+SHARDED = """\
+    blocks = s["blocks.*"]
+    blocks["attention.qkv"].shard(["weight", "bias"], axis=0, parts=[16, 8, 8])
+    blocks["attention.qkv"].sync("bwd_post", "all_reduce")
+    blocks["attention.out"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    blocks["mlp.{gate,up}"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    blocks["mlp.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    s["blocks"][:1].checkpoint()
+"""
+
+
+def test_what_the_new_modules_hold_is_sharded(tmp_path):
+    output = rewritten(tmp_path, MODEL, SCHEDULE + REPLACED + SHARDED)
+    text = output.files["modules.py"]
+    assert "from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, part_size" in text
+    assert "self.heads = part_size(self.heads)" in text
+    assert "self.gate = ColumnParallelLinear(width, inner, bias=False)" in text
+    assert "part_size" not in output.files["source_0.py"]
+
+
 @pytest.mark.processes
 def test_numbers_and_weights(tmp_path):
-    output = rewritten(tmp_path, MODEL, SCHEDULE + REPLACED)
+    output = rewritten(tmp_path, MODEL, SCHEDULE + REPLACED + SHARDED)
     write(tmp_path / "out", output.files)
-    report = verify(tmp_path / "out", (1, 2))
+    report = verify(tmp_path / "out", (1, 2, 4))
     assert report.ok, report.render()
+
+
+def test_a_layer_in_anothers_place_is_sharded(tmp_path):
+    lines = """\
+    s["blocks.*.attention.out"].replace(
+        nn.Linear, args="width, width, bias=False", weights={"weight": transpose("weight")}
+    ).shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    s["blocks.*.attention.{query,key,value}"].shard(["weight", "bias"], axis=0)
+    s["blocks.*.attention.{query,key,value}"].sync("bwd_post", "all_reduce")
+"""
+    source = MODEL.replace(
+        "self.out = nn.Linear(width, width)", "self.out = nn.Linear(width, width, bias=False)"
+    )
+    output = rewritten(tmp_path, source, SCHEDULE + lines)
+    assert "            RowParallelLinear(width, width, bias=False),\n" in changed_lines(output)
+
+
+def test_instances_of_a_class_of_the_schedule_are_scheduled_alike(tmp_path):
+    lines = '    s["blocks.0.mlp.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")\n'
+    lines += (
+        '    s["blocks.0.mlp.{gate,up}"].shard("weight", axis=0).sync("bwd_post", "all_reduce")\n'
+    )
+    text = refused(tmp_path, MODEL, SCHEDULE + REPLACED + lines, "SR305")
+    assert "some instances of `PlainMLP`, of s.py, are scheduled otherwise" in text
+
+
+def test_a_sync_that_a_class_of_the_schedule_lacks(tmp_path):
+    lines = SHARDED.replace('.sync("fwd_post", "all_reduce")', "", 1)
+    text = refused(tmp_path, MODEL, SCHEDULE + REPLACED + lines, "SR104")
+    assert "blocks" in text
 
 
 WRONG = {
