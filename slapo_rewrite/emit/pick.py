@@ -87,11 +87,12 @@ class Library:
         return "\n".join(self.lines[first - 1 : statement.end_lineno])
 
     def _gap(self, before: ast.stmt | None, statement: ast.stmt) -> str:
-        """Blank lines as black sets them: two around functions and classes."""
+        """Blank lines as black sets them: two around functions and classes, one around a guard."""
         big = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         if isinstance(statement, big) or isinstance(before, big):
             return "\n\n\n"
-        return "\n\n" if before is None else "\n"
+        apart = before is None or isinstance(before, ast.Try) or isinstance(statement, ast.Try)
+        return "\n\n" if apart else "\n"
 
 
 def _definitions(tree: ast.Module) -> dict[str, list[ast.stmt]]:
@@ -104,7 +105,12 @@ def _definitions(tree: ast.Module) -> dict[str, list[ast.stmt]]:
 
 
 def bound_names(statement: ast.stmt) -> list[str]:
-    """The names that a definition or an assignment binds."""
+    """The names that a definition, an assignment or a guarded import binds."""
+    if isinstance(statement, ast.Try):
+        inner = [name for s in statement.body for name in bound_names(s)]
+        imports = [s for s in statement.body if isinstance(s, (ast.Import, ast.ImportFrom))]
+        aliases = [a for s in imports for a in s.names]
+        return inner + [a.asname or a.name.split(".")[0] for a in aliases]
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [statement.name]
     if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):

@@ -1,0 +1,1 @@
+"""Fused operations: Triton on a GPU, PyTorch's own operations everywhere else."""

@@ -1,0 +1,30 @@
+"""Random numbers that the backward pass draws again, so that no mask is stored."""
+
+import torch
+from torch import Tensor
+
+from .launch import constexpr, jit, tl
+
+
+def draw_seed(x: Tensor) -> Tensor:
+    """A seed from the generator of x's device, left there: (1,), int64.
+
+    Setting the generator's state back, as recomputation does, draws it again.
+    """
+    return torch.randint(2**63 - 1, (1,), device=x.device)
+
+
+@jit
+def kept(seed, rows, p, block_d: constexpr):
+    """Which elements of whole rows dropout keeps, each with probability 1 - p.
+
+    A pure function of the seed and of an element's row and column. Philox gives four
+    numbers at once; seven rounds pass the BigCrush tests (Salmon et al. 2011).
+    """
+    groups = tl.arange(0, block_d // 4)[None, :]
+    row = rows.to(tl.int32)[:, None] + tl.zeros_like(groups)
+    column = tl.zeros_like(row) + groups
+    zero = tl.zeros_like(row)
+    a, b, c, d = tl.philox(tl.load(seed), row, column, zero, zero, 7)
+    bits = tl.interleave(tl.interleave(a, b), tl.interleave(c, d))
+    return tl.uint_to_uniform_float(bits) >= p

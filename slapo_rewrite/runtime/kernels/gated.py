@@ -1,0 +1,180 @@
+"""Gated linear units without their matrix products: activation(gate) * up.
+
+Shapes: M rows, F features.
+Source: Shazeer 2020, arXiv:2002.05202.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .activations import activate, activation_reference, activation_slope
+from .launch import constexpr, device_of, flat_tile, jit, rows_of, runs_triton, tl
+
+
+@jit
+def gated_forward_kernel(
+    gate,
+    up,
+    y,
+    m,
+    f,
+    column_blocks,
+    gate_stride,
+    up_stride,
+    kind: constexpr,
+    block_m: constexpr,
+    block_f: constexpr,
+):
+    """Writes y (M, F)."""
+    block, across = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
+    rows = (block * block_m + tl.arange(0, block_m)).to(tl.int64)
+    columns = across * block_f + tl.arange(0, block_f)
+    inside = (rows < m)[:, None] & (columns < f)[None, :]
+    gate_at = rows[:, None] * gate_stride + columns[None, :]
+    up_at = rows[:, None] * up_stride + columns[None, :]
+    g = tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + up_at, mask=inside, other=0.0).to(tl.float32)
+    out = activate(g, kind) * u
+    at = rows[:, None] * f + columns[None, :]
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def gated_backward_kernel(
+    dy,
+    gate,
+    up,
+    dgate,
+    dup,
+    m,
+    f,
+    column_blocks,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    kind: constexpr,
+    block_m: constexpr,
+    block_f: constexpr,
+):
+    """Writes dgate and dup (M, F)."""
+    block, across = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
+    rows = (block * block_m + tl.arange(0, block_m)).to(tl.int64)
+    columns = across * block_f + tl.arange(0, block_f)
+    inside = (rows < m)[:, None] & (columns < f)[None, :]
+    dy_at = rows[:, None] * dy_stride + columns[None, :]
+    gate_at = rows[:, None] * gate_stride + columns[None, :]
+    up_at = rows[:, None] * up_stride + columns[None, :]
+    d = tl.load(dy + dy_at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + up_at, mask=inside, other=0.0).to(tl.float32)
+    at = rows[:, None] * f + columns[None, :]
+    dg = d * u * activation_slope(g, kind)
+    tl.store(dgate + at, dg.to(dgate.dtype.element_ty), mask=inside)
+    tl.store(dup + at, (d * activate(g, kind)).to(dup.dtype.element_ty), mask=inside)
+
+
+def gated_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """The gated rows, (..., F)."""
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
+    gate_rows, up_rows = rows_of(gate), rows_of(up)
+    m, f = gate_rows.shape
+    row_blocks, column_blocks, block_m, block_f = flat_tile(m, f)
+    with device_of(gate):
+        gated_forward_kernel[(row_blocks * column_blocks,)](
+            gate_rows,
+            up_rows,
+            y,
+            m,
+            f,
+            column_blocks,
+            gate_rows.stride(0),
+            up_rows.stride(0),
+            kind=kind,
+            block_m=block_m,
+            block_f=block_f,
+        )
+    return y
+
+
+def gated_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, kind: str
+) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up, (..., F) each."""
+    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    dy_rows, gate_rows, up_rows = rows_of(dy), rows_of(gate), rows_of(up)
+    m, f = gate_rows.shape
+    row_blocks, column_blocks, block_m, block_f = flat_tile(m, f)
+    with device_of(gate):
+        gated_backward_kernel[(row_blocks * column_blocks,)](
+            dy_rows,
+            gate_rows,
+            up_rows,
+            dgate,
+            dup,
+            m,
+            f,
+            column_blocks,
+            dy_rows.stride(0),
+            gate_rows.stride(0),
+            up_rows.stride(0),
+            kind=kind,
+            block_m=block_m,
+            block_f=block_f,
+        )
+    return dgate, dup
+
+
+class GatedFunction(torch.autograd.Function):
+    """activation(gate) * up, differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        """Keeps gate and up, and no activation."""
+        ctx.save_for_backward(gate, up)
+        ctx.kind = kind
+        return gated_forward(gate, up, kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        """Gradients of gate and up."""
+        gate, up = ctx.saved_tensors
+        return *gated_backward(dy, gate, up, ctx.kind), None
+
+
+def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """activation(gate) * up, as a kernel where one can run."""
+    if not runs_triton(gate, up) or gate.shape != up.shape:
+        return activation_reference(gate, kind) * up
+    y: Tensor = GatedFunction.apply(gate, up, kind)
+    return y
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up.
+
+    Shapes: gate and up (..., F), also two halves of one tensor -> (..., F).
+    Numerics: reassociated; float32 inside, rounded once.
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
+    return gated(gate, up, "silu")
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    """gelu(gate) * up.
+
+    Shapes: gate and up (..., F), also two halves of one tensor -> (..., F).
+    Numerics: reassociated; float32 inside, rounded once.
+    Source: Shazeer 2020, arXiv:2002.05202.
+
+    Args:
+        gate: What is activated.
+        up: What it multiplies.
+        approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
+    """
+    return gated(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")

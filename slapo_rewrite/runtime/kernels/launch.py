@@ -1,0 +1,95 @@
+"""What the kernels share: where they run, and how their work is divided.
+
+Shapes: M rows, D columns.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the PyTorch references run
+    triton = tl = None
+
+constexpr: Any = None if triton is None else tl.constexpr
+
+
+def jit(kernel: Callable[..., Any]) -> Any:
+    """`triton.jit`, or the function as it is where there is no Triton."""
+    return kernel if triton is None else triton.jit(kernel)
+
+
+def runs_triton(*tensors: Tensor | None) -> bool:
+    """Whether kernels take these tensors; else the PyTorch reference does.
+
+    They take plain floating-point tensors of up to 32 bits on a GPU, or anywhere under
+    Triton's interpreter.
+    """
+    if triton is None:
+        return False
+    interpreted = triton.knobs.runtime.interpret
+    return all(
+        type(x) in (Tensor, nn.Parameter)
+        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and (x.is_cuda or interpreted)
+        for x in tensors
+        if x is not None
+    )
+
+
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Inside, kernels start on the device of `x`."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def neighbouring(x: Tensor) -> Tensor:
+    """The tensor, copied if elements of its last axis are not next to one another."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """(..., D) as (M, D) with neighbouring columns, copied only where it must be."""
+    return neighbouring(neighbouring(x).reshape(-1, x.shape[-1]))
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name of a dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def row_tile(columns: int) -> tuple[int, int, int]:
+    """Rows and columns that a program holds at a time, whole rows, and its warps.
+
+    16 elements a thread are two loads of 16 bytes in half precision. Chosen for the
+    register file of an H100/H200; not measured yet.
+    """
+    block_d = max(triton.next_power_of_2(columns), 16)
+    block_m = max(2048 // block_d, 1)
+    return block_m, block_d, min(max(block_m * block_d // 512, 4), 32)
+
+
+def flat_tile(rows: int, columns: int) -> tuple[int, int, int, int]:
+    """Blocks of rows and of columns for work on single elements, and a block's sizes.
+
+    16 elements for each of four warps' threads, as in `row_tile`; not measured yet.
+    """
+    block_d = min(max(triton.next_power_of_2(columns), 16), 1024)
+    block_m = 2048 // block_d
+    return triton.cdiv(rows, block_m), triton.cdiv(columns, block_d), block_m, block_d
+
+
+def reducing_programs(x: Tensor, blocks: int, column_blocks: int = 1) -> int:
+    """How many programs share `blocks` blocks of rows and keep a partial sum each.
+
+    Four on each multiprocessor of the GPU, over all blocks of columns. More hide
+    memory's latency better, and write more partial sums; not measured yet.
+    """
+    if not x.is_cuda:
+        return min(blocks, 3)
+    device = torch.cuda.get_device_properties(x.device)
+    return min(blocks, max(4 * device.multi_processor_count // column_blocks, 1))

@@ -1,0 +1,164 @@
+"""The output layer and its cross entropy, a few thousand rows of logits at a time.
+
+Shapes: M rows, D features, V classes.
+Source: Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .cross_entropy import (
+    Options,
+    cross_entropy_backward,
+    cross_entropy_forward,
+    cross_entropy_reference,
+    loss_scale,
+)
+from .launch import runs_triton
+
+
+def chunk_rows(m: int, v: int) -> int:
+    """How many rows of logits are in memory at a time: 512 MiB of them in bfloat16.
+
+    Enough rows for the matrix products to run at full speed, few enough passes over
+    the weight's gradient. Chosen for H100/H200; not measured yet.
+    """
+    rows = 2**28 // v
+    return max(min(m, rows // 256 * 256 or rows), 1)
+
+
+def linear_cross_entropy_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    options: Options,
+    gradients: tuple[bool, bool, bool],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The sum of losses, and its gradients as far as they are wanted.
+
+    The gradients of weight and bias are added up in float32.
+    """
+    m, v = len(hidden), len(weight)
+    wide = torch.float32
+    loss = torch.zeros((), dtype=wide, device=hidden.device)
+    dhidden = torch.empty_like(hidden) if gradients[0] else None
+    dweight = torch.zeros_like(weight, dtype=wide) if gradients[1] else None
+    dbias = None
+    if bias is not None and gradients[2]:
+        dbias = torch.zeros_like(bias, dtype=wide)
+    rows = chunk_rows(m, v)
+    for start in range(0, m, rows):
+        part, targets = hidden[start : start + rows], labels[start : start + rows]
+        logits = nn.functional.linear(part, weight, bias)
+        losses, statistics = cross_entropy_forward(logits, targets, options)
+        loss += losses.sum()
+        if not any(gradients):
+            continue
+        dlogits = cross_entropy_backward(
+            logits, targets, statistics, None, options, in_place=True
+        )
+        if dhidden is not None:
+            torch.mm(dlogits, weight, out=dhidden[start : start + rows])
+        if dweight is not None:
+            dweight += dlogits.t() @ part
+        if dbias is not None:
+            dbias += dlogits.sum(0, dtype=wide)
+    return loss, [dhidden, dweight, dbias]
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    """The loss, with its gradients computed in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        options: Options,
+        num_items: Tensor | float | None,
+        dtype: torch.dtype,
+        differentiate: bool,
+    ) -> Tensor:
+        """Keeps the gradients of the sum of losses, and no logits."""
+        labels = labels.reshape(-1).to(hidden.device).contiguous()
+        scale = loss_scale(labels, options[0], num_items)
+        wanted = [differentiate and need for need in ctx.needs_input_grad[:3]]
+        with torch.autocast(hidden.device.type, enabled=False):
+            loss, gradients = linear_cross_entropy_chunks(
+                hidden.reshape(-1, hidden.shape[-1]).to(dtype),
+                weight.to(dtype),
+                None if bias is None else bias.to(dtype),
+                labels,
+                options,
+                (wanted[0], wanted[1], wanted[2]),
+            )
+        ctx.save_for_backward(scale, *gradients)
+        ctx.shape = hidden.shape
+        ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
+        return loss * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        """Scales the gradients. The division comes last: half precision keeps more."""
+        scale, *gradients = ctx.saved_tensors
+        factor = dloss * scale
+        found = [
+            None if g is None else (g * factor).to(dtype)
+            for g, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        if found[0] is not None:
+            found[0] = found[0].view(ctx.shape)
+        return *found, *(None,) * 5
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    num_items: Tensor | float | None = None,
+) -> Tensor:
+    """Cross entropy of `linear(hidden, weight, bias)`, without keeping the logits.
+
+    Shapes: hidden (..., D), weight (V, D), bias (V,) or None, labels (...) -> ().
+    Numerics: reassociated. Logits have the dtype of hidden, as the layer's would; what
+        follows is in float32, and so are the sums that make the weight's gradient.
+    Source: Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989.
+
+    Args:
+        hidden: The output layer's input.
+        weight: The output layer's weight.
+        labels: Class indices, already shifted.
+        bias: The output layer's bias.
+        ignore_index: A label that does not count.
+        label_smoothing: The share that is spread over all classes.
+        softcap: Where there is one, logits become softcap * tanh(logits / softcap).
+        num_items: What the sum of losses is divided by; without it, the number of
+            labels that count.
+    """
+    options = (ignore_index, label_smoothing, softcap)
+    dtype = None
+    if runs_triton(hidden, weight, bias):
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+        elif len({t.dtype for t in (hidden, weight, bias) if t is not None}) == 1:
+            dtype = hidden.dtype
+    if dtype is None:
+        logits = nn.functional.linear(hidden, weight, bias)
+        return cross_entropy_reference(logits, labels, options, num_items)
+    differentiate = torch.is_grad_enabled()
+    loss: Tensor = LinearCrossEntropyFunction.apply(
+        hidden, weight, bias, labels, options, num_items, dtype, differentiate
+    )
+    return loss

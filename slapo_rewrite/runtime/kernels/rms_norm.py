@@ -1,0 +1,338 @@
+"""Root mean square normalisation, with the residual addition before it.
+
+Shapes: M rows, D features.
+Source: Zhang & Sennrich 2019, arXiv:1910.07467.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .launch import (
+    constexpr,
+    device_of,
+    jit,
+    reducing_programs,
+    row_tile,
+    rows_of,
+    runs_triton,
+    tl,
+    triton,
+    triton_dtype,
+)
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
+) -> Tensor:
+    """`rms_norm` in PyTorch's operations."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    r = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    hat = (x if cast == "weight" else wide) * r
+    if weight is None:
+        return hat.to(x.dtype)
+    if cast == "output":
+        return ((offset + weight.to(hat.dtype)) * hat).to(x.dtype)
+    scale = offset + weight if offset else weight
+    return scale * hat.to(x.dtype if cast == "input" else weight.dtype)
+
+
+@jit
+def rms_norm_forward_kernel(
+    x,
+    residual,
+    weight,
+    y,
+    total,
+    rstd,
+    m,
+    d,
+    x_stride,
+    residual_stride,
+    eps,
+    offset,
+    hat_dtype: constexpr,
+    has_residual: constexpr,
+    has_weight: constexpr,
+    block_m: constexpr,
+    block_d: constexpr,
+):
+    """Writes y (M, D) and rstd (M,), and x + residual (M, D) where there is one."""
+    rows = (tl.program_id(0) * block_m + tl.arange(0, block_m)).to(tl.int64)
+    columns = tl.arange(0, block_d)
+    inside = (rows < m)[:, None] & (columns < d)[None, :]
+    at = rows[:, None] * d + columns[None, :]
+    x_at = rows[:, None] * x_stride + columns[None, :]
+    value = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
+    if has_residual:
+        residual_at = rows[:, None] * residual_stride + columns[None, :]
+        value += tl.load(residual + residual_at, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    r = tl.rsqrt(tl.sum(value * value, 1) / d + eps)
+    tl.store(rstd + rows, r, mask=rows < m)
+    hat = (value * r[:, None]).to(hat_dtype).to(tl.float32)
+    if has_weight:
+        scale = tl.load(weight + columns, mask=columns < d, other=0.0).to(tl.float32)
+        hat *= (scale + offset)[None, :]
+    tl.store(y + at, hat.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def rms_norm_backward_kernel(
+    dy,
+    dtotal,
+    x,
+    weight,
+    rstd,
+    dx,
+    dweight,
+    m,
+    d,
+    dy_stride,
+    dtotal_stride,
+    x_stride,
+    offset,
+    hat_dtype: constexpr,
+    has_dtotal: constexpr,
+    has_weight: constexpr,
+    weight_gradient: constexpr,
+    block_m: constexpr,
+    block_d: constexpr,
+):
+    """Writes dx (M, D), and each program's part of dweight, (programs, D)."""
+    columns = tl.arange(0, block_d)
+    if has_weight:
+        scale = tl.load(weight + columns, mask=columns < d, other=0.0).to(tl.float32)
+        scale += offset
+    dw = tl.zeros((block_m, block_d), tl.float32)
+    step = tl.num_programs(0) * block_m
+    for start in range(tl.program_id(0) * block_m, m, step):
+        rows = (start + tl.arange(0, block_m)).to(tl.int64)
+        inside = (rows < m)[:, None] & (columns < d)[None, :]
+        x_at = rows[:, None] * x_stride + columns[None, :]
+        dy_at = rows[:, None] * dy_stride + columns[None, :]
+        r = tl.load(rstd + rows, mask=rows < m, other=0.0)[:, None]
+        hat = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32) * r
+        g = tl.load(dy + dy_at, mask=inside, other=0.0).to(tl.float32)
+        if weight_gradient:
+            dw += g * hat.to(hat_dtype).to(tl.float32)
+        if has_weight:
+            g *= scale[None, :]
+        g = (g - hat * (tl.sum(g * hat, 1) / d)[:, None]) * r
+        if has_dtotal:
+            dtotal_at = rows[:, None] * dtotal_stride + columns[None, :]
+            g += tl.load(dtotal + dtotal_at, mask=inside, other=0.0).to(tl.float32)
+        dx_at = rows[:, None] * d + columns[None, :]
+        tl.store(dx + dx_at, g.to(dx.dtype.element_ty), mask=inside)
+    if weight_gradient:
+        at = tl.program_id(0) * d + columns
+        tl.store(dweight + at, tl.sum(dw, 0), mask=columns < d)
+
+
+def rms_norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    cast: str,
+) -> tuple[Tensor, Tensor, Tensor, torch.dtype]:
+    """The normalised rows and the sum, (..., D), and rstd, (M,).
+
+    Also the dtype that the rows are rounded to before the weight.
+    """
+    rows = rows_of(x)
+    residual_rows = rows if residual is None else rows_of(residual)
+    (m, d), dtype = rows.shape, torch.promote_types(x.dtype, residual_rows.dtype)
+    hat_dtype = y_dtype = dtype
+    if weight is not None:
+        by_cast = {"input": dtype, "weight": weight.dtype, "output": torch.float32}
+        hat_dtype = by_cast[cast]
+        if cast != "output":
+            y_dtype = torch.promote_types(hat_dtype, weight.dtype)
+    y = torch.empty(x.shape, dtype=y_dtype, device=x.device)
+    rstd = torch.empty((m,), dtype=torch.float32, device=x.device)
+    total = x
+    if residual is not None:
+        total = torch.empty(x.shape, dtype=dtype, device=x.device)
+    block_m, block_d, num_warps = row_tile(d)
+    with device_of(x):
+        rms_norm_forward_kernel[(triton.cdiv(m, block_m),)](
+            rows,
+            residual_rows,
+            rows if weight is None else weight.contiguous(),
+            y,
+            total,
+            rstd,
+            m,
+            d,
+            rows.stride(0),
+            residual_rows.stride(0),
+            eps,
+            offset,
+            hat_dtype=triton_dtype(hat_dtype),
+            has_residual=residual is not None,
+            has_weight=weight is not None,
+            block_m=block_m,
+            block_d=block_d,
+            num_warps=num_warps,
+        )
+    return y, total, rstd, hat_dtype
+
+
+def rms_norm_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    hat_dtype: torch.dtype,
+    weight_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the sum, (..., D), and of the weight, (D,)."""
+    rows, dy_rows = rows_of(x), rows_of(dy)
+    dtotal_rows = dy_rows if dtotal is None else rows_of(dtotal)
+    m, d = rows.shape
+    block_m, block_d, num_warps = row_tile(d)
+    programs = reducing_programs(x, triton.cdiv(m, block_m))
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dweight = torch.empty((programs, d), dtype=torch.float32, device=x.device)
+    with device_of(x):
+        rms_norm_backward_kernel[(programs,)](
+            dy_rows,
+            dtotal_rows,
+            rows,
+            rows if weight is None else weight.contiguous(),
+            rstd,
+            dx,
+            dweight,
+            m,
+            d,
+            dy_rows.stride(0),
+            dtotal_rows.stride(0),
+            rows.stride(0),
+            offset,
+            hat_dtype=triton_dtype(hat_dtype),
+            has_dtotal=dtotal is not None,
+            has_weight=weight is not None,
+            weight_gradient=weight_gradient,
+            block_m=block_m,
+            block_d=block_d,
+            num_warps=num_warps,
+        )
+    if weight is None or not weight_gradient:
+        return dx, None
+    return dx, dweight.sum(0).to(weight.dtype)
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """The normalised rows and x + residual; without a residual, None for the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        eps: float,
+        offset: float,
+        cast: str,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Keeps the sum and each row's scale."""
+        y, total, rstd, ctx.hat_dtype = rms_norm_forward(
+            x, residual, weight, eps, offset, cast
+        )
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.offset, ctx.x_dtype = offset, x.dtype
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        return y, None if residual is None else total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> Any:
+        """Gradients of x, residual and weight."""
+        total, weight, rstd = ctx.saved_tensors
+        dx, dweight = dtotal, None
+        if dy is not None:
+            weight_gradient = weight is not None and ctx.needs_input_grad[2]
+            dx, dweight = rms_norm_backward(
+                dy,
+                dtotal,
+                total,
+                weight,
+                rstd,
+                ctx.offset,
+                ctx.hat_dtype,
+                weight_gradient,
+            )
+        if dx is None:
+            return (None,) * 6
+        dresidual = None if ctx.residual_dtype is None else dx.to(ctx.residual_dtype)
+        return dx.to(ctx.x_dtype), dresidual, dweight, None, None, None
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: str = "input",
+) -> Tensor:
+    """Divides each row by its root mean square and multiplies it by the weight.
+
+    Shapes: x (..., D), weight (D,) -> (..., D).
+    Numerics: reassociated. Statistics in float32; the weight's gradient is summed in
+        float32, in the same order at every run.
+    Source: Zhang & Sennrich 2019, arXiv:1910.07467.
+
+    Args:
+        x: The rows.
+        weight: The scale, or None for none.
+        eps: Added to the mean of the squares.
+        offset: Added to the weight; 1 as Gemma has it.
+        cast: When the normalised rows leave float32: "input" to x's dtype before they
+            are multiplied (Llama), "weight" to the weight's dtype before (T5),
+            "output" to x's dtype after (Gemma).
+    """
+    if not runs_triton(x, weight):
+        return rms_norm_reference(x, weight, eps, offset, cast)
+    y: Tensor = RMSNormFunction.apply(x, None, weight, eps, offset, cast)[0]
+    return y
+
+
+def residual_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: str = "input",
+) -> tuple[Tensor, Tensor]:
+    """Adds the residual, and normalises the sum as `rms_norm` does.
+
+    Shapes: x and residual (..., D), weight (D,) -> the normalised rows and the sum,
+        (..., D) each.
+    Numerics: reassociated, as `rms_norm`; the sum is exact.
+    Source: Zhang & Sennrich 2019, arXiv:1910.07467.
+
+    Args:
+        x: What is added to the residual.
+        residual: The stream that runs past the layers.
+        weight: The scale, or None for none.
+        eps: Added to the mean of the squares.
+        offset: Added to the weight; 1 as Gemma has it.
+        cast: When the normalised rows leave float32, as in `rms_norm`.
+    """
+    if not runs_triton(x, residual, weight) or x.shape != residual.shape:
+        total = residual + x
+        return rms_norm_reference(total, weight, eps, offset, cast), total
+    y, total = RMSNormFunction.apply(x, residual, weight, eps, offset, cast)
+    return y, total

@@ -1,0 +1,288 @@
+"""Rotary position embedding of queries and keys, in Hugging Face's half-split layout.
+
+Shapes: B batch, N query heads, K key heads, T tokens, H head size, R <= H rotated part.
+Source: Su et al. 2021, arXiv:2104.09864.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .launch import constexpr, device_of, jit, neighbouring, runs_triton, tl, triton
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gives x cos + rotate_half(x) sin on the first R features, in PyTorch's operations."""
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.tensor_split(2, -1)
+    turned = turned * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+
+@jit
+def rotate_rows(
+    block,
+    x,
+    cos,
+    sin,
+    y,
+    b,
+    n,
+    t,
+    x_batch,
+    x_head,
+    x_token,
+    y_batch,
+    y_head,
+    y_token,
+    table_batch,
+    table_token,
+    half,
+    tail,
+    has_tail: constexpr,
+    backward: constexpr,
+    block_m: constexpr,
+    block_half: constexpr,
+    block_tail: constexpr,
+):
+    """Rotates a block of rows; a row is one head of one token, heads next to another."""
+    rows = (block * block_m + tl.arange(0, block_m)).to(tl.int64)
+    head, token, batch = rows % n, rows // n % t, rows // n // t
+    columns = tl.arange(0, block_half)[None, :]
+    real = (rows < b * n * t)[:, None]
+    inside = real & (columns < half)
+    x_row = x + (batch * x_batch + head * x_head + token * x_token)[:, None]
+    y_row = y + (batch * y_batch + head * y_head + token * y_token)[:, None]
+    angle = (batch * table_batch + token * table_token)[:, None] + columns
+    x1 = tl.load(x_row + columns, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x_row + half + columns, mask=inside, other=0.0).to(tl.float32)
+    c1 = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    s1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+    c2 = tl.load(cos + half + angle, mask=inside, other=0.0).to(tl.float32)
+    s2 = tl.load(sin + half + angle, mask=inside, other=0.0).to(tl.float32)
+    if backward:  # the transpose: by the negative angle
+        y1 = x1 * c1 + x2 * s2
+        y2 = x2 * c2 - x1 * s1
+    else:
+        y1 = x1 * c1 - x2 * s1
+        y2 = x2 * c2 + x1 * s2
+    dtype = y.dtype.element_ty
+    tl.store(y_row + columns, y1.to(dtype), mask=inside)
+    tl.store(y_row + half + columns, y2.to(dtype), mask=inside)
+    if has_tail:
+        columns = 2 * half + tl.arange(0, block_tail)[None, :]
+        inside = real & (columns < 2 * half + tail)
+        passed = tl.load(x_row + columns, mask=inside)
+        tl.store(y_row + columns, passed.to(dtype), mask=inside)
+
+
+@jit
+def rotary_kernel(
+    q,
+    k,
+    cos,
+    sin,
+    q_out,
+    k_out,
+    b,
+    n,
+    k_heads,
+    t,
+    q_blocks,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    q_out_batch,
+    q_out_head,
+    q_out_token,
+    k_out_batch,
+    k_out_head,
+    k_out_token,
+    table_batch,
+    table_token,
+    half,
+    tail,
+    has_tail: constexpr,
+    backward: constexpr,
+    block_m: constexpr,
+    block_half: constexpr,
+    block_tail: constexpr,
+):
+    """Rotates q (B, N, T, H) and k (B, K, T, H), forward or back."""
+    block = tl.program_id(0)
+    if block < q_blocks:
+        rotate_rows(
+            block,
+            q,
+            cos,
+            sin,
+            q_out,
+            b,
+            n,
+            t,
+            q_batch,
+            q_head,
+            q_token,
+            q_out_batch,
+            q_out_head,
+            q_out_token,
+            table_batch,
+            table_token,
+            half,
+            tail,
+            has_tail,
+            backward,
+            block_m,
+            block_half,
+            block_tail,
+        )
+    else:
+        rotate_rows(
+            block - q_blocks,
+            k,
+            cos,
+            sin,
+            k_out,
+            b,
+            k_heads,
+            t,
+            k_batch,
+            k_head,
+            k_token,
+            k_out_batch,
+            k_out_head,
+            k_out_token,
+            table_batch,
+            table_token,
+            half,
+            tail,
+            has_tail,
+            backward,
+            block_m,
+            block_half,
+            block_tail,
+        )
+
+
+def rotate(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    backward: bool,
+) -> tuple[Tensor, Tensor]:
+    """Rotates q (B, N, T, H) and k (B, K, T, H) by cos and sin (B or 1, T, R).
+
+    The results lie in memory as q and k do. A program holds 1,024 pairs of elements;
+    not measured yet.
+    """
+    b, n, t, h = q.shape
+    q, k = neighbouring(q), neighbouring(k)
+    cos, sin = neighbouring(cos), neighbouring(sin)
+    q_out = torch.empty_like(q, dtype=dtypes[0])
+    k_out = torch.empty_like(k, dtype=dtypes[1])
+    cos, sin = cos.expand(b, -1, -1), sin.expand(b, -1, -1)
+    if sin.stride() != cos.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    half = cos.shape[-1] // 2
+    tail = h - 2 * half
+    block_half = max(triton.next_power_of_2(half), 16)
+    block_m = max(1024 // block_half, 1)
+    q_blocks = triton.cdiv(b * n * t, block_m)
+    k_blocks = triton.cdiv(b * k.shape[1] * t, block_m)
+    with device_of(q):
+        rotary_kernel[(q_blocks + k_blocks,)](
+            q,
+            k,
+            cos,
+            sin,
+            q_out,
+            k_out,
+            b,
+            n,
+            k.shape[1],
+            t,
+            q_blocks,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *q_out.stride()[:3],
+            *k_out.stride()[:3],
+            *cos.stride()[:2],
+            half,
+            tail,
+            has_tail=tail > 0,
+            backward=backward,
+            block_m=block_m,
+            block_half=block_half,
+            block_tail=max(triton.next_power_of_2(tail), 16),
+        )
+    return q_out, k_out
+
+
+class RotaryFunction(torch.autograd.Function):
+    """q and k rotated, differentiable in them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keeps the tables only."""
+        ctx.save_for_backward(cos, sin)
+        ctx.dtypes = (q.dtype, k.dtype)
+        dtypes = (
+            torch.promote_types(q.dtype, cos.dtype),
+            torch.promote_types(k.dtype, cos.dtype),
+        )
+        return rotate(q, k, cos, sin, dtypes, backward=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
+        """Gradients of q and k."""
+        cos, sin = ctx.saved_tensors
+        return *rotate(dq, dk, cos, sin, ctx.dtypes, backward=True), None, None
+
+
+def rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rotates the first R features of every head of q and k; the others pass.
+
+    Shapes: q (B, N, T, H), k (B, K, T, H), cos and sin (B or 1, T, R) -> q's and k's;
+        with `unsqueeze_dim` 2, q (B, T, N, H) and k (B, T, K, H).
+    Numerics: reassociated; float32 inside, rounded once.
+    Source: Su et al. 2021, arXiv:2104.09864; part of a head: Black et al. 2022,
+        arXiv:2204.06745.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        cos: Cosines, of each angle twice: the two halves of R.
+        sin: Sines, likewise.
+        unsqueeze_dim: Where q and k have their heads.
+    """
+    kernel = (
+        runs_triton(q, k, cos, sin)
+        and q.dim() == k.dim() == 4
+        and cos.dim() == 3
+        and cos.shape == sin.shape
+        and cos.dtype == sin.dtype
+        and cos.shape[-1] % 2 == 0
+        and unsqueeze_dim in (1, 2)
+        and not (cos.requires_grad or sin.requires_grad)
+    )
+    if not kernel:
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
+    if unsqueeze_dim == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    q, k = RotaryFunction.apply(q, k, cos, sin)
+    if unsqueeze_dim == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return q, k

@@ -1,0 +1,650 @@
+"""What every kernel must do, on any device and under Triton's interpreter.
+
+    TRITON_INTERPRET=1 python -m tests.runtime.kernels.cases [--device cuda] [--only NAME]
+
+Prints one JSON object: each case's traceback, or null where it passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from slapo_rewrite.runtime.kernels import linear_cross_entropy as chunked
+from slapo_rewrite.runtime.kernels.bias_gelu import bias_gelu
+from slapo_rewrite.runtime.kernels.cross_entropy import cross_entropy
+from slapo_rewrite.runtime.kernels.gated import geglu, swiglu
+from slapo_rewrite.runtime.kernels.launch import runs_triton
+from slapo_rewrite.runtime.kernels.layer_norm import layer_norm, residual_layer_norm
+from slapo_rewrite.runtime.kernels.linear_cross_entropy import linear_cross_entropy
+from slapo_rewrite.runtime.kernels.rms_norm import residual_rms_norm, rms_norm
+from slapo_rewrite.runtime.kernels.rotary import rotary
+from slapo_rewrite.runtime.kernels.softmax import masked_softmax
+from tests.runtime.kernels.compare import DTYPES, Maker, compare, float64_or_32
+
+CASES: dict[str, Callable[[str], None]] = {}
+
+
+def case(function: Callable[[str], None]) -> Callable[[str], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def makers(device: str) -> list[Maker]:
+    return [Maker(device, dtype) for dtype in DTYPES]
+
+
+# The originals, as Hugging Face writes them.
+
+
+def llama_norm(x, weight, eps=1e-6):
+    hidden = x.to(float64_or_32(x))
+    hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * hidden.to(x.dtype)
+
+
+def gemma_norm(x, weight, eps=1e-6):
+    hidden = x.to(float64_or_32(x))
+    hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps)
+    return (hidden * (1.0 + weight.to(hidden.dtype))).type_as(x)
+
+
+def t5_norm(x, weight, eps=1e-6):
+    variance = x.to(float64_or_32(x)).pow(2).mean(-1, keepdim=True)
+    hidden = x * torch.rsqrt(variance + eps)
+    if weight.dtype in (torch.float16, torch.bfloat16):
+        hidden = hidden.to(weight.dtype)
+    return weight * hidden
+
+
+def gelu_new(x):
+    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
+    return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+def rotate_half(x):
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+def neox_rotary(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    size = cos.shape[-1]
+    rotated = [
+        torch.cat((x[..., :size] * cos + rotate_half(x[..., :size]) * sin, x[..., size:]), -1)
+        for x in (q, k)
+    ]
+    return rotated[0], rotated[1]
+
+
+def causal_loss(logits, labels, **options):
+    softcap, num_items = options.pop("softcap", None), options.pop("num_items", None)
+    logits = logits.to(float64_or_32(logits)).view(-1, logits.shape[-1])
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    reduction = "mean" if num_items is None else "sum"
+    loss = F.cross_entropy(logits, labels.reshape(-1), reduction=reduction, **options)
+    return loss if num_items is None else loss / num_items
+
+
+def eager_softmax(x, mask, scale):
+    scores = x * scale
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1, dtype=float64_or_32(scores)).to(x.dtype)
+
+
+# Normalisation.
+
+
+@case
+def rms_norm_like_llama(device):
+    for make in makers(device):
+        for size in make.sizes:
+            # A row of one is its own root mean square, and its gradient nothing but rounding.
+            least = 1.0 if size == 1 else 0.0
+            compare(rms_norm, llama_norm, make(2, 3, size), make(size), least=least)
+
+
+@case
+def rms_norm_of_any_strides(device):
+    for make in makers(device):
+        for x in make.strided(4, 5, 24):
+            compare(rms_norm, llama_norm, x, make(2 * 24)[::2])
+
+
+@case
+def rms_norm_like_gemma_and_t5(device):
+    for make in makers(device):
+        for dtype in (make.dtype, torch.float32):
+            x, weight = make(5, 3, 100), make(100, dtype=dtype)
+            compare(lambda x, w: rms_norm(x, w, offset=1.0, cast="output"), gemma_norm, x, weight)
+            compare(lambda x, w: rms_norm(x, w, cast="weight"), t5_norm, x, weight)
+            compare(rms_norm, llama_norm, x, weight)
+
+
+@case
+def rms_norm_without_a_weight(device):
+    def plain(x):
+        wide = x.to(float64_or_32(x))
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    for make in makers(device):
+        compare(lambda x: rms_norm(x, None), plain, make(3, 100))
+
+
+@case
+def residual_rms_norm_gives_both(device):
+    def original(x, residual, weight):
+        total = residual + x
+        return llama_norm(total, weight), total
+
+    for make in makers(device):
+        for size in make.sizes[1:]:
+            compare(residual_rms_norm, original, make(3, size), make(3, size), make(size))
+        for x in make.strided(4, 5, 24):
+            compare(residual_rms_norm, original, x, make(24, 5, 4).transpose(0, 2), make(24))
+    make = Maker(device, torch.bfloat16)  # the stream in float32, as under autocast
+    residual = make(3, 40, dtype=torch.float32)
+    compare(residual_rms_norm, original, make(3, 40), residual, make(40, dtype=torch.float32))
+
+
+@case
+def one_output_may_go_unused(device):
+    make = Maker(device, torch.float32)
+    x, residual, weight = (t.requires_grad_() for t in (make(3, 8), make(3, 8), make(8)))
+    for function in (
+        lambda: residual_rms_norm(x, residual, weight),
+        lambda: residual_layer_norm(x, residual, weight, weight, p=0.5),
+    ):
+        total = function()[1]
+        dx, dresidual, dweight = torch.autograd.grad(
+            total.sum(), (x, residual, weight), allow_unused=True
+        )
+        assert torch.equal(dresidual, torch.ones_like(residual))
+        assert dx.shape == x.shape
+        assert dweight is None or not dweight.any()
+        normalised = function()[0]
+        assert torch.autograd.grad(normalised.sum(), weight)[0].any()
+
+
+@case
+def weights_gradients_are_the_same_at_every_run(device):
+    make = Maker(device, torch.bfloat16)
+    x, weight = make(71, 96).requires_grad_(), make(96).requires_grad_()
+    for function in (
+        lambda: rms_norm(x, weight),
+        lambda: layer_norm(x, weight, weight),
+        lambda: bias_gelu(x, weight),
+    ):
+        first, second = (torch.autograd.grad(function().sum(), weight)[0] for _ in range(2))
+        assert torch.equal(first, second)
+
+
+@case
+def layer_norm_of_any_size(device):
+    def original(x, weight, bias):
+        return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+    for make in makers(device):
+        for size in make.sizes[-4:]:
+            compare(layer_norm, original, make(2, 3, size), make(size), make(size))
+        for x in make.strided(4, 5, 24):
+            compare(layer_norm, original, x, make(24), make(2 * 24)[::2])
+        x = make(5, 40)
+        compare(lambda x, w: layer_norm(x, w, None), lambda x, w: original(x, w, None), x, make(40))
+        compare(lambda x: layer_norm(x, None, None), lambda x: original(x, None, None), x)
+        far = make(5, 40) + 100  # a mean that drowns the rest if variances are differences
+        compare(layer_norm, original, far, make(40), make(40))
+
+
+@case
+def layer_norm_of_one_column_is_its_bias(device):
+    make = Maker(device, torch.float32)
+    x, weight, bias = make(3, 1), make(1), make(1)
+    assert torch.equal(layer_norm(x, weight, bias), bias.expand(3, 1))
+
+
+@case
+def residual_layer_norm_without_dropout(device):
+    def original(x, residual, weight, bias, added):
+        total = x + added + residual
+        return F.layer_norm(total, total.shape[-1:], weight, bias, 1e-5), total
+
+    def ours(x, residual, weight, bias, added):
+        return residual_layer_norm(x, residual, weight, bias, input_bias=added)
+
+    for make in makers(device):
+        for size in make.sizes[-4:]:
+            vectors = make(size), make(size), make(size)
+            compare(ours, original, make(3, size), make(3, size), *vectors)
+        for x in make.strided(4, 5, 24):
+            compare(ours, original, x, make(24, 5, 4).transpose(0, 2), *make(3, 24))
+        x, residual = make(5, 40), make(5, 40)
+        for options in ({"p": 0.0}, {"p": 0.5, "training": False}):
+            total = residual_layer_norm(x, residual, make(40), make(40), **options)[1]
+            assert torch.equal(total, x + residual)
+
+
+@case
+def dropout_keeps_its_share(device):
+    for p in (0.1, 0.5):
+        x = torch.ones(96, 250, device=device)
+        torch.manual_seed(3)
+        total = residual_layer_norm(x, torch.zeros_like(x), None, None, p=p)[1]
+        kept = total != 0
+        wanted = torch.tensor(1 / (1 - p), device=device)
+        assert torch.equal(total, torch.where(kept, wanted, 0.0))
+        deviation = math.sqrt(p * (1 - p) / kept.numel())
+        assert abs(kept.double().mean().item() - (1 - p)) < 4 * deviation
+        for axis in (0, 1):  # no row or column is favoured, neighbours are independent
+            share = kept.double().mean(axis)
+            spread = math.sqrt(p * (1 - p) / kept.shape[axis])
+            assert (share - (1 - p)).abs().max() < 5 * spread
+            ahead = kept.narrow(axis, 1, kept.shape[axis] - 1)
+            behind = kept.narrow(axis, 0, kept.shape[axis] - 1)
+            assert abs((ahead & behind).double().mean().item() - (1 - p) ** 2) < 0.015
+    total = residual_layer_norm(x, torch.zeros_like(x), None, None, p=1.0)[1]
+    assert not total.any()
+
+
+@case
+def dropout_goes_back_by_the_same_mask(device):
+    for make in makers(device):
+        x = torch.ones(6, 250, device=device, dtype=make.dtype, requires_grad=True)
+        zero, bias = torch.zeros_like(x), torch.zeros_like(x[0]).requires_grad_()
+        torch.manual_seed(3)
+        total = residual_layer_norm(x, zero, None, None, p=0.3)[1]
+        assert torch.equal(torch.autograd.grad(total.sum(), x)[0], total)
+        torch.manual_seed(3)
+        assert torch.equal(residual_layer_norm(x, zero, None, None, p=0.3)[1], total)
+        assert not torch.equal(residual_layer_norm(x, zero, None, None, p=0.3)[1], total)
+        torch.manual_seed(3)
+        both = residual_layer_norm(x, zero, None, None, input_bias=bias, p=0.3)
+        dx, dbias = torch.autograd.grad(both, (x, bias), (make(6, 250), zero + 1))
+        assert not dx[total == 0].any()
+        error = (dbias.double() - dx.double().sum(0)).abs().max()
+        assert error < 8 * torch.finfo(make.dtype).eps * dx.double().abs().sum(0).max()
+
+
+@case
+def dropout_recomputed_is_the_same(device):
+    make = Maker(device, torch.float32)
+    weight, residual = make(40).requires_grad_(), make(6, 40)
+
+    def block(x):
+        return residual_layer_norm(x, residual, weight, weight, p=0.3)[0].sin()
+
+    gradients = []
+    for run in (block, lambda x: checkpoint(block, x, use_reentrant=False)):
+        x = make.__class__(device, torch.float32)(6, 40).requires_grad_()
+        torch.manual_seed(0)
+        gradients.append(torch.autograd.grad(run(x).sum(), (x, weight)))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+# Activations.
+
+
+@case
+def gated_units(device):
+    pairs = [
+        (swiglu, lambda gate, up: F.silu(gate) * up),
+        (geglu, lambda gate, up: F.gelu(gate) * up),
+        (lambda g, u: geglu(g, u, "tanh"), lambda g, u: F.gelu(g, approximate="tanh") * u),
+        (lambda g, u: geglu(g, u, "tanh"), lambda g, u: gelu_new(g) * u),
+    ]
+    for make in makers(device):
+        for kernel, original in pairs:
+            for size in make.sizes if kernel is swiglu else (127,):
+                compare(kernel, original, make(2, 3, size), make(2, 3, size))
+        packed = make(4, 5, 48)
+        for gate in make.strided(4, 5, 24):
+            compare(swiglu, pairs[0][1], gate, packed.chunk(2, -1)[1])
+        large = torch.tensor([-1e4, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4], device=device)
+        for kernel, original in pairs[:3]:
+            compare(kernel, original, large.to(make.dtype), torch.ones_like(large).to(make.dtype))
+
+
+@case
+def bias_and_gelu(device):
+    pairs = [
+        (bias_gelu, lambda x, bias: F.gelu(x + bias)),
+        (lambda x, b: bias_gelu(x, b, "tanh"), lambda x, b: F.gelu(x + b, approximate="tanh")),
+        (lambda x, b: bias_gelu(x, b, "tanh"), lambda x, b: gelu_new(x + b)),
+    ]
+    for make in makers(device):
+        for kernel, original in pairs:
+            for size in make.sizes if kernel is bias_gelu else (127,):
+                compare(kernel, original, make(2, 3, size), make(size))
+        for x in make.strided(4, 5, 24):
+            compare(*pairs[0], x, make(2 * 24)[::2])
+        compare(*pairs[0], make(40, 1500), make(1500))  # several blocks both ways
+        compare(lambda x: bias_gelu(x, None), F.gelu, make(5, 40))
+
+
+# Positions.
+
+
+def tables(make, batch, tokens, size):
+    position = torch.arange(tokens, dtype=torch.float64)
+    rates = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angle = torch.cat((position[:, None] * rates,) * 2, -1).expand(batch, -1, -1)
+    return angle.cos().to(make.device, make.dtype), angle.sin().to(make.device, make.dtype)
+
+
+def without_table_gradients(function):
+    return lambda q, k, cos, sin, **kw: function(q, k, cos.detach(), sin.detach(), **kw)
+
+
+def compare_rotary(q, k, cos, sin, **options):
+    compare(
+        lambda q, k: rotary(q, k, cos, sin, **options),
+        lambda q, k: neox_rotary(q, k, cos.to(q.dtype), sin.to(q.dtype), **options),
+        q,
+        k,
+    )
+
+
+@case
+def rotary_of_whole_and_partial_heads(device):
+    for make in makers(device):
+        for tokens, size, rotated in ((1, 2, 2), (7, 10, 10), (3, 128, 128), (5, 80, 20)):
+            cos, sin = tables(make, 2, tokens, rotated)
+            q, k = make(2, 4, tokens, size), make(2, 1, tokens, size)
+            compare_rotary(q, k, cos, sin)
+            compare_rotary(q, k, cos[:1], sin[:1])
+            q = make(2, tokens, 3, size).transpose(1, 2)  # as after a projection
+            k = make(2, tokens, 3, 2 * size)[..., size:].transpose(1, 2)
+            compare_rotary(q, k, cos, sin)
+            compare_rotary(make(2, size, tokens, 3).transpose(1, 3), k, cos.contiguous(), sin)
+
+
+@case
+def rotary_with_heads_behind_tokens(device):
+    make = Maker(device, torch.bfloat16)
+    cos, sin = tables(make, 2, 5, 16)
+    q, k = make(2, 5, 3, 16), make(2, 5, 1, 16)
+    compare_rotary(q, k, cos, sin, unsqueeze_dim=2)
+
+
+@case
+def rotary_tables_may_have_gradients_and_halves_of_their_own(device):
+    make = Maker(device, torch.float32)
+    compare(rotary, neox_rotary, make(2, 3, 5, 8), make(2, 1, 5, 8), make(2, 5, 8), make(2, 5, 8))
+    cos, sin = make(2, 5, 8), make(2, 5, 8)
+    compare_rotary(make(2, 3, 5, 8), make(2, 1, 5, 8), cos, sin)
+
+
+@case
+def rotary_keeps_the_layout(device):
+    make = Maker(device, torch.float32)
+    cos, sin = tables(make, 1, 5, 16)
+    q = make(2, 5, 3, 16).transpose(1, 2)
+    assert rotary(q, q, cos, sin)[0].stride() == q.stride()
+
+
+# Losses.
+
+
+@case
+def cross_entropy_of_any_size(device):
+    for make in makers(device):
+        for size in (*make.sizes, 5003):
+            labels = make.labels(2, 3, below=size)
+            labels[0, 1] = -100
+            compare(cross_entropy, causal_loss, make(2, 3, size), labels)
+        for logits in make.strided(4, 5, 24):
+            compare(
+                cross_entropy,
+                lambda x, labels: causal_loss(x.contiguous(), labels),
+                logits,
+                make.labels(5, 8, below=24).t()[::2],
+            )
+
+
+@case
+def cross_entropy_with_every_option(device):
+    for make in makers(device):
+        labels = make.labels(7, below=5003)
+        labels[2] = 1
+        for options in (
+            {"ignore_index": 1},
+            {"label_smoothing": 0.1},
+            {"softcap": 5.0, "label_smoothing": 0.2, "ignore_index": 1},
+            {"num_items": 3},
+            {"num_items": torch.tensor(11, device=device)},
+        ):
+            compare(
+                lambda x, labels, o=options: cross_entropy(x, labels, **o),
+                lambda x, labels, o=options: causal_loss(x, labels, **o),
+                3 * make(7, 5003),
+                labels,
+            )
+
+
+@case
+def cross_entropy_at_the_edges(device):
+    make = Maker(device, torch.float32)
+    logits, labels = make(3, 20).requires_grad_(), make.labels(3, below=20)
+    assert cross_entropy(logits, torch.full_like(labels, -100)).isnan()
+    assert cross_entropy(logits, torch.full_like(labels, -100), num_items=4) == 0
+    assert cross_entropy(logits[:0], labels[:0]).isnan()
+    if runs_triton(logits):
+        assert cross_entropy(logits, labels + 20).isnan()
+    extreme = torch.tensor([[3e4, -3e4, 0.0], [-3e4, -3e4, -3e4]], device=device)
+    compare(cross_entropy, causal_loss, extreme, torch.tensor([1, 2], device=device))
+    masked = make(2, 20)
+    masked[:, 5:] = float("-inf")
+    compare(cross_entropy, causal_loss, masked, torch.tensor([1, 2], device=device))
+
+
+@case
+def cross_entropy_in_place(device):
+    make = Maker(device, torch.bfloat16)
+    labels = make.labels(4, below=50)
+    first, second = (x.requires_grad_() for x in make(4, 50)[None].expand(2, -1, -1).clone())
+    (wanted,) = torch.autograd.grad(cross_entropy(first, labels), first)
+    before = first.detach().clone()
+    (found,) = torch.autograd.grad(cross_entropy(second, labels, in_place=True), second)
+    assert torch.equal(first.detach(), before)
+    assert torch.equal(found, wanted)
+    assert not runs_triton(second) or torch.equal(second.detach(), wanted)
+
+
+@case
+def linear_cross_entropy_with_every_option(device):
+    for make in makers(device):
+        labels = make.labels(2, 4, below=1027)
+        labels[1, 2] = -100
+        arguments = make(2, 4, 24), make(1027, 24) / 5, labels
+        for options in (
+            {},
+            {"label_smoothing": 0.1, "softcap": 8.0},
+            {"num_items": 5, "ignore_index": -100},
+            {"num_items": torch.tensor(5, device=device)},
+        ):
+            compare(
+                lambda h, w, labels, o=options: linear_cross_entropy(h, w, labels, **o),
+                lambda h, w, labels, o=options: causal_loss(F.linear(h, w), labels, **o),
+                *arguments,
+            )
+        compare(
+            lambda h, w, labels, b: linear_cross_entropy(h, w, labels, bias=b),
+            lambda h, w, labels, b: causal_loss(F.linear(h, w, b), labels),
+            *arguments,
+            make(1027),
+        )
+        wide = make(2, 4, 48)[..., ::2], make(24, 1027).t() / 5, labels
+        compare(linear_cross_entropy, lambda h, w, t: causal_loss(F.linear(h, w), t), *wide)
+
+
+@case
+def linear_cross_entropy_in_chunks(device):
+    make = Maker(device, torch.bfloat16)
+    whole, chunked.chunk_rows = chunked.chunk_rows, lambda m, v: 3
+    try:
+        arguments = make(11, 24), make(60, 24) / 5, make.labels(11, below=60)
+        compare(linear_cross_entropy, lambda h, w, t: causal_loss(F.linear(h, w), t), *arguments)
+    finally:
+        chunked.chunk_rows = whole
+
+
+@case
+def linear_cross_entropy_keeps_to_what_is_asked(device):
+    make = Maker(device, torch.float32)
+    hidden, weight, labels = make(4, 8).requires_grad_(), make(20, 8), make.labels(4, below=20)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    first = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(loss, hidden)[0])
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(hidden, weight, labels), loss)
+    assert linear_cross_entropy(hidden[:0], weight, labels[:0]).isnan()
+
+
+@case
+def autocast_is_followed(device):
+    make = Maker(device, torch.float32)
+    hidden, weight, labels = make(4, 8), make(20, 8), make.labels(4, below=20)
+
+    def original(hidden, weight, labels):
+        return causal_loss(F.linear(hidden, weight), labels)
+
+    with torch.autocast(device, torch.bfloat16):
+        ours, theirs = (
+            function(hidden.requires_grad_(), weight.requires_grad_(), labels)
+            for function in (linear_cross_entropy, original)
+        )
+    assert (ours - theirs).abs() < 1e-5
+    for a, b in zip(
+        torch.autograd.grad(ours, (hidden, weight)),
+        torch.autograd.grad(theirs, (hidden, weight)),
+        strict=True,
+    ):
+        assert a.dtype == b.dtype == torch.float32
+        assert (a - b).abs().max() < 2e-2 * b.abs().max()
+
+
+# Attention weights.
+
+
+@case
+def softmax_with_every_mask(device):
+    for make in makers(device):
+        for size in make.sizes:
+            x = make(2, 3, 2, size)
+            low = torch.finfo(make.dtype).min
+            keep = make(2, 1, 2, size) > 0
+            keep[..., 0] = True
+            added = torch.zeros_like(keep, dtype=make.dtype).masked_fill(~keep, low)
+            masks = [None, keep, added]
+            if size == make.sizes[1]:
+                masks += [keep[:, :, :1], keep[0, 0], added[:1].expand(2, 3, 2, size)]
+                masks += [make(1, 3, 2, size), make(2, 3, 2, 1)]
+                masks += [make(2, 1, 1, size, dtype=torch.float32)]
+            for mask in masks:
+                compare(
+                    lambda x, mask: masked_softmax(x, mask, 0.3),
+                    lambda x, mask: eager_softmax(x, mask, 0.3),
+                    x,
+                    mask,
+                )
+        for x in make.strided(2, 3, 5, 24):
+            compare(masked_softmax, lambda x: eager_softmax(x, None, 1.0), x)
+        compare(masked_softmax, lambda x: eager_softmax(x, None, 1.0), make(5, 24))
+
+
+@case
+def softmax_of_rows_masked_whole(device):
+    for make in makers(device):
+        x = make(2, 1, 3, 8).requires_grad_()
+        low = torch.finfo(make.dtype).min
+        for mask in (
+            torch.zeros(3, 8, dtype=torch.bool, device=device),
+            torch.full((3, 8), low, dtype=make.dtype, device=device),
+        ):
+            y = masked_softmax(x, mask, 0.5)
+            assert torch.equal(y, torch.full_like(y, 1 / 8))
+        y = masked_softmax(x, torch.zeros(3, 8, dtype=torch.bool, device=device))
+        assert not torch.autograd.grad(y.float().pow(2).sum() + y[..., 0].sum(), x)[0].any()
+        nothing = masked_softmax(x, torch.full((3, 8), float("-inf"), device=device))
+        assert nothing.isnan().all()
+
+
+@case
+def nothing_at_all(device):
+    for make in makers(device):
+        x, weight = make(0, 3, 24), make(24)
+        compare(rms_norm, llama_norm, x, weight)
+        compare(layer_norm, lambda x, w, b: F.layer_norm(x, (24,), w, b), x, weight, weight)
+        compare(swiglu, lambda g, u: F.silu(g) * u, x, x)
+        compare(bias_gelu, lambda x, b: F.gelu(x + b), x, weight)
+        compare(masked_softmax, lambda x: eager_softmax(x, None, 1.0), x)
+        cos = make(1, 0, 8)
+        compare_rotary(make(2, 3, 0, 8), make(2, 1, 0, 8), cos, cos)
+        y, total = residual_layer_norm(x, x, weight, weight, p=0.5)
+        assert y.shape == total.shape == x.shape
+
+
+@case
+def float64_takes_the_reference(device):
+    make = Maker(device, torch.float64)
+    x, weight = make(3, 8), make(8)
+    assert not runs_triton(x)
+    assert torch.equal(rms_norm(x, weight), llama_norm(x, weight))
+    assert swiglu(x, x).dtype == torch.float64
+    assert cross_entropy(x, make.labels(3, below=8)).dtype == torch.float64
+
+
+def round_like_hardware() -> None:
+    """Lets the interpreter round float32 to bfloat16 to the nearest, where it cuts off."""
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    truncating = interpreter._convert_float
+
+    def convert(value, source, target, mode):
+        if source == tl.float32 and target == tl.bfloat16:
+            rounded = torch.from_numpy(np.array(value.view(np.float32))).bfloat16()
+            return rounded.view(torch.uint16).numpy()
+        return truncating(value, source, target, mode)
+
+    interpreter._convert_float = convert
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", default="")
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        round_like_hardware()
+        assert runs_triton(torch.ones(1)), "set TRITON_INTERPRET=1"
+    else:
+        torch.cuda.set_sync_debug_mode("default")
+    found: dict[str, str | None] = {}
+    seconds: dict[str, float] = {}
+    for name, function in CASES.items():
+        if arguments.only in name:
+            started = time.perf_counter()
+            try:
+                function(arguments.device)
+                found[name] = None
+            except Exception:
+                found[name] = traceback.format_exc()
+            seconds[name] = round(time.perf_counter() - started, 2)
+    print(json.dumps({"found": found, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()

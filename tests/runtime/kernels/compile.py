@@ -1,0 +1,146 @@
+"""Compiles every kernel for an H100/H200, which needs no GPU.
+
+    python -m tests.runtime.kernels.compile
+
+The public functions run on fake tensors, forwards and backwards, and every launch is compiled
+instead. That finds what the interpreter lets through, and a value that is read back from the
+device: a fake tensor has none. Prints a line for each launch.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.runtime.kernels import picked
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+
+
+def launches(launched: list[str]) -> Any:
+    """What takes the place of a launch: compiles the kernel for these arguments."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        names = [p.name for p in self.params]
+        bound = dict(zip(names, arguments, strict=False))
+        bound |= {k: v for k, v in named.items() if k in names}
+        options = {k: v for k, v in named.items() if k not in names}
+        assert set(bound) == set(names), set(bound) ^ set(names)
+        constants = {p.name: bound[p.name] for p in self.params if p.is_constexpr}
+        # A launch specialises whole numbers likewise.
+        constants |= {k: v for k, v in bound.items() if type(v) is int and v == 1}
+        signature, aligned = {}, {}
+        for place, name in enumerate(names):
+            value = bound[name]
+            if name in constants:
+                signature[name] = "constexpr"
+                continue
+            if isinstance(value, Tensor):
+                signature[name] = TYPES[value.dtype]
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            else:
+                signature[name] = "i64" if value >= 2**31 else "i32"
+            if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+                aligned[(place,)] = [["tt.divisibility", 16]]
+        source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=aligned)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert "ld.global" in compiled.asm["ptx"]
+        launched.append(self.fn.__name__)
+
+    return run
+
+
+def calls(dtype: torch.dtype) -> dict[str, Callable[[Any], Any]]:
+    """A call of every public function, with the options that change its kernels."""
+
+    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    def labels(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    def rows() -> Tensor:
+        return make(64, 1024)
+
+    cos = torch.zeros(1, 32, 64, dtype=dtype)
+    keep = torch.zeros(2, 1, 1, 1024, dtype=torch.bool)
+    return {
+        "rms_norm": lambda f: f(rows(), make(1024), offset=1.0, cast="output"),
+        "residual_rms_norm": lambda f: f(rows(), rows(), make(1024)),
+        "layer_norm": lambda f: f(rows(), make(1024), make(1024)),
+        "residual_layer_norm": lambda f: f(
+            rows(), rows(), make(1024), make(1024), input_bias=make(1024), p=0.1
+        ),
+        "swiglu": lambda f: f(rows(), rows()),
+        "geglu": lambda f: f(rows(), rows()),
+        "geglu tanh": lambda f: f(rows(), rows(), "tanh"),
+        "bias_gelu": lambda f: f(rows(), make(1024)),
+        "bias_gelu tanh": lambda f: f(rows(), None, "tanh"),
+        "rotary": lambda f: f(make(2, 8, 32, 80), make(2, 2, 32, 80), cos, cos),
+        "cross_entropy": lambda f: f(
+            make(64, 32000), labels(64), label_smoothing=0.1, softcap=30.0
+        ),
+        "linear_cross_entropy": lambda f: f(make(64, 32), make(32000, 32), labels(64)),
+        "masked_softmax": lambda f: f(make(2, 4, 32, 1024), make(2, 1, 32, 1024), 0.3),
+        "masked_softmax keep": lambda f: f(make(2, 4, 32, 1024), keep, 0.3),
+    }
+
+
+def compile_all(dtype: torch.dtype, only: str = "") -> list[str]:
+    """Names of the kernels compiled, in order.
+
+    Args:
+        dtype: Of the tensors.
+        only: One of the calls; all without it.
+    """
+    import importlib
+
+    from triton.runtime.jit import JITFunction
+
+    launched: list[str] = []
+    modules = [
+        importlib.import_module(f"slapo_rewrite.runtime.kernels.{name}") for name in picked.ORDER
+    ]
+    run, replaced = JITFunction.run, [m for m in modules if hasattr(m, "runs_triton")]
+    checks = [m.runs_triton for m in replaced]
+    JITFunction.run = launches(launched)
+    try:
+        for module in replaced:
+            module.runs_triton = lambda *tensors: True
+        with FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Triton 3.9: its default will change
+            for name, call in calls(dtype).items():
+                if only in ("", name):
+                    function = name.split()[0]
+                    module = modules[picked.ORDER.index(picked.PUBLIC[function])]
+                    outputs = call(getattr(module, function))
+                    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                    torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+    finally:
+        JITFunction.run = run
+        for module, check in zip(replaced, checks, strict=True):
+            module.runs_triton = check
+    return launched
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    for dtype in TYPES:
+        if dtype.is_floating_point:
+            print(dtype, *compile_all(dtype), sep="\n  ")

@@ -1,0 +1,60 @@
+"""The kernels themselves, run by Triton's interpreter in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.golden import ROOT
+from tests.runtime.kernels.cases import CASES
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str | None]:
+    """What each case found: one process for all, since starting costs more than most of them."""
+    return run({"TRITON_INTERPRET": "1"})
+
+
+def run(environment: dict[str, str], *arguments: str) -> dict[str, str | None]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.kernels.cases", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])["found"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_kernel_computes_what_it_stands_for(name, found):
+    assert found[name] is None, found[name]
+
+
+def test_a_wrong_kernel_is_found():
+    script = """
+        from tests.runtime.kernels import cases
+        from slapo_rewrite.runtime.kernels import gated
+        cases.round_like_hardware()
+        right = gated.gated_backward
+        gated.gated_backward = lambda *a: [1.01 * g for g in right(*a)]
+        try:
+            cases.gated_units("cpu")
+        except AssertionError as error:
+            print("found:", error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(line[8:] for line in script.splitlines())],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+    )
+    assert done.stdout.startswith("found: gradient 0"), done.stdout + done.stderr
