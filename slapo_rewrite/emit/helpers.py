@@ -26,6 +26,7 @@ RUNTIME_ORDER = (
     "replicated",
     "grouped_query",
     "weights",
+    "delayed",
     "loading",
 )
 RUNTIME = Path(__file__).resolve().parents[1] / "runtime"

@@ -1,6 +1,7 @@
 """Full tensors to parts and back, for a model with every way of being sharded."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -218,7 +219,28 @@ def check_load_pretrained(folder):
         loading.load_pretrained(model, folder / "other.safetensors")
 
 
+def largest_use():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def check_build_holds_a_part():
+    """Beside its own layers a rank holds one tensor, not the whole model."""
+    width, number = 3072, 8  # tensors so large that freed memory goes back
+
+    def make(width, number):
+        return nn.Sequential(*(tp.RowParallelLinear(width, width) for _ in range(number)))
+
+    loading.build(lambda: make(8, 1))
+    before = largest_use()
+    model = loading.build(lambda: make(width, number))
+    used = (largest_use() - before) / (4 * width**2)  # in layers
+    own = sum(p.nbytes for p in model.parameters()) / (4 * width**2)
+    assert used < own + 2 < number, (used, own)
+
+
 def check_starting(folder):
+    if tp.world_size() > 1:  # first, while nothing else has been held
+        check_build_holds_a_part()
     check_build_is_alike()
     check_load_pretrained(folder)
 
@@ -272,3 +294,8 @@ def test_a_checkpoint_of_a_model_without_its_prefix(tmp_path):
     loading.save_pretrained(nn.Linear(2, 2), tmp_path)
     missing, _ = loading.load_pretrained(whole, tmp_path, strict=False)
     assert missing == ["head.weight", "head.bias"]
+
+
+def test_weights_are_not_made_on_the_meta_device():
+    with torch.device("meta"), pytest.raises(ValueError, match="meta device: leave it"):
+        loading.build(lambda: Model(whole=False))

@@ -1,0 +1,96 @@
+"""Constructors that run without memory: every value and every random number as ever."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from slapo_rewrite.runtime.delayed import Recording
+from tests.models import gpt
+
+
+class Odd(nn.Module):
+    """What constructors do to make their parameters and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.scaled = nn.Parameter(torch.randn(3, 4) * 0.02)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
+        self.listed = torch.rand(3).tolist(), torch.rand(2).numpy().sum()
+        self.chosen = nn.Linear(2, 2) if torch.rand(()) > 0.2 else None
+        self.found = torch.nonzero(torch.rand(8) > 0.5)
+        self.register_buffer("mask", torch.tril(torch.ones(5, 5)).bool())
+        table = torch.zeros(10, 6)
+        angles = torch.arange(10).unsqueeze(1) * torch.exp(torch.arange(0, 6, 2) * -0.3)
+        table[:, 0::2], table[:, 1::2] = angles.sin(), angles.cos()
+        self.register_buffer("table", table)
+        self.given = nn.Parameter(torch.tensor([1.0, 2.0]))  # has values, and so is real
+        self.given.data.mul_(torch.rand(2))
+        self.rounded = nn.Parameter(torch.rand(3, 3).to(torch.bfloat16))
+        self.ordered = nn.Parameter(torch.randperm(6).float())
+        self.inverse = nn.Parameter(torch.linalg.inv(torch.rand(3, 3)))
+        self.turned = nn.Parameter(nn.init.kaiming_normal_(torch.empty(6, 7)).T)
+        self.partly = nn.Parameter(torch.empty(4, 4))
+        self.partly.data.normal_(generator=torch.Generator().manual_seed(3))
+        self.partly.data[1].zero_()
+        for name in ("orthogonal_", "trunc_normal_", "eye_", "xavier_uniform_"):
+            made = getattr(nn.init, name)(torch.empty(5, 4))
+            self.register_parameter(name, nn.Parameter(made))
+        self.sparse = nn.Parameter(nn.init.sparse_(torch.empty(4, 3), 0.5))
+        self.conv, self.lstm = nn.Conv2d(3, 4, 2), nn.LSTM(3, 4)
+        layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+        self.copies = nn.TransformerEncoder(layer, 2)
+        self.embedding, self.norm = nn.Embedding(5, 4, padding_idx=1), nn.BatchNorm1d(3)
+        self.weight_norm = parametrizations.weight_norm(nn.Linear(3, 4))
+        self.spectral_norm = parametrizations.spectral_norm(nn.Linear(3, 4))
+        self.tied = nn.Embedding(2, 2)
+        self.tied.weight = self.chosen.weight
+
+
+def small(name: str, **sizes: int):
+    """A small Hugging Face model with padding in its vocabulary and a tie."""
+    config = getattr(transformers, f"{name}Config")(vocab_size=203, pad_token_id=0, **sizes)
+    heads = {"GPT2": "GPT2LMHeadModel", "T5": "T5ForConditionalGeneration"}
+    head = heads.get(name, f"{name}ForMaskedLM" if name == "Bert" else f"{name}ForCausalLM")
+    return getattr(transformers, head)(config)
+
+
+MAKERS = {
+    "odd": Odd,
+    "gpt": lambda: gpt.GPT(gpt.GPTConfig(203, 32, n_layer=3, n_head=4, n_embd=64)),
+    "bert": lambda: small("Bert", hidden_size=48, num_hidden_layers=2),
+    "gpt2": lambda: small("GPT2", n_embd=48, n_layer=2),
+    "llama": lambda: small("Llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+    "t5": lambda: small("T5", d_model=64, num_layers=2),
+}
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return named | dict(model.named_buffers(remove_duplicate=False))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_values_are_those_of_a_real_construction(name):
+    torch.manual_seed(0)
+    real = MAKERS[name]()
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    with Recording(torch.device("cpu")) as recording:
+        made = MAKERS[name]()
+    assert torch.equal(torch.get_rng_state(), after), "random numbers go on as after the real one"
+
+    expected, found = tensors(real), tensors(made)
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        value, want = recording.value(tensor), expected[key]
+        assert tensor.is_meta or tensor.numel() < 3, f"{key} takes memory"
+        assert torch.equal(value, want) and value.dtype == want.dtype, key
+        assert value.stride() == want.stride() and tensor.requires_grad == want.requires_grad, key
+    assert torch.equal(torch.get_rng_state(), after), "asking for values draws no numbers"
+    if name == "odd":
+        assert (made.rates, made.listed) == (real.rates, real.listed)
+        assert torch.equal(made.found, real.found)
