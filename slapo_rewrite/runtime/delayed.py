@@ -173,8 +173,8 @@ class Recording(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("device") == META:  # as torch sees the tensors that are recorded
-            kwargs["device"] = self.device
+        if func._opname == "scalar_tensor" and kwargs.get("device") == META:
+            kwargs["device"] = self.device  # torch makes it to go with a recorded one
         given = tensors_in((args, kwargs))
         makes_tensor = any("Tensor" in str(r.type) for r in func._schema.returns)
         if given:

@@ -21,6 +21,8 @@ class Odd(nn.Module):
         self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
         self.listed = torch.rand(3).tolist(), torch.rand(2).numpy().sum()
         self.chosen = nn.Linear(2, 2) if torch.rand(()) > 0.2 else None
+        with torch.device("meta"):
+            self.size_alone = nn.Linear(3, 3).weight.shape  # draws nothing
         self.found = torch.nonzero(torch.rand(8) > 0.5)
         self.register_buffer("mask", torch.tril(torch.ones(5, 5)).bool())
         table = torch.zeros(10, 6)

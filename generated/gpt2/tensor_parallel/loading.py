@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .tensor_parallel import Shard, wait_for_group, world_of_one
+from .delayed import Recording, default_generator
+from .tensor_parallel import Shard, wait_for_group, world_of_one, world_size
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
@@ -104,17 +105,31 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def build(make: Callable[[], nn.Module]) -> nn.Module:
     """The model that `make()` returns, initialised alike at every world size.
 
-    Each rank draws the weights of the whole model and keeps its part, so the ranks must
-    be seeded alike. For a moment each holds the whole model; to start from a checkpoint
-    without that, use `load_pretrained`.
+    Each rank draws the weights of the whole model, one tensor at a time, and keeps its
+    part of each, so the ranks must be seeded alike and none holds more than its own
+    model and one full tensor. To start from a checkpoint use `load_pretrained`.
+
+    Raises:
+        ValueError: The default device is the meta device, which holds no weights.
     """
-    with world_of_one():
-        full = make().state_dict()
-        state = torch.get_rng_state()
+    device = torch.get_default_device()
+    if device.type == "meta":
+        raise ValueError("weights cannot be made on the meta device: leave it")
+    if world_size() == 1:
+        return make()
+    generator = default_generator(device)
+    state = generator.get_state()
     model = make()
-    model.load_state_dict(full)
-    # Local layers draw fewer numbers than whole ones: go on as if all had been whole.
-    torch.set_rng_state(state)
+    generator.set_state(state)
+    with world_of_one(), Recording(device) as recording:
+        whole = make().state_dict()
+    divided, filled = shards(model), set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in filled:
+            full = recording.value(whole[name])
+            tensor.data.copy_(divided[name].cut(full) if name in divided else full)
+            del full  # before the next one is worked out
+            filled.add(id(tensor))
     return model
 
 
