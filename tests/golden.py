@@ -91,6 +91,8 @@ def goldens() -> Iterator[Golden]:
         if model in SEQUENCE_PARALLEL:
             settings = ("sequence_parallel=true",)
             yield Golden(model, "sequence_parallel", source, schedule, settings)
+        if model in ("bert", "gpt"):
+            yield Golden(model, "parallel_loss", source, schedule, ("parallel_loss=true",))
 
 
 @dataclass(frozen=True)

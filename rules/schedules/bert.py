@@ -37,10 +37,14 @@ def schedule(
     s,
     tensor_parallel: bool = True,
     sequence_parallel: bool = False,
+    parallel_loss: bool = False,
     ckpt_ratio: float = 0.0,
     fork_dropout: bool = False,
 ):
-    """Splits the layers, and checkpoints the first `ckpt_ratio` of them."""
+    """Splits the layers, and checkpoints the first `ckpt_ratio` of them.
+
+    With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
+    """
     layers = s["bert.encoder.layer"]
     if tensor_parallel:
         layers["*.attention.self.{query,key,value}"].shard(["weight", "bias"], axis=0)
@@ -54,6 +58,8 @@ def schedule(
             layers["*.{attention.self,intermediate}"].sync("fwd_pre", "all_gather", axis=1)
             layers["*.{attention.output,output}.dense"].sync("fwd_post", "reduce_scatter", axis=1)
             s["bert.encoder"].sync("fwd_post", "all_gather", axis=1)
+        if parallel_loss:
+            s["cls.predictions.decoder"].sync("bwd_post", "all_reduce")
         s.infer_sync()
     if fork_dropout:
         layers["*.attention.self"].fork_rng()

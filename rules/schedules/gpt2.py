@@ -34,9 +34,16 @@ def verify_model(m):
 
 
 def schedule(
-    s, tensor_parallel: bool = True, sequence_parallel: bool = False, ckpt_ratio: float = 0.0
+    s,
+    tensor_parallel: bool = True,
+    sequence_parallel: bool = False,
+    parallel_loss: bool = False,
+    ckpt_ratio: float = 0.0,
 ):
-    """Splits the blocks, and checkpoints the first `ckpt_ratio` of them."""
+    """Splits the blocks, and checkpoints the first `ckpt_ratio` of them.
+
+    With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
+    """
     blocks = s["transformer.h"]
     if tensor_parallel:
         blocks["*.attn.c_attn"].shard("weight", axis=1, parts=3)
@@ -51,5 +58,7 @@ def schedule(
             blocks["*.{attn,mlp}"].sync("fwd_pre", "all_gather", axis=1)
             blocks["*.{attn,mlp}.c_proj"].sync("fwd_post", "reduce_scatter", axis=1)
             s["transformer.ln_f"].sync("fwd_post", "all_gather", axis=1)
+        if parallel_loss:
+            s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()
     blocks[: round(ckpt_ratio * len(blocks["*"]))].checkpoint()

@@ -40,9 +40,16 @@ def verify_model(m):
 
 
 def schedule(
-    s, tensor_parallel: bool = True, sequence_parallel: bool = False, ckpt_ratio: float = 0.0
+    s,
+    tensor_parallel: bool = True,
+    sequence_parallel: bool = False,
+    parallel_loss: bool = False,
+    ckpt_ratio: float = 0.0,
 ):
-    """Splits the layers, and checkpoints the first `ckpt_ratio` of them."""
+    """Splits the layers, and checkpoints the first `ckpt_ratio` of them.
+
+    With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
+    """
     layers = s["model.layers"]
     if tensor_parallel:
         layers["*.self_attn.{q_proj,k_proj,v_proj}"].shard("weight", axis=0)
@@ -55,5 +62,7 @@ def schedule(
             layers["*.{self_attn,mlp}"].sync("fwd_pre", "all_gather", axis=1)
             layers["*.{self_attn.o_proj,mlp.down_proj}"].sync("fwd_post", "reduce_scatter", axis=1)
             s["model"].sync("fwd_post", "all_gather", axis=1)
+        if parallel_loss:
+            s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()
     layers[: round(ckpt_ratio * len(layers["*"]))].checkpoint()

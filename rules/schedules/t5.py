@@ -29,8 +29,17 @@ def verify_model(m):
     )
 
 
-def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0, fork_dropout: bool = False):
-    """Splits the blocks, and checkpoints the first `ckpt_ratio` of each stack."""
+def schedule(
+    s,
+    tensor_parallel: bool = True,
+    parallel_loss: bool = False,
+    ckpt_ratio: float = 0.0,
+    fork_dropout: bool = False,
+):
+    """Splits the blocks, and checkpoints the first `ckpt_ratio` of each stack.
+
+    With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
+    """
     stacks = s["{encoder,decoder}.block"]
     if tensor_parallel:
         columns = stacks["**.{q,k,v,wi}"]
@@ -45,7 +54,8 @@ def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0, fork_drop
         s["{shared,encoder.embed_tokens,decoder.embed_tokens}"].sync("fwd_post", "all_reduce")
         s["lm_head"].shard("weight", axis=0)
         s["lm_head"].sync("bwd_post", "all_reduce")
-        s["lm_head"].sync("fwd_post", "all_gather", axis=-1)
+        if not parallel_loss:
+            s["lm_head"].sync("fwd_post", "all_gather", axis=-1)
     if fork_dropout:
         stacks["**.{SelfAttention,EncDecAttention,DenseReluDense}"].fork_rng()
     for stack in stacks:

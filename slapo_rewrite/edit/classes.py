@@ -16,6 +16,7 @@ from slapo_rewrite.edit.definition import (
     DeriveFrom,
     DivideByReplicas,
     Key,
+    LossOfParts,
     OwnShare,
     ShareParameter,
     SplitParameter,
@@ -28,6 +29,7 @@ from slapo_rewrite.edit.forward import ForwardWriter
 from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.lines import At, Lines, written
+from slapo_rewrite.edit.losses import LossWriter
 from slapo_rewrite.edit.reads import WholeSizes
 from slapo_rewrite.edit.sites import IndexSets, SiteWriter
 from slapo_rewrite.edit.splice import Edit
@@ -128,6 +130,7 @@ class ClassWriter:
         made = SiteWriter(self.file, self.imports, reads.segment, at)
         forward = ForwardWriter(self.lineages, self.imports, class_name, at)
         annotations = Annotations(self.lineages, self.imports, at)
+        losses = LossWriter(self.lineages, self.imports, class_name, at, self.line_length)
         by_site: dict[int, dict[str, What]] = {}
         causes: dict[int, tuple[Directive, ...]] = {}
         for key, change in definition.changes.items():
@@ -162,6 +165,8 @@ class ClassWriter:
                 forward.wrap_calls(key[1], change, why)
             elif key[0] == "argument" and isinstance(change, ChangeArgument):
                 forward.change_argument(key, change, why)
+            elif key[0] == "loss" and isinstance(change, LossOfParts):
+                losses.write(key, change, why)
             elif key[0] == "gradient" and isinstance(change, ShareParameter):
                 forward.share_parameter(change.name, why)
         annotations.write(indices)

@@ -20,6 +20,7 @@ from slapo_rewrite.edit.definition import (
     DeriveFrom,
     DivideByReplicas,
     ForkRandom,
+    LossOfParts,
     MakeLayer,
     MakeOther,
     OwnShare,
@@ -38,7 +39,15 @@ from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.reads import readings
 from slapo_rewrite.edit.state import Annotation, Directive, Function, ModuleState, Shard, Sync
 from slapo_rewrite.edit.text import returns
-from slapo_rewrite.model.follow import Asked, Border, Followed, ShardedParameter, layer_key
+from slapo_rewrite.model.follow import (
+    ArgumentChange,
+    Asked,
+    Border,
+    Followed,
+    ParallelLoss,
+    ShardedParameter,
+    layer_key,
+)
 from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.layers import SHARES, SUMMING, Layer, base_of, replicated, summing_base
 from slapo_rewrite.model.tree import Node, Tree
@@ -108,6 +117,8 @@ class _Collection:
             if state.checkpoint:
                 home.places.add(node.path, RECOMPUTE, Recompute(), (state.checkpoint.cause,))
         self._sizes(layers, parameters, followed)
+        for loss in followed.losses.values():
+            self._loss(loss)
         for path, layer in layers.items():
             self._read_sizes(self.tree.nodes[path], layer)
 
@@ -253,19 +264,40 @@ class _Collection:
                 if attribute in followed.repeats and shared:
                     what = DivideByReplicas(shared)
                 home.places.add(path, ("size", attribute.name), what, causes)
-            for change in followed.arguments:
-                if self.desks.at(change.place) is home and any(
-                    home.lineages.holds(c, change.place.line)
-                    for c in home.lineages.lineage(cls.__name__)
-                ):
-                    place = change.place
-                    key = (
-                        "argument", place.line, place.column, place.end_line, place.end_column,
-                        change.index,
-                    )  # fmt: skip
-                    home.places.add(path, key, ChangeArgument(change.template), causes)
+        for change in followed.arguments:
+            self._argument(change, owners)
         for path, name in sorted(followed.shared):
             self._share_parameter(path, name, followed.shared[path, name], owners)
+
+    def _argument(self, change: ArgumentChange, owners: Mapping[str, list[Directive]]) -> None:
+        """An argument written differently, below sharded parameters or where their parts come."""
+        place = change.place
+        key = (
+            "argument", place.line, place.column, place.end_line, place.end_column, change.index
+        )  # fmt: skip
+        holders, home = self._holders(owners), self.desks.at(place)
+        paths = [
+            path
+            for path, node in self.tree.nodes.items()
+            if self._home(node) is home
+            and any(
+                home.lineages.holds(c, place.line) for c in home.lineages.lineage(node.cls.__name__)
+            )
+        ]
+        below = [path for path in paths if path in holders]
+        for path in below or paths:
+            causes = [s.cause for s in self.states[change.source].shards] if change.source else []
+            causes = owners[holders[path].path] if path in holders else causes
+            home.places.add(path, key, ChangeArgument(change.template), united(causes))
+
+    def _loss(self, loss: ParallelLoss) -> None:
+        """A loss of the parts that a head gives."""
+        state, place = self.states[loss.head], loss.place
+        causes = united((s.cause for s in state.shards), (s.cause for s in state.syncs))
+        key = ("loss", place.line, place.column, place.end_line, place.end_column)
+        head = loss.head[len(loss.owner) + 1 if loss.owner else 0 :]
+        change = LossOfParts(loss.function, head, loss.names)
+        self.desks.at(place).places.add(loss.owner, key, change, causes)
 
     def _read_sizes(self, node: Node, layer: Layer) -> None:
         """Whoever reads the size of a layer that is split means the whole layer's."""

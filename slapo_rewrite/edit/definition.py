@@ -166,6 +166,22 @@ class ChangeArgument:
 
 
 @dataclass(frozen=True)
+class LossOfParts:
+    """Where a method computes a loss of logits of which a rank has a part.
+
+    Attributes:
+        function: What is called in the place of a function of transformers; None where
+            `cross_entropy` or a criterion stands there itself.
+        head: The path of the layer that gives the logits, below the method's module.
+        names: Local variables that hold such parts, with the axis that is split.
+    """
+
+    function: str | None
+    head: str
+    names: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
 class ShareParameter:
     """Where `forward` reads a parameter that every rank has whole: its gradients are added up."""
 
@@ -197,6 +213,7 @@ What = (
     | WrapOutput
     | WrapCall
     | ChangeArgument
+    | LossOfParts
     | ShareParameter
     | ReadWhole
     | ForkRandom

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import (
@@ -21,6 +21,8 @@ from slapo_rewrite.edit.lines import At, Lines
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.edit.text import accessor, returns, simple_statements
+
+Found = tuple[ast.FunctionDef, ast.stmt, ast.Call | ast.Subscript]
 
 # How a list of sizes is written that must be this rank's shares.
 SHARES = "[{part_size}(size) for size in {argument}]"
@@ -184,26 +186,13 @@ class ForwardWriter:
         self, key: Key, change: ChangeArgument, causes: tuple[Directive, ...]
     ) -> None:
         """Writes an argument differently, by the place of its call and its index in it."""
-        _, line, column, end_line, end_column, index = key
-        for method in self.lineages.methods(self.class_name):
-            for statement in simple_statements(method):
-                for node in ast.walk(statement):
-                    if not isinstance(node, (ast.Call, ast.Subscript)):
-                        continue
-                    # Of a method call, Python tells the place from the method's name on.
-                    starts = [node.col_offset]
-                    if isinstance(node, ast.Call):
-                        starts.append(getattr(node.func, "end_col_offset", -1))
-                    if (node.end_lineno, node.end_col_offset) != (end_line, end_column) or not (
-                        node.lineno == line and column in starts
-                    ):
-                        continue
-                    argument, whole = self._argument(node, index)
-                    if argument is None:
-                        continue
-                    template = SHARES if whole else change.template
-                    self._write_argument(argument, template, self.at(statement), causes)
-                    return
+        _, line, column, *_, index = key
+        for _, statement, node in nodes_at(self.lineages, self.class_name, key):
+            argument, whole = self._argument(node, index)
+            if argument is not None:
+                template = SHARES if whole else change.template
+                self._write_argument(node, argument, template, self.at(statement), causes)
+                return
         raise errors.UnfollowableSize(
             "an argument of this call depends on the sharded size, and cannot be told apart "
             "from the others",
@@ -247,7 +236,12 @@ class ForwardWriter:
         return argument.elts[second], False
 
     def _write_argument(
-        self, argument: ast.expr, template: str, lines: Lines, causes: tuple[Directive, ...]
+        self,
+        node: ast.Call | ast.Subscript,
+        argument: ast.expr,
+        template: str,
+        lines: Lines,
+        causes: tuple[Directive, ...],
     ) -> None:
         start, end = self.file.span(argument)
         if any((e.start, e.end) == (start, end) for e in lines.inside):
@@ -255,9 +249,30 @@ class ForwardWriter:
         function = ""
         if "{part_size}" in template:
             function = self.imports.helper("tensor_parallel", "part_size", causes)
-        text = template.format(argument=self.file.segment(argument), part_size=function)
+        given = self.file.segment(argument)
+        text = template.format(argument=given, part_size=function, own="{own}")
+        if "{own}" in text:
+            text = self._own_size(node, given, text, causes)
         why = "what depends on the sharded size follows"
         lines.inside.append(Edit(start, end, text, causes, why))
+
+    def _own_size(
+        self,
+        node: ast.Call | ast.Subscript,
+        argument: str,
+        template: str,
+        causes: tuple[Directive, ...],
+    ) -> str:
+        """A size that a tensor has itself, uneven parts included."""
+        tensor = None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            tensor = node.func.value
+        if tensor is not None and all(
+            isinstance(n, (ast.Name, ast.Attribute, ast.expr_context)) for n in ast.walk(tensor)
+        ):
+            return template.replace("{own}", f"{self.file.segment(tensor)}.shape")
+        sizes = self.imports.helper("tensor_parallel", "part_sizes", causes)
+        return f"{sizes}({argument})[{self.imports.helper('tensor_parallel', 'rank', causes)}()]"
 
     def share_parameter(self, name: str, causes: tuple[Directive, ...]) -> None:
         """Adds up a parameter's gradients where `forward` reads it."""
@@ -292,3 +307,20 @@ class ForwardWriter:
                 at=self.file.at(self.file.classes[self.class_name]),
                 also=[c.at for c in causes[:1] if c.at],
             )
+
+
+def nodes_at(lineages: Lineages, class_name: str, key: Key) -> Iterator[Found]:
+    """The calls and subscripts at a place, with the method and the statement that they are in."""
+    _, line, column, end_line, end_column, *_ = key
+    for method in lineages.methods(class_name):
+        for statement in simple_statements(method):
+            for node in ast.walk(statement):
+                if not isinstance(node, (ast.Call, ast.Subscript)):
+                    continue
+                # Of a method call, Python tells the place from the method's name on.
+                starts = [node.col_offset]
+                if isinstance(node, ast.Call):
+                    starts.append(getattr(node.func, "end_col_offset", -1))
+                end = (node.end_lineno, node.end_col_offset)
+                if end == (end_line, end_column) and node.lineno == line and column in starts:
+                    yield method, statement, node

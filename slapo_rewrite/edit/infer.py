@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.state import EMPTY, Directive, Function, ModuleState, Sync, general
-from slapo_rewrite.model.follow import Remedy
+from slapo_rewrite.model.follow import Followed, Remedy
 from slapo_rewrite.model.layers import Layer, split_of
 from slapo_rewrite.model.tree import Node, Tree
 
@@ -93,6 +93,16 @@ class Inference:
             if state == wanted and general(path) == like and self._cause(path)
         }
         return {**states, **found} if remedy.path in found else None
+
+    def left_open(self, states: States, followed: Followed) -> Remedy | None:
+        """A gather for a head whose parts go into a loss although no sync of it is stated.
+
+        Whoever states that its gradient is added up, and no gather, wants the parts passed on.
+        """
+        for loss in followed.losses.values():
+            if all(sync.cause.inferred for sync in states.get(loss.head, EMPTY).syncs):
+                return Remedy.whole_of(loss.head)
+        return None
 
     def _fits(self, layers: Mapping[str, Layer], remedy: Remedy) -> bool:
         layer = layers.get(remedy.path)

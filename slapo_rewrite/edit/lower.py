@@ -187,7 +187,11 @@ class _Lowering:
                 self.states = repaired
                 asked = self._asked()
                 try:
-                    return self._follow_once(asked, step_inputs)
+                    followed = self._follow_once(asked, step_inputs)
+                    remedy = self.inference.left_open(self.states, followed)
+                    repaired = self.inference.repaired(self.states, asked.layers, remedy)
+                    if repaired is None:
+                        return followed
                 except CannotFollow as error:
                     failed = error
                     repaired = self.inference.repaired(self.states, asked.layers, error.remedy)

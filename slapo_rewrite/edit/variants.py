@@ -18,6 +18,7 @@ from slapo_rewrite.edit.definition import (
     DivideByReplicas,
     ForkRandom,
     Key,
+    LossOfParts,
     MakeClass,
     MakeLayer,
     MakeOther,
@@ -201,6 +202,7 @@ class Variants:
             WrapCall,
             Attach,
             ChangeArgument,
+            LossOfParts,
             ShareParameter,
         )
         made = [w.name for w in wanted if isinstance(w, MakeClass)]

@@ -21,6 +21,7 @@ MODULES = "modules"
 RUNTIME_ORDER = (
     "annotations",
     "tensor_parallel",
+    "vocab_parallel_loss",
     "rng",
     "conv1d",
     "replicated",

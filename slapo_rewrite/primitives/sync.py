@@ -26,6 +26,41 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 # Reshard strings: R is whole, S split; the letters are the last axis but one, and the last.
 LAYOUTS: dict[str, int | None] = {"RR": None, "RS": -1, "SR": -2}
 
+HEAD = """\
+import torch.nn.functional as F
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, width, vocabulary):
+        super().__init__()
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x, labels=None):
+        logits, loss = self.head(x), None
+        if labels is not None:
+            loss = F.cross_entropy(logits, labels)
+        return loss, logits
+"""
+
+HEAD_MODEL = """\
+import torch
+
+
+def model(m):
+    return m.Model(8, 30)
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 8), "labels": torch.tensor([3, 7])}
+
+
+def loss(outputs):
+    return outputs[0]
+
+
+"""
+
 
 class Sync(Primitive):
     """Communicate at a module's border: before it, after it, or after its backward pass.
@@ -39,6 +74,10 @@ class Sync(Primitive):
     the value goes: summed and cut for sharded layers (`tensor_parallel_output_grad=True`), cut
     where every rank uses it alike (False). A function (a forward pre-hook, forward hook or full
     backward hook, by `mode`) is copied into the output or imported there.
+
+    A head split over the vocabulary with `bwd_post all_reduce` alone hands its partitions on: a
+    cross entropy of them becomes a vocabulary-parallel one, and the logits are gathered only where
+    no loss is computed.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
@@ -81,6 +120,28 @@ def schedule(s):
 +from .tensor_parallel import ColumnParallelLinear
 -        self.up = nn.Linear(width, 4 * width)
 +        self.up = ColumnParallelLinear(width, 4 * width, gather_output=True)
+""",
+        ),
+        Example(
+            HEAD,
+            HEAD_MODEL
+            + """\
+def schedule(s):
+    s["head"].shard("weight", axis=0)
+    s["head"].sync("bwd_post", "all_reduce")
+""",
+            """\
+-import torch.nn.functional as F
++from .tensor_parallel import ColumnParallelLinear, all_gather
++from .vocab_parallel_loss import vocab_parallel_cross_entropy
+-        self.head = nn.Linear(width, vocabulary, bias=False)
++        self.head = ColumnParallelLinear(width, vocabulary, bias=False)
+-            loss = F.cross_entropy(logits, labels)
++            loss = vocab_parallel_cross_entropy(
++                logits, labels, vocab_size=self.head.full_out_features
++            )
++        else:
++            logits = all_gather(logits, full_size=self.head.full_out_features)
 """,
         ),
     )

@@ -200,6 +200,13 @@ def sum_parts(x: Tensor) -> Tensor:
     return x
 
 
+def max_of_parts(x: Tensor) -> Tensor:
+    """The largest of the ranks' tensors, element by element, in a new tensor."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, dist.ReduceOp.MAX, group=_group)
+    return x
+
+
 def sum_and_cut(x: Tensor, shard: Shard) -> Tensor:
     """This rank's part of the sum of the ranks' tensors."""
     if len(shard.blocks) > 1 or shard.full_size() % world_size():
@@ -424,7 +431,8 @@ class ColumnParallelLinear(nn.Linear):
 
     Args:
         in_features: D.
-        out_features: F, of the whole layer; the attribute of that name is F'.
+        out_features: F, of the whole layer; the attribute of that name is F', and
+            `full_out_features` is F.
         bias: Whether a bias is added.
         device: Where the parameters are made.
         dtype: Their type.
@@ -450,6 +458,7 @@ class ColumnParallelLinear(nn.Linear):
     ) -> None:
         shard = Shard(0, block_sizes(out_features, parts), multiple_of)
         super().__init__(in_features, shard.local_size(), bias, device, dtype)
+        self.full_out_features = out_features
         self.reduce_input_gradient = reduce_input_gradient
         self.output_shard = replace(shard, axis=-1) if gather_output else None
         record_shard(self, "weight", shard)

@@ -24,8 +24,16 @@ def loss(outputs):
     return outputs[1]
 
 
-def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
-    """Splits the blocks, and checkpoints the first `ckpt_ratio` of them."""
+def schedule(
+    s,
+    tensor_parallel: bool = True,
+    parallel_loss: bool = False,
+    ckpt_ratio: float = 0.0,
+):
+    """Splits the blocks, and checkpoints the first `ckpt_ratio` of them.
+
+    With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
+    """
     blocks = s["transformer.h"]
     if tensor_parallel:
         blocks["*.attn.c_attn"].shard(["weight", "bias"], axis=0, parts=3)
@@ -33,5 +41,7 @@ def schedule(s, tensor_parallel: bool = True, ckpt_ratio: float = 0.0):
         blocks["*.{attn,mlp}.c_proj"].shard("weight", axis=1)
 
         s["{transformer.wte,lm_head}"].shard("weight", axis=0)
+        if parallel_loss:
+            s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()
     blocks[: round(ckpt_ratio * len(blocks["*"]))].checkpoint()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -93,11 +94,10 @@ def test_a_model_that_does_not_run_is_refused(tmp_path):
 
 def test_what_the_schedule_of_t5_states_would_be_inferred(tmp_path):
     text = (ROOT / "rules/schedules/t5.py").read_text()
-    stated = [line for line in text.splitlines(keepends=True) if ".sync(" in line]
-    lines = "".join(line for line in text.splitlines(keepends=True) if line not in stated)
-    assert len(stated) == 5
+    left, count = re.subn(r"^( +).*\.sync\(.*\n", r"\1pass\n", text, flags=re.M)
+    assert count == 5
     path = tmp_path / "s.py"
-    path.write_text(lines.replace("    for stack in", INFER + "    for stack in"))
+    path.write_text(left.replace("    for stack in", INFER + "    for stack in"))
     source = "transformers.models.t5.modeling_t5"
     assert texts(rewrite(source, str(path))) == texts(rewrite(source, "t5"))
 

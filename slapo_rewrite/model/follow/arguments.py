@@ -9,12 +9,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from slapo_rewrite.model.follow import losses
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.vocabulary import ArgumentChange, CannotFollow, Remedy
 
 # How an argument is written that must be this rank's share.
 INFERRED = "-1"
 SHARE = "{part_size}({argument})"
+OWN = "{own}[%d]"  # the size that the tensor itself has along an axis
 
 
 def change(
@@ -27,9 +29,11 @@ def change(
     does: str,
 ) -> None:
     """Makes a number the rank's own: by its attributes, or else where it stands."""
+    if losses.replaced(run):
+        return
     attributes = run.undecided(size)
     place, state = run.editable_place(), run.flow.of(tensor)
-    fits = template == INFERRED or want * dist.get_world_size() == size
+    fits = template != SHARE or want * dist.get_world_size() == size
     if attributes or place is None or not fits:
         raise CannotFollow(
             f"{does} {int(size)} where a rank has {want}",
@@ -41,4 +45,4 @@ def change(
             # What no one can change there means the whole.
             remedy=Remedy.whole_of(state.source, state.axis) if place is None else None,
         )
-    run.followed.arguments.add(ArgumentChange(place, index, template))
+    run.followed.arguments.add(ArgumentChange(place, index, template, state.source))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.model.follow import cuts, reshapes
+from slapo_rewrite.model.follow import cuts, losses, reshapes
 from slapo_rewrite.model.follow.flow import PART, gather_line
 from slapo_rewrite.model.follow.packing import Blocks, described, moved_axis, reduced
 from slapo_rewrite.model.follow.record import Entry, answer_to, with_values
@@ -70,6 +70,8 @@ class Rank(TorchFunctionMode):
         rule = _RULES.get(name)
         entry = run.entries[run.position] if run.position < len(run.entries) else None
         known = entry is not None and entry.function == func
+        if known and (loss := losses.of_parts(run, name, args, kwargs)) is not None:
+            return loss
         blocks: Blocks | None = None
         if rule and args and isinstance(args[0], torch.Tensor) and known:
             assert entry is not None

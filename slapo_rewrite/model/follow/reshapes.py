@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_rewrite.model.follow.arguments import INFERRED, SHARE, change
+from slapo_rewrite.model.follow.arguments import INFERRED, OWN, SHARE, change
 from slapo_rewrite.model.follow.packing import Blocks, described
 from slapo_rewrite.model.follow.record import Entry
 from slapo_rewrite.model.follow.run import Run
@@ -97,7 +97,8 @@ def _fitted(
         place = run.editable_place()
         taken = any(c.place == place and c.index != index for c in run.followed.arguments)
         if -1 in sizes or taken:
-            template = SHARE
+            kept = sizes.index(size) == len(sizes) - 1 and tensor.shape[-1] == want
+            template = OWN % -1 if kept and not run.undecided(size) else SHARE
         try:
             change(run, tensor, size, want, index, template, "this reshapes to")
         except CannotFollow as error:

@@ -76,6 +76,7 @@ class Run:
         whole: The shape that a tensor, by its id, has in the whole model.
         replicas: How many ranks hold the same heads, where some do.
         repeats: Attributes that such heads are repeated by as often as in the whole model.
+        fed: Values, by their ids, that a loss takes as the parts that they are.
         alive: Every tensor that something is known of, so that no other gets its id.
     """
 
@@ -104,6 +105,7 @@ class Run:
         self.whole: dict[int, Shape] = {}
         self.replicas = 1
         self.repeats: set[Attribute] = set()
+        self.fed: set[int] = set()
         self.alive: list[Any] = []
 
     def next_entry(self, func: Callable[..., Any]) -> Entry:

@@ -133,11 +133,33 @@ class ArgumentChange:
             number and `start` or `stop`.
         template: How it is written, with `{argument}` for what stands there and `{part_size}` for
             that function.
+        source: The layer whose output has the size.
     """
 
     place: Place
     index: tuple[int | str, ...]
     template: str
+    source: str | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class ParallelLoss:
+    """A cross entropy of logits of which a rank has a part.
+
+    Attributes:
+        place: The call in the model file that computes it.
+        function: What it becomes, where a function of transformers computes it; None where it is
+            `cross_entropy` or a criterion that stands there itself.
+        owner: The path of the module whose method that is.
+        head: The path of the layer that gives the logits.
+        names: Local variables that hold parts from that layer, with the axis that is split.
+    """
+
+    place: Place
+    function: str | None
+    owner: str
+    head: str
+    names: tuple[tuple[str, int], ...]
 
 
 @dataclass
@@ -157,6 +179,7 @@ class Followed:
         summed: The all-gathers whose gradient has to be summed over the ranks, by module path and
             number.
         nested: Modules whose output has its first tensor inside of something else.
+        losses: Cross entropies of what stays split over the vocabulary, by place.
     """
 
     sizes: frozenset[Attribute] = frozenset()
@@ -169,6 +192,7 @@ class Followed:
     shared: dict[tuple[str, str], str | None] = field(default_factory=dict)
     summed: frozenset[tuple[str, int]] = frozenset()
     nested: set[str] = field(default_factory=set)
+    losses: dict[Place, ParallelLoss] = field(default_factory=dict)
 
 
 class CannotRun(Exception):

@@ -1,0 +1,125 @@
+"""Losses of logits that stay split over the vocabulary.
+
+A cross entropy over the classes that a head is split over needs no whole logits: one that sums over
+the ranks by itself takes its place. Its value is the same on every rank, and its gradient is exact
+on each rank's part.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_rewrite.model.follow.flow import PART, Misuse
+from slapo_rewrite.model.follow.places import calling_frame, place_of
+from slapo_rewrite.model.follow.run import Run
+from slapo_rewrite.model.follow.vocabulary import ParallelLoss
+
+# What computes losses for a whole family of models, and what takes its place in `forward`.
+KNOWN = {
+    ("transformers.loss.loss_utils", "ForCausalLMLoss"): "causal_lm_loss",
+    ("transformers.loss.loss_utils", "ForMaskedLMLoss"): "masked_lm_loss",
+}
+# The layers that say how many classes there are in all.
+HEADS = ("ColumnParallelLinear",)
+
+
+def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """The loss, where a loss is computed of parts by a function that can be another; else None.
+
+    Raises:
+        Misuse: The loss is one of classes that a head is split over, but cannot be another.
+    """
+    if name != "cross_entropy":
+        return None
+    logits = args[0] if args else kwargs.get("input")
+    if not isinstance(logits, torch.Tensor):
+        return None
+    head = _head(run, logits)
+    if head is None:
+        return None
+    frame, function = _place(run)
+    place = place_of(frame) if frame else None
+    if frame is None or place is None:
+        return None
+    owner = _owner(run, frame)
+    if owner is None or (function is None and not _below(owner, head)):
+        return None
+    weight = args[2] if len(args) > 2 else kwargs.get("weight")
+    if weight is not None:
+        raise Misuse(
+            "this loss weights its classes, of which a rank has only its part",
+            f'gather the logits: .sync("fwd_post", "all_gather", axis=-1) on `{head}`',
+            head,
+        )
+    known = run.followed.losses.get(place)
+    if known is not None and known.head != head:
+        raise Misuse(f"this computes losses of both `{known.head}` and `{head}`", path=head)
+    entry = run.next_entry(torch.nn.functional.cross_entropy)
+    names = _names(run, frame, head)
+    run.followed.losses[place] = ParallelLoss(
+        place, function, owner, head, tuple((n, axis) for n, axis, _ in names)
+    )
+    run.fed |= {number for *_, number in names}
+    run.depth += 1
+    try:
+        loss = logits.new_empty(entry.outputs[0], requires_grad=logits.requires_grad)
+    finally:
+        run.depth -= 1
+    run.alive.append(loss)
+    return loss
+
+
+def _head(run: Run, logits: torch.Tensor) -> str | None:
+    """The layer whose classes the logits are split over, as a whole."""
+    state = run.flow.of(logits)
+    layer = run.asked.layers.get(state.source or "")
+    axis = min(1, logits.dim() - 1)
+    if state.kind != PART or state.source is None or layer is None or layer.name not in HEADS:
+        return None
+    whole: Any = run.tree.nodes[state.source].live.out_features
+    return state.source if run.blocks.get(id(logits)) == {axis: (whole,)} else None
+
+
+def _place(run: Run) -> tuple[types.FrameType | None, str | None]:
+    """Where the model file computes the loss, and what takes the place of what it calls there."""
+    frame, function = calling_frame(), None
+    while frame is not None and not run.editable(frame.f_code.co_filename):
+        key = (str(frame.f_globals.get("__name__")), frame.f_code.co_name)
+        function, frame = KNOWN.get(key), frame.f_back
+        if function and frame is not None and run.editable(frame.f_code.co_filename):
+            return frame, function
+    direct = frame is not None and frame is calling_frame()
+    return (frame, None) if direct else (None, None)
+
+
+def replaced(run: Run) -> bool:
+    """Whether the operation is part of what another function will compute as a whole."""
+    return _place(run)[1] is not None
+
+
+def _owner(run: Run, frame: types.FrameType) -> str | None:
+    """The module whose method a frame is in."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    module = frame.f_locals.get(names[0]) if names else None
+    if not isinstance(module, nn.Module):
+        return None
+    return next((path for path, node in run.tree.nodes.items() if node.live is module), None)
+
+
+def _below(path: str, inner: str) -> bool:
+    return not path or inner.startswith(f"{path}.")
+
+
+def _names(run: Run, frame: types.FrameType, head: str) -> list[tuple[str, int, int]]:
+    """The local variables that hold parts from a head: name, split axis from the end, id."""
+    found = []
+    for name, value in frame.f_locals.items():
+        if isinstance(value, torch.Tensor):
+            state, packed = run.flow.of(value), run.blocks.get(id(value), {})
+            if state.kind == PART and state.source == head and len(packed) == 1:
+                found.append((name, next(iter(packed)) - value.dim(), id(value)))
+    return found

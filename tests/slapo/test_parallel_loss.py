@@ -1,0 +1,301 @@
+"""A loss of logits that stay split over the vocabulary, in the forms that models write it in."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.emit.write import write
+from tests.processes import run
+from tests.rewriting import changed_lines, refused, rewritten
+
+SOURCE = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, width=8, vocabulary=30):
+        super().__init__()
+        self.vocabulary = {"size": vocabulary}
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.criterion = nn.CrossEntropyLoss(ignore_index=-1)
+
+    def forward(self, ids, labels=None):
+        logits = self.head(self.embedding(ids))
+BODY
+"""
+
+SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    ids = torch.randint(30, (2, 5))
+    return {"ids": ids, "labels": ids}
+
+
+def loss(outputs):
+    return outputs[0]
+
+
+def schedule(s):
+    s["embedding"].shard("weight", axis=0)
+    s["embedding"].sync("fwd_post", "all_reduce")
+    s["head"].shard("weight", axis=0)
+    s["head"].sync("bwd_post", "all_reduce")
+"""
+SIZE = "self.head.full_out_features"
+GATHER = f"logits = all_gather(logits, full_size={SIZE})"
+
+
+def model(body: str) -> str:
+    """The model with the rest of its `forward`."""
+    lines = "".join(f"        {line}\n" for line in body.splitlines())
+    return SOURCE.replace("BODY\n", lines)
+
+
+FORMS = {
+    "a function": (
+        "loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)\n"
+        "return loss, logits",
+        "loss = vocab_parallel_cross_entropy(\n"
+        "    logits.flatten(0, 1), labels.flatten(), ignore_index=-1, "
+        f"vocab_size={SIZE}\n)\nreturn loss, logits",
+    ),
+    "a criterion made here, uneven parts": (
+        "loss = None\nif labels is not None:\n    loss_fct = nn.CrossEntropyLoss()  # mean\n"
+        '    loss = loss_fct(logits.view(-1, self.vocabulary["size"]), labels.view(-1))  # all\n'
+        "return loss, logits",
+        "loss = None\nif labels is not None:\n    loss_fct = nn.CrossEntropyLoss()  # mean\n"
+        "    loss = vocab_parallel_criterion(\n"
+        "        loss_fct,\n        logits.view(-1, logits.shape[-1]),\n"
+        f"        labels.view(-1),\n        vocab_size={SIZE},\n    )  # all\n"
+        f"else:\n    {GATHER}\nreturn loss, logits",
+    ),
+    "a criterion made with the model, shifted logits": (
+        "if labels is None:\n    loss = None\nelse:\n    shifted = logits[:, :-1].contiguous()\n"
+        '    loss = self.criterion(shifted.view(-1, self.vocabulary["size"]), '
+        "labels[:, 1:].reshape(-1))\n"
+        "return loss, logits",
+        f"if labels is None:\n    {GATHER}\n    loss = None\n"
+        "else:\n    shifted = logits[:, :-1].contiguous()\n"
+        "    loss = vocab_parallel_criterion(\n        self.criterion,\n"
+        "        shifted.view(-1, shifted.shape[-1]),\n        labels[:, 1:].reshape(-1),\n"
+        f"        vocab_size={SIZE},\n    )\nreturn loss, logits",
+    ),
+    "an expression, soft-capped logits, classes on axis 1": (
+        "logits = 30 * torch.tanh(logits / 30)\n"
+        "loss = F.cross_entropy(logits.transpose(1, 2), labels) if labels is not None else None\n"
+        "return loss, logits",
+        "logits = 30 * torch.tanh(logits / 30)\n"
+        "loss = (\n    vocab_parallel_cross_entropy(\n"
+        f"        logits.transpose(1, 2), labels, vocab_size={SIZE}\n    )\n"
+        "    if labels is not None\n    else None\n)\n"
+        f"if labels is None:\n    {GATHER}\nreturn loss, logits",
+    ),
+    "logits of their own without a loss": (
+        "if labels is not None:\n"
+        "    loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))\n"
+        "else:\n    logits = logits[:, [-1]]\n    loss = None\n"
+        "return loss, logits",
+        "if labels is not None:\n    loss = vocab_parallel_cross_entropy(\n"
+        f"        logits.view(-1, logits.size(-1)), labels.view(-1), vocab_size={SIZE}\n    )\n"
+        f"else:\n    logits = logits[:, [-1]]\n    {GATHER}\n    loss = None\n"
+        "return loss, logits",
+    ),
+    "an early return": (
+        "if labels is None:\n    return None, logits\n"
+        "return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits",
+        f"if labels is None:\n    {GATHER}\n    return None, logits\n"
+        "return vocab_parallel_cross_entropy(\n"
+        f"    logits.flatten(0, 1), labels.flatten(), vocab_size={SIZE}\n), logits",
+    ),
+    "logits that nobody else wants": (
+        "if labels is not None:\n"
+        "    return (F.cross_entropy(logits.flatten(0, 1), labels.flatten()),)\n"
+        "return (None,)",
+        "if labels is not None:\n"
+        "    return (vocab_parallel_cross_entropy(logits.flatten(0, 1), labels.flatten(), "
+        f"vocab_size={SIZE}),)\nreturn (None,)",
+    ),
+}
+
+
+def forward(text: str) -> str:
+    """The statements of `forward`, whatever their layout."""
+    return next(
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and node.name == "forward"
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form, tmp_path):
+    before, after = FORMS[form]
+    output = rewritten(tmp_path, model(before), SCHEDULE)
+    text = output.files[output.model_file]
+    assert forward(text) == forward(model(after))
+    assert re.findall("# .*", text) == re.findall("# .*", before)
+    assert text.count("all_gather") == (2 if "all_gather" in after else 0), "imported where used"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            "return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), "
+            "weight=torch.ones(30)), logits",
+            "weights its classes",
+        ),
+        (
+            "return F.nll_loss(logits.log_softmax(-1).flatten(0, 1), labels.flatten()), logits",
+            "`log_softmax` runs over an axis",
+        ),
+        (
+            "logits = logits / logits.norm(dim=-1, keepdim=True)\n"
+            "return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits",
+            "`norm` runs over an axis",
+        ),
+        (
+            "loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())\n"
+            "return loss, logits.softmax(-1)",
+            "`softmax` runs over an axis",
+        ),
+        (
+            "loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())\n"
+            "return loss, logits.relu()",
+            "on a rank instead of",
+        ),
+    ],
+)
+def test_whatever_else_needs_whole_logits_is_refused(body, words, tmp_path):
+    text = refused(tmp_path, model(body), SCHEDULE, "SR104")
+    assert words in text and 'sync("fwd_post", "all_gather", axis=-1)' in text
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            "return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), None), logits",
+            "takes logits, targets, and by name",
+        ),
+        (
+            "if labels is not None:\n"
+            "    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())\n"
+            "elif self.training:\n    loss = 0\nelse:\n    loss = 1\n"
+            "return loss, logits",
+            "other conditions follow",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_refused(body, words, tmp_path):
+    text = refused(tmp_path, model(body), SCHEDULE, "SR305")
+    assert words in text and "gather the logits instead" in text
+
+
+def test_inferred_syncs_leave_the_logits_whole(tmp_path):
+    """What the model returns stays what it was, unless the schedule asks for parts."""
+    before, _ = FORMS["a function"]
+    schedule = SCHEDULE.replace('    s["head"].sync("bwd_post", "all_reduce")\n', "")
+    text = changed_lines(rewritten(tmp_path, model(before), schedule + "    s.infer_sync()\n"))
+    assert "gather_output=True" in text and "vocab_parallel" not in text
+    text = changed_lines(rewritten(tmp_path, model(before), SCHEDULE + "    s.infer_sync()\n"))
+    assert "gather_output" not in text and "vocab_parallel_cross_entropy(" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "head", "function"),
+    [
+        ("opt", "OPTForCausalLM(OPTConfig(num_hidden_layers=2))", "lm_head", "causal_lm_loss"),
+        ("gemma2", "Gemma2ForCausalLM(Gemma2Config())", "lm_head", "causal_lm_loss"),
+        ("roberta", "RobertaForCausalLM(RobertaConfig())", "lm_head.decoder", "causal_lm_loss"),
+        ("modernbert", "ModernBertForMaskedLM(ModernBertConfig())", "decoder", "masked_lm_loss"),
+    ],
+)
+def test_the_loss_functions_of_transformers(name, made, head, function, tmp_path):
+    config = made.partition("(")[2].partition("(")[0]
+    names = ["weight", "bias"] if "decoder" in head else ["weight"]
+    (tmp_path / "s.py").write_text(
+        f"from transformers import {config}\n\n\ndef model(m):\n    return m.{made}\n\n\n"
+        f'def schedule(s):\n    s["{head}"].shard({names}, axis=0)\n'
+        f'    s["{head}"].sync("bwd_post", "all_reduce")\n    s.infer_sync()\n'
+    )
+    source = f"transformers.models.{name}.modeling_{name}"
+    text = changed_lines(rewrite(source, str(tmp_path / "s.py")))
+    assert f"loss = {function}(" in text
+    assert (
+        f"+            logits = all_gather(logits, full_size=self.{head}.full_out_features)" in text
+    )
+
+
+CASES = {
+    "bert": ("transformers.models.bert.modeling_bert", "bert"),
+    "llama": ("transformers.models.llama.modeling_llama", "llama"),
+    "t5": ("transformers.models.t5.modeling_t5", "t5"),
+}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("outputs")
+    for name, (source, schedule) in CASES.items():
+        settings = ["parallel_loss=true", "ckpt_ratio=0.5"]
+        write(folder / f"{name}_parallel", rewrite(source, schedule, settings).files)
+    return folder
+
+
+def check_models(folder: str) -> None:
+    """Losses, gradients accumulated over two batches, and logits without labels."""
+    from slapo_rewrite.schedule.load import ScheduleFile
+
+    sys.path.insert(0, folder)
+    for name, (source, schedule) in CASES.items():
+        build = ScheduleFile.load(schedule).module.verify_model
+        torch.manual_seed(0)
+        original = build(importlib.import_module(source)).double().train()
+        package = f"{name}_parallel"
+        loading = importlib.import_module(f"{package}.loading")
+        rewritten = build(importlib.import_module(f"{package}.modeling_{name}")).double().train()
+        rewritten.load_state_dict(original.state_dict())
+        ids = torch.randint(2, 203, (4, 9), generator=torch.Generator().manual_seed(1))
+        labels = ids.masked_fill(ids % 3 == 0, -100)
+        counted = {"num_items_in_batch": 11} if name == "llama" else {}
+        losses, decoding = [], name == "t5"
+        for model in (original, rewritten):
+            for rows in (slice(0, 1), slice(1, 4)):
+                extra = {"decoder_input_ids": ids[rows]} if decoding else counted
+                loss = model(input_ids=ids[rows], labels=labels[rows], **extra).loss
+                loss.backward()
+                losses.append(loss.detach())
+        torch.testing.assert_close(losses[:2], losses[2:], rtol=1e-6, atol=1e-6)
+        want = {n: p.grad for n, p in original.named_parameters()}
+        got = loading.to_full(rewritten, {n: p.grad for n, p in rewritten.named_parameters()})
+        assert want.keys() == got.keys()
+        for key, gradient in want.items():
+            torch.testing.assert_close(got[key], gradient, rtol=1e-5, atol=1e-6, msg=key)
+        extra = {"decoder_input_ids": ids} if decoding else {}
+        with torch.no_grad():
+            logits = [m(input_ids=ids, **extra).logits for m in (original, rewritten)]
+        torch.testing.assert_close(logits[1], logits[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_models_of_transformers(outputs, world):
+    run(check_models, world, str(outputs))
