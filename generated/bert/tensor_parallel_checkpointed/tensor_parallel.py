@@ -368,7 +368,8 @@ class ColumnParallelLinear(nn.Linear):
 
     Args:
         in_features: D.
-        out_features: F, of the whole layer; the attribute of that name is F'.
+        out_features: F, of the whole layer; the attribute of that name is F', and
+            `full_out_features` is F.
         bias: Whether a bias is added.
         device: Where the parameters are made.
         dtype: Their type.
@@ -394,6 +395,7 @@ class ColumnParallelLinear(nn.Linear):
     ) -> None:
         shard = Shard(0, block_sizes(out_features, parts), multiple_of)
         super().__init__(in_features, shard.local_size(), bias, device, dtype)
+        self.full_out_features = out_features
         self.reduce_input_gradient = reduce_input_gradient
         self.output_shard = replace(shard, axis=-1) if gather_output else None
         record_shard(self, "weight", shard)

@@ -1,0 +1,108 @@
+# Written by slapo-rewrite 0.1.0 for gpt.py; rewrite.json says from what.
+"""Cross entropy of logits that are split over the vocabulary: no rank holds all of them.
+
+Shapes: B batch, T tokens, N predictions, V vocabulary, V' the part that this rank holds.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .tensor_parallel import max_of_parts, part_sizes, rank, sum_parts, world_size
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Each prediction's loss, and the exact gradient of this rank's part of the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, vocab_size: int, smoothing: float
+    ) -> Tensor:
+        first = sum(part_sizes(vocab_size)[: rank()])
+        end = first + logits.shape[-1]
+        # Targets that no rank holds are not masked: they fail as in `cross_entropy`.
+        elsewhere = (target >= 0) & (target < first)
+        elsewhere |= (target >= end) & (target < vocab_size)
+        column = (target - first).masked_fill(elsewhere, 0).unsqueeze(-1)
+
+        logits = logits - max_of_parts(logits.amax(-1)).unsqueeze(-1)
+        at_target = logits.gather(-1, column).squeeze(-1).masked_fill(elsewhere, 0)
+        sums = [at_target, logits.sum(-1)] if smoothing else [at_target]
+        softmax = logits.exp()
+        total, at_target, *of_all = sum_parts(torch.stack([softmax.sum(-1), *sums]))
+        softmax /= total.unsqueeze(-1)
+
+        ctx.save_for_backward(softmax, column, elsewhere)
+        ctx.vocab_size, ctx.smoothing = vocab_size, smoothing
+        loss: Tensor = total.log() - at_target
+        if smoothing:
+            even = total.log() - of_all[0] / vocab_size
+            loss = (1 - smoothing) * loss + smoothing * even
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, column, elsewhere = ctx.saved_tensors
+        wanted = (ctx.smoothing - 1) * gradient.masked_fill(elsewhere, 0)
+        if ctx.smoothing:
+            softmax = softmax - ctx.smoothing / ctx.vocab_size
+        logits = softmax * gradient.unsqueeze(-1)
+        return logits.scatter_add_(-1, column, wanted.unsqueeze(-1)), None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    *,
+    vocab_size: int,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` of logits of which each rank has a part.
+
+    Args:
+        input: This rank's part, (N, V'), (V',) or (N, V', ...).
+        target: Classes out of V, (N,), () or (N, ...), the same on every rank.
+        vocab_size: V.
+        ignore_index: The target of predictions that do not count.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: How much of a target is spread evenly over all V classes.
+
+    Raises:
+        ValueError: `input` is not this rank's part, it was gathered for instance.
+        TypeError: The targets are probabilities.
+    """
+    axis = min(1, input.dim() - 1)
+    held = part_sizes(vocab_size)[rank()]
+    if input.shape[axis] != held:
+        raise ValueError(
+            f"the logits have {input.shape[axis]} classes, but this rank's part of "
+            f"{vocab_size} is {held}: a vocabulary-parallel loss takes what the head "
+            "gives before it is gathered"
+        )
+    if target.is_floating_point():
+        raise TypeError("a vocabulary-parallel loss takes classes, not probabilities")
+    if world_size() == 1:
+        return nn.functional.cross_entropy(
+            input,
+            target,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+    logits = input.movedim(axis, -1).reshape(-1, held)
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    counts = (target != ignore_index).reshape(-1)
+    classes = target.reshape(-1).masked_fill(~counts, 0)
+    apply: Any = _CrossEntropy.apply
+    losses: Tensor = apply(logits, classes, vocab_size, label_smoothing)
+    losses = losses.masked_fill(~counts, 0)
+    if reduction == "none":
+        return losses.view_as(target).to(input.dtype)
+    loss = losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+    return loss.to(input.dtype)
