@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def compare(folder: Path, cases: Mapping[str, Case]) -> None:
     for name, case in cases.items():
         schedule = ScheduleFile.load(str(folder / f"{name}_schedule.py")).module
         original, rewritten = modules(folder, name, case)
-        loading = importlib.import_module(f"{name}_out.loading")
+        loading = _loading(folder, name)
         torch.manual_seed(0)
         whole = build_small(schedule, original).double().train()
         torch.manual_seed(1)
@@ -80,6 +80,15 @@ def compare(folder: Path, cases: Mapping[str, Case]) -> None:
         own = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         _same(name, loading.to_full(model, own), gradients)
         _same(name, loading.full_state_dict(model), whole.state_dict())
+
+
+def _loading(folder: Path, name: str) -> Any:
+    """The output's `loading`, or the like of it where nothing is sharded."""
+    if (folder / f"{name}_out" / "loading.py").exists():
+        return importlib.import_module(f"{name}_out.loading")
+    return SimpleNamespace(
+        full_state_dict=lambda model: model.state_dict(), to_full=lambda model, named: named
+    )
 
 
 def _is_float(value: Any) -> bool:

@@ -27,6 +27,7 @@ def loss(outputs):
 def schedule(
     s,
     tensor_parallel: bool = True,
+    sequence_parallel: bool = False,
     parallel_loss: bool = False,
     ckpt_ratio: float = 0.0,
 ):
@@ -41,6 +42,11 @@ def schedule(
         blocks["*.{attn,mlp}.c_proj"].shard("weight", axis=1)
 
         s["{transformer.wte,lm_head}"].shard("weight", axis=0)
+        if sequence_parallel:
+            s["transformer.drop"].sync("fwd_post", "scatter", axis=1)
+            blocks["*.{attn,mlp}"].sync("fwd_pre", "all_gather", axis=1)
+            blocks["*.{attn,mlp}.c_proj"].sync("fwd_post", "reduce_scatter", axis=1)
+            s["transformer.ln_f"].sync("fwd_post", "all_gather", axis=1)
         if parallel_loss:
             s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()

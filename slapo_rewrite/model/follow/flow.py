@@ -390,13 +390,13 @@ class Flow:
             return inputs[0].dim() - 1 in sharded[0]
         elif name in ("baddbmm", "addmm", "addbmm") and len(inputs) == 3:
             if inputs[1].dim() - 1 in sharded[1]:
-                raise self._needs_all(name, part, inputs[1].dim() - 1, inputs[1].dim())
+                raise self._needs_all(name, part)
         elif name == "scaled_dot_product_attention":
             self._check_attention(name, inputs, sharded, args, kwargs, part)
         elif name == "einsum":
             return _contracts(args, inputs, sharded)
         if over and name not in _SUMMING:
-            raise self._needs_all(name, part, min(over), inputs[0].dim())
+            raise self._needs_all(name, part)
         return bool(over)
 
     def _check_attention(
@@ -417,13 +417,16 @@ class Flow:
         for tensor, axes, over in zip(inputs, sharded, backs, strict=False):
             for back in over:
                 if tensor.dim() - back in axes:
-                    raise self._needs_all(name, part, tensor.dim() - back, tensor.dim())
+                    raise self._needs_all(name, part)
 
-    def _needs_all(self, name: str, part: State, axis: int, rank: int) -> Misuse:
+    def _needs_all(self, name: str, part: State) -> Misuse:
+        line = f'"all_gather", axis={part.axis})'
+        hint = f'gather it before: .sync("fwd_post", {line} on `{part.source}`'
+        if part.axis != -1:
+            hint = f'gather it before, at the module around this: .sync("fwd_pre", {line}'
         return Misuse(
             f"`{name}` runs over an axis of which a rank has only its part",
-            f"gather it before: {gather_line(axis, rank)}"
-            + (f" on `{part.source}`" if part.source else ""),
+            hint,
             part.source,
             remedy=Remedy.whole_of(part.source, part.axis),
         )

@@ -92,7 +92,9 @@ class Rank(TorchFunctionMode):
 def _unfit(run: Run, name: str, args: Any, kwargs: Any, error: Exception) -> CannotFollow:
     """An operation that fails on what a rank has."""
     given = list(tensors((args, kwargs)))
-    part = next((t for t in given if run.flow.of(t).kind == PART), None)
+    parts = [t for t in given if run.flow.of(t).kind == PART]
+    part = parts[0] if parts else None
+    other = next((t for t in parts if run.split_axes(t) != run.split_axes(parts[0])), None)
     whole = next((t for t in given if run.flow.of(t).kind != PART and t.dim()), None)
     message, hint = f"`{name}` does not fit the sharded sizes: {error}", None
     if part is not None and whole is not None:
@@ -102,6 +104,13 @@ def _unfit(run: Run, name: str, args: Any, kwargs: Any, error: Exception) -> Can
             f"of shape {list(whole.shape)}"
         )
         hint = "split what the whole value is made from as well, or gather the part"
+    elif part is not None and other is not None:
+        message = (
+            f"`{name}` joins a part along axis {run.split_axes(part)[0]}, of "
+            f"`{run.flow.of(part).source}`, with a part along axis {run.split_axes(other)[0]}, of "
+            f"`{run.flow.of(other).source}`"
+        )
+        hint = "split both along one axis"
     return CannotFollow(
         message,
         run.place(),

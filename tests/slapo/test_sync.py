@@ -1,0 +1,307 @@
+"""Slapo's `sync` and its reshard schemes, on source: what is written, its numbers, what is refused.
+
+The reshard cases are those of Slapo's own tests: a two-layer MLP whose values are whole (RR) or
+split along the last axis (RS) or the one before (SR) between the layers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.numbers import Case, compare, prepare
+from tests.processes import run
+from tests.rewriting import changed_lines, refused, rewritten
+
+SOURCE = """\
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+@dataclass
+class Output(dict):
+    hidden: torch.Tensor
+    loss: torch.Tensor = None
+
+    def __post_init__(self):
+        self.update(hidden=self.hidden, loss=self.loss)
+
+
+class MLP(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, 2 * width)
+        self.fc2 = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        x = self.norm(x)
+        x = F.gelu(self.fc1(x))
+        return self.fc2(x)
+
+
+class Stem(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.table = nn.Embedding(11, width)
+
+    def forward(self, ids):
+        return self.table(ids), None
+
+
+class Model(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.stem = Stem(width)
+        self.drop = nn.Dropout(0.0)
+        self.mlp = MLP(width)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, ids):
+        x, _ = self.stem(ids)
+        x = x + self.mlp(self.drop(x))
+        return Output(hidden=self.head(x))
+"""
+
+HEAD = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"ids": torch.arange(16).view(2, 8) % 11}
+
+
+def loss(outputs):
+    return outputs["hidden"].square().mean()
+
+
+def schedule(s):
+    fc1, fc2, mlp = s["mlp.fc1"], s["mlp.fc2"], s["mlp"]
+"""
+
+COLUMN = 'fc1.shard(["weight", "bias"], axis=0)\nfc1.sync("bwd_post", "all_reduce")\n'
+ROW = 'fc2.shard("weight", axis=1)\nfc2.sync("fwd_post", "all_reduce")\n'
+
+CASES = {
+    "whole": 'fc1.sync("fwd_post", "RR->RR")\n',
+    "to_rows": COLUMN + 'fc1.sync("fwd_post", "RS->SR")\nfc2.sync("fwd_post", "SR->RR")\n',
+    "to_rows_and_back": COLUMN
+    + 'fc1.sync("fwd_post", "RS->SR")\nfc1.sync("fwd_post", "SR->RS")\n'
+    + ROW,
+    "megatron": COLUMN + ROW,
+    "columns_twice": COLUMN
+    + 'fc1.sync("fwd_post", "RS->RR")\n'
+    + COLUMN.replace("fc1", "fc2")
+    + 'fc2.sync("fwd_post", "RS->RR")\n',
+    "cut": 'fc1.sync("fwd_post", "RR->RS")\n' + ROW,
+    "rows": 'fc1.sync("fwd_post", "RR->SR")\nfc2.sync("fwd_post", "SR->RR")\n',
+    "rows_before": 'fc1.sync("fwd_pre", "RR->SR")\nfc2.sync("fwd_post", "SR->RR")\n',
+    "kept": COLUMN + 'fc1.sync("fwd_post", "RS->RS")\n' + ROW,
+    # Sequence parallelism, with the collectives at each kind of border.
+    "at_modules": COLUMN.splitlines()[0]
+    + """
+s["stem.table"].shard("weight", axis=0)
+s["stem.table"].sync("fwd_post", "reduce_scatter", axis=1)
+mlp.sync("fwd_pre", "all_gather", axis=1)
+fc2.shard("weight", axis=1)
+mlp.sync("fwd_post", "reduce_scatter", axis=1)
+s["head"].sync("fwd_post", "all_gather", axis=1)
+""",
+    "at_calls": COLUMN.splitlines()[0]
+    + """
+s["stem"].sync("fwd_post", "scatter", axis=1)
+s["drop"].sync("fwd_pre", "all_gather", axis=1)
+s["drop"].sync("fwd_post", "scatter", axis=1)
+fc1.sync("fwd_pre", "all_gather", axis=1)
+fc2.shard("weight", axis=1)
+fc2.sync("fwd_post", "reduce_scatter", axis=1)
+s.sync("fwd_post", "all_gather", axis=1)
+""",
+}
+
+
+def case(lines: str) -> Case:
+    return Case(SOURCE, HEAD + "".join(f"    {line}\n" for line in lines.strip().split("\n")))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("sync")
+    prepare(path, {name: case(lines) for name, lines in CASES.items()})
+    return path
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_numbers(folder, world):
+    run(compare, world, folder, {name: case(lines) for name, lines in CASES.items()})
+
+
+def changes(tmp_path, lines: str) -> str:
+    given = case(lines)
+    return changed_lines(rewritten(tmp_path, given.source, given.schedule))
+
+
+SUMMED = "axis=1, tensor_parallel_output_grad=True"
+FC1 = "        self.fc1"
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        (
+            "to_rows",
+            [
+                "        x = F.gelu(all_to_all(self.fc1(x), gather_axis=-1, scatter_axis=-2))",
+                "        self.fc2 = ReplicatedLinear(2 * width, width)",
+                "        return all_gather(self.fc2(x), axis=-2)",
+            ],
+        ),
+        ("columns_twice", [f"{FC1} = ColumnParallelLinear(width, 2 * width, gather_output=True)"]),
+        ("cut", ["        x = F.gelu(scatter(self.fc1(x), axis=-1))"]),
+        ("rows_before", ["        x = F.gelu(self.fc1(scatter(x, axis=-2)))"]),
+        (
+            "at_modules",
+            [
+                "        self.table = VocabParallelEmbedding(11, width, reduce_scatter_axis=1)",
+                "        self.norm = ReplicatedLayerNorm(width)",
+                f"        x = all_gather(x, {SUMMED})",
+                "        return reduce_scatter(self.fc2(x), axis=1)",
+                "        return Output(hidden=all_gather(self.head(x), axis=1))",
+            ],
+        ),
+        (
+            "at_calls",
+            [
+                "        return scatter(self.table(ids), axis=1), None",
+                f"        x = F.gelu(self.fc1(all_gather(x, {SUMMED})))",
+                "        self.fc2 = RowParallelLinear(2 * width, width, reduce_scatter_axis=1)",
+                "        x = x + self.mlp(scatter(self.drop(all_gather(x, axis=1)), axis=1))",
+                "        return Output(hidden=all_gather(self.head(x), axis=1))",
+            ],
+        ),
+    ],
+)
+def test_what_is_written(name, lines, tmp_path):
+    text = changes(tmp_path, CASES[name])
+    for line in lines:
+        assert f"+{line}\n" in text
+
+
+def test_what_changes_nothing_leaves_nothing(tmp_path):
+    assert changes(tmp_path, CASES["whole"]) == ""
+
+
+SCATTER = 's["drop"].sync("fwd_post", "scatter", axis=1)\n'
+SPLIT = 'fc1.shard(["weight", "bias"], axis=0)\nfc2.shard("weight", axis=1)\n'
+
+
+def sync(module: str, operation: str, more: str = "", mode: str = "fwd_post") -> str:
+    return f'{module}.sync("{mode}", "{operation}"{more})\n'
+
+
+GATHER = sync("mlp", "all_gather", ", axis=1, tensor_parallel_output_grad=%s", "fwd_pre")
+
+# What the layer gives, and what is done with it.
+AT_LAYERS = [
+    (COLUMN + sync("fc1", "reduce_scatter", ", axis=1"), "SR304", "would add up different"),
+    (COLUMN + sync("fc1", "scatter", ", axis=1"), "SR304", "it is scattered already"),
+    (COLUMN + sync("fc1", "RR->RS"), "SR304", "it is scattered already"),
+    (COLUMN + sync("fc1", "SR->RR"), "SR104", "a part along axis 2, but is gathered along axis -2"),
+    (COLUMN + sync("fc1", "RR->RR") + ROW, "SR104", "is a part along axis 2, not whole"),
+    (ROW.replace("all_reduce", "RS->RR"), "SR304", "would line up the summands"),
+    (ROW.replace('"all_reduce"', '"scatter", axis=1'), "SR304", "has to be added up first"),
+    (sync("fc1", "reduce_scatter", ", axis=1"), "SR104", "is whole: a reduce-scatter would add up"),
+    (sync("fc1", "RS->SR"), "SR104", "whole on every rank: there is nothing to gather"),
+    (sync("fc1", "RS->RS"), "SR104", "whole on every rank: there is nothing to gather"),
+    (
+        COLUMN + 'fc2.shard("weight", axis=1)\n' + sync("mlp", "scatter", ", axis=1"),
+        "SR104",
+        "slice of its own summand",
+    ),
+]
+# A gather or a scatter that is missing, or in the wrong place.
+OUT_OF_PLACE = [
+    (SCATTER, "SR104", "joins a part of shape [2, 4, 8], of `drop`, with a whole value"),
+    (SCATTER + COLUMN + ROW, "SR104", "of its input a rank has only a part along axis 1"),
+    (SCATTER + sync("mlp", "all_gather", ", axis=0"), "SR104", "but is gathered along axis 0"),
+    (SCATTER + sync("mlp", "all_gather", ", axis=3"), "SR104", "but is gathered along axis 3"),
+    (SCATTER + sync("mlp", "RR->RS", mode="fwd_pre"), "SR104", "it is scattered already"),
+    (SCATTER.replace("1", "3"), "SR104", "has 3 axes: there is no axis 3"),
+    (
+        SCATTER + 's["stem"].sync("fwd_post", "scatter", axis=2)\n',
+        "SR104",
+        "the output of `drop` is a part along axis 2: it is scattered already",
+    ),
+]
+# What becomes of gradients.
+GRADIENTS = [
+    (
+        SCATTER + sync("mlp", "all_gather", ", axis=1, tensor_parallel_output_grad=True"),
+        "SR104",
+        "joins a value gathered by `mlp`, whose gradient is summed over the ranks",
+    ),
+    (
+        SCATTER + SPLIT + GATHER % False + sync("mlp", "all_reduce"),
+        "SR104",
+        "let the all-gather on `mlp` add it up",
+    ),
+    (
+        sync("mlp", "all_reduce", mode="bwd_post") + sync("fc1", "scatter", ", axis=1"),
+        "SR104",
+        "stands inside `mlp`",
+    ),
+]
+ARGUMENTS = [
+    (sync("fc1", "scatter"), "SR206", "`scatter` needs an axis"),
+    (sync("fc1", "RS->SR", ", axis=1"), "SR206", "says the axes"),
+    (sync("fc1", "SS->RR"), "SR206", "did you mean"),
+    (
+        sync("fc1", "all_reduce", ", tensor_parallel_output_grad=True"),
+        "SR206",
+        "is about the gradient of an `all_gather`",
+    ),
+    (
+        sync("fc1", "all_gather", ', axis=1, tensor_parallel_output_grad="yes"'),
+        "SR206",
+        "must be True or False",
+    ),
+    (sync("fc1", "reduce_scatter", ", axis=1", "bwd_post"), "SR305", "cannot be combined"),
+    (sync("fc1", "RR->RS") + sync("fc1", "scatter", ", axis=-1"), "SR304", "has this sync already"),
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "words"), [*AT_LAYERS, *OUT_OF_PLACE, *GRADIENTS, *ARGUMENTS]
+)
+def test_what_is_refused(lines, code, words, tmp_path):
+    given = case(lines)
+    text = refused(tmp_path, given.source, given.schedule, code)
+    assert words in text
+    assert "s.py:" in text, "the schedule's line is shown"
+
+
+def test_both_lines_of_the_schedule_are_shown(tmp_path):
+    given = case(COLUMN + 'mlp.sync("fwd_post", "all_gather", axis=1)\nfc2.shard("weight", axis=1)')
+    text = refused(tmp_path, given.source, given.schedule, "SR104")
+    assert "the output of `mlp` is a partial sum" in text
+    assert "s.py:20:5" in text and "s.py:21:5" in text
+
+
+def test_a_first_tensor_that_is_not_written_out(tmp_path):
+    source = SOURCE.replace(
+        "return self.table(ids), None", "both = self.table(ids), None\n        return both"
+    )
+    given = case(
+        's["stem"].sync("fwd_post", "scatter", axis=1)\ns.sync("fwd_post", "all_gather", axis=1)'
+    )
+    text = refused(tmp_path, source, given.schedule, "SR305")
+    assert "returns its first tensor inside of something that is not written out here" in text
