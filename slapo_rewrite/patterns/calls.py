@@ -245,7 +245,7 @@ class Calls(Maker):
         if name in CASTS and len(given) == 1:
             dtype = self.leaf("name", f"torch.{CASTS[name]}", node)
             name, given = "to", [*given, ("", dtype)]
-        elif name == "type" and len(given) == 2 and not isinstance(given[1][1].literal, str):
+        elif name == "type" and len(given) == 2 and given[1][1].operation != "constant":
             name = "to"
         elif name == "square" and len(given) == 1:
             name, given = "pow", [*given, ("", self.constant(2, node))]
@@ -283,7 +283,7 @@ class Calls(Maker):
                 return None
             if key:
                 found[key] = value
-        for name, default in parameters:
+        for name, default in (*parameters, *known.parameters):
             if name.lstrip("*") not in found:
                 if default is Required:
                     return None
@@ -292,12 +292,16 @@ class Calls(Maker):
 
     def _packed(self, values: list[Value], node: ast.AST) -> Value:
         """`view(2, 3)` takes the same as `view((2, 3))`."""
-        if len(values) == 1 and values[0].operation != "constant":
-            value = values[0]
-            if value.operation == "list":
-                return self.make("tuple", value.arguments, node, number=value.number)
-            return value
-        return self.make("tuple", numbered([("", v) for v in values]), node, number=True)
+        if len(values) == 1 and not isinstance(values[0].literal, int):
+            return values[0]
+        return self.tuple_of(values, node)
+
+    def tuple_of(self, values: list[Value], node: ast.AST) -> Value:
+        """A tuple, or a list, which torch takes as well; a constant where all of it is."""
+        if all(value.operation == "constant" for value in values):
+            return self.constant(tuple(value.literal for value in values), node)
+        number = all(value.number for value in values)
+        return self.make("tuple", numbered([("", v) for v in values]), node, number=number)
 
     def operation(
         self,
@@ -426,8 +430,9 @@ class Calls(Maker):
             return self.attribute(f"{path}.{name}", node)
         if self.pattern and name in known.free:
             return self.wildcard(f"{path}.{name}", node)
-        value = fact.value if isinstance(fact, Constant) else default
-        return self.constant(value, node)
+        if not isinstance(fact, Constant):
+            return self.constant(default, node)
+        return self.leaf("constant", fact.value, node, number=True, path=f"{path}.{name}")
 
     def chain(self, path: str, module: Submodule, value: Value, node: ast.AST) -> Value:
         """The modules of a `Sequential`, called one after the other."""

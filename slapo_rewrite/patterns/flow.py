@@ -387,10 +387,7 @@ class Flow(Calls):
                 given = [(name, self.expr(part) if part else none) for name, part in parts]
                 return self.make("slice", given, node, number=True)
             case ast.Tuple(elts=elts) | ast.List(elts=elts):
-                kind = type(node).__name__.lower()
-                values = [self.expr(element) for element in elts]
-                number = all(v.number for v in values)
-                return self.make(kind, _counted(values), node, number=number)
+                return self.tuple_of([self.expr(element) for element in elts], node)
             case ast.NamedExpr():
                 value = self.expr(node.value)
                 self._set(node.target.id, value)

@@ -11,7 +11,7 @@ from slapo_rewrite.source.facts import Facts, Resolver
 from slapo_rewrite.source.index import SourceFile
 
 # Values that are one of their arguments, or hold them.
-_HOLDERS = {"choice", "merge", "loop", "tuple", "list", "item", "member", "element"}
+_HOLDERS = {"choice", "merge", "loop", "tuple", "item", "member", "element"}
 _SHAPES = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad"}
 
 

@@ -183,10 +183,10 @@ class Matcher:
             reason = f"{described(wanted)} of the pattern would be two different values"
             spots.append(Spot(held.file, held.node, "one of them"))
             spots[0] = Spot(value.file, value.node, "the other")
-        elif value.operation in ("choice", "merge"):
-            reason = "a branch lies between: the value depends on which way it goes"
-        elif value.operation == "loop":
-            reason = "a loop lies between: the value is carried from turn to turn"
+        elif value.operation in ("choice", "merge", "loop"):
+            ways = [inner.operation for _, inner in value.arguments]
+            if wanted.operation in ways or value.operation == "loop":
+                reason = f"{region(value.node)} lies between: there are several values there"
         elif wanted.operation == value.operation == "constant":
             hint = "what may vary is a parameter of the pattern"
         elif wanted.operation == "constant" and value.operation == "training":
@@ -202,6 +202,18 @@ def _rank(value: Value) -> tuple[bool, tuple[int, ...]]:
     return value.operation in ("attribute", "constant"), value.order
 
 
+def region(node: ast.AST) -> str:
+    """What has a body of its own, in words."""
+    match node:
+        case ast.For() | ast.AsyncFor() | ast.While():
+            return "a loop"
+        case ast.With() | ast.AsyncWith():
+            return "a `with`"
+        case ast.Try() | ast.TryStar():
+            return "a `try`"
+    return "a branch"
+
+
 def described(value: Value) -> str:
     """A value in a word or two."""
     match value.operation:
@@ -213,13 +225,13 @@ def described(value: Value) -> str:
             return "the training flag"
         case "self":
             return "the module itself"
-        case "choice" | "merge":
-            return "a choice"
+        case "choice" | "merge" | "loop":
+            return f"{region(value.node)}"
         case "call_module":
             return f"a call of `{value.arguments[0][1].literal}`"
         case "call":
             return "a call"
-        case "tuple" | "list":
-            return f"a {value.operation}"
+        case "tuple":
+            return "a tuple"
     name = value.operation.removeprefix("call ").removeprefix("module ")
     return f"`{name.rpartition('.')[2]}`" if name else "a call"

@@ -200,7 +200,7 @@ def _checked(
     last = function.body[-1]
     if root.is_leaf:
         raise refuse(last, f"`{name}` computes nothing")
-    if root.operation in ("tuple", "list"):
+    if root.operation == "tuple":
         raise refuse(last, "a pattern returns one value", "look for each of them by itself")
     if graph.mutations:
         raise refuse(graph.mutations[0].node, "a pattern is a pure computation, without writes")

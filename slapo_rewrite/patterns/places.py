@@ -8,10 +8,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from slapo_rewrite.patterns.matching import Pairing, Spot, Stop, described
+from slapo_rewrite.patterns.matching import Pairing, Spot, Stop, described, region
 from slapo_rewrite.patterns.pattern import Pattern
 from slapo_rewrite.patterns.values import Arm, Graph, Value
-from slapo_rewrite.source.index import SourceFile
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,9 @@ class Judge:
         """Why the match cannot be one call at the place of its result; None where it can."""
         checks = (
             self._hidden,
+            self._written,
             self._used_elsewhere,
             self._branched,
-            self._written,
             self._random,
             self._rebound,
         )
@@ -105,7 +104,7 @@ class Judge:
                 arm = arm or next(b for a, b in _zipped(value.regions, expected) if a != b)
                 assert arm is not None
                 return self._stop(
-                    f"{_region(arm[0])} lies between",
+                    f"{region(arm[0])} lies between",
                     _spot(value, "computed here"),
                     Spot(self.graph.file, arm[0], "this lies between"),
                     wanted=wanted,
@@ -240,18 +239,7 @@ class Judge:
 
     def text(self, value: Value) -> str:
         """An operand as it may be written at the place of the result."""
-        if value.operation == "constant":
-            return repr(value.literal)
-        name = self.name_of(value)
-        if name is not None:
-            return name
-        if value.operation == "attribute":
-            return f"self.{value.literal}"
-        if value.operation == "parameter":
-            return str(value.literal)
-        if value.operation == "name" or not isinstance(value.node, ast.expr):
-            return str(value.literal or value.operation)
-        return value.file.segment(value.node)
+        return self.name_of(value) or text_of(value)
 
     @functools.cached_property
     def replaced(self) -> Replaced:
@@ -330,18 +318,16 @@ def _zipped(
         )
 
 
-def _region(node: ast.AST) -> str:
-    match node:
-        case ast.For() | ast.AsyncFor() | ast.While():
-            return "a loop"
-        case ast.With() | ast.AsyncWith():
-            return "a `with`"
-        case ast.Try() | ast.TryStar():
-            return "a `try`"
-    return "a branch"
-
-
-def lines_of(file: SourceFile, node: ast.AST) -> tuple[int, int]:
-    """The first and last line of a node, 1-based."""
-    first = getattr(node, "lineno", 1)
-    return first, getattr(node, "end_lineno", None) or first
+def text_of(value: Value) -> str:
+    """A value as it is written where it is computed."""
+    written = value.inside is None and isinstance(value.node, ast.expr)
+    match value.operation:
+        case "constant":
+            return f"self.{value.path}" if value.path else repr(value.literal)
+        case "attribute":
+            return f"self.{value.literal}"
+        case "parameter" | "name":
+            return str(value.literal)
+        case "training" if not (written and isinstance(value.node, ast.Attribute)):
+            return "self.training"
+    return value.file.segment(value.node) if written else described(value)

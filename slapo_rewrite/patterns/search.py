@@ -11,9 +11,9 @@ from typing import overload
 
 from slapo_rewrite import errors
 from slapo_rewrite.patterns.flow import chain_graph, graph_of
-from slapo_rewrite.patterns.matching import Matcher, Pairing, Spot, Stop, described
+from slapo_rewrite.patterns.matching import Matcher, Pairing, Spot, Stop
 from slapo_rewrite.patterns.pattern import Pattern
-from slapo_rewrite.patterns.places import Judge, Replaced
+from slapo_rewrite.patterns.places import Judge, Replaced, text_of
 from slapo_rewrite.patterns.values import Graph, Value
 from slapo_rewrite.source.facts import Facts, NoFacts, Submodule
 from slapo_rewrite.source.index import SourceFile
@@ -310,7 +310,7 @@ def _call_match(
 ) -> Match | None:
     given = value.given or value.arguments
     named = {key or str(number): v for number, (key, v) in enumerate(given)}
-    texts = {name: _text(v) for name, v in named.items()}
+    texts = {name: text_of(v) for name, v in named.items()}
     name = value.operation.removeprefix("module ").removeprefix("call ")
     site = CallSite(name, value.called or "", texts, _lines(value.node)[0])
     if not wanted(scope.path, site):
@@ -331,16 +331,6 @@ def path_predicate(regex: re.Pattern[str], base: str) -> Callable[[str, CallSite
         return bool(call.path and regex.match(full))
 
     return wanted
-
-
-def _text(value: Value) -> str:
-    if value.is_leaf and value.operation not in ("parameter", "attribute", "self"):
-        return repr(value.literal) if value.operation == "constant" else described(value)
-    if value.operation == "attribute":
-        return f"self.{value.literal}"
-    if value.operation == "parameter":
-        return str(value.literal)
-    return value.file.segment(value.node) if isinstance(value.node, ast.expr) else described(value)
 
 
 def _lines(node: ast.AST) -> range:
