@@ -59,7 +59,7 @@ class Inference:
         """The collectives that are usual for a layer, if they may be inferred."""
         if self._cause(path) is None:
             return
-        split = split_of(self.tree.nodes[path].cls, layer)
+        split = split_of(self.tree.nodes[path].live, layer)
         if split.has_input_gradient:
             yield Remedy(path, "bwd_post", "all_reduce")
         if split.output == "partial sum":
@@ -108,7 +108,7 @@ class Inference:
         layer = layers.get(remedy.path)
         if layer is None:
             return True
-        split = split_of(self.tree.nodes[remedy.path].cls, layer)
+        split = split_of(self.tree.nodes[remedy.path].live, layer)
         if remedy.mode == "bwd_post":
             return split.has_input_gradient
         return (remedy.operation == "all_gather") == (split.output == "partition")

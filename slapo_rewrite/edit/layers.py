@@ -61,7 +61,9 @@ def _done_inside(split: Split, state: ModuleState) -> list[Sync]:
         after = [s for s in after if s.op in ("all_reduce", "reduce_scatter")]
     else:
         after = [
-            s for s in after if s.op == "all_gather" and s.axis == -1 and not s.partial_gradient
+            s
+            for s in after
+            if s.op == "all_gather" and s.axis in split.axes and not s.partial_gradient
         ]
     return done + after
 
@@ -72,7 +74,7 @@ def _collectives(state: ModuleState) -> list[Sync]:
 
 def _split(node: Node, state: ModuleState) -> Split:
     """How the shards split the layer, all of them together."""
-    possible = splits_of(node.cls) or {}
+    possible = splits_of(node.live) or {}
     chosen: dict[Split, Shard] = {}
     for shard in state.shards:
         split = possible.get((shard.name, shard.axis))
@@ -105,7 +107,7 @@ def _split(node: Node, state: ModuleState) -> Split:
                 at=shard.cause.at,
                 hint=f'shard both: .shard(["{shard.name}", "{name}"], axis=...)',
             )
-    if "weight" not in sharded:
+    if "weight" in node.parameters and "weight" not in sharded:
         raise errors.IncompleteShard(
             f"`{node.path}.weight` is not sharded, but `{shard.name}` is", at=shard.cause.at
         )
@@ -127,7 +129,7 @@ def check_sync(node: Node, split: Split, sync: Sync, state: ModuleState) -> None
         problem = (
             f"the output of `{node.path}` is a partition: {spoken} would add up different features"
         )
-        hint = 'gather it: .sync("fwd_post", "all_gather", axis=-1)'
+        hint = f'gather it: .sync("fwd_post", "all_gather", axis={split.axes[0]})'
     elif first and split.output == "partition" and sync.op == "scatter":
         problem = f"the output of `{node.path}` is a partition: it is scattered already"
         hint = 'split another axis instead: .sync("fwd_post", "RS->SR")'

@@ -147,8 +147,8 @@ class _Lowering:
                     f"`{path}` is a {node.cls.__module__}.{node.cls.__qualname__}: it "
                     "cannot be sharded",
                     at=state.shards[0].cause.at,
-                    hint="Linear, Embedding and transformers' Conv1D can be, and parameters of "
-                    f"classes that {self.file.path.name} defines",
+                    hint="Linear, Embedding, convolutions, their norms and transformers' Conv1D "
+                    f"can be, and parameters of classes that {self.file.path.name} defines",
                 )
         return layers, parameters
 

@@ -83,7 +83,8 @@ class SubclassWriter:
     ) -> str:
         header = self._header(constructor)
         passed = ", ".join(passed_on(constructor.args))
-        text = [header, f"        super().__init__({passed})"]
+        call = formatted(f"super().__init__({passed})", 8, self.line_length)
+        text = [header, " " * 8 + call]
         known = (
             {a.arg for a in all_arguments(constructor.args)} | self.file.names | set(dir(builtins))
         )

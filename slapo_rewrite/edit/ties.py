@@ -81,7 +81,7 @@ def _shards(states: Mapping[str, ModuleState], node: Node) -> tuple[Shard, ...]:
 
 
 def _tied(node: Node, state: ModuleState, name: str, shard: Shard) -> ModuleState:
-    splits = splits_of(node.cls)
+    splits = splits_of(node.live)
     added = [Shard(name, shard.axis, shard.parts, shard.cause)]
     if splits is None or (name, shard.axis) not in splits:
         return replace(state, shards=(*state.shards, *added))
@@ -95,7 +95,7 @@ def _tied(node: Node, state: ModuleState, name: str, shard: Shard) -> ModuleStat
     syncs = list(state.syncs)
     if not state.shards:
         operation = "all_gather" if split.output == "partition" else "all_reduce"
-        axis = -1 if operation == "all_gather" else None
+        axis = split.axes[0] if operation == "all_gather" else None
         wanted = [Sync("fwd_post", operation, axis, None, shard.cause)]
         if split.has_input_gradient:
             wanted.append(Sync("bwd_post", "all_reduce", None, None, shard.cause))

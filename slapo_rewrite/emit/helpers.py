@@ -26,6 +26,8 @@ RUNTIME_ORDER = (
     "conv1d",
     "replicated",
     "grouped_query",
+    "convolution",
+    "normalization",
     "weights",
     "delayed",
     "loading",

@@ -36,8 +36,11 @@ class Split:
         name: The class.
         output: `partition` or `partial sum`.
         whole: The parameters that stay whole; a parameter that is neither sharded nor here must be
-        sharded as well. has_input_gradient: Whether the input has a gradient that is a partial sum
-        on each rank.
+            sharded as well.
+        has_input_gradient: Whether the input has a gradient that is a partial sum on each rank.
+        arguments: What its constructor takes of the original's arguments.
+        takes_part: Whether the input is a partition.
+        axes: The split axis of input or output, written in every way that means it.
     """
 
     module: str
@@ -46,6 +49,8 @@ class Split:
     whole: frozenset[str] = frozenset()
     has_input_gradient: bool = True
     arguments: tuple[str, ...] = ("in_features", "out_features", "bias", "device", "dtype")
+    takes_part: bool = False
+    axes: tuple[int, ...] = (-1,)
 
 
 # The layer that lets several ranks hold the same heads, by the layer that does not.
@@ -69,11 +74,24 @@ SHARES: dict[str, tuple[str, str | None]] = {
     "RowParallelConv1D": ("nx", None),
     "VocabParallelEmbedding": ("num_embeddings", "full_num_embeddings"),
     "ColumnParallelEmbedding": ("embedding_dim", None),
+    "ParallelGroupNorm": ("num_groups", None),
 }
+for _n in "12":
+    SHARES[f"ColumnParallelConv{_n}d"] = ("out_channels", None)
+    SHARES[f"RowParallelConv{_n}d"] = ("in_channels", None)
+    SHARES[f"GroupParallelConv{_n}d"] = ("out_channels", None)
+    SHARES[f"ParallelBatchNorm{_n}d"] = ("num_features", None)
 
 _TABLE = ("num_embeddings", "embedding_dim", "padding_idx", "device", "dtype")
 _COLUMN = Split("tensor_parallel", "ColumnParallelLinear", "partition")
-_ROW = Split("tensor_parallel", "RowParallelLinear", "partial sum", frozenset({"bias"}), False)
+_ROW = Split(
+    "tensor_parallel",
+    "RowParallelLinear",
+    "partial sum",
+    frozenset({"bias"}),
+    False,
+    takes_part=True,
+)
 _COLUMN_CONV1D = Split("conv1d", "ColumnParallelConv1D", "partition", arguments=("nf", "nx"))
 _ROW_CONV1D = Split(
     "conv1d",
@@ -82,6 +100,7 @@ _ROW_CONV1D = Split(
     frozenset({"bias"}),
     False,
     arguments=("nf", "nx"),
+    takes_part=True,
 )
 _VOCABULARY = Split(
     "tensor_parallel",
@@ -97,6 +116,45 @@ _EMBEDDING = Split(
     has_input_gradient=False,
     arguments=_TABLE,
 )
+
+_CONVOLUTION = (
+    "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias",
+    "padding_mode", "device", "dtype",
+)  # fmt: skip
+_CHANNELS = ("num_features", "eps", "momentum", "affine", "track_running_stats", "device", "dtype")
+_GROUPS = ("num_groups", "num_channels", "eps", "affine", "device", "dtype")
+
+
+def _convolution(name: str, axes: tuple[int, ...]) -> dict[tuple[str, int], Split]:
+    column = Split("convolution", f"ColumnParallel{name}", "partition", axes=axes)
+    row = Split(
+        "convolution",
+        f"RowParallel{name}",
+        "partial sum",
+        frozenset({"bias"}),
+        False,
+        takes_part=True,
+        axes=axes,
+    )
+    column, row = (replace(split, arguments=_CONVOLUTION) for split in (column, row))
+    return {("weight", 0): column, ("bias", 0): column, ("weight", 1): row}
+
+
+def _of_channels(
+    module: str, name: str, arguments: tuple[str, ...], axes: tuple[int, ...], *tensors: str
+) -> dict[tuple[str, int], Split]:
+    """A layer that treats every channel, or group of channels, for itself."""
+    split = Split(
+        module,
+        name,
+        "partition",
+        has_input_gradient=False,
+        arguments=arguments,
+        takes_part=True,
+        axes=axes,
+    )
+    return {(tensor, 0): split for tensor in ("weight", "bias", *tensors)}
+
 
 # By qualified class: parameter and axis -> how that splits the layer.
 SPLITS: dict[str, dict[tuple[str, int], Split]] = {
@@ -115,18 +173,40 @@ SPLITS: dict[str, dict[tuple[str, int], Split]] = {
         ("bias", 0): _COLUMN_CONV1D,
         ("weight", 0): _ROW_CONV1D,
     },
+    "torch.nn.modules.normalization.GroupNorm": _of_channels(
+        "normalization", "ParallelGroupNorm", _GROUPS, (1,)
+    ),
 }
+# The same of convolutions whose channels come in groups.
+_GROUPED: dict[str, dict[tuple[str, int], Split]] = {}
+
+for _n, _axes in (("1", (1, -2)), ("2", (1, -3))):
+    SPLITS[f"torch.nn.modules.conv.Conv{_n}d"] = _convolution(f"Conv{_n}d", _axes)
+    _GROUPED[f"torch.nn.modules.conv.Conv{_n}d"] = _of_channels(
+        "convolution", f"GroupParallelConv{_n}d", _CONVOLUTION, _axes
+    )
+    SPLITS[f"torch.nn.modules.batchnorm.BatchNorm{_n}d"] = _of_channels(
+        "normalization",
+        f"ParallelBatchNorm{_n}d",
+        _CHANNELS,
+        (1,) if _n == "1" else _axes,
+        "running_mean",
+        "running_var",
+    )
 
 
-def splits_of(cls: type) -> dict[tuple[str, int], Split] | None:
-    """How a class, or the one that it is derived from, can be split; None where none can."""
-    base = base_of(cls)
-    return SPLITS[_qualified(base)] if base else None
+def splits_of(module: object) -> dict[tuple[str, int], Split] | None:
+    """How a module can be split by what its class is or is derived from; None where none can."""
+    base = base_of(type(module))
+    if base is None:
+        return None
+    grouped = getattr(module, "groups", 1) != 1
+    return (_GROUPED if grouped else SPLITS)[_qualified(base)]
 
 
-def split_of(cls: type, layer: Layer) -> Split:
-    """How a layer splits the module of a class whose place it takes."""
-    return next(split for split in (splits_of(cls) or {}).values() if split.name == layer.name)
+def split_of(module: object, layer: Layer) -> Split:
+    """How a layer splits the module whose place it takes."""
+    return next(split for split in (splits_of(module) or {}).values() if split.name == layer.name)
 
 
 def base_of(cls: type) -> type | None:

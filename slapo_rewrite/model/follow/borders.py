@@ -20,7 +20,7 @@ from slapo_rewrite.model.follow.record import layer_call
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.sizes import Shape, tensors
 from slapo_rewrite.model.follow.vocabulary import SPOKEN, Border, Indivisible, Remedy
-from slapo_rewrite.model.layers import split_of
+from slapo_rewrite.model.layers import Split, split_of
 from slapo_rewrite.model.tree import Node
 
 # What a size must be a multiple of for its parts to be taken as even ones.
@@ -40,7 +40,7 @@ def _check_layer_input(run: Run, path: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor):
         return
     layer, state = run.asked.layers[path], run.flow.of(tensor)
-    split = split_of(run.tree.nodes[path].cls, layer)
+    split = split_of(run.tree.nodes[path].live, layer)
     keywords = dict(layer.keywords)
     if state.kind == PARTIAL:
         raise Misuse(
@@ -50,25 +50,24 @@ def _check_layer_input(run: Run, path: str, tensor: Any) -> None:
             state.source,
             remedy=Remedy.sum_of(state.source),
         )
-    axes, last = run.split_axes(tensor), tensor.dim() - 1
-    row = split.output == "partial sum" and tensor.is_floating_point()
-    if axes and (axes != [last] or not row):
+    axes, taken = run.split_axes(tensor), split.axes[0] % max(1, tensor.dim())
+    if axes and (axes != [taken] or not split.takes_part):
         raise Misuse(
-            f"`{path}` is split over its {'inputs' if row else 'outputs'}, but of its input a rank "
-            f"has only a part along axis {axes[0]}",
+            f"`{path}` is split over its {_taken(split)}, but of its input a rank has only a part "
+            f"along axis {axes[0]}",
             f"gather it before: {gather_line(axes[0], tensor.dim(), 'fwd_pre')} on `{path}` or the "
             "module around it",
             path,
         )
-    if row:
+    if split.takes_part:
         if state.kind != PART:
             raise Misuse(
-                f"`{path}` is split over its inputs, but its input is whole on every rank",
+                f"`{path}` is split over its {_taken(split)}, but its input is whole on every rank",
                 "split the layer before it over its outputs, or this one as well",
                 path,
             )
         run.flow.check_own(state, path)
-        _check_same_blocks(run, path, tensor, keywords)
+        _check_same_blocks(run, path, tensor, split.axes[0] % tensor.dim(), keywords)
     elif split.has_input_gradient:
         borders = run.asked.borders.get(path, ())
         if any(b.mode == "bwd_post" for b in borders):
@@ -79,10 +78,17 @@ def _check_layer_input(run: Run, path: str, tensor: Any) -> None:
             run.flow.meet_parts([tensor], f"`{path}`", path)
 
 
+def _taken(split: Split) -> str:
+    """What a layer is split over, in words."""
+    if split.output == "partial sum":
+        return "inputs"
+    return "channels" if split.takes_part else "outputs"
+
+
 def _check_same_blocks(
-    run: Run, path: str, tensor: torch.Tensor, keywords: Mapping[str, Any]
+    run: Run, path: str, tensor: torch.Tensor, axis: int, keywords: Mapping[str, Any]
 ) -> None:
-    packed = run.blocks.get(id(tensor), {}).get(tensor.dim() - 1, (1,))
+    packed = run.blocks.get(id(tensor), {}).get(axis, (1,))
     ratio = ratio_of(keywords.get("parts", 1))
     if reduced(packed) != reduced(ratio):
         raise Misuse(
@@ -101,7 +107,7 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
     run.next_entry(layer_call)
     path = str(module._followed_path)
     layer = run.asked.layers[path]
-    split = split_of(run.tree.nodes[path].cls, layer)
+    split = split_of(run.tree.nodes[path].live, layer)
     keywords = dict(layer.keywords)
     axis: Any = keywords.get("reduce_scatter_axis")
     for tensor in tensors(output):
@@ -122,9 +128,8 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
             continue
         run.origins[id(tensor)] = path
         ratio = ratio_of(keywords.get("parts", 1))
-        run.blocks[id(tensor)] = {
-            tensor.dim() - 1: tuple(shape[-1] * r // sum(ratio) for r in ratio)
-        }
+        own = split.axes[0] % tensor.dim()
+        run.blocks[id(tensor)] = {own: tuple(shape[own] * r // sum(ratio) for r in ratio)}
 
 
 def enter_border(

@@ -90,17 +90,15 @@ def _make_replicated(run: Run, node: Node, layer: Layer, head: str) -> nn.Module
 def _make(layer: Layer, original: nn.Module) -> nn.Module:
     """The layer that takes the original's place, on this rank of the pretended group."""
     cls = getattr(importlib.import_module(f"slapo_rewrite.runtime.{layer.module}"), layer.name)
-    keywords = dict(layer.keywords)
-    if isinstance(original, nn.Linear):
-        new = cls(
-            original.in_features, original.out_features, original.bias is not None, **keywords
-        )
-    elif isinstance(original, nn.Embedding):
-        new = cls(original.num_embeddings, original.embedding_dim, original.padding_idx, **keywords)
-    else:
-        new = cls(original.nf, original.nx, **keywords)
-    made: nn.Module = new.to(next(original.parameters()).dtype)
-    return made
+    arguments = {
+        name: getattr(original, name)
+        for name in layer.arguments
+        if name not in ("device", "dtype", "bias")
+    }
+    if "bias" in layer.arguments:
+        arguments["bias"] = original.bias is not None
+    new: nn.Module = cls(**arguments, **dict(layer.keywords))
+    return new.to(next((p.dtype for p in original.parameters()), None))
 
 
 def _install_parameters(

@@ -1,0 +1,197 @@
+"""Tensor-parallel convolutions: each rank holds some of the channels.
+
+Shapes: B batch, C channels in, F channels out, S any number of spatial axes. A prime
+(F') marks the part that this rank holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from .tensor_parallel import (
+    Shard,
+    all_reduce_gradient,
+    block_sizes,
+    gather_if_sharded,
+    part_size,
+    part_sizes,
+    rank,
+    record_shard,
+    reduce_and_add_bias,
+    world_size,
+)
+
+
+def refuse_groups(convolution: Any) -> None:
+    """Raises `ValueError` for a convolution in groups, whose ranks need not all channels."""
+    if convolution.groups > 1 and world_size() > 1:
+        raise ValueError(
+            f"this convolution has {convolution.groups} groups, and the one that it was "
+            "written for has one: rewrite the model as it is here"
+        )
+
+
+class ColumnParallelConvolution(nn.Module):
+    """What convolutions have in common that are split over their output channels.
+
+    Args:
+        in_channels: C.
+        out_channels: F, of the whole layer; the attribute of that name is F'.
+        args: The further arguments of the torch class.
+        parts: Blocks packed along the output, as in `block_sizes`.
+        reduce_input_gradient: Sum the input's gradient over the ranks. Off where
+            that is done once for several layers.
+        gather_output: Return (B, F, *S) on every rank.
+        kwargs: The further keyword arguments of the torch class.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *args: Any,
+        parts: int | Sequence[int] = 1,
+        reduce_input_gradient: bool = True,
+        gather_output: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        shard = Shard(0, block_sizes(out_channels, parts))
+        super().__init__(in_channels, shard.local_size(), *args, **kwargs)
+        refuse_groups(self)
+        self.reduce_input_gradient = reduce_input_gradient
+        self.output_shard = replace(shard, axis=1) if gather_output else None
+        record_shard(self, "weight", shard)
+        if self.bias is not None:
+            record_shard(self, "bias", shard)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps (B, C, *S) to (B, F', *S), or to (B, F, *S) with `gather_output`."""
+        if self.reduce_input_gradient:
+            input = all_reduce_gradient(input)
+        return gather_if_sharded(super().forward(input), self.output_shard)
+
+
+class ColumnParallelConv1d(ColumnParallelConvolution, nn.Conv1d):
+    """A Conv1d split over its output channels: (B, C, T) -> (B, F', T)."""
+
+
+class ColumnParallelConv2d(ColumnParallelConvolution, nn.Conv2d):
+    """A Conv2d split over its output channels: (B, C, H, W) -> (B, F', H, W)."""
+
+
+class RowParallelConvolution(nn.Module):
+    """What convolutions have in common that are split over their input channels.
+
+    Args:
+        in_channels: C, of the whole layer; the attribute of that name is C'.
+        out_channels: F.
+        args: The further arguments of the torch class.
+        parts: Blocks packed along the input, as in `block_sizes`.
+        reduce_output: Sum the output over the ranks. Off where the caller does it.
+        kwargs: The further keyword arguments of the torch class.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *args: Any,
+        parts: int | Sequence[int] = 1,
+        reduce_output: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        shard = Shard(1, block_sizes(in_channels, parts))
+        super().__init__(shard.local_size(), out_channels, *args, **kwargs)
+        refuse_groups(self)
+        self.reduce_output = reduce_output
+        record_shard(self, "weight", shard)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps (B, C', *S) to (B, F, *S), a partial sum without `reduce_output`."""
+        if world_size() == 1:
+            whole: Tensor = super().forward(input)
+            return whole
+        convolve: Any = self._conv_forward
+        y: Tensor = convolve(input, self.weight, None)
+        bias = self.bias
+        if bias is not None:
+            bias = bias.view(-1, *(1,) * (self.weight.dim() - 2))
+        return reduce_and_add_bias(y, bias, self.reduce_output)
+
+
+class RowParallelConv1d(RowParallelConvolution, nn.Conv1d):
+    """A Conv1d split over its input channels: (B, C', T) -> (B, F, T)."""
+
+
+class RowParallelConv2d(RowParallelConvolution, nn.Conv2d):
+    """A Conv2d split over its input channels: (B, C', H, W) -> (B, F, H, W)."""
+
+
+class GroupParallelConvolution(nn.Module):
+    """What convolutions have in common whose groups are split over the ranks.
+
+    A group maps its own channels of the input, so a rank needs no others.
+
+    Args:
+        in_channels: C, of the whole layer; the attribute of that name is C'.
+        out_channels: F, of the whole layer; the attribute of that name is F'.
+        kernel_size: As in the torch class, and so are the arguments after it.
+        stride: See there.
+        padding: See there.
+        dilation: See there.
+        groups: How many groups, of the whole layer; the attribute is this rank's.
+        bias: Whether a bias is added.
+        gather_output: Return (B, F, *S) on every rank.
+        kwargs: The further keyword arguments of the torch class.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: str | int | tuple[int, ...] = 0,
+        dilation: int | tuple[int, ...] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        gather_output: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        # One channel in and out of each group: these may be shared unevenly.
+        single = in_channels == out_channels == groups
+        share = part_sizes(groups)[rank()] if single else part_size(groups)
+        super().__init__(
+            in_channels // groups * share,
+            out_channels // groups * share,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            share,
+            bias,
+            **kwargs,
+        )
+        shard = Shard(0, (out_channels,), out_channels // groups)
+        self.output_shard = replace(shard, axis=1) if gather_output else None
+        record_shard(self, "weight", shard)
+        if bias:
+            record_shard(self, "bias", shard)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps (B, C', *S) to (B, F', *S), or to (B, F, *S) with `gather_output`."""
+        return gather_if_sharded(super().forward(input), self.output_shard)
+
+
+class GroupParallelConv1d(GroupParallelConvolution, nn.Conv1d):
+    """A Conv1d split over its groups: (B, C', T) -> (B, F', T)."""
+
+
+class GroupParallelConv2d(GroupParallelConvolution, nn.Conv2d):
+    """A Conv2d split over its groups: (B, C', H, W) -> (B, F', H, W)."""

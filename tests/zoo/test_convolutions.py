@@ -1,0 +1,185 @@
+"""Convolutions and the norms between them, split over channels."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.numbers import Case, compare, modules, prepare
+from tests.processes import run
+from tests.rewriting import changed_lines, refused, rewritten
+
+HEAD = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+"""
+RESNET = (
+    HEAD
+    + """\
+class Block(nn.Module):
+    def __init__(self, channels, width):
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, channels, 3, padding=1, padding_mode="reflect")
+
+    def forward(self, x):
+        y = self.conv1(F.relu(self.bn1(x)))
+        return x + self.conv2(F.relu(self.bn2(y)))
+
+
+class Model(nn.Module):
+    def __init__(self, channels=4, width=10):
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, stride=2)
+        self.blocks = nn.ModuleList(Block(channels, width) for _ in range(2))
+        self.head = nn.Linear(channels * 4, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(F.avg_pool2d(x, 2).flatten(1))
+"""
+)
+SEQUENCE = (
+    HEAD
+    + """\
+class Model(nn.Module):
+    def __init__(self, channels=8, width=16):
+        super().__init__()
+        self.expand = nn.Conv1d(channels, width, 1)
+        self.norm = nn.GroupNorm(4, width)
+        self.mix = nn.Conv1d(width, width, 3, 1, 1, 1, 4)
+        self.depthwise = nn.Conv1d(width, width, 3, padding="same", groups=width, bias=False)
+        self.bn = nn.BatchNorm1d(width, affine=False)
+        self.reduce = nn.Conv1d(width, channels, kernel_size=1)
+        self.head = nn.Linear(width * 6, 3)
+
+    def forward(self, x):
+        y = self.bn(self.depthwise(self.mix(F.relu(self.norm(self.expand(x))))))
+        return x + self.reduce(y) + self.head(y.flatten(1)).mean()
+"""
+)
+GATHERED = SEQUENCE.replace("self.head(y.flatten(1)).mean()", "y.mean()")
+SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, SHAPE)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+"""
+IMAGES = SCHEDULE.replace("SHAPE", "3, 9, 9")
+SIGNALS = SCHEDULE.replace("SHAPE", "8, 6")
+WIDE = """\
+    b = s["blocks.*"]
+    b["conv1"].shard("weight", axis=0)
+    b["conv1"].sync("bwd_post", "all_reduce")
+    b["bn2"].shard(["weight", "bias"], axis=0)
+    b["conv2"].shard("weight", axis=1)
+    b["conv2"].sync("fwd_post", "all_reduce")
+    s["stem"].shard(["weight", "bias"], axis=0)
+    s["stem"].sync("fwd_post", "all_gather", axis=1)
+"""
+GROUPS = """\
+    s["{expand,norm,mix}"].shard(["weight", "bias"], axis=0)
+    s["expand"].sync("bwd_post", "all_reduce")
+    s["depthwise"].shard("weight", axis=0)
+    s["bn"].shard(["running_mean", "running_var"], axis=0)
+"""
+REDUCED = """\
+    s["{reduce,head}"].shard("weight", axis=1)
+    s["{reduce,head}"].sync("fwd_post", "all_reduce")
+"""
+CASES = {
+    "wide": Case(RESNET, IMAGES + WIDE),
+    "groups": Case(SEQUENCE, SIGNALS + GROUPS + REDUCED),
+    "gathered": Case(
+        GATHERED, SIGNALS + GROUPS + '    s["bn"].sync("fwd_post", "all_gather", axis=1)\n'
+    ),
+}
+
+
+def test_layers_take_the_place_of_their_like(tmp_path):
+    text = changed_lines(rewritten(tmp_path, RESNET, IMAGES + WIDE))
+    assert "+        self.bn2 = ParallelBatchNorm2d(width)\n" in text
+    assert "ColumnParallelConv2d(channels, width, 3, padding=1, bias=False)" in text
+    text = changed_lines(rewritten(tmp_path, SEQUENCE, SIGNALS + GROUPS + REDUCED))
+    assert "+        self.mix = GroupParallelConv1d(width, width, 3, 1, 1, 1, 4)\n" in text
+    assert "+        self.norm = ParallelGroupNorm(4, width)\n" in text
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "words"),
+    [
+        ('b["conv1"].shard("weight", axis=2)', "SR301", "can be sharded as `weight` axis 0"),
+        ('b["bn2"].shard("weight", axis=0)', "SR307", "`blocks.0.bn2.bias` is not sharded"),
+        ('b["bn2"].shard(["weight", "bias"], axis=0)', "SR104", "input is whole on every rank"),
+        (
+            'b["conv1"].shard("weight", axis=0)\n'
+            '    b["conv1"].sync("fwd_post", "all_gather", axis=-1)',
+            "SR305",
+            "can be gathered along axis 1",
+        ),
+        (
+            'b["conv1"].shard("weight", axis=0)\n    b["conv1"].sync("bwd_post", "all_reduce")\n'
+            '    b["conv2"].shard("weight", axis=1)\n'
+            '    b["conv2"].sync("fwd_post", "all_reduce")',
+            "SR104",
+            "with a whole value of shape [10]",
+        ),
+    ],
+)
+def test_refusals(lines, code, words, tmp_path):
+    schedule = IMAGES + '    b = s["blocks.*"]\n    ' + lines + "\n"
+    assert words in refused(tmp_path, RESNET, schedule, code)
+
+
+def refusal(folder) -> str:
+    """What is said of three groups on four ranks, and of groups where there were none."""
+    _, module = modules(folder, "groups", CASES["groups"])
+    words = []
+    for make in (
+        lambda: module.ParallelGroupNorm(3, 6),
+        lambda: module.ColumnParallelConv1d(8, 8, 1, groups=2),
+    ):
+        try:
+            make()
+        except ValueError as error:
+            words.append(str(error))
+    return "; ".join(words)
+
+
+def check(folder) -> str:
+    compare(folder, CASES)
+    return refusal(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Every case rewritten."""
+    path = tmp_path_factory.mktemp("convolutions")
+    prepare(path, CASES)
+    return path
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_numbers(folder, world):
+    for words in run(check, world, folder):
+        assert world < 4 or "3 does not divide over 4 ranks" in words
+        assert world == 1 or "this convolution has 2 groups" in words
