@@ -140,3 +140,30 @@ def test_a_sync_around_a_call_of_a_layer_that_is_not_split(tmp_path):
     schedule = SCHEDULE.replace('    down.shard("weight", axis=1)\n', "    up" + BACKWARD + lines)
     text = changed_lines(rewritten(tmp_path, source, schedule))
     assert "+        return self.down(all_gather(self.act(self.up(x))))\n" in text
+
+
+TWO = SOURCE.replace(
+    "        self.up = nn.Linear(width, 4 * width)\n",
+    "        self.up = nn.Linear(width, 2 * width)\n"
+    "        self.gate = nn.Linear(width, 2 * width)\n",
+).replace("torch.relu(self.up(x))", "torch.cat([self.up(x), self.gate(x)], dim=-1)FLAT")
+BOTH = PLAIN + "    mlp = s['block.mlp']\n    up, down = mlp['{up,gate}'], mlp['down']\n"
+BOTH += "    up.shard(['weight', 'bias'], axis=0)\n    up" + BACKWARD + "    down" + FORWARD
+
+
+@pytest.mark.parametrize("flat", ["", ".unflatten(-1, (-1, 4)).flatten(1)"])
+def test_parts_that_are_joined_lie_packed(flat, tmp_path):
+    source = TWO.replace("FLAT", flat)
+    text = refused(tmp_path, source, BOTH + '    down.shard("weight", axis=1)\n', "SR104")
+    assert "has 2 equal parts along its split axis" in text
+    schedule = BOTH + '    down.shard("weight", axis=1, parts=2)\n'
+    assert "RowParallelLinear(4 * width, width, parts=2)" in changed_lines(
+        rewritten(tmp_path, source, schedule)
+    )
+
+
+def test_a_part_is_not_joined_with_a_whole_value(tmp_path):
+    source = TWO.replace("self.gate(x)]", "self.gate(x.detach())]").replace("FLAT", "")
+    schedule = BOTH.replace("{up,gate}", "up") + '    down.shard("weight", axis=1)\n'
+    text = refused(tmp_path, source, schedule, "SR104")
+    assert "lines up a rank's part with a value that it has whole" in text

@@ -1,4 +1,4 @@
-"""The rules for operations that take a tensor apart: `split`, `chunk` and an index.
+"""The rules for operations that take a tensor apart, `split`, `chunk` and an index, and for `cat`.
 
 Each takes the run, the recorded operation and the arguments, and returns the arguments as a rank
 must give them. A split axis may only be cut where the parts that it was sharded in begin and end.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slapo_rewrite.model.follow.arguments import SHARE, change
-from slapo_rewrite.model.follow.packing import ends_of
+from slapo_rewrite.model.follow.packing import Blocks, ends_of
 from slapo_rewrite.model.follow.record import Entry, key_of
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.vocabulary import CannotFollow
@@ -45,6 +45,26 @@ def chunk(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     if entry.inputs[0][axis] != tensor.shape[axis]:
         _check_parts(run, tensor, axis, entry.inputs[0][axis], [s[axis] for s in entry.outputs])
     return args, kwargs, None
+
+
+def join(run: Run, entry: Entry, args: Any, kwargs: Any) -> Blocks | None:
+    """`cat` along a split axis: what is joined must be parts, and lies packed side by side."""
+    given = list(args[0] if args else kwargs["tensors"])
+    axis = (args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))) % given[0].dim()
+    split = [t.shape[axis] != w[axis] for t, w in zip(given, entry.inputs, strict=True)]
+    if not any(split):
+        return None
+    if not all(split):
+        raise CannotFollow(
+            "this lines up a rank's part with a value that it has whole",
+            run.place(),
+            run.source_of(given),
+            "gather the part before, or split the other value as well",
+        )
+    packed: list[int] = []
+    for tensor, whole in zip(given, entry.inputs, strict=True):
+        packed += run.blocks.get(id(tensor), {}).get(axis, (whole[axis],))
+    return {axis: tuple(packed)}
 
 
 def _check_parts(

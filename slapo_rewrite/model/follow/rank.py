@@ -40,6 +40,7 @@ _REPEATING = {"expand", "repeat", "repeat_interleave"}
 _RULES: dict[str, Callable[..., Any]] = {
     "view": reshapes.view,
     "reshape": reshapes.view,
+    "flatten": reshapes.flatten,
     "unflatten": reshapes.unflatten,
     "split": cuts.split,
     "split_with_sizes": cuts.split,
@@ -78,6 +79,8 @@ class Rank(TorchFunctionMode):
             if len(entry.inputs[0]) != args[0].dim():
                 raise CannotFollow("the number of axes depends on the sharded size", run.place())
             args, kwargs, blocks = rule(run, entry, args, kwargs)
+        elif name in ("cat", "concat", "concatenate") and entry is not None and known:
+            blocks = cuts.join(run, entry, args, kwargs)
         try:
             output = func(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError) as error:

@@ -1,4 +1,4 @@
-"""The rules for operations that are told a new shape: `view`, `unflatten`, `expand`, `repeat`.
+"""The rules for operations that are told a new shape: `view`, `flatten`, `expand` and so on.
 
 Each takes the run, the recorded operation and the arguments, and returns the arguments as a rank
 must give them and how the result is packed, where that is known.
@@ -49,6 +49,14 @@ def unflatten(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     inner = shape[axis : axis + len(sizes)]
     _fitted(run, tensor, sizes, inner, first=None, argument=1)
     return (tensor, axis, inner), {}, blocks
+
+
+def flatten(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
+    """`flatten`: a `view` that is told no sizes."""
+    tensor, whole = args[0], entry.outputs[0]
+    if entry.inputs[0] == tuple(tensor.shape):
+        return args, kwargs, None
+    return args, kwargs, _regrouped(run, tensor, entry.inputs[0], whole, list(whole))[1]
 
 
 def expand(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
