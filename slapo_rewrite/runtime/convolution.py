@@ -90,6 +90,7 @@ class RowParallelConvolution(nn.Module):
         args: The further arguments of the torch class.
         parts: Blocks packed along the input, as in `block_sizes`.
         reduce_output: Sum the output over the ranks. Off where the caller does it.
+        reduce_scatter_axis: Return this rank's slice of the sum along this axis only.
         kwargs: The further keyword arguments of the torch class.
     """
 
@@ -103,12 +104,14 @@ class RowParallelConvolution(nn.Module):
         *args: Any,
         parts: int | Sequence[int] = 1,
         reduce_output: bool = True,
+        reduce_scatter_axis: int | None = None,
         **kwargs: Any,
     ) -> None:
         shard = Shard(1, block_sizes(in_channels, parts))
         super().__init__(shard.local_size(), out_channels, *args, **kwargs)
         refuse_groups(self)
         self.reduce_output = reduce_output
+        self.reduce_scatter_axis = reduce_scatter_axis
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -121,7 +124,9 @@ class RowParallelConvolution(nn.Module):
         bias = self.bias
         if bias is not None:
             bias = bias.view(-1, *(1,) * (self.weight.dim() - 2))
-        return reduce_and_add_bias(y, bias, self.reduce_output)
+        return reduce_and_add_bias(
+            y, bias, self.reduce_output, self.reduce_scatter_axis
+        )
 
 
 class RowParallelConv1d(RowParallelConvolution, nn.Conv1d):

@@ -130,10 +130,10 @@ def test_layers_take_the_place_of_their_like(tmp_path):
         ('b["bn2"].shard("weight", axis=0)', "SR307", "`blocks.0.bn2.bias` is not sharded"),
         ('b["bn2"].shard(["weight", "bias"], axis=0)', "SR104", "input is whole on every rank"),
         (
-            'b["conv1"].shard("weight", axis=0)\n'
+            'b["conv1"].shard("weight", axis=0)\n    b["conv1"].sync("bwd_post", "all_reduce")\n'
             '    b["conv1"].sync("fwd_post", "all_gather", axis=-1)',
-            "SR305",
-            "can be gathered along axis 1",
+            "SR104",
+            "is a part along axis 1, but is gathered along axis -1",
         ),
         (
             'b["conv1"].shard("weight", axis=0)\n    b["conv1"].sync("bwd_post", "all_reduce")\n'
