@@ -9,6 +9,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.edit.annotations import Annotations
 from slapo_rewrite.edit.definition import (
     FORK,
+    AddBias,
     Annotate,
     Attach,
     ChangeArgument,
@@ -161,6 +162,8 @@ class ClassWriter:
                 forward.fork(why)
             elif key[0] == "forward":
                 forward.wrap(change, why)
+            elif key[0] == "call" and isinstance(change, AddBias):
+                forward.add_bias(key[1], change, why)
             elif key[0] == "call" and isinstance(change, WrapCall):
                 forward.wrap_calls(key[1], change, why)
             elif key[0] == "argument" and isinstance(change, ChangeArgument):

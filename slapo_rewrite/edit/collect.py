@@ -13,6 +13,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import (
     FORK,
     RECOMPUTE,
+    AddBias,
     Annotate,
     Attach,
     ChangeArgument,
@@ -49,7 +50,16 @@ from slapo_rewrite.model.follow import (
     layer_key,
 )
 from slapo_rewrite.model.join import find_parameter_site
-from slapo_rewrite.model.layers import SHARES, SUMMING, Layer, base_of, replicated, summing_base
+from slapo_rewrite.model.layers import (
+    MULTIPLIED,
+    SHARES,
+    SUMMING,
+    Layer,
+    base_of,
+    qualified,
+    replicated,
+    summing_base,
+)
 from slapo_rewrite.model.tree import Node, Tree
 
 
@@ -110,6 +120,8 @@ class _Collection:
             self._syncs(node, asked.borders.get(path, ()), path in layers, followed)
             for annotation in state.annotations:
                 self._annotate(node, annotation, state.replacement is not None)
+            if state.decompose:
+                self._decompose(node, state, layers.get(path), state.decompose.cause)
             # What stands in another's place is wrapped where it is made.
             home = self.desks.making(node) if state.replacement else self._home(node)
             if state.fork:
@@ -209,6 +221,34 @@ class _Collection:
                 name = next(iter(inspect.signature(node.live.forward).parameters), None)
                 call = WrapCall(collectives, side, name)
                 self._home(node.owner).places.add(node.owner.path, key, call, causes)
+
+    def _decompose(
+        self, node: Node, state: ModuleState, layer: Layer | None, cause: Directive
+    ) -> None:
+        """The product and the sum where the layer is called, with what else the layer does."""
+        assert node.owner is not None
+        hooks = [s.cause for s in state.syncs if isinstance(s.op, Function)]
+        wraps = [w.cause for w in (state.checkpoint, state.fork) if w]
+        keywords = dict(layer.keywords) if layer else {}
+        before = after = None
+        if layer and layer.name.startswith("ColumnParallel"):
+            before = "all_reduce_gradient" if keywords.pop("reduce_input_gradient", True) else None
+        elif layer and layer.name.startswith("RowParallel"):
+            after = "all_reduce"
+        if hooks or wraps or keywords.keys() - {"parts"} or (layer and not (before or after)):
+            others = [*hooks, *wraps, *state.causes()]
+            raise errors.Unsupported(
+                f"`{node.path}` cannot be decomposed: what else is asked of it needs the layer "
+                "to be called",
+                at=cause.at,
+                also=[c.at for c in others[:1] if c.at],
+                hint="a layer split over its inputs is decomposed with fwd_post all_reduce, one "
+                "split over its outputs without a gather",
+            )
+        key = ("call", node.relative, "bias")
+        what = AddBias(MULTIPLIED[qualified(node.cls)], before, after)
+        causes = united([cause], state.causes())
+        self._home(node.owner).places.add(node.owner.path, key, what, causes)
 
     def _attach(self, node: Node, sync: Sync, function: Function) -> None:
         causes = (sync.cause,)

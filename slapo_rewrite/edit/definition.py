@@ -155,6 +155,21 @@ class WrapCall:
 
 
 @dataclass(frozen=True)
+class AddBias:
+    """Where a method calls a linear layer: the product, with the bias added to it.
+
+    Attributes:
+        product: `linear`, or `matmul` where the weight is not transposed.
+        before: The collective that the layer's input goes through, if any.
+        after: The one that the product goes through.
+    """
+
+    product: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True)
 class ChangeArgument:
     """An argument of a call in `forward`, written differently.
 
@@ -212,6 +227,7 @@ What = (
     | WrapInput
     | WrapOutput
     | WrapCall
+    | AddBias
     | ChangeArgument
     | LossOfParts
     | ShareParameter

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import (
+    AddBias,
     ChangeArgument,
     Collective,
     Key,
@@ -167,6 +168,82 @@ class ForwardWriter:
                 also=[c.at for c in causes[:1] if c.at],
                 hint="put the sync on a module around it",
             )
+
+    def add_bias(self, path: str, change: AddBias, causes: tuple[Directive, ...]) -> None:
+        """Writes out the product and the sum where a linear layer is called."""
+        layer = accessor(path)
+        found = False
+        for method in self.lineages.methods(self.class_name):
+            for statement in simple_statements(method):
+                for node in ast.walk(statement):
+                    if isinstance(node, ast.Call) and ast.unparse(node.func) == layer:
+                        self._add_bias(statement, node, layer, change, causes)
+                        found = True
+        if not found:
+            raise errors.Unsupported(
+                f"no method of `{self.class_name}` calls `{layer}(...)`: there is no place for "
+                "the sum",
+                at=self.file.at(self.file.classes[self.class_name]),
+                also=[c.at for c in causes[:1] if c.at],
+                hint="a layer that is called through a container or a loop is not decomposed",
+            )
+
+    def _add_bias(
+        self,
+        statement: ast.stmt,
+        call: ast.Call,
+        layer: str,
+        change: AddBias,
+        causes: tuple[Directive, ...],
+    ) -> None:
+        if len(call.args) != 1 or call.keywords or isinstance(call.args[0], ast.Starred):
+            raise errors.Unsupported(
+                f"`{layer}` is not called with its input alone",
+                at=self.file.at(call),
+                also=[c.at for c in causes[:1] if c.at],
+            )
+        value = call.args[0]
+
+        def through(collective: str | None) -> tuple[str, str]:
+            return self.call(Collective(collective), causes) if collective else ("", "")
+
+        head, tail = through(change.before)
+        if change.product == "linear":
+            head = f"{self._functional('linear', causes)}({head}"
+            tail = f"{tail}, {layer}.weight)"
+        else:
+            if not head and not isinstance(value, (ast.Name, ast.Attribute, ast.Call)):
+                head, tail = "(", ")"
+            tail = f"{tail} @ {layer}.weight"
+        opened, closed = through(change.after)
+        head, tail = f"{opened}{head}", f"{tail}{closed} + {layer}.bias"
+        if not self._stands_alone(statement, call):
+            head, tail = f"({head}", f"{tail})"
+        (start, end), (first, last) = self.file.span(call), self.file.span(value)
+        why = f"the bias of `{layer.removeprefix('self.')}` is added separately"
+        inside = self.at(statement).inside
+        inside.append(Edit(start, first, head, causes, why))
+        inside.append(Edit(last, end, tail, causes, why))
+
+    def _stands_alone(self, statement: ast.stmt, value: ast.expr) -> bool:
+        """Whether an expression stands where a sum needs no parentheses."""
+        for node in ast.walk(statement):
+            if value in ast.iter_child_nodes(node):
+                wholly = isinstance(node, (ast.Assign, ast.AnnAssign, ast.Return, ast.keyword))
+                return wholly or (isinstance(node, ast.Call) and value in node.args)
+        return False
+
+    def _functional(self, name: str, causes: tuple[Directive, ...]) -> str:
+        """How the file calls a function of `torch.nn.functional`."""
+        for known, attribute in (
+            ("torch.nn.functional", ""),
+            ("torch.nn", "functional."),
+            ("torch", "nn.functional."),
+        ):
+            for alias, meaning in self.file.imports.items():
+                if meaning == known:
+                    return f"{alias}.{attribute}{name}"
+        return self.imports.outside("torch.nn.functional", name, causes)
 
     def _first_argument(
         self, call: ast.Call, change: WrapCall, causes: tuple[Directive, ...]

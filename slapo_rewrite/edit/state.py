@@ -146,6 +146,13 @@ class Fork:
 
 
 @dataclass(frozen=True)
+class Decompose:
+    """A linear layer's bias added where the layer is called."""
+
+    cause: Directive = field(compare=False)
+
+
+@dataclass(frozen=True)
 class ModuleState:
     """Everything that was asked of one module."""
 
@@ -156,6 +163,7 @@ class ModuleState:
     infer_sync: InferSync | None = None
     fork: Fork | None = None
     annotations: tuple[Annotation, ...] = ()
+    decompose: Decompose | None = None
 
     def causes(self) -> tuple[Directive, ...]:
         """The directives that split the module or communicate at its border."""

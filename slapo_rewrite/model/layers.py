@@ -65,6 +65,12 @@ def replicated(layer: Layer, unit: str) -> Layer | None:
     return replace(layer, module=module, name=name, unit=unit)
 
 
+# The layers that multiply by a matrix and add a bias, and how the product is written.
+MULTIPLIED = {
+    "torch.nn.modules.linear.Linear": "linear",
+    "transformers.pytorch_utils.Conv1D": "matmul",
+}
+
 # The attribute that is this rank's share on a layer, and the one that has the whole size, if any.
 SHARES: dict[str, tuple[str, str | None]] = {
     "ColumnParallelLinear": ("out_features", None),
@@ -201,7 +207,7 @@ def splits_of(module: object) -> dict[tuple[str, int], Split] | None:
     if base is None:
         return None
     grouped = getattr(module, "groups", 1) != 1
-    return (_GROUPED if grouped else SPLITS)[_qualified(base)]
+    return (_GROUPED if grouped else SPLITS)[qualified(base)]
 
 
 def split_of(module: object, layer: Layer) -> Split:
@@ -211,10 +217,11 @@ def split_of(module: object, layer: Layer) -> Split:
 
 def base_of(cls: type) -> type | None:
     """The class with a tensor-parallel counterpart that a class is or is derived from."""
-    return next((c for c in cls.__mro__ if _qualified(c) in SPLITS), None)
+    return next((c for c in cls.__mro__ if qualified(c) in SPLITS), None)
 
 
-def _qualified(cls: type) -> str:
+def qualified(cls: type) -> str:
+    """The full name of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

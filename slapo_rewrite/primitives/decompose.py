@@ -1,0 +1,115 @@
+"""`decompose`: a linear layer's bias added where the layer is called."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.state import Decompose as DecomposeState
+from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.model.layers import MULTIPLIED, qualified
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
+from slapo_rewrite.primitives.shard import MLP, MODEL
+
+
+class Decompose(Primitive):
+    """Add a linear layer's bias separately, so that the addition can be fused with what follows.
+
+    At every call of the layer by the module that holds it, the product with the weight and the
+    addition of the bias are written out. A sharded layer's collectives stand there as well: a bias
+    that is whole is added after the sum. The layer itself stays as it is made.
+
+    Rewrite:
+        return self.down(torch.relu(self.up(x)))
+        -->
+        return self.down(torch.relu(nn.functional.linear(x, self.up.weight) + self.up.bias))
+
+    Shapes:
+        Unchanged.
+
+    Numerics:
+        Reassociated: the product is rounded before the bias is added. Under autocast the sum has
+        the bias's type.
+
+    State:
+        Unchanged.
+
+    Raises:
+        SR305 a module that is no linear layer, has no bias, is not called by name, or has a
+        collective that leaves its output incomplete; SR306 decomposed already.
+
+    Source: Slapo, arXiv 2302.08005, section 3.3.
+    """
+
+    name = "decompose"
+    examples = (
+        Example(
+            MLP,
+            MODEL + 'def schedule(s):\n    s["up"].decompose()\n',
+            """\
+-        return self.down(torch.relu(self.up(x)))
++        return self.down(
++            torch.relu(nn.functional.linear(x, self.up.weight) + self.up.bias)
++        )
+""",
+        ),
+        Example(
+            MLP,
+            MODEL
+            + 'def schedule(s):\n    s["up"].shard(["weight", "bias"], axis=0)\n'
+            + '    s["up"].sync("bwd_post", "all_reduce")\n'
+            + '    s["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce").decompose()\n',
+            """\
++from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, all_reduce
+-        self.up = nn.Linear(width, 4 * width)
+-        self.down = nn.Linear(4 * width, width)
++        self.up = ColumnParallelLinear(width, 4 * width)
++        self.down = RowParallelLinear(4 * width, width)
+-        return self.down(torch.relu(self.up(x)))
++        return (
++            all_reduce(nn.functional.linear(torch.relu(self.up(x)), self.down.weight))
++            + self.down.bias
++        )
+""",
+        ),
+    )
+    refusals = (
+        Refusal(
+            MLP.replace("width)\n\n", "width, bias=False)\n\n"),
+            MODEL + 'def schedule(s):\n    s["down"].decompose()\n',
+            "SR305",
+        ),
+        Refusal(MLP, MODEL + "def schedule(s):\n    s.decompose()\n", "SR305"),
+        Refusal(
+            MLP,
+            MODEL + 'def schedule(s):\n    s["up"].decompose()\n    s["up"].decompose()\n',
+            "SR306",
+        ),
+    )
+
+    def signature(self) -> inspect.Signature:
+        """`decompose()`."""
+
+        def decompose() -> None: ...
+
+        return signature_of(decompose)
+
+    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+        """Marks the layer."""
+        at = call.directive.at
+        if qualified(node.cls) not in MULTIPLIED:
+            raise errors.Unsupported(
+                f"`{node.path or 's'}` is a {node.cls.__name__}, not a linear layer",
+                at=at,
+                hint="select a Linear or transformers' Conv1D",
+            )
+        if "bias" not in node.parameters:
+            raise errors.Unsupported(f"`{node.path}` has no bias", at=at)
+        if state.decompose is not None:
+            earlier = state.decompose.cause.at
+            raise errors.ConflictingEdits(
+                f"`{node.path}` is decomposed already", at=at, also=[earlier] if earlier else []
+            )
+        return replace(state, decompose=DecomposeState(call.directive))
