@@ -2,7 +2,7 @@
 
 Attention is split by heads and the MLP by its inner width, so a layer needs one all-reduce after
 each, as in Megatron-LM (arXiv 1909.08053). The vocabulary is split in the embedding and in the
-head, which share their weight. With `fork_dropout` each rank drops other places of its heads.
+head, which share their weight. With `fork_dropout` each rank drops other places of what it holds.
 
 With `sequence_parallel` what is between the split layers (norms, dropout, the residual stream)
 lives on slices of the sequence, as in arXiv 2205.05198: an all-gather goes before attention and
@@ -62,5 +62,5 @@ def schedule(
             s["cls.predictions.decoder"].sync("bwd_post", "all_reduce")
         s.infer_sync()
     if fork_dropout:
-        layers["*.attention.self"].fork_rng()
+        layers["*" if sequence_parallel else "*.attention.self"].fork_rng()
     layers[: round(ckpt_ratio * len(layers["*"]))].checkpoint()

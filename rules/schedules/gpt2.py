@@ -5,6 +5,8 @@ weight of a `Conv1D` is that of a linear layer transposed: its outputs are axis 
 
 With `sequence_parallel` what is between the split layers lives on slices of the sequence, from the
 embeddings' dropout to the last norm (arXiv 2205.05198).
+
+With `fork_dropout` each rank drops other places of what it holds.
 """
 
 from transformers import GPT2Config
@@ -39,6 +41,7 @@ def schedule(
     sequence_parallel: bool = False,
     parallel_loss: bool = False,
     ckpt_ratio: float = 0.0,
+    fork_dropout: bool = False,
 ):
     """Splits the blocks, and checkpoints the first `ckpt_ratio` of them.
 
@@ -61,4 +64,8 @@ def schedule(
         if parallel_loss:
             s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()
+    if fork_dropout and sequence_parallel:
+        blocks["*"].fork_rng()
+    elif fork_dropout:  # what comes after `c_proj` is whole on every rank
+        blocks["*.attn"].fork_rng(["attention_interface", "_upcast_and_reordered_attn"])
     blocks[: round(ckpt_ratio * len(blocks["*"]))].checkpoint()

@@ -5,6 +5,8 @@ whole groups. On more ranks than there are key/value heads, several ranks hold t
 
 With `sequence_parallel` what is between the split layers lives on slices of the sequence (arXiv
 2205.05198). Rotary tables and masks are made for the whole of it, so the first layer scatters.
+
+With `fork_dropout` each rank drops other places of its heads, where there is dropout.
 """
 
 from transformers import LlamaConfig
@@ -45,6 +47,7 @@ def schedule(
     sequence_parallel: bool = False,
     parallel_loss: bool = False,
     ckpt_ratio: float = 0.0,
+    fork_dropout: bool = False,
 ):
     """Splits the layers, and checkpoints the first `ckpt_ratio` of them.
 
@@ -65,4 +68,6 @@ def schedule(
         if parallel_loss:
             s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()
+    if fork_dropout:
+        layers["*.self_attn"].fork_rng()
     layers[: round(ckpt_ratio * len(layers["*"]))].checkpoint()

@@ -16,9 +16,11 @@ from slapo_rewrite.edit.definition import (
     Definition,
     DeriveFrom,
     DivideByReplicas,
+    ForkPart,
     Key,
     LossOfParts,
     OwnShare,
+    RecomputePart,
     ShareParameter,
     SplitParameter,
     What,
@@ -31,6 +33,7 @@ from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.lines import At, Lines, written
 from slapo_rewrite.edit.losses import LossWriter
+from slapo_rewrite.edit.parts import PartWriter
 from slapo_rewrite.edit.reads import WholeSizes
 from slapo_rewrite.edit.sites import IndexSets, SiteWriter
 from slapo_rewrite.edit.splice import Edit
@@ -132,6 +135,7 @@ class ClassWriter:
         forward = ForwardWriter(self.lineages, self.imports, class_name, at)
         annotations = Annotations(self.lineages, self.imports, at)
         losses = LossWriter(self.lineages, self.imports, class_name, at, self.line_length)
+        parts = PartWriter(self.lineages, self.imports, class_name, self.line_length)
         by_site: dict[int, dict[str, What]] = {}
         causes: dict[int, tuple[Directive, ...]] = {}
         for key, change in definition.changes.items():
@@ -158,6 +162,8 @@ class ClassWriter:
                 at(constructor.body[-1]).after.append(
                     (text, why, f"this rank's share of `{key[1]}`")
                 )
+            elif isinstance(change, (ForkPart, RecomputePart)):
+                parts.add(change, why)
             elif key == FORK:
                 forward.fork(why)
             elif key[0] == "forward":
@@ -180,6 +186,7 @@ class ClassWriter:
             at(statement).inside += [
                 e for e in edits if not any(o.start <= e.start and e.end <= o.end for o in around)
             ]
+        parts.write(lines)
         return lines
 
     def _derive(

@@ -20,6 +20,7 @@ from slapo_rewrite.edit.definition import (
     Collective,
     DeriveFrom,
     DivideByReplicas,
+    ForkPart,
     ForkRandom,
     LossOfParts,
     MakeLayer,
@@ -27,6 +28,7 @@ from slapo_rewrite.edit.definition import (
     OwnShare,
     ReadWhole,
     Recompute,
+    RecomputePart,
     ShareParameter,
     SplitParameter,
     What,
@@ -37,8 +39,16 @@ from slapo_rewrite.edit.definition import (
 )
 from slapo_rewrite.edit.desks import Desk, Desks
 from slapo_rewrite.edit.lineages import Lineages
+from slapo_rewrite.edit.parts import find_part
 from slapo_rewrite.edit.reads import readings
-from slapo_rewrite.edit.state import Annotation, Directive, Function, ModuleState, Shard, Sync
+from slapo_rewrite.edit.state import (
+    Annotation,
+    Directive,
+    Function,
+    ModuleState,
+    Shard,
+    Sync,
+)
 from slapo_rewrite.edit.text import returns
 from slapo_rewrite.model.follow import (
     ArgumentChange,
@@ -126,8 +136,15 @@ class _Collection:
             home = self.desks.making(node) if state.replacement else self._home(node)
             if state.fork:
                 home.places.add(node.path, FORK, ForkRandom(), (state.fork.cause,))
+            for fork in state.forked_parts:
+                assert fork.part is not None
+                self._part(node, ForkPart(fork.part), fork.cause)
             if state.checkpoint:
-                home.places.add(node.path, RECOMPUTE, Recompute(), (state.checkpoint.cause,))
+                again = state.checkpoint
+                home.places.add(node.path, RECOMPUTE, Recompute(again.kept), (again.cause,))
+            for again in state.checkpointed_parts:
+                assert again.part is not None
+                self._part(node, RecomputePart(again.part, again.kept), again.cause)
         self._sizes(layers, parameters, followed)
         for loss in followed.losses.values():
             self._loss(loss)
@@ -157,6 +174,20 @@ class _Collection:
         home.places.sites[start] = site
         key = ("parameter", start, "", shard.name)
         home.places.add(node.path, key, SplitParameter(shard.axis, shard.parts), (shard.cause,))
+
+    def _part(self, node: Node, change: ForkPart | RecomputePart, cause: Directive) -> None:
+        """Statements of one method."""
+        home = self.desks.of(node.cls)
+        if home is None:
+            raise errors.Unsupported(
+                f"`{node.path or 's'}` is a {node.cls.__module__}.{node.cls.__qualname__}: it has "
+                "no `forward` in this file to take a part of",
+                at=cause.at,
+                hint=f"copy class `{node.cls.__name__}` into {self.file.path.name}",
+            )
+        calls = find_part(home.lineages, node.cls.__name__, change.part, cause)
+        key = ("part", calls.run[0].lineno, change.part, type(change).__name__)
+        home.places.add(node.path, key, change, (cause,))
 
     def _annotate(self, node: Node, annotation: Annotation, is_replaced: bool) -> None:
         """In the class that makes the parameter, else where the module is made."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slapo_rewrite.edit.state import Directive, Function
+from slapo_rewrite.edit.state import Directive, Function, Kept, Part
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Node
 
@@ -210,7 +210,24 @@ class ForkRandom:
 
 @dataclass(frozen=True)
 class Recompute:
-    """The module's activations are computed again in the backward pass."""
+    """The module's activations are computed again in the backward pass, what is kept apart."""
+
+    kept: Kept = None
+
+
+@dataclass(frozen=True)
+class ForkPart:
+    """In a method: statements whose random numbers differ between ranks."""
+
+    part: Part
+
+
+@dataclass(frozen=True)
+class RecomputePart:
+    """In a method: statements whose activations are computed again in the backward pass."""
+
+    part: Part
+    kept: Kept
 
 
 Key = tuple[Any, ...]
@@ -233,6 +250,8 @@ What = (
     | ShareParameter
     | ReadWhole
     | ForkRandom
+    | ForkPart
+    | RecomputePart
     | Recompute
 )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
+from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import united
@@ -29,6 +31,7 @@ class Imports:
         self._from: dict[str, set[str]] = {}
         self._causes: dict[str, list[Directive]] = {}
         self._locals: set[str] | None = None
+        self._defined: dict[str, tuple[str, tuple[Directive, ...]]] = {}
 
     def helper(self, module: str, name: str, causes: tuple[Directive, ...]) -> str:
         """The reference to a name of a helper module that lies beside the model file."""
@@ -74,6 +77,28 @@ class Imports:
             if meaning == module:
                 return f"{name}.{function.name}"
         return self.outside(module, function.name, causes)
+
+    def operators(self, causes: tuple[Directive, ...]) -> str:
+        """The reference to `torch.ops`."""
+        for name, meaning in self.file.imports.items():
+            if meaning == "torch":
+                return f"{name}.ops"
+        return self.outside("torch", "ops", causes)
+
+    def define(self, name: str, body: str, causes: tuple[Directive, ...]) -> str:
+        """A function of the model file without arguments, behind its imports.
+
+        Args:
+            name: What it is called; another name where that is taken.
+            body: Its statements.
+            causes: The directives that need it.
+        """
+        unique, number = name, 2
+        while self._taken(unique) or self._defined.get(unique, (body,))[0] != body:
+            unique, number = f"{name}_{number}", number + 1
+        known = self._defined.get(unique, (body, ()))[1]
+        self._defined[unique] = (body, united(known, causes))
+        return unique
 
     def _taken(self, name: str) -> bool:
         """Whether a name means something in the file, at its top level or inside a function."""
@@ -123,6 +148,11 @@ class Imports:
                     statements[-1] if statements else None, "\n" + "\n".join(lines), *needed
                 )
             )
+        for name, (body, causes) in sorted(self._defined.items()):
+            text = f"def {name}():\n{textwrap.indent(body, '    ')}"
+            text = "\n\n" + formatted(text, 0, line_length)
+            edit = self._after(statements[-1] if statements else None, text)
+            edits.append(replace(edit, causes=causes, why=f"`{name}` is used below"))
         return edits
 
     def _after(self, statement: ast.stmt | None, text: str, *modules: str) -> Edit:

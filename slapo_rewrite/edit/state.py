@@ -108,9 +108,34 @@ class Replacement:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """Activations computed again in the backward pass."""
+class Part:
+    """Part of a `forward`, by the calls that it makes.
 
+    Attributes:
+        calls: Names of what is called, or a regular expression for them.
+        name: What a method of these statements is called; None leaves it to the tool.
+    """
+
+    calls: tuple[str, ...] | str
+    name: str | None = None
+
+
+# What recomputation keeps: results of these operations, or what a policy says.
+Kept = tuple[str, ...] | Function | None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Activations computed again in the backward pass.
+
+    Attributes:
+        part: The part of `forward`; None for all of it.
+        kept: What is kept all the same.
+        cause: The directive that asked.
+    """
+
+    part: Part | None
+    kept: Kept
     cause: Directive = field(compare=False)
 
 
@@ -140,8 +165,14 @@ class Annotation:
 
 @dataclass(frozen=True)
 class Fork:
-    """Random numbers that differ between tensor-parallel ranks."""
+    """Random numbers that differ between tensor-parallel ranks.
 
+    Attributes:
+        part: The part of `forward`; None for all of it.
+        cause: The directive that asked.
+    """
+
+    part: Part | None
     cause: Directive = field(compare=False)
 
 
@@ -160,8 +191,10 @@ class ModuleState:
     syncs: tuple[Sync, ...] = ()
     replacement: Replacement | None = None
     checkpoint: Checkpoint | None = None
+    checkpointed_parts: tuple[Checkpoint, ...] = ()
     infer_sync: InferSync | None = None
     fork: Fork | None = None
+    forked_parts: tuple[Fork, ...] = ()
     annotations: tuple[Annotation, ...] = ()
     decompose: Decompose | None = None
 

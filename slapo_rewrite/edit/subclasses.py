@@ -11,14 +11,12 @@ from slapo_rewrite.edit.definition import What, WrapInput, WrapOutput
 from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.forward import ForwardWriter
 from slapo_rewrite.edit.imports import CHECKPOINT, Imports
+from slapo_rewrite.edit.kept import context
 from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.lines import Lines, written
 from slapo_rewrite.edit.splice import apply_edits, moved
-from slapo_rewrite.edit.state import Directive
-from slapo_rewrite.edit.text import accessor, all_arguments, docstring, passed_on, within
-
-# What transformers calls the cache that a layer fills: filled twice, it would hold every key twice.
-CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "past_states")
+from slapo_rewrite.edit.state import Directive, Kept
+from slapo_rewrite.edit.text import CACHES, accessor, all_arguments, docstring, passed_on, within
 
 
 class SubclassWriter:
@@ -274,7 +272,12 @@ class SubclassWriter:
         )
 
     def recomputing(
-        self, class_name: str, new_name: str, shown: str, causes: tuple[Directive, ...]
+        self,
+        class_name: str,
+        new_name: str,
+        shown: str,
+        kept: Kept,
+        causes: tuple[Directive, ...],
     ) -> str:
         """A subclass whose activations are computed again in the backward pass."""
         forward = (
@@ -282,25 +285,29 @@ class SubclassWriter:
         )
         call = self.imports.outside(CHECKPOINT, "checkpoint", causes)
         doc = f"A `{shown}` that recomputes its activations in the backward pass."
+        options = ["use_reentrant=False"]
+        if kept is not None:
+            options.append(f"context_fn={context(self.imports, kept, causes)}")
+            doc = f"A `{shown}` that recomputes most of its activations in the backward pass."
         text = [f"class {new_name}({shown}):", *docstring(doc, 4, self.line_length), ""]
         names = [a.arg for a in all_arguments(forward.args)] if forward else []
         caches = [name for name in names if name in CACHES]
         if forward is None or not caches:
+            arguments = ", ".join(["super().forward", "*args", *options, "**kwargs"])
             text += [
                 "    def forward(self, *args, **kwargs):",
-                f"        return {call}(super().forward, *args, use_reentrant=False, **kwargs)",
+                "        " + formatted(f"return {call}({arguments})", 8, self.line_length),
             ]
             return "\n".join(text) + "\n"
         passed = list(passed_on(forward.args, by_name=False))
         stars = [p for p in passed if p.startswith("**")]
         plain = [p for p in passed if not p.startswith("**")]
-        arguments = ", ".join(["super().forward", *plain, "use_reentrant=False", *stars])
+        arguments = ", ".join(["super().forward", *plain, *options, *stars])
         text += [
             self._header(forward),
             "        if self.training:",
             "            # Computing the layer a second time would fill the cache a second time.",
             *(f"            {name} = None" for name in caches),
-            "        return "
-            + formatted(f"{call}({arguments})", 8, self.line_length - len("return ")),
+            "        " + formatted(f"return {call}({arguments})", 8, self.line_length),
         ]
         return "\n".join(text) + "\n"

@@ -16,6 +16,7 @@ from slapo_rewrite.edit.definition import (
     ChangeArgument,
     Definition,
     DivideByReplicas,
+    ForkPart,
     ForkRandom,
     Key,
     LossOfParts,
@@ -23,6 +24,8 @@ from slapo_rewrite.edit.definition import (
     MakeLayer,
     MakeOther,
     OwnShare,
+    Recompute,
+    RecomputePart,
     ShareParameter,
     SplitParameter,
     What,
@@ -156,7 +159,8 @@ class Variants:
         if fork:
             text = self.writer.subclasses.forking(name, shown, causes)
             return _Wrapper(name, text, f"`{shown}` with random numbers of this rank")
-        text = self.writer.subclasses.recomputing(class_name, name, shown, causes)
+        assert isinstance(what, Recompute)
+        text = self.writer.subclasses.recomputing(class_name, name, shown, what.kept, causes)
         return _Wrapper(name, text, f"`{shown}`, checkpointed")
 
     def _relatives(self, definition: Definition) -> tuple[dict[int, str], set[int]]:
@@ -218,6 +222,10 @@ class Variants:
             return "TensorParallel", "whose layers are split over the tensor-parallel group"
         if made:
             return "Scheduled", f"made of {' and '.join(f'`{n}`' for n in sorted(set(made)))}"
+        if all(isinstance(w, RecomputePart) for w in wanted):
+            return "Checkpointed", "that recomputes part of its activations in the backward pass"
+        if all(isinstance(w, ForkPart) for w in wanted):
+            return "Forked", "with random numbers of which some differ between ranks"
         if all(isinstance(w, Annotate) for w in wanted):
             return "Annotated", "whose parameters have attributes of their own"
         others = sorted({w.target.name for w in wanted if isinstance(w, MakeOther)})

@@ -20,6 +20,7 @@ MODULES = "modules"
 # Each module after those that it needs.
 RUNTIME_ORDER = (
     "annotations",
+    "recomputation",
     "tensor_parallel",
     "vocab_parallel_loss",
     "rng",
@@ -144,12 +145,10 @@ def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, P
         found[MODULES] = _copied(schedule, wanted[MODULES])
         for module, names in found[MODULES].helpers.items():
             wanted.setdefault(module, set()).update(names)
-    if wanted.keys() - {MODULES}:
-        wanted.setdefault("tensor_parallel", set())
+    _close(wanted)
+    if "weights" in wanted or _shards_something(wanted.get("tensor_parallel", set())):
+        wanted["loading"] = set(SURFACE["loading"])
         _close(wanted)
-        if "weights" in wanted or _shards_something(wanted["tensor_parallel"]):
-            wanted["loading"] = set(SURFACE["loading"])
-            _close(wanted)
     for module in sorted(wanted.keys() - {MODULES}):
         found[module] = _runtime(module).pick(wanted[module] | SURFACE.get(module, set()))
     return found

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import Directive, Function, ModuleState
+from slapo_rewrite.edit.state import Directive, Function, ModuleState, Part
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
@@ -179,3 +180,36 @@ def function_of(call: Call, value: Any, what: str) -> Function:
     if not home or home == "builtins":
         raise errors.BadArgument(f"{what} `{name}` cannot be imported", at=call.directive.at)
     return Function(name, home)
+
+
+def part_of(call: Call) -> Part | None:
+    """The part of `forward` that a call's `subgraph` means; None where it means all of it.
+
+    Raises:
+        BadArgument: It is neither a regular expression nor a list of names.
+    """
+    given, name, at = call.arguments["subgraph"], call.arguments.get("name"), call.directive.at
+    if name is not None and not (isinstance(name, str) and name.isidentifier()):
+        raise errors.BadArgument(f"{name!r} is no name for a method", at=at)
+    if given is None:
+        if name is not None:
+            raise errors.BadArgument("`name` is for a part: give a `subgraph` as well", at=at)
+        return None
+    if isinstance(given, str):
+        try:
+            re.compile(given)
+        except re.error as error:
+            raise errors.BadArgument(
+                f"{given!r} is no regular expression: {error}", at=at
+            ) from None
+        return Part(given, name)
+    if not isinstance(given, list | tuple) or not given:
+        given = [given]
+    if not all(isinstance(each, str) for each in given):
+        raise errors.BadArgument(
+            "`subgraph` must be a regular expression or a list of names of what is called, not "
+            f"{call.arguments['subgraph']!r}",
+            at=at,
+            hint='name the calls of `forward` that are meant: ["attention", "mlp"]',
+        )
+    return Part(tuple(given), name)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.state import Checkpoint as CheckpointState
-from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.edit.state import Kept, ModuleState
+from slapo_rewrite.model.operations import UnknownOperation, operations
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,
@@ -15,6 +18,8 @@ from slapo_rewrite.primitives.base import (
     Primitive,
     Refusal,
     check_called,
+    function_of,
+    part_of,
     signature_of,
 )
 
@@ -69,6 +74,13 @@ class Checkpoint(Primitive):
     is restored for the second computation. A cache of keys and values that a layer would fill twice
     is not passed on in training.
 
+    `subgraph` takes part of a `forward`, by the calls that it makes: a list of names, or a regular
+    expression for them (`attention`, `layer.0` for `self.layer[0](...)`). The smallest run of
+    statements that holds these calls becomes a method, called `name`; a single call is checkpointed
+    where it stands. `save` names operations of torch whose results are kept all the same, or gives
+    a policy, as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them; what
+    draws random numbers is computed again in any case.
+
     Rewrite:
         nn.ModuleList([Block(width) for _ in range(depth)])
         -->
@@ -85,7 +97,9 @@ class Checkpoint(Primitive):
         Unchanged; no parameter is renamed.
 
     Raises:
-        SR305 a module list (select its elements), or a module checkpointed already.
+        SR305 a module list (select its elements), a module checkpointed already, a part that
+        returns, leaves a loop or changes its inputs in place; SR202 calls that no method makes, an
+        operation that there is not; SR206 what these arguments cannot be; SR306 parts that overlap.
 
     Source: Chen et al., arXiv 1604.06174; torch.utils.checkpoint.
     """
@@ -107,28 +121,109 @@ class Checkpoint(Primitive):
 +        )
 """,
         ),
+        Example(
+            STACK,
+            MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(["linear"], save=["mm"])\n',
+            """\
++from torch.utils.checkpoint import checkpoint
++from .recomputation import keep_results
++def keep_mm():
++    \"\"\"Tells checkpoints to keep results of `mm`.\"\"\"
++    return keep_results(torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+-        return x + torch.tanh(self.linear(x))
++        return x + torch.tanh(
++            checkpoint(self.linear, x, use_reentrant=False, context_fn=keep_mm)
++        )
+""",
+        ),
     )
     refusals = (
         Refusal(STACK, MODEL + 'def schedule(s):\n    s["blocks"].checkpoint()\n', "SR305"),
         Refusal(
             STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(ratio=1)\n', "SR206"
         ),
+        Refusal(
+            STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(["linaer"])\n', "SR202"
+        ),
+        Refusal(
+            STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(save=["mn"])\n', "SR202"
+        ),
     )
 
     def signature(self) -> inspect.Signature:
-        """`checkpoint()`."""
+        """`checkpoint(subgraph=None, order_args_fn=None, *, save=None, name=None)`."""
 
-        def checkpoint() -> None: ...
+        def checkpoint(
+            subgraph: str | Sequence[str] | None = None,
+            order_args_fn: None = None,
+            *,
+            save: str | Sequence[str] | Callable[..., Any] | None = None,
+            name: str | None = None,
+        ) -> None: ...
 
         return signature_of(checkpoint)
 
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
-        """Marks the module."""
+        """Marks the module, or part of it."""
         check_called(call, node)
-        if state.checkpoint is not None:
-            raise errors.Unsupported(
-                f"`{node.path}` is checkpointed already",
-                at=call.directive.at,
-                also=[state.checkpoint.cause.at] if state.checkpoint.cause.at else [],
+        at = call.directive.at
+        if call.arguments["order_args_fn"] is not None:
+            raise errors.BadArgument(
+                "arguments need no order: they stay as they are, keywords included",
+                at=at,
+                hint="take `order_args_fn` out",
             )
-        return replace(state, checkpoint=CheckpointState(call.directive))
+        part = part_of(call)
+        added = CheckpointState(part, kept_of(call), call.directive)
+        parts = [p for p in state.checkpointed_parts if part in (None, p.part)]
+        earlier = state.checkpoint or next(iter(parts), None)
+        if earlier is not None:
+            raise errors.Unsupported(
+                f"`{node.path or 's'}` is checkpointed already",
+                at=at,
+                also=[earlier.cause.at] if earlier.cause.at else [],
+            )
+        if part is not None:
+            return replace(state, checkpointed_parts=(*state.checkpointed_parts, added))
+        if not node.path:
+            raise errors.Unsupported(
+                "the model itself cannot be checkpointed as a whole",
+                at=at,
+                hint="select modules inside it",
+            )
+        return replace(state, checkpoint=added)
+
+
+def kept_of(call: Call) -> Kept:
+    """What a call's `save` means.
+
+    Raises:
+        BadArgument: It is neither names nor a policy.
+        UnknownPath: There is no such operation, or none with a result that can be kept.
+    """
+    given, at = call.arguments["save"], call.directive.at
+    if given is None:
+        return None
+    if callable(given) and not isinstance(given, type):
+        policy = function_of(call, given, "a policy")
+        try:
+            inspect.signature(given).bind("ctx", "operation", 1, 2, keyword=3)
+        except TypeError:
+            raise errors.BadArgument(
+                f"the policy `{policy.name}` must take a context, an operation and its arguments",
+                at=at,
+                hint=f"def {policy.name}(ctx, operation, *args, **kwargs): ...",
+            ) from None
+        return policy
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+        raise errors.BadArgument(
+            f"`save` must name operations, or be a function of the schedule, not {given!r}", at=at
+        )
+    if not names:
+        raise errors.BadArgument("`save` names nothing", at=at, hint="take it out")
+    try:
+        operations(names)
+    except UnknownOperation as error:
+        raise errors.UnknownPath(str(error), at=at, hint=error.hint) from None
+    return tuple(dict.fromkeys(names))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 
 from slapo_rewrite import errors
@@ -14,6 +15,7 @@ from slapo_rewrite.primitives.base import (
     Primitive,
     Refusal,
     check_called,
+    part_of,
     signature_of,
 )
 
@@ -76,7 +78,9 @@ class ForkRng(Primitive):
         -->
         @fork_rng()
         def forward(self, x):
-        and for a class of another file, or for some instances only, a subclass `Forked...`
+        and for a class of another file, or for some instances only, a subclass `Forked...`; for
+        the part of a `forward` that makes certain calls (`subgraph`, as in `checkpoint`), a block
+        with fork_rng():
 
     Shapes:
         Unchanged.
@@ -88,7 +92,8 @@ class ForkRng(Primitive):
         Unchanged.
 
     Raises:
-        SR305 a module list (select its elements), or a module that has it already.
+        SR305 a module list (select its elements), or a module that has it already; SR202 calls
+        that no method makes.
 
     Source: Slapo, arXiv 2302.08005; Megatron-LM, arXiv 1909.08053, appendix B.2.
     """
@@ -128,19 +133,24 @@ class ForkRng(Primitive):
     )
 
     def signature(self) -> inspect.Signature:
-        """`fork_rng()`."""
+        """`fork_rng(subgraph=None)`."""
 
-        def fork_rng() -> None: ...
+        def fork_rng(subgraph: str | Sequence[str] | None = None) -> None: ...
 
         return signature_of(fork_rng)
 
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
         """Marks the module."""
         check_called(call, node)
-        if state.fork is not None:
+        part = part_of(call)
+        earlier = state.fork or next((p for p in state.forked_parts if p.part == part), None)
+        if earlier is not None:
             raise errors.Unsupported(
                 f"`{node.path or 's'}` has random numbers of its own already",
                 at=call.directive.at,
-                also=[state.fork.cause.at] if state.fork.cause.at else [],
+                also=[earlier.cause.at] if earlier.cause.at else [],
             )
-        return replace(state, fork=Fork(call.directive))
+        if part is not None:
+            added = Fork(part, call.directive)
+            return replace(state, forked_parts=(*state.forked_parts, added))
+        return replace(state, fork=Fork(None, call.directive))

@@ -1,0 +1,26 @@
+"""What a checkpoint keeps, as a function of the model file."""
+
+from __future__ import annotations
+
+from slapo_rewrite.edit.imports import Imports
+from slapo_rewrite.edit.state import Directive, Function
+from slapo_rewrite.model.operations import operations
+
+
+def context(
+    imports: Imports, kept: tuple[str, ...] | Function, causes: tuple[Directive, ...]
+) -> str:
+    """The name of the function that tells a checkpoint what to keep; defines it where it is new."""
+    if isinstance(kept, Function):
+        policy = imports.function(kept, causes)
+        name = f"follow_{kept.name}"
+        contexts = imports.helper("recomputation", "policy_contexts", causes)
+        doc = f"Tells checkpoints to keep what `{kept.name}` says."
+        return imports.define(name, f'"""{doc}"""\nreturn {contexts}({policy})', causes)
+    name = "keep_" + "_and_".join(kept if len(kept) < 3 else (kept[0], "others"))
+    keep_results = imports.helper("recomputation", "keep_results", causes)
+    operators = imports.operators(causes)
+    shown = ", ".join(f"{operators}.{operation}" for operation in operations(kept))
+    listed = " and ".join([", ".join(f"`{k}`" for k in kept[:-1]), f"`{kept[-1]}`"][not kept[1:] :])
+    doc = f"Tells checkpoints to keep results of {listed}."
+    return imports.define(name, f'"""{doc}"""\nreturn {keep_results}({shown})', causes)

@@ -1,0 +1,320 @@
+"""Slapo's `checkpoint`, on source: modules, parts of a `forward`, what is kept, random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.schedule.load import ScheduleFile
+from tests.processes import run
+from tests.rewriting import changed_lines, imported, rewritten, written
+
+SOURCE = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self, width, p):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x, scale, *, shift=None):
+        y = self.norm(x)
+        # Up ...
+        y = torch.tanh(self.up(y))  # (B, 4 * D)
+        y = self.dropout(y) * scale["by"]
+
+        # ... and down.
+        y = self.down(y)
+        if shift is not None:
+            y = y + shift
+        return x + self.dropout(y)
+
+
+class Model(nn.Module):
+    def __init__(self, width=8, p=0.3):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width, p) for _ in range(3)])
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, {"by": x.mean()}, shift=x.amax(-1, keepdim=True))
+        return self.head(x)
+"""
+
+SCHEDULE = """\
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+def keep_products(ctx, operation, *args, **kwargs):
+    if operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_noise(ctx, operation, *args, **kwargs):
+    if operation in (torch.ops.aten.rand_like.default, torch.ops.aten.tanh.default):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(5, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+"""
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._overloadpacket.__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def saved():
+    """Fills a list with the sizes in bytes of what is saved for the backward pass."""
+    seen, sizes = set(), []
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in seen:
+            seen.add(tensor.untyped_storage().data_ptr())
+            sizes.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
+
+
+def step(model, loss):
+    """Gradients and loss of one step, bytes saved, operations of the backward pass."""
+    model.train()
+    torch.manual_seed(4)
+    with saved() as sizes:
+        value = loss(model)
+    with Counted() as counted:
+        value.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(bool(g.isfinite().all()) for g in gradients) and len(gradients) > 3
+    return [value.detach(), *gradients, torch.rand(2)], sum(sizes), counted.counts
+
+
+def loss_of(model):
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    return model(x).square().mean()
+
+
+def compare(folder, *schedules):
+    """The step of the original, and of what each schedule makes of it, all with equal numbers."""
+    torch.manual_seed(0)
+    outputs = [rewritten(folder, SOURCE, SCHEDULE + f"    {line}\n") for line in schedules]
+    original = imported(folder / "source_0.py").Model()
+    want = step(original, loss_of)
+    found = []
+    for output in outputs:
+        model = imported(written(folder, output)).Model()
+        model.load_state_dict(original.state_dict())
+        have = step(model, loss_of)
+        for one, other in zip(have[0], want[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        found.append(have)
+    return want, found
+
+
+def test_whole_modules_and_parts(tmp_path):
+    """Loss and gradients are those of the original, with dropout, and less is saved."""
+    want, found = compare(
+        tmp_path,
+        's["blocks.*"].checkpoint()',
+        's["blocks.*"].checkpoint(["up", "down"])',
+        's["blocks.*"].checkpoint(["up", "down"], None)',
+        's["blocks"][:2].checkpoint(r"up|dropout|down")',
+        's["blocks.*"].checkpoint(["norm"])',
+        's["head"].checkpoint()',
+    )
+    tanh = want[2].get("tanh", 0)
+    assert not tanh
+    whole, part, same, some, norm, _ = found
+    assert whole[2]["tanh"] == 3 and whole[2]["native_layer_norm"] == 3
+    assert part[2]["tanh"] == 3 and "native_layer_norm" not in part[2]
+    assert same[1:] == part[1:]
+    assert some[2]["tanh"] == 2 and norm[2]["native_layer_norm"] == 3
+    assert whole[1] < part[1] < some[1] < want[1]
+
+
+def test_what_is_kept(tmp_path):
+    """Results of the operations that are named are not computed again, those of others are."""
+    want, found = compare(
+        tmp_path,
+        's["blocks.*"].checkpoint()',
+        's["blocks.*"].checkpoint(save=["mm"])',
+        's["blocks.*"].checkpoint(save=keep_products)',
+        's["blocks.*"].checkpoint(["up", "down"], save=("linear", "tanh"))',
+    )
+    nothing, mm, policy, part = (counts for _, _, counts in found)
+    assert nothing["addmm"] == 6 and "addmm" not in want[2]
+    assert "addmm" not in mm and mm["tanh"] == 3
+    assert policy == mm
+    assert "addmm" not in part and "tanh" not in part and part["bernoulli_"] == 3
+
+
+def test_random_numbers_are_drawn_again_whatever_a_policy_says(tmp_path, monkeypatch):
+    """Else those that follow would be others: dropout after noise here."""
+    noisy = SOURCE.replace('* scale["by"]', "* torch.rand_like(y)", 1).replace(
+        "self.norm(x)", "self.norm(x) + torch.rand_like(x)"
+    )
+    monkeypatch.setitem(compare.__globals__, "SOURCE", noisy)
+    _, found = compare(tmp_path, 's["blocks.*"].checkpoint(save=keep_noise)')
+    counts = found[0][2]
+    assert "tanh" not in counts and counts["rand_like"] == 6
+
+
+def test_what_is_written(tmp_path):
+    schedule = '    s["blocks.*"].checkpoint(["up", "down"], save=["mm"], name="_feed_forward")\n'
+    output = rewritten(tmp_path, SOURCE, SCHEDULE + schedule)
+    expected = '''\
+    def forward(self, x, scale, *, shift=None):
+        y = self.norm(x)
+        y = checkpoint(
+            self._feed_forward, y, scale, use_reentrant=False, context_fn=keep_mm
+        )
+        if shift is not None:
+            y = y + shift
+        return x + self.dropout(y)
+
+    def _feed_forward(self, y, scale):
+        """The part of `forward` that is computed again in the backward pass."""
+        # Up ...
+        y = torch.tanh(self.up(y))  # (B, 4 * D)
+        y = self.dropout(y) * scale["by"]
+
+        # ... and down.
+        y = self.down(y)
+        return y
+'''
+    assert expected in output.files["source_0.py"]
+    assert sorted(n for n in output.files if n.endswith(".py")) == [
+        "__init__.py",
+        "recomputation.py",
+        "source_0.py",
+    ]
+    single = rewritten(tmp_path, SOURCE, SCHEDULE + '    s["blocks.*"].checkpoint(["down"])\n')
+    assert changed_lines(single) == (
+        "+from torch.utils.checkpoint import checkpoint\n"
+        "-        y = self.down(y)\n"
+        "+        y = checkpoint(self.down, y, use_reentrant=False)\n"
+    )
+
+
+def ranks(paths: list[Path]):
+    """The step of each file on this rank, with numbers of its own in part of it."""
+    found = []
+    for path in paths:
+        torch.manual_seed(0)
+        found.append(step(imported(path).Model(), loss_of)[0])
+    return found
+
+
+@pytest.mark.processes
+def test_random_numbers_of_each_rank(tmp_path):
+    """Slapo's test of random states: dropout on parts and on whole values, recomputed."""
+    fork = 's["blocks.*"].fork_rng(["up", "dropout"])'
+    lines = [
+        [fork],
+        [fork, 's["blocks.*"].checkpoint()'],
+        ['s["blocks.*"].checkpoint()', fork],
+        [fork, 's["blocks.*"].checkpoint(["norm", "up", "down"])'],
+        ['s["blocks.*"].checkpoint(["up"], save=["mm"])', fork],
+        [fork, 's["blocks.*"].checkpoint(["norm", "up", "down"], save=["mm"])'],
+    ]
+    fork_inside = fork.replace('["up", "dropout"]', '["up"]')
+    lines = [[line.replace(fork, fork_inside) for line in group] for group in lines]
+    paths = []
+    for group in lines:
+        source = SOURCE.replace(
+            "y = torch.tanh(self.up(y))  #", "y = self.dropout(torch.tanh(self.up(y)))  #"
+        )
+        schedule = SCHEDULE + "".join(f"    {line}\n" for line in group)
+        paths.append(written(tmp_path, rewritten(tmp_path, source, schedule)))
+    first, second = run(ranks, 2, paths)
+    for here, there in zip(first, second, strict=True):
+        assert not torch.equal(here[0], there[0])
+        assert torch.equal(here[-1], there[-1])
+    for found in (first, second):
+        for one, other in itertools.pairwise(found):
+            assert all(map(torch.equal, one, other))
+
+
+REAL = {
+    "bert": ('s["bert.encoder.layer.*"].checkpoint(["attention"])', "native_layer_norm"),
+    "gpt2": ('s["transformer.h.*"].checkpoint(["ln_2", "mlp"], save=["mm"])', "tanh"),
+    "llama": ('s["model.layers.*"].checkpoint(["input_layernorm", "self_attn"])', "rsqrt"),
+    "t5": ('s["{encoder,decoder}.block.*"].checkpoint(["layer.-1"])', "relu"),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_models(name, tmp_path):
+    line, operation = REAL[name]
+    text = ScheduleFile.load(name).text
+    path = tmp_path / "schedule.py"
+    path.write_text(text[: text.index("\ndef schedule(")] + f"\ndef schedule(s):\n    {line}\n")
+    module = f"transformers.models.{name}.modeling_{name}"
+    output = rewrite(module, str(path))
+    make = ScheduleFile.load(str(path)).module.verify_model
+
+    def build(of):
+        torch.manual_seed(0)
+        model = make(of)
+        for child in model.modules():
+            if isinstance(child, torch.nn.Dropout):
+                child.p = 0.1
+        return model
+
+    def loss(model):
+        ids = torch.randint(3, 200, (4, 16), generator=torch.Generator().manual_seed(1))
+        further = {"decoder_input_ids": ids} if name == "t5" else {}
+        return model(input_ids=ids, labels=ids, **further).loss
+
+    original = build(importlib.import_module(module))
+    model = build(imported(written(tmp_path, output)))
+    model.load_state_dict(original.state_dict())
+    want, want_bytes, want_counts = step(original, loss)
+    have, have_bytes, have_counts = step(model, loss)
+    for one, other in zip(have, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    assert have_bytes < want_bytes
+    assert have_counts.get(operation, 0) > want_counts.get(operation, 0)
+    if "save" in line:
+        assert have_counts.get("addmm", 0) == want_counts.get("addmm", 0)
+    assert list(model.state_dict()) == list(original.state_dict())
