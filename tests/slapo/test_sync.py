@@ -128,21 +128,101 @@ s.sync("fwd_post", "all_gather", axis=1)
 }
 
 
+# Norms with whole weights on slices of the sequence, and one on this rank's heads.
+NORMS = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Norm(nn.LayerNorm):
+    pass
+
+
+class Shifted(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Own(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.q_norm = nn.RMSNorm(width // heads)
+        self.o = nn.Linear(width, width)
+
+    def forward(self, x):
+        B, T, D = x.shape
+        q = self.q_norm(self.q(x).view(B, T, self.heads, -1)).transpose(1, 2)
+        k = self.k(x).tanh().view(B, T, self.heads, -1).transpose(1, 2)
+        v = self.v(x).view(B, T, self.heads, -1).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.o(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class Model(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.table = nn.Embedding(11, width)
+        self.first = nn.LayerNorm(width)
+        self.norms = nn.Sequential(Norm(width), Shifted(width), Own(width))
+        self.attention = Attention(width, 4)
+
+    def forward(self, ids):
+        x = self.first(self.table(ids))
+        return {"hidden": x.sum(1) + self.attention(self.norms(x)).sum(1)}
+"""
+
+ON_SLICES = """\
+s["norms"].sync("fwd_pre", "scatter", axis=1)
+s["attention"].sync("fwd_pre", "all_gather", axis=1)
+s["attention.{q,k,v}"].shard(["weight", "bias"], axis=0)
+s["attention.o"].shard("weight", axis=1)
+s["attention.o"].sync("fwd_post", "all_reduce")
+"""
+
+
 def case(lines: str) -> Case:
     return Case(SOURCE, HEAD + "".join(f"    {line}\n" for line in lines.strip().split("\n")))
+
+
+def every_case() -> dict[str, Case]:
+    head = HEAD.replace('    fc1, fc2, mlp = s["mlp.fc1"], s["mlp.fc2"], s["mlp"]\n', "")
+    body = "".join(f"    {line}\n" for line in ON_SLICES.splitlines())
+    return {name: case(lines) for name, lines in CASES.items()} | {
+        "norms": Case(NORMS, head + body)
+    }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("sync")
-    prepare(path, {name: case(lines) for name, lines in CASES.items()})
+    prepare(path, every_case())
     return path
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_numbers(folder, world):
-    run(compare, world, folder, {name: case(lines) for name, lines in CASES.items()})
+    run(compare, world, folder, every_case())
+
+
+def test_norms_on_a_slice_sum_their_gradients(tmp_path):
+    given = every_case()["norms"]
+    added = changed_lines(rewritten(tmp_path, given.source, given.schedule))
+    assert "+class Norm(ReplicatedLayerNorm):\n" in added
+    assert "+class Shifted(ReplicatedLayerNorm):\n" in added
+    assert "+            all_reduce_gradient(self.weight),\n" in added
+    assert "+        self.q_norm = ReplicatedRMSNorm(width // heads)\n" in added
+    assert "self.first" not in added
 
 
 def changes(tmp_path, lines: str) -> str:
@@ -294,6 +374,14 @@ def test_both_lines_of_the_schedule_are_shown(tmp_path):
     text = refused(tmp_path, given.source, given.schedule, "SR104")
     assert "the output of `mlp` is a partial sum" in text
     assert "s.py:20:5" in text and "s.py:21:5" in text
+
+
+def test_a_border_without_a_tensor(tmp_path):
+    source = SOURCE.replace("return self.table(ids), None", "return None, self.table(ids)")
+    source = source.replace("x, _ = self.stem", "_, x = self.stem")
+    given = case('s["stem"].sync("fwd_post", "scatter", axis=1)')
+    text = refused(tmp_path, source, given.schedule, "SR104")
+    assert "what `stem` returns first is no tensor" in text
 
 
 def test_a_first_tensor_that_is_not_written_out(tmp_path):

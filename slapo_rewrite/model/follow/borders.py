@@ -139,7 +139,7 @@ def enter_border(
     name = first_argument(module)
     tensor = args[0] if args else kwargs.get(name)
     if not isinstance(tensor, torch.Tensor):
-        return None
+        return _no_tensor(node, border, f"`{node.path}` is given no tensor as its first argument")
     new = _Crossing(run, node, border, tensor, "input").made()
     if args:
         return (new, *args[1:]), kwargs
@@ -157,7 +157,7 @@ def leave_border(
     """The output of a module with its first tensor taken through a collective."""
     tensor = _first_of(output)
     if not isinstance(tensor, torch.Tensor):
-        return None
+        return _no_tensor(node, border, f"what `{node.path}` returns first is no tensor")
     if tensor is not output:
         run.followed.nested.add(node.path)
     new = _Crossing(run, node, border, tensor, "output").made()
@@ -167,6 +167,13 @@ def leave_border(
         output[next(iter(output))] = new  # type: ignore[index]
         return output
     return new
+
+
+def _no_tensor(node: Node, border: Border, message: str) -> None:
+    """Raises `Misuse`, but for a function of the user's own, which may know what to do."""
+    if border.operation != "function":
+        hint = "put the sync on a module inside or around it"
+        raise Misuse(message, hint, node.path, (node.path, border.number))
 
 
 def _first_of(output: Any) -> Any:
