@@ -300,6 +300,11 @@ AT_LAYERS = [
     (ROW.replace("all_reduce", "RS->RR"), "SR304", "would line up the summands"),
     (ROW.replace('"all_reduce"', '"scatter", axis=1'), "SR304", "has to be added up first"),
     (sync("fc1", "reduce_scatter", ", axis=1"), "SR104", "is whole: a reduce-scatter would add up"),
+    (
+        COLUMN.replace("axis=0", "axis=0, parts=2") + sync("fc1", "RS->SR"),
+        "SR104",
+        "has 2 equal parts side by side",
+    ),
     (sync("fc1", "RS->SR"), "SR104", "whole on every rank: there is nothing to gather"),
     (sync("fc1", "RS->RS"), "SR104", "whole on every rank: there is nothing to gather"),
     (

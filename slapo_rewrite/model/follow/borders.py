@@ -252,30 +252,46 @@ class _Crossing:
 
     def _all_gather(self) -> tuple[torch.Tensor, State]:
         self._check_part(self.border.axis)
-        packed = self.run.blocks.get(id(self.tensor), {}).get(self._axis())
+        self._check_slices()
+        given = self.border.partial_gradient
+        summed = self.key in self.run.wanted.summed if given is None else given
+        covered = self.node.path if summed and self.tensor.requires_grad else None
         shape = self.run.whole_shape(self.tensor)
-        hint = f'gather it there: .sync("fwd_post", "all_gather", axis=-1) on `{self.state.source}`'
+        return self._resized(shape), State(covered=covered, gathers=frozenset({self.key}))
+
+    def _all_to_all(self) -> tuple[torch.Tensor, State]:
+        self._check_part(self.border.axis)
+        self._check_slices()
+        shape = self._sliced(self.run.whole_shape(self.tensor), self.border.scatter_axis)
+        return self._resized(shape), self._part(self.border.scatter_axis)
+
+    def _check_slices(self) -> None:
+        """What is gathered here lies in slices of one size, in the ranks' order."""
+        axis, source = self._axis(), self.state.source
+        size = self.run.whole_shape(self.tensor)[axis]
+        packed = self.run.blocks.get(id(self.tensor), {}).get(axis)
+        hint = f'gather it there: .sync("fwd_post", "all_gather", axis=-1) on `{source}`'
         if packed and len(packed) > 1:
             raise self._misuse(
                 f"{self.value} has {described(packed)} side by side: only the layer that makes "
                 "them can gather each for itself",
                 hint,
             )
-        if self._axis() == self.tensor.dim() - 1 and shape[-1] % EVEN:
+        if size % EVEN and not self._was_scattered():
             raise self._misuse(
-                f"{self.value} has {shape[-1]} features, which not every world size divides: only "
-                "the layer that makes it can gather uneven parts",
+                f"{self.value} has {size} features, which not every world size divides: only the "
+                "layer that makes it can gather uneven parts",
                 hint,
             )
-        given = self.border.partial_gradient
-        summed = self.key in self.run.wanted.summed if given is None else given
-        covered = self.node.path if summed and self.tensor.requires_grad else None
-        return self._resized(shape), State(covered=covered, gathers=frozenset({self.key}))
 
-    def _all_to_all(self) -> tuple[torch.Tensor, State]:
-        self._check_part(self.border.axis)
-        shape = self._sliced(self.run.whole_shape(self.tensor), self.border.scatter_axis)
-        return self._resized(shape), self._part(self.border.scatter_axis)
+    def _was_scattered(self) -> bool:
+        """Whether a scatter made the part, which refuses a size that does not divide."""
+        source, asked = self.state.source or "", self.run.asked
+        layer = asked.layers.get(source)
+        return (layer is not None and "reduce_scatter_axis" in dict(layer.keywords)) or any(
+            border.operation in ("scatter", "reduce_scatter", "all_to_all")
+            for border in asked.borders.get(source, ())
+        )
 
     def _part(self, axis: int | None) -> State:
         assert axis is not None
