@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -39,6 +40,8 @@ class Sources:
         self._files: dict[str, SourceFile | None] = {main.name: main}
         self._made: dict[type, Maker] = {}
         self.known: dict[tuple[int, str], Site] = {}
+        # What was made of the functions of a module, by its path; kept for those who read them.
+        self.scopes: dict[str, list[Any]] = {}
         self._nodes: dict[int, tuple[Node, dict[int, list[Node]]]] = {}
 
     def file_of(self, cls: type) -> SourceFile | None:
@@ -78,6 +81,7 @@ class Sources:
         """Forgets what it knows of nodes, since the tree has others now."""
         self._nodes.clear()
         self.known.clear()
+        self.scopes.clear()
 
     def same_live(self, node: Node) -> list[Node]:
         """The other nodes that hold the same module."""

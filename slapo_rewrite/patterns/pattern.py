@@ -61,8 +61,18 @@ class Pattern:
 
     @property
     def size(self) -> int:
-        """How many operations it has."""
-        return sum(not value.is_leaf for value in self.root.walk())
+        """How many operations it has, those of functions that it calls among them."""
+        return sum(not value.is_leaf and value.inner is None for value in self.values())
+
+    def values(self) -> Iterator[Value]:
+        """Its values, and those of the functions that it calls."""
+        pending, seen = [self.root], set[int]()
+        while pending:
+            for value in pending.pop().walk():
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    yield value
+                    pending += [value.inner] if value.inner is not None else []
 
 
 def pattern_of(value: Any, facts: Facts | None, at: errors.Span | None) -> Pattern:

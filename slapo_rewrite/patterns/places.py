@@ -275,7 +275,7 @@ class Judge:
         """Whether a branch does nothing but choose a value of the match."""
         inside = [*branch.body, *branch.orelse]
         names = {name for statement in inside for name in _bound_by(statement)}
-        return len(names) == 1 and all(statement in removed for statement in inside)
+        return len(names) == 1 and all(s in removed or _is_alias(s) for s in inside)
 
     def _wholly(self, statement: ast.stmt) -> bool:
         """Whether a statement only gives a name to a value of the match."""
@@ -290,6 +290,11 @@ class Judge:
             case _:
                 return False
         return any(node.site.node is given for node in self.inner)
+
+
+def _is_alias(statement: ast.stmt) -> bool:
+    """Whether a statement only gives a value another name."""
+    return isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name)
 
 
 def _bound_by(statement: ast.stmt) -> Iterator[str]:

@@ -18,6 +18,7 @@ from slapo_rewrite.patterns.pattern import Pattern, pattern_of
 from slapo_rewrite.patterns.search import (
     CallSite,
     Matches,
+    Scope,
     find_calls,
     find_pattern,
     path_predicate,
@@ -186,8 +187,7 @@ def found(call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> M
     if isinstance(wanted, str):
         return _by_path(wanted, nodes, sources, at)
     pattern = _pattern(wanted, sources, at)
-    scopes = [s for node in nodes for s in scopes_of(node.path, NodeFacts(node, sources))]
-    return find_pattern(pattern, scopes)
+    return find_pattern(pattern, _scopes(nodes, sources))
 
 
 def _pattern(wanted: object, sources: Sources, at: errors.Span | None) -> Pattern:
@@ -210,14 +210,23 @@ def _by_path(regex: str, nodes: list[Node], sources: Sources, at: errors.Span | 
     matches = [
         match
         for node in nodes
-        for match in find_calls(_below(node.walk(), sources), path_predicate(compiled, node.path))
+        for match in find_calls(
+            _scopes((inner for inner in node.walk() if inner.children), sources),
+            path_predicate(compiled, node.path),
+        )
     ]
     return Matches(tuple(dict.fromkeys(matches)), (), "0")
 
 
-def _below(nodes: Iterable[Node], sources: Sources) -> list[Any]:
-    inner = (node for node in nodes if node.children)
-    return [s for node in inner for s in scopes_of(node.path, NodeFacts(node, sources))]
+def _scopes(nodes: Iterable[Node], sources: Sources) -> list[Scope]:
+    """The functions of some modules, each read once."""
+    known = sources.scopes
+    found: list[Scope] = []
+    for node in nodes:
+        if node.path not in known:
+            known[node.path] = scopes_of(node.path, NodeFacts(node, sources))
+        found += known[node.path]
+    return found
 
 
 def _by_predicate(
@@ -225,7 +234,7 @@ def _by_predicate(
 ) -> Matches:
     if not callable(where):
         raise errors.BadArgument(f"`where` is a function of a call, not {where!r}", at=at)
-    return find_calls(_below(nodes, sources), lambda _, site: bool(where(site)))
+    return find_calls(_scopes(nodes, sources), lambda _, site: bool(where(site)))
 
 
 def _check_original(node: Node, states: Mapping[str, ModuleState], at: errors.Span | None) -> None:

@@ -183,3 +183,9 @@ def test_a_predicate_and_a_path(tmp_path):
         return call_module("query", x) @ call_module("key", x).mT
 
     assert len(s["attention"].find(scores)) == 1
+
+
+def test_a_predicate_sees_modules_without_submodules(tmp_path):
+    s = selection(tmp_path, forward("return torch.rsqrt(x) * 2", "self, x"))
+    (match,) = s.find(where=lambda call: call.operation == "rsqrt")
+    assert match.operands == {"input": "x"}
