@@ -629,9 +629,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         round_like_hardware()
-        assert runs_triton(torch.ones(1)), "set TRITON_INTERPRET=1"
-    else:
-        torch.cuda.set_sync_debug_mode("default")
+    assert runs_triton(torch.ones(1, device=arguments.device)), "set TRITON_INTERPRET=1"
     found: dict[str, str | None] = {}
     seconds: dict[str, float] = {}
     for name, function in CASES.items():

@@ -1,4 +1,4 @@
-"""The kernels themselves, run by Triton's interpreter in a process of its own."""
+"""The kernels themselves, run by Triton's interpreter in a process of its own, and on a GPU."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.golden import ROOT
 from tests.runtime.kernels.cases import CASES
@@ -35,6 +36,12 @@ def run(environment: dict[str, str], *arguments: str) -> dict[str, str | None]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_computes_what_it_stands_for(name, found):
     assert found[name] is None, found[name]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_compute_the_same_on_a_gpu():
+    found = run({"TRITON_INTERPRET": "0"}, "--device", "cuda")
+    assert not any(found.values()), "\n".join(filter(None, found.values()))
 
 
 def test_a_wrong_kernel_is_found():

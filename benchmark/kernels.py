@@ -1,0 +1,314 @@
+"""How near does each kernel come to what the GPU's memory allows?
+
+    python -m benchmark.kernels [--only rms_norm] [--seconds 480]
+    python -m benchmark.kernels --tiny --output FILE     tries this script out on a CPU
+
+Needs torch, triton and transformers; measures Liger where it is installed. In one process and for
+each kernel: eager, `torch.compile`, Liger, ours and eager once more, the last being the control:
+what differs by no more than the two eager runs is the same. Times are medians of replayed CUDA
+graphs, so that launching counts for none; inputs rotate over more bytes than the L2 cache holds.
+The roofline is measured in the same run, first and last: a copy of 4 GB and a bfloat16 matrix
+product of 8192; where the two differ by more than 3%, the run is called unsteady.
+
+Before timing, outputs and gradients are compared with float32, beside eager's own error, and ours
+run once with every wait for the device turned into an error.
+
+Writes `benchmark/results/kernels.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import itertools
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmark import report
+from benchmark.kernel_cases import KERNELS, Kernel
+
+NAME = "kernels"
+PACKAGES = ("torch", "triton", "transformers", "liger-kernel")
+CACHE_BYTES = 256 * 2**20  # more than the L2 cache of an H200
+STEADY = 0.03
+VARIANTS = ("eager", "compile", "liger", "ours", "eager again")
+
+
+def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def backward(function: Callable[..., Any], inputs: Sequence[Tensor], seeds: list[Tensor]) -> Any:
+    """Outputs and gradients of the inputs that have one.
+
+    Args:
+        function: What is run.
+        inputs: Its arguments.
+        seeds: The outputs' gradients, made at the first call.
+    """
+    outputs = as_tuple(function(*inputs))
+    if not seeds:
+        seeds += [torch.ones_like(o) if not o.dim() else torch.randn_like(o) for o in outputs]
+    wanted = [x for x in inputs if x.requires_grad]
+    return outputs, torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+
+
+# Errors.
+
+
+def largest_errors(kernel: Kernel, device: str, tiny: bool) -> dict[str, float] | None:
+    """The largest error against float32, relative to the largest value, ours and eager's.
+
+    Dropout draws numbers of its own, and is not compared.
+    """
+    if kernel.random:
+        return None
+    inputs = kernel.inputs(device, tiny, seed=0, share=1 if tiny else 16)
+    wide = [
+        x.detach().float().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+        for x in inputs
+    ]
+    seeds = [torch.randn_like(o) for o in as_tuple(kernel.eager(*inputs))]
+    exact = backward(kernel.eager, wide, [s.float() for s in seeds])
+    errors = {}
+    for name, function in (("ours", kernel.ours), ("eager", kernel.eager)):
+        mine = backward(function, inputs, [s.clone() for s in seeds])
+        pairs = [
+            (a.float(), b)
+            for part, truth in zip(mine, exact, strict=True)
+            for a, b in zip(part, truth, strict=True)
+            if b is not None
+        ]
+        errors[name] = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    return errors
+
+
+# Times.
+
+
+class Clock:
+    """Times a function.
+
+    Args:
+        device: "cuda", or anything else for trying the script out.
+        repetitions: How many samples the median is of.
+    """
+
+    def __init__(self, device: str, repetitions: int) -> None:
+        self.device, self.repetitions = device, repetitions
+
+    def median_s(self, calls: Sequence[Callable[[], Any]]) -> float:
+        """Seconds of one call; the calls take turns, each on inputs of its own."""
+        if self.device != "cuda":
+            return statistics.median(self._wall(calls) for _ in range(self.repetitions))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in [*calls, *calls]:
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        graph.replay()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(self.repetitions + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            graph.replay()
+            mark.record()
+        torch.cuda.synchronize()
+        spans = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+        del graph
+        torch.cuda.empty_cache()
+        return statistics.median(spans) / 1e3 / len(calls)
+
+    def _wall(self, calls: Sequence[Callable[[], Any]]) -> float:
+        started = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - started) / len(calls)
+
+
+def copy_rate(clock: Clock, tiny: bool) -> float:
+    """Bytes a second of a copy, read and written."""
+    source = torch.randn(2**8 if tiny else 2**27, device=clock.device).to(torch.bfloat16)
+    source = source.repeat(16)
+    target = torch.empty_like(source)
+    return 4 * source.numel() / clock.median_s([lambda: target.copy_(source)])
+
+
+def product_rate(clock: Clock, tiny: bool) -> float:
+    """Floating-point operations a second of a matrix product."""
+    n = 64 if tiny else 8192
+    a, b = (torch.randn(n, n, device=clock.device).to(torch.bfloat16) for _ in range(2))
+    return 2 * n**3 / clock.median_s([lambda: a @ b])
+
+
+def roofline(clock: Clock, tiny: bool) -> dict[str, float]:
+    """What memory and arithmetic allow, measured."""
+    return {
+        "copy_bytes_per_s": copy_rate(clock, tiny),
+        "product_flops": product_rate(clock, tiny),
+    }
+
+
+def find_variants(kernel: Kernel, compiled: bool) -> dict[str, Callable[..., Any]]:
+    """What is measured, in order; Liger where it is installed."""
+    found: dict[str, Callable[..., Any]] = {"eager": kernel.eager}
+    if compiled:
+        found["compile"] = torch.compile(kernel.eager, dynamic=False)
+    if kernel.liger is not None:
+        try:
+            liger = importlib.import_module("liger_kernel.transformers.functional")
+        except ImportError:
+            pass
+        else:
+            found["liger"] = kernel.liger(liger)
+    return found | {"ours": kernel.ours, "eager again": kernel.eager}
+
+
+def measure(kernel: Kernel, clock: Clock, limits: dict[str, float], options: Any) -> dict[str, Any]:
+    """One kernel's errors, times and floors."""
+    sets = [kernel.inputs(clock.device, options.tiny, seed=0)]
+    size = sum(x.numel() * x.element_size() for x in sets[0])
+    copies = 1 if options.tiny else min(-(-CACHE_BYTES // size), 8)
+    sets += [kernel.inputs(clock.device, options.tiny, seed) for seed in range(1, copies)]
+    floors = kernel.floor_s(sets[0], limits["copy_bytes_per_s"], limits["product_flops"])
+    row: dict[str, Any] = {
+        "sizes": kernel.tiny if options.tiny else kernel.sizes,
+        "floor_s": {"forward": floors[0], "both": floors[1]},
+        "errors": largest_errors(kernel, clock.device, options.tiny),
+        "waits": waits(kernel, sets[0], clock.device),
+        "seconds": {},
+    }
+    for name, function in find_variants(kernel, compiled=not options.tiny).items():
+        if name != "ours" and time.monotonic() > options.deadline:
+            row["seconds"][name] = {"failed": "out of time"}
+            continue
+        try:
+            row["seconds"][name] = times(function, sets, clock)
+        except Exception as error:  # a peer that fails must not end the others
+            row["seconds"][name] = {"failed": f"{type(error).__name__}: {error}"[:200]}
+    return row
+
+
+def times(function: Callable[..., Any], sets: list[list[Tensor]], clock: Clock) -> dict[str, float]:
+    """Seconds forwards, and forwards and backwards."""
+    seeds: list[Tensor] = []
+
+    def call(inputs: list[Tensor]) -> Callable[[], Any]:
+        return lambda: backward(function, inputs, seeds)
+
+    call(sets[0])()
+    forward = clock.median_s([lambda inputs=inputs: function(*inputs) for inputs in sets])
+    return {"forward": forward, "both": clock.median_s([call(inputs) for inputs in sets])}
+
+
+def waits(kernel: Kernel, inputs: list[Tensor], device: str) -> str | None:
+    """What of ours waits for the device, if anything; nothing is known without a GPU."""
+    if device != "cuda":
+        return None
+    backward(kernel.ours, inputs, [])  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        backward(kernel.ours, inputs, [])
+    except RuntimeError as error:
+        return str(error)[:200]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return None
+
+
+# Reports.
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What was measured on, and with what."""
+    found: dict[str, Any] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        gpu = {"name": properties.name, "multiprocessors": properties.multi_processor_count}
+        return {"gpu": gpu | {"cuda": torch.version.cuda}, "versions": found}
+    return {"gpu": None, **report.machine(), "versions": found}
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results for the README."""
+    rows = []
+    for name, row in results["kernels"].items():
+        floor = row["floor_s"]["both"]
+        cells: list[Any] = [name, f"{floor * 1e6:.0f}"]
+        for variant in VARIANTS:
+            seconds = row["seconds"].get(variant, {}).get("both")
+            cells.append("-" if seconds is None else f"{seconds * 1e6:.0f}")
+        ours = row["seconds"].get("ours", {})
+        for part in ("forward", "both"):
+            share = row["floor_s"][part] / ours[part] if part in ours else None
+            cells.append("-" if share is None else f"{share:.0%}")
+        errors = row["errors"]
+        cells.append("-" if errors is None else f"{errors['ours'] / errors['eager']:.2f}")
+        rows.append(cells)
+    header = ["microseconds, forward and backward", "floor", *VARIANTS]
+    header += ["ours at the limit, forward", "and backward", "error over eager's"]
+    text = report.rendered(header, rows)
+    limits = results["roofline"]["first"]
+    steady = "steady" if results["steady"] else "UNSTEADY: no claim"
+    copy, product = limits["copy_bytes_per_s"] / 1e12, limits["product_flops"] / 1e12
+    on = (results["machine"]["gpu"] or {"name": "a CPU, to try the script out"})["name"]
+    return f"{text}\nOn {on}: copies {copy:.2f} TB/s, products {product:.0f} TFLOP/s, {steady}.\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and writes down."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="kernels whose names begin so")
+    parser.add_argument("--seconds", type=float, default=480, help="no peer begins after this")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, on the CPU")
+    parser.add_argument("--output", type=Path, help="the result file, instead of the usual one")
+    options = parser.parse_args(arguments)
+    device = "cpu" if options.tiny else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("benchmark.kernels: there is no GPU here; --tiny tries the script out on the CPU")
+    options.deadline = time.monotonic() + options.seconds
+    clock = Clock(device, 2 if options.tiny else 20)
+    results: dict[str, Any] = {"machine": machine(device), "tiny": options.tiny}
+    results["roofline"] = {"first": roofline(clock, options.tiny)}
+    results["kernels"] = {}
+    for kernel in KERNELS:
+        if kernel.name.startswith(options.only):
+            print(kernel.name, file=sys.stderr)
+            limits = results["roofline"]["first"]
+            results["kernels"][kernel.name] = measure(kernel, clock, limits, options)
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    last = results["roofline"]["last"] = roofline(clock, options.tiny)
+    results["steady"] = all(
+        abs(last[name] / value - 1) <= STEADY
+        for name, value in results["roofline"]["first"].items()
+    )
+    if options.output or options.tiny or options.only:
+        if options.output:
+            options.output.write_text(json.dumps(results, indent=1) + "\n")
+        print(table(results))
+    else:
+        report.write(NAME, results, table(results))
+
+
+if __name__ == "__main__":
+    main()
