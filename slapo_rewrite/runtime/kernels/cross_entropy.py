@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .activations import tanh_tile
-from .launch import constexpr, device_of, jit, rows_of, runs_triton, tl, triton
+from .launch import (
+    block_size,
+    ceil_div,
+    constexpr,
+    device_of,
+    jit,
+    rows_of,
+    runs_triton,
+    tl,
+)
 
 # ignore_index, label_smoothing, softcap
 Options = tuple[int, float, float | None]
@@ -169,7 +178,7 @@ def cross_entropy_forward(
             softcap or 0.0,
             has_softcap=softcap is not None,
             has_smoothing=label_smoothing > 0,
-            block_v=min(max(triton.next_power_of_2(v), 16), 4096),
+            block_v=min(block_size(v), 4096),
             num_warps=8,
         )
     return losses, statistics
@@ -194,8 +203,8 @@ def cross_entropy_backward(
         in_place: Whether the logits are given up.
     """
     (m, v), (ignore_index, label_smoothing, softcap) = logits.shape, options
-    block_v = min(max(triton.next_power_of_2(v), 16), 4096)
-    column_blocks = triton.cdiv(v, block_v)
+    block_v = min(block_size(v), 4096)
+    column_blocks = ceil_div(v, block_v)
     dlogits = logits
     if not in_place:
         dlogits = torch.empty((m, v), dtype=logits.dtype, device=logits.device)

@@ -17,6 +17,8 @@ except ImportError:  # the PyTorch references run
     triton = tl = None
 
 constexpr: Any = None if triton is None else tl.constexpr
+# Kernels are what they are when they are defined.
+interpreted = triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
@@ -30,10 +32,7 @@ def runs_triton(*tensors: Tensor | None) -> bool:
     They take plain floating-point tensors of up to 32 bits on a GPU, or anywhere under
     Triton's interpreter.
     """
-    if triton is None:
-        return False
-    interpreted = triton.knobs.runtime.interpret
-    return all(
+    return triton is not None and all(
         type(x) in (Tensor, nn.Parameter)
         and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and (x.is_cuda or interpreted)
@@ -62,13 +61,24 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
+def ceil_div(size: int, block: int) -> int:
+    """How many blocks cover `size`. Triton's own stops `torch.compile`'s tracing."""
+    return -(-size // block)
+
+
+def block_size(size: int) -> int:
+    """The power of two, at least 16, that holds `size` elements."""
+    return 1 << max(size - 1, 15).bit_length()
+
+
 def row_tile(columns: int) -> tuple[int, int, int]:
     """Rows and columns that a program holds at a time, whole rows, and its warps.
 
-    16 elements a thread are two loads of 16 bytes in half precision. Chosen for the
-    register file of an H100/H200; not measured yet.
+    16 elements a thread are two loads of 16 bytes in half precision. Chosen for an
+    H100/H200: as compiled for it, no thread runs out of registers up to 8,192 columns.
+    Not measured yet.
     """
-    block_d = max(triton.next_power_of_2(columns), 16)
+    block_d = block_size(columns)
     block_m = max(2048 // block_d, 1)
     return block_m, block_d, min(max(block_m * block_d // 512, 4), 32)
 
@@ -78,16 +88,17 @@ def flat_tile(rows: int, columns: int) -> tuple[int, int, int, int]:
 
     16 elements for each of four warps' threads, as in `row_tile`; not measured yet.
     """
-    block_d = min(max(triton.next_power_of_2(columns), 16), 1024)
+    block_d = min(block_size(columns), 1024)
     block_m = 2048 // block_d
-    return triton.cdiv(rows, block_m), triton.cdiv(columns, block_d), block_m, block_d
+    return ceil_div(rows, block_m), ceil_div(columns, block_d), block_m, block_d
 
 
 def reducing_programs(x: Tensor, blocks: int, column_blocks: int = 1) -> int:
     """How many programs share `blocks` blocks of rows and keep a partial sum each.
 
-    Four on each multiprocessor of the GPU, over all blocks of columns. More hide
-    memory's latency better, and write more partial sums; not measured yet.
+    Four on each multiprocessor of the GPU, over all blocks of columns: at four warps and
+    the 80 to 128 registers a thread that the compiler takes for an H100/H200, as many as
+    run at a time. Not measured yet.
     """
     if not x.is_cuda:
         return min(blocks, 3)

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from .dropout import draw_seed, kept
 from .launch import (
+    ceil_div,
     constexpr,
     device_of,
     jit,
@@ -20,7 +21,6 @@ from .launch import (
     rows_of,
     runs_triton,
     tl,
-    triton,
 )
 
 
@@ -215,7 +215,7 @@ def layer_norm_forward(
     rstd = torch.empty_like(mean)
     block_m, block_d, num_warps = row_tile(d)
     with device_of(x):
-        layer_norm_forward_kernel[(triton.cdiv(m, block_m),)](
+        layer_norm_forward_kernel[(ceil_div(m, block_m),)](
             rows,
             residual_rows,
             rows if input_bias is None else input_bias.contiguous(),
@@ -266,7 +266,7 @@ def layer_norm_backward(
     dtotal_rows = dy_rows if dtotal is None else rows_of(dtotal)
     (m, d), device = rows.shape, total.device
     block_m, block_d, num_warps = row_tile(d)
-    programs = reducing_programs(total, triton.cdiv(m, block_m))
+    programs = reducing_programs(total, ceil_div(m, block_m))
     dx = torch.empty(total.shape, dtype=x_dtype, device=device)
     dresidual = dx
     apart = seed is not None or residual_dtype != x_dtype
@@ -307,7 +307,7 @@ def layer_norm_backward(
 
 
 class LayerNormFunction(torch.autograd.Function):
-    """The normalised rows and the sum; without a residual, None for the sum."""
+    """The normalised rows and the sum; without a residual, no sum."""
 
     @staticmethod
     def forward(
@@ -319,7 +319,7 @@ class LayerNormFunction(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         p: float,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Keeps the sum, each row's statistics and the seed."""
         seed = draw_seed(x) if p > 0 else None
         y, total, mean, rstd = layer_norm_forward(
@@ -332,11 +332,11 @@ class LayerNormFunction(torch.autograd.Function):
             None if t is None else t.dtype
             for t in (x, residual, input_bias, weight, bias)
         ]
-        return y, None if residual is None else total
+        return y if residual is None else (y, total)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> Any:
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:
         """Gradients of x, residual, input_bias, weight and bias."""
         total, seed, weight, mean, rstd = ctx.saved_tensors
         if dy is None and dtotal is None:
@@ -384,7 +384,7 @@ def layer_norm(
     """
     if not runs_triton(x, weight, bias):
         return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    y: Tensor = LayerNormFunction.apply(x, None, None, weight, bias, eps, 0.0)[0]
+    y: Tensor = LayerNormFunction.apply(x, None, None, weight, bias, eps, 0.0)
     return y
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .launch import (
+    ceil_div,
     constexpr,
     device_of,
     jit,
@@ -19,7 +20,6 @@ from .launch import (
     rows_of,
     runs_triton,
     tl,
-    triton,
     triton_dtype,
 )
 
@@ -161,7 +161,7 @@ def rms_norm_forward(
         total = torch.empty(x.shape, dtype=dtype, device=x.device)
     block_m, block_d, num_warps = row_tile(d)
     with device_of(x):
-        rms_norm_forward_kernel[(triton.cdiv(m, block_m),)](
+        rms_norm_forward_kernel[(ceil_div(m, block_m),)](
             rows,
             residual_rows,
             rows if weight is None else weight.contiguous(),
@@ -199,7 +199,7 @@ def rms_norm_backward(
     dtotal_rows = dy_rows if dtotal is None else rows_of(dtotal)
     m, d = rows.shape
     block_m, block_d, num_warps = row_tile(d)
-    programs = reducing_programs(x, triton.cdiv(m, block_m))
+    programs = reducing_programs(x, ceil_div(m, block_m))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dweight = torch.empty((programs, d), dtype=torch.float32, device=x.device)
     with device_of(x):
@@ -231,7 +231,7 @@ def rms_norm_backward(
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """The normalised rows and x + residual; without a residual, None for the sum."""
+    """The normalised rows and x + residual; without a residual, no sum."""
 
     @staticmethod
     def forward(
@@ -242,7 +242,7 @@ class RMSNormFunction(torch.autograd.Function):
         eps: float,
         offset: float,
         cast: str,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Keeps the sum and each row's scale."""
         y, total, rstd, ctx.hat_dtype = rms_norm_forward(
             x, residual, weight, eps, offset, cast
@@ -251,11 +251,11 @@ class RMSNormFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.offset, ctx.x_dtype = offset, x.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
-        return y, None if residual is None else total
+        return y if residual is None else (y, total)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> Any:
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:
         """Gradients of x, residual and weight."""
         total, weight, rstd = ctx.saved_tensors
         dx, dweight = dtotal, None
@@ -303,7 +303,7 @@ def rms_norm(
     """
     if not runs_triton(x, weight):
         return rms_norm_reference(x, weight, eps, offset, cast)
-    y: Tensor = RMSNormFunction.apply(x, None, weight, eps, offset, cast)[0]
+    y: Tensor = RMSNormFunction.apply(x, None, weight, eps, offset, cast)
     return y
 
 

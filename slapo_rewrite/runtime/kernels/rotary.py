@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import constexpr, device_of, jit, neighbouring, runs_triton, tl, triton
+from .launch import (
+    block_size,
+    ceil_div,
+    constexpr,
+    device_of,
+    jit,
+    neighbouring,
+    runs_triton,
+    tl,
+)
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -192,10 +201,10 @@ def rotate(
         cos, sin = cos.contiguous(), sin.contiguous()
     half = cos.shape[-1] // 2
     tail = h - 2 * half
-    block_half = max(triton.next_power_of_2(half), 16)
+    block_half = block_size(half)
     block_m = max(1024 // block_half, 1)
-    q_blocks = triton.cdiv(b * n * t, block_m)
-    k_blocks = triton.cdiv(b * k.shape[1] * t, block_m)
+    q_blocks = ceil_div(b * n * t, block_m)
+    k_blocks = ceil_div(b * k.shape[1] * t, block_m)
     with device_of(q):
         rotary_kernel[(q_blocks + k_blocks,)](
             q,
@@ -220,7 +229,7 @@ def rotate(
             backward=backward,
             block_m=block_m,
             block_half=block_half,
-            block_tail=max(triton.next_power_of_2(tail), 16),
+            block_tail=block_size(tail),
         )
     return q_out, k_out
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .launch import (
+    ceil_div,
     constexpr,
     device_of,
     jit,
@@ -18,7 +19,6 @@ from .launch import (
     rows_of,
     runs_triton,
     tl,
-    triton,
 )
 
 
@@ -139,7 +139,7 @@ def masked_softmax_forward(x: Tensor, mask: Tensor | None, scale: float) -> Tens
         mask_kind = "keep" if mask.dtype == torch.bool else mask_kind
     block_m, block_s, num_warps = row_tile(s)
     with device_of(x):
-        masked_softmax_forward_kernel[(triton.cdiv(m, block_m),)](
+        masked_softmax_forward_kernel[(ceil_div(m, block_m),)](
             rows,
             rows if mask is None else mask,
             y,
@@ -173,7 +173,7 @@ def masked_softmax_backward(
     strides = (0, 0, 0, 0) if mask is None else mask.stride()
     block_m, block_s, num_warps = row_tile(s)
     with device_of(y):
-        masked_softmax_backward_kernel[(triton.cdiv(m, block_m),)](
+        masked_softmax_backward_kernel[(ceil_div(m, block_m),)](
             rows,
             y,
             rows if mask is None else mask,

@@ -1,12 +1,13 @@
-"""Every kernel compiles for a GPU, and none waits for the device."""
+"""Every kernel compiles for a GPU, and none waits for the device or stops `torch.compile`."""
 
 import ast
+import warnings
 
 import pytest
 import torch
 
 from slapo_rewrite.emit.helpers import RUNTIME
-from tests.runtime.kernels.compile import calls, compile_all
+from tests.runtime.kernels.compile import calls, compile_all, kernels_run, public
 
 pytest.importorskip("triton")
 
@@ -36,6 +37,29 @@ def test_a_kernel_compiles(name, launched):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_compile(dtype):
     assert len(compile_all(dtype, "residual_rms_norm")) == 2
+
+
+class Traced(Exception):
+    """A function was traced to its end."""
+
+
+@pytest.mark.parametrize("name", calls(torch.bfloat16))
+def test_torch_compile_traces_a_launch(name, monkeypatch):
+    """Forwards and backwards in one graph, as on a GPU; there is none here to run it."""
+
+    def backend(graph, inputs):
+        def run(*arguments):
+            raise Traced(str(graph.graph))
+
+        return run
+
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    function = torch.compile(public(name), backend=backend, fullgraph=True)
+    with kernels_run(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(Traced, match="autograd_function_apply"):
+            calls(torch.bfloat16)[name](function)
 
 
 def test_every_public_function_is_tried():
