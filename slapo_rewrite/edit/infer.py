@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.state import EMPTY, Directive, Function, ModuleState, Sync, general
-from slapo_rewrite.model.follow import Followed, Remedy
+from slapo_rewrite.model.follow import Remedy
 from slapo_rewrite.model.layers import Layer, split_of
 from slapo_rewrite.model.tree import Node, Tree
 
@@ -94,15 +94,13 @@ class Inference:
         }
         return {**states, **found} if remedy.path in found else None
 
-    def left_open(self, states: States, followed: Followed) -> Remedy | None:
-        """A gather for a head whose parts go into a loss although no sync of it is stated.
+    def passes_on(self, path: str, state: ModuleState) -> bool:
+        """Whether what a layer gives may go into a loss as the parts that it is.
 
-        Whoever states that its gradient is added up, and no gather, wants the parts passed on.
+        Whoever states that its gradient is added up, and no gather, wants the parts passed on; of a
+        layer whose collectives are all inferred, the model's outputs stay what they were.
         """
-        for loss in followed.losses.values():
-            if all(sync.cause.inferred for sync in states.get(loss.head, EMPTY).syncs):
-                return Remedy.whole_of(loss.head)
-        return None
+        return self._cause(path) is None or any(not s.cause.inferred for s in state.syncs)
 
     def _fits(self, layers: Mapping[str, Layer], remedy: Remedy) -> bool:
         layer = layers.get(remedy.path)

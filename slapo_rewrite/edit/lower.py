@@ -124,7 +124,8 @@ class _Lowering:
 
     def _asked(self) -> Asked:
         layers, parameters = self._layers_and_parameters()
-        return Asked(layers, parameters, self._borders(layers))
+        heads = {p for p in layers if self.inference.passes_on(p, self.states[p])}
+        return Asked(layers, parameters, self._borders(layers), frozenset(heads))
 
     def _layers_and_parameters(self) -> tuple[dict[str, Layer], dict[str, list[ShardedParameter]]]:
         """The layers that take others' places, and split parameters, by module path."""
@@ -187,11 +188,7 @@ class _Lowering:
                 self.states = repaired
                 asked = self._asked()
                 try:
-                    followed = self._follow_once(asked, step_inputs)
-                    remedy = self.inference.left_open(self.states, followed)
-                    repaired = self.inference.repaired(self.states, asked.layers, remedy)
-                    if repaired is None:
-                        return followed
+                    return self._follow_once(asked, step_inputs)
                 except CannotFollow as error:
                     failed = error
                     repaired = self.inference.repaired(self.states, asked.layers, error.remedy)

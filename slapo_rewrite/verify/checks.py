@@ -12,6 +12,7 @@ from .pair import Pair
 from .probes import tie_groups, watching
 
 STEPS = 3
+LABELS = ("labels", "targets", "target", "label")  # without them a model computes no loss
 DROPOUT = 0.1  # for layers whose own is 0 in the twin
 
 
@@ -156,6 +157,24 @@ class Checks:
         pair.stage("the rewritten model in eval mode")
         got = pair.evaluate(pair.rewritten)
         self.done.append(self._compare_outputs("outputs in eval mode", got, want, exact))
+        cut = [name for name in want if name in got and got[name].shape != want[name].shape]
+        label = next((name for name in LABELS if name in pair.inputs), None)
+        if pair.agree(cut) and label is not None:
+            self._without(label)
+
+    def _without(self, label: str) -> None:
+        """Outputs that no loss is computed of: they are whole on every rank."""
+        pair, name = self.pair, f"outputs without {label}"
+        pair.stage(f"the original without {label}")
+        try:
+            want = pair.evaluate(pair.original, without=label)
+        except Exception:
+            return  # it cannot do without
+        pair.stage(f"the rewritten model without {label}")
+        got = pair.evaluate(pair.rewritten, without=label)
+        check = compare(name, LIMITS["outputs"], got, want, {})
+        check.differs = []
+        self.done.append(check)
 
     def dropout(self) -> None:
         """Gradients with dropout, where both draw the same random numbers in the forward pass.

@@ -196,13 +196,16 @@ class Pair:
         loss.backward()  # type: ignore[no-untyped-call]
         return {k: v.detach() for k, v in tensors_in(outputs).items()}, loss.detach()
 
-    def evaluate(self, model: nn.Module) -> Named:
-        """All output tensors in eval mode."""
+    def evaluate(self, model: nn.Module, without: str | None = None) -> Named:
+        """All output tensors in eval mode, without one of the inputs if that is named."""
+        inputs = self.inputs_for(model)
+        inputs.pop(str(without), None)
         model.eval()
-        with torch.no_grad():
-            outputs = model(**self.inputs_for(model))
-        model.train()
-        return tensors_in(outputs)
+        try:
+            with torch.no_grad():
+                return tensors_in(model(**inputs))
+        finally:
+            model.train()
 
     def exactly(self, action: Callable[[nn.Module], Any]) -> Any:
         """What `action` gives for the original in float64; None where that does not run."""

@@ -13,6 +13,7 @@ import torch
 
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
+from slapo_rewrite.verify.run import verify
 from tests.processes import run
 from tests.rewriting import changed_lines, refused, rewritten
 
@@ -299,3 +300,14 @@ def check_models(folder: str) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_models_of_transformers(outputs, world):
     run(check_models, world, str(outputs))
+
+
+@pytest.mark.processes
+def test_verification_looks_at_outputs_without_labels(tmp_path):
+    settings = ["parallel_loss=true"]
+    output = rewrite("tests/models/gpt.py", "tests/models/gpt_schedule.py", settings)
+    gather = "            logits = all_gather(logits, full_size=self.lm_head.full_out_features)\n"
+    text = output.files["gpt.py"]
+    write(tmp_path / "out", {**output.files, "gpt.py": text.replace(gather, "")})
+    report = verify(tmp_path / "out", [2])
+    assert {row.name for row in report.rows if not row.ok} == {"outputs without targets"}

@@ -29,7 +29,7 @@ def change(
     does: str,
 ) -> None:
     """Makes a number the rank's own: by its attributes, or else where it stands."""
-    if losses.replaced(run):
+    if losses.replaced(run, tensor):
         return
     attributes = run.undecided(size)
     place, state = run.editable_place(), run.flow.of(tensor)

@@ -78,7 +78,9 @@ def _head(run: Run, logits: torch.Tensor) -> str | None:
     state = run.flow.of(logits)
     layer = run.asked.layers.get(state.source or "")
     axis = min(1, logits.dim() - 1)
-    if state.kind != PART or state.source is None or layer is None or layer.name not in HEADS:
+    if state.kind != PART or state.source not in run.asked.heads:
+        return None
+    if layer is None or layer.name not in HEADS:
         return None
     whole: Any = run.tree.nodes[state.source].live.out_features
     return state.source if run.blocks.get(id(logits)) == {axis: (whole,)} else None
@@ -96,9 +98,9 @@ def _place(run: Run) -> tuple[types.FrameType | None, str | None]:
     return (frame, None) if direct else (None, None)
 
 
-def replaced(run: Run) -> bool:
-    """Whether the operation is part of what another function will compute as a whole."""
-    return _place(run)[1] is not None
+def replaced(run: Run, tensor: torch.Tensor) -> bool:
+    """Whether an operation is part of a loss that another function will compute as a whole."""
+    return run.flow.of(tensor).source in run.asked.heads and _place(run)[1] is not None
 
 
 def _owner(run: Run, frame: types.FrameType) -> str | None:

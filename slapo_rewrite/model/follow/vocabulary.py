@@ -73,11 +73,13 @@ class Asked:
         layers: The sharded layer at each path.
         parameters: The split parameters of a module's own, by the module's path.
         borders: Further collectives, by the module's path.
+        heads: The layers among `layers` whose parts may go into a loss as they are.
     """
 
     layers: Mapping[str, Layer]
     parameters: Mapping[str, Sequence[ShardedParameter]]
     borders: Mapping[str, Sequence[Border]] = field(default_factory=dict)
+    heads: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
