@@ -31,10 +31,10 @@ def seeded(*shape: int) -> torch.Tensor:
 
 
 def classes(*shape: int) -> torch.Tensor:
-    """Targets, the first and the last class and some that are ignored among them."""
+    """Targets: first and last classes, of ranks as well, and some that are ignored among them."""
     generator = torch.Generator().manual_seed(1)
     found = torch.randint(VOCABULARY, shape, generator=generator)
-    found.view(-1)[:4] = torch.tensor([0, -100, VOCABULARY - 1, -100])
+    found.view(-1)[:6] = torch.tensor([0, -100, VOCABULARY - 1, -100, 101, 102])
     return found
 
 
