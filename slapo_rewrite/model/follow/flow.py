@@ -87,7 +87,7 @@ _KEEPING = {
 _ADDING = {"add", "add_", "sub", "sub_", "__iadd__", "__isub__", "subtract", "rsub", "__rsub__"}
 _MULTIPLYING = {
     "mul", "mul_", "__imul__", "multiply", "matmul", "bmm", "mm", "linear", "einsum",
-    "__matmul__", "__rmatmul__", "__rmul__",
+    "__matmul__", "__rmatmul__", "__rmul__", "grouped_mm", "_grouped_mm",
 }  # fmt: skip
 _DIVIDING = {"div", "div_", "true_divide", "__truediv__", "__itruediv__", "divide"}
 
@@ -386,7 +386,7 @@ class Flow:
             over = {0} & set(sharded[1])
         elif (
             name in ("matmul", "mm", "bmm", "__matmul__", "__rmatmul__") and len(inputs) == 2
-        ) or name == "linear":
+        ) or name in ("linear", "grouped_mm", "_grouped_mm"):
             return inputs[0].dim() - 1 in sharded[0]
         elif name in ("baddbmm", "addmm", "addbmm") and len(inputs) == 3:
             if inputs[1].dim() - 1 in sharded[1]:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from slapo_rewrite.model.follow import cuts, losses, reshapes
 from slapo_rewrite.model.follow.flow import PART, gather_line
 from slapo_rewrite.model.follow.packing import Blocks, described, moved_axis, reduced
-from slapo_rewrite.model.follow.record import Entry, answer_to, with_values
+from slapo_rewrite.model.follow.record import Entry, answer_to, carry_out, with_values
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.sizes import Size, numbers, shapes, tensors
 from slapo_rewrite.model.follow.vocabulary import CannotFollow, Diverged
@@ -82,7 +82,7 @@ class Rank(TorchFunctionMode):
         elif name in ("cat", "concat", "concatenate") and entry is not None and known:
             blocks = cuts.join(run, entry, args, kwargs)
         try:
-            output = func(*args, **kwargs)
+            output = carry_out(func, args, kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
             raise _unfit(run, name or str(func), args, kwargs, error) from error
         if shapes(output):

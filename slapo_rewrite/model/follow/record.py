@@ -76,7 +76,7 @@ class Whole(TorchFunctionMode):
         if self.depth:
             return func(*args, **kwargs)
         inputs, given = shapes((args, kwargs)), list(numbers((args, kwargs)))
-        output = func(*args, **kwargs)
+        output = carry_out(func, args, kwargs)
         outputs = shapes(output)
         if outputs:
             key = key_of(args[1]) if getattr(func, "__name__", "") == "__getitem__" else ()
@@ -108,6 +108,23 @@ def answer_to(func: Callable[..., Any], args: Any) -> Any:
     if func is torch.rand and (not args or args[0] in ((), [])):
         return torch.full([], 0.99, device="cpu")
     return None
+
+
+def carry_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operation gives on the meta device.
+
+    The product of groups, by which experts are computed, takes bfloat16 alone there.
+    """
+    first = args[0] if args else None
+    if (
+        getattr(func, "__name__", "") not in ("grouped_mm", "_grouped_mm")
+        or not isinstance(first, torch.Tensor)
+        or not first.is_meta
+        or first.dtype == torch.bfloat16
+    ):
+        return func(*args, **kwargs)
+    factors = [t.bfloat16() for t in args[:2]]
+    return func(*factors, *args[2:], **kwargs).to(first.dtype)
 
 
 def layer_call() -> None:
