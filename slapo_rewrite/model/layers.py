@@ -81,6 +81,8 @@ SHARES: dict[str, tuple[str, str | None]] = {
     "VocabParallelEmbedding": ("num_embeddings", "full_num_embeddings"),
     "ColumnParallelEmbedding": ("embedding_dim", None),
     "ParallelGroupNorm": ("num_groups", None),
+    "ParallelLayerNorm": ("normalized_shape", None),
+    "ParallelRMSNorm": ("normalized_shape", None),
 }
 for _n in "12":
     SHARES[f"ColumnParallelConv{_n}d"] = ("out_channels", None)
@@ -128,6 +130,7 @@ _CONVOLUTION = (
     "padding_mode", "device", "dtype",
 )  # fmt: skip
 _CHANNELS = ("num_features", "eps", "momentum", "affine", "track_running_stats", "device", "dtype")
+_FEATURES = ("normalized_shape", "eps", "elementwise_affine")
 _GROUPS = ("num_groups", "num_channels", "eps", "affine", "device", "dtype")
 
 
@@ -181,6 +184,12 @@ SPLITS: dict[str, dict[tuple[str, int], Split]] = {
     },
     "torch.nn.modules.normalization.GroupNorm": _of_channels(
         "normalization", "ParallelGroupNorm", _GROUPS, (1,)
+    ),
+    "torch.nn.modules.normalization.LayerNorm": _of_channels(
+        "normalization", "ParallelLayerNorm", (*_FEATURES, "bias", "device", "dtype"), (-1,)
+    ),
+    "torch.nn.modules.normalization.RMSNorm": _of_channels(
+        "normalization", "ParallelRMSNorm", (*_FEATURES, "device", "dtype"), (-1,)
     ),
 }
 # The same of convolutions whose channels come in groups.

@@ -63,7 +63,10 @@ class Shard(Primitive):
     Shapes:
         On a rank the axis has its full size divided by the world size. Linear, axis 0 and `Conv1D`,
         axis 1: the output is a partition; the other axis: a partial sum. Embedding, axis 0: a
-        partial sum, axis 1: a partition.
+        partial sum, axis 1: a partition. Convolutions are as Linear, along the channels. A
+        convolution in groups and the norms take a partition and give one; layer and root mean
+        square norms take their statistics over all ranks. With fewer key/value heads than ranks,
+        several ranks hold the same head.
 
     Numerics:
         Reassociated: sums are taken per rank, then over the ranks.

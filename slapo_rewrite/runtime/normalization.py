@@ -1,21 +1,24 @@
-"""Norms of which each rank holds some of the channels.
+"""Norms of which each rank holds some of the channels or features.
 
-Shapes: B batch, C channels, S any number of spatial axes. A prime (C') marks the part
-that this rank holds.
+Shapes: B batch, C channels, S any number of spatial axes, D features. A prime (C')
+marks the part that this rank holds.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .tensor_parallel import (
     Shard,
     block_sizes,
+    collective,
     gather_if_sharded,
     part_size,
     record_shard,
+    sum_parts,
 )
 
 
@@ -89,3 +92,101 @@ class ParallelGroupNorm(nn.GroupNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Maps (B, C', *S) to the same, or to (B, C, *S) with `gather_output`."""
         return gather_if_sharded(super().forward(input), self.output_shard)
+
+
+def mean_of_parts(x: Tensor, full_size: int) -> Tensor:
+    """The mean over the last axis of all ranks' parts: (..., D') -> (..., 1).
+
+    Every rank goes on to compute with it on its own part, so its gradients are summed.
+    """
+    total = x.sum(-1, keepdim=True)
+    return collective(total, sum_parts, sum_parts) / full_size
+
+
+def single_size(normalized_shape: int | Sequence[int]) -> int:
+    """The size of the one axis that is normalised.
+
+    Raises:
+        ValueError: There are several.
+    """
+    if isinstance(normalized_shape, int):
+        return normalized_shape
+    if len(normalized_shape) != 1:
+        raise ValueError(f"{list(normalized_shape)} are several axes: one can be split")
+    return normalized_shape[0]
+
+
+class ParallelLayerNorm(nn.LayerNorm):
+    """A LayerNorm split over its features, of which all take part: (..., D') to the same.
+
+    Args:
+        normalized_shape: D, of the whole layer; the attribute of that name is D'.
+        args: The further arguments of `nn.LayerNorm`.
+        parts: Blocks packed along the features, as in `block_sizes`.
+        gather_output: Return (..., D) on every rank.
+        kwargs: The further keyword arguments of `nn.LayerNorm`.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        *args: Any,
+        parts: int | Sequence[int] = 1,
+        gather_output: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        shard = Shard(0, block_sizes(single_size(normalized_shape), parts))
+        super().__init__(shard.local_size(), *args, **kwargs)
+        self.full_size = shard.full_size()
+        self.output_shard = replace(shard, axis=-1) if gather_output else None
+        for name in ("weight", "bias"):
+            if getattr(self, name) is not None:
+                record_shard(self, name, shard)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises (..., D') by all ranks' features."""
+        x = input.float() if input.dtype.itemsize < 4 else input
+        x = x - mean_of_parts(x, self.full_size)
+        x = x * torch.rsqrt(mean_of_parts(x * x, self.full_size) + self.eps)
+        x = x.to(input.dtype)
+        if self.weight is not None:
+            x = x * self.weight
+        if self.bias is not None:
+            x = x + self.bias
+        return gather_if_sharded(x, self.output_shard)
+
+
+class ParallelRMSNorm(nn.RMSNorm):
+    """An RMSNorm split over its features, of which all take part: (..., D') to the same.
+
+    Args:
+        normalized_shape: D, of the whole layer; the attribute of that name is D'.
+        args: The further arguments of `nn.RMSNorm`.
+        parts: Blocks packed along the features, as in `block_sizes`.
+        gather_output: Return (..., D) on every rank.
+        kwargs: The further keyword arguments of `nn.RMSNorm`.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        *args: Any,
+        parts: int | Sequence[int] = 1,
+        gather_output: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        shard = Shard(0, block_sizes(single_size(normalized_shape), parts))
+        super().__init__(shard.local_size(), *args, **kwargs)
+        self.full_size = shard.full_size()
+        self.output_shard = replace(shard, axis=-1) if gather_output else None
+        if self.weight is not None:
+            record_shard(self, "weight", shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises (..., D') by all ranks' features."""
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        y = x.float() if x.dtype.itemsize < 4 else x
+        y = (y * torch.rsqrt(mean_of_parts(y * y, self.full_size) + eps)).to(x.dtype)
+        if self.weight is not None:
+            y = y * self.weight
+        return gather_if_sharded(y, self.output_shard)

@@ -575,11 +575,6 @@ def test_world_of_one_is_the_whole_layer(sharded, whole):
             "64 does not divide into blocks of relative sizes (1, 1, 1, 1, 1): "
             "it is not a multiple of 5",
         ),
-        (
-            lambda: tp.ColumnParallelEmbedding(32, 12),
-            "12 does not divide over 8 ranks; "
-            "the largest tensor-parallel size below 8 that fits is 6",
-        ),
     ],
 )
 def test_sizes_that_do_not_fit(world_of, build, words):

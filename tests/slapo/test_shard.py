@@ -1,0 +1,190 @@
+"""Slapo's `shard` on every kind of layer, on source: the cases of its own tests, and norms.
+
+A BatchNorm2d's `bwd_post` sync, which Slapo's test of convolutions has, is refused: every rank has
+the gradient of its own channels, and there is nothing to add up.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.numbers import Case, compare, prepare
+from tests.processes import run
+from tests.rewriting import changed_lines, refused, rewritten
+
+HEAD = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+"""
+MLP = (
+    HEAD
+    + """\
+        self.fc_in = nn.Linear(10, 12)
+        self.norm = nn.Identity()
+        self.fc_out = nn.Linear(12, 10)
+
+    def forward(self, x):
+        return x + self.fc_out(self.norm(F.gelu(self.fc_in(x))))
+"""
+)
+CONV1D = MLP.replace("nn.Linear(10, 12)", "Conv1D(12, 10)").replace(
+    "nn.Linear(12, 10)", "Conv1D(10, 12)"
+)
+LAYER_NORM = MLP.replace("nn.Identity()", "nn.LayerNorm(12)")
+RMS_NORM = MLP.replace("nn.Identity()", "nn.RMSNorm((12,), eps=1e-3)")
+BOTTLENECK = (
+    HEAD
+    + """\
+        self.conv1 = nn.Conv2d(6, 8, kernel_size=1, stride=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(
+            8, 8, kernel_size=3, stride=1, padding=1, groups=1, bias=False, dilation=1
+        )
+        self.bn2 = nn.BatchNorm2d(8)
+        self.conv3 = nn.Conv2d(8, 10, kernel_size=1, stride=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(10)
+
+    def forward(self, x):
+        x = self.bn1(self.conv1(x))
+        x = self.bn2(self.conv2(x))
+        return self.bn3(self.conv3(x))
+"""
+)
+TIED = (
+    HEAD
+    + """\
+        self.wte = nn.Embedding(10, 10)
+        self.second = nn.Linear(10, 10, bias=False)
+        self.third = nn.Linear(10, 10, bias=False)
+        self.second.weight = self.wte.weight
+        self.third.weight = self.wte.weight
+
+    def forward(self, x):
+        return self.third(self.second(self.wte(x)))
+"""
+)
+SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": INPUT}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def column(layer, axis=0):
+    layer.shard("weight", axis=axis)
+    layer.shard("bias", axis=0)
+    layer.sync(mode="bwd_post", sync_op_or_fn="all_reduce")
+
+
+def row(layer, axis=1):
+    layer.shard("weight", axis=axis)
+    layer.sync(mode="fwd_post", sync_op_or_fn="all_reduce")
+
+
+def schedule(s):
+"""
+FLOATS = SCHEDULE.replace("INPUT", "torch.randn(2, 3, 10)")
+IDS = SCHEDULE.replace("INPUT", "torch.randint(1, 9, (2, 4))")
+IMAGES = SCHEDULE.replace("INPUT", "torch.randn(2, 6, 5, 5)")
+PAIR = '    column(s["fc_in"])\n    row(s["fc_out"])\n'
+CHANNELS = """\
+    channels = ["weight", "bias", "running_mean", "running_var"]
+    s["conv1"].shard("weight", axis=0)
+    s["conv1"].sync(mode="bwd_post", sync_op_or_fn="all_reduce")
+    for name in channels:
+        s["bn1"].shard(name, axis=0)
+    row(s["conv2"])
+    s["conv3"].shard("weight", axis=0)
+    s["conv3"].sync(mode="bwd_post", sync_op_or_fn="all_reduce")
+    s["bn3"].shard(channels, axis=0)
+    s["bn3"].sync(
+        mode="fwd_post", sync_op_or_fn="all_gather", axis=1, tensor_parallel_output_grad=False
+    )
+"""
+EMBEDDING = '    s["wte"].shard("weight", axis=0)\n    s["wte"].sync("fwd_post", "all_reduce")\n'
+WITH_HEADS = """\
+    for head in s["{second,third}"]:
+        head.shard("weight", axis=0)
+        head.sync(mode="bwd_post", sync_op_or_fn="all_reduce")
+        head.sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=-1)
+"""
+UNTIED = "".join(line for line in TIED.splitlines(keepends=True) if ".weight" not in line)
+CASES = {
+    "mlp": Case(MLP, FLOATS + PAIR),
+    "conv1d": Case(CONV1D, FLOATS + '    column(s["fc_in"], 1)\n    row(s["fc_out"], 0)\n'),
+    "conv": Case(BOTTLENECK, IMAGES + CHANNELS),
+    "embedding": Case(UNTIED, IDS + EMBEDDING),
+    "embedding_features": Case(
+        UNTIED,
+        IDS
+        + '    s["wte"].shard("weight", axis=1)\n'
+        + '    s["wte"].sync("fwd_post", "all_gather", axis=-1)\n',
+    ),
+    "tied": Case(TIED, IDS + EMBEDDING + WITH_HEADS),
+    "tied_one": Case(TIED, IDS + EMBEDDING),
+    "layer_norm": Case(
+        LAYER_NORM, FLOATS + PAIR + '    s["norm"].shard(["weight", "bias"], axis=0)\n'
+    ),
+    "rms_norm": Case(RMS_NORM, FLOATS + PAIR + '    s["norm"].shard("weight", axis=0)\n'),
+}
+
+
+def test_every_layer_gets_its_like(tmp_path):
+    text = changed_lines(rewritten(tmp_path, BOTTLENECK, IMAGES + CHANNELS))
+    for line in (
+        "self.conv1 = ColumnParallelConv2d(6, 8, kernel_size=1, stride=1, bias=False)",
+        "self.bn1 = ParallelBatchNorm2d(8)",
+        "self.bn3 = ParallelBatchNorm2d(10, gather_output=True)",
+    ):
+        assert f"+        {line}\n" in text
+    norm = '    s["norm"].shard(["weight", "bias"], axis=0)\n'
+    text = changed_lines(rewritten(tmp_path, LAYER_NORM, FLOATS + PAIR + norm))
+    assert "+        self.norm = ParallelLayerNorm(12)\n" in text
+
+
+@pytest.mark.parametrize(
+    ("source", "lines", "code", "words"),
+    [
+        (
+            BOTTLENECK,
+            CHANNELS + '    s["bn3"].sync("bwd_post", "all_reduce")\n',
+            "SR304",
+            "no part",
+        ),
+        (LAYER_NORM, PAIR, "SR104", "joins a part of shape [2, 3, 6]"),
+        (MLP, PAIR + '    s["fc_in"].shard("weight", axis=1)\n', "SR303", "sharded already"),
+    ],
+)
+def test_refusals(source, lines, code, words, tmp_path):
+    schedule = (IMAGES if source is BOTTLENECK else FLOATS) + lines
+    assert words in refused(tmp_path, source, schedule, code)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Every case rewritten."""
+    path = tmp_path_factory.mktemp("shard")
+    prepare(path, CASES)
+    return path
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_numbers(folder, world):
+    run(compare, world, folder, CASES)
