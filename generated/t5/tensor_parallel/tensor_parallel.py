@@ -516,7 +516,7 @@ class ColumnParallelEmbedding(nn.Embedding):
 
     Args:
         num_embeddings: V.
-        embedding_dim: D, which must divide evenly; the attribute of that name is D'.
+        embedding_dim: D, of the whole table; the attribute of that name is D'.
         padding_idx: The id whose row gets no gradient.
         device: Where the table is made.
         dtype: Its type.
@@ -533,9 +533,9 @@ class ColumnParallelEmbedding(nn.Embedding):
         dtype: torch.dtype | None = None,
         gather_output: bool = False,
     ) -> None:
-        size = part_size(embedding_dim)
-        super().__init__(num_embeddings, size, padding_idx, device=device, dtype=dtype)
         shard = Shard(1, (embedding_dim,))
+        size = shard.local_size()
+        super().__init__(num_embeddings, size, padding_idx, device=device, dtype=dtype)
         self.output_shard = replace(shard, axis=-1) if gather_output else None
         record_shard(self, "weight", shard)
 
