@@ -97,11 +97,12 @@ def runs(cls: type) -> str:
 
 
 def submodule(live: nn.Module) -> Submodule:
-    """A live module as a fact."""
+    """A live module as a fact; one with hooks is more than its class says."""
+    hooked = live._forward_hooks or live._forward_pre_hooks or live._backward_hooks
     return Submodule(
-        runs(type(live)),
+        f"hooked {runs(type(live))}" if hooked else runs(type(live)),
         any(_draws(type(inner)) for inner in live.modules()),
-        not any(True for _ in live.parameters()) and not any(True for _ in live.buffers()),
+        not hooked and not any(True for _ in (*live.parameters(), *live.buffers())),
         tuple(live._modules),
         getattr(live, "slapo_path", None),
     )

@@ -181,7 +181,7 @@ class Calls(Maker):
             value.look_through = lambda: self._through(value, self.file, function, given)
             return value
         if home in ("torch", "operator", "torch.Tensor"):
-            return self._unlisted(last, given, node)
+            return self._unlisted(last, given, node, pure=True)
         plain = home == "math" or (home == "builtins" and last in _PLAIN)
         if plain and all(v.operation == "constant" for _, v in given):
             folded = self.folded(name, [v for _, v in given], node)
@@ -212,12 +212,22 @@ class Calls(Maker):
         return self._operation(name, given, node) or self._unlisted(name, given, node)
 
     def _unlisted(
-        self, name: str, given: Given, node: ast.AST, overwrites: Value | None = None
+        self,
+        name: str,
+        given: Given,
+        node: ast.AST,
+        overwrites: Value | None = None,
+        pure: bool = False,
     ) -> Value:
-        """An operation that is known by its name alone."""
+        """An operation that is known by its name alone; as a method, whose it is is not known."""
         random = draws_by_name(name)
         value = self.make(
-            name, numbered(given), node, random=random, pure=not random, overwrites=overwrites
+            name,
+            numbered(given),
+            node,
+            random=random,
+            pure=pure and not random,
+            overwrites=overwrites,
         )
         if overwrites is not None:
             self.overwrite(overwrites, node)

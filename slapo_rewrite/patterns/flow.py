@@ -287,6 +287,8 @@ class Flow(Calls):
                 turn = self.make("element", [("input", element)], statement.target)
                 self._bind(statement.target, turn, statement)
             if isinstance(statement, ast.While):
+                if self.through is None:
+                    self.graph.names[statement] = dict(self.scope)
                 self.read(self.expr(statement.test), statement.test, "tested")
             fell = self._block(statement.body)
         ends = [*self.exits.pop(), *([self.scope] if fell else [])]

@@ -38,7 +38,7 @@ self.scale = 0.5
 # fmt: off
 SAME = [
     ["F.gelu(x)", "nn.functional.gelu(x)", "torch.nn.functional.gelu(input=x)", "self.gelu(x)",
-     "nn.GELU()(x)", "F.gelu(x, approximate='none')", "F.gelu(self.none(x))"],
+     "nn.GELU()(x)", "g(x)", "F.gelu(x, approximate='none')", "F.gelu(self.none(x))"],
     ["F.gelu(x, approximate='tanh')", "self.tanh_gelu(x)", "nn.GELU('tanh')(x)", "self.part(x)"],
     ["F.relu(x)", "torch.relu(x)", "x.relu()", "self.relu(x)", "nn.ReLU()(x)", "F.relu(x, False)"],
     ["F.silu(x)", "self.act(x)", "nn.SiLU()(x)", "getattr(self, 'act')(x)"],
@@ -91,10 +91,22 @@ DIFFERENT = [
 # fmt: on
 
 
+BEFORE = """\
+from functools import partial
+
+from torch.nn.functional import gelu as g
+
+
+def my_gelu(x):
+    return x.tanh()
+
+
+"""
+
+
 def result(expression: str, folder: Path, text: str = "return {}"):
     """The value that a `forward` returns, and its graph."""
-    source = "from functools import partial\n\n\ndef my_gelu(x):\n    return x.tanh()\n\n\n"
-    s = selection(folder, source + forward(text.format(expression), init=INIT))
+    s = selection(folder, BEFORE + forward(text.format(expression), init=INIT))
     scope = scopes_of("", NodeFacts(s._nodes[0], s._plan.sources))[0]
     return scope.graph.returned[0], scope.graph
 

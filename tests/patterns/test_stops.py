@@ -147,6 +147,31 @@ def test_the_miss_shows_both_lines(tmp_path):
     assert "1 of 2 operations found" in text and __file__ in text
 
 
+def test_what_is_read_twice_may_be_two_things(tmp_path):
+    def twice(x):
+        return F.relu(x) + x
+
+    assert selection(tmp_path, forward("return F.relu(x.pop()) + x.pop()")).find(twice).found == ()
+    assert len(selection(tmp_path, forward("return F.relu(x[0]) + x[0]")).find(twice)) == 1
+    assert len(selection(tmp_path, forward("return F.relu(self.w) + self.w")).find(twice)) == 1
+
+
+def test_a_hook_is_more_than_the_module(tmp_path):
+    def norm(x, shape, weight, bias, eps):
+        return F.layer_norm(x, shape, weight, bias, eps)
+
+    init = "self.norm = nn.LayerNorm(4)"
+    assert selection(tmp_path, forward("return self.norm(x)", init=init)).find(norm)
+    init += "\nself.norm.register_forward_hook(lambda m, x, y: y * 2)"
+    assert not selection(tmp_path, forward("return self.norm(x)", init=init)).find(norm)
+
+
+def test_in_the_test_of_a_loop(tmp_path):
+    body = "while F.gelu(x + y).sum() > 0:\n    x = x - 1\nreturn x"
+    (match,) = selection(tmp_path, forward(body)).find(bias_gelu)
+    assert match.operands == {"x": "y", "bias": "x"}
+
+
 def test_a_predicate_and_a_path(tmp_path):
     source = """
     class Inner(nn.Module):
