@@ -100,9 +100,10 @@ class ClassWriter:
             inner = self._lines(class_name, _only(whole, extra), indices)
         lines = self._lines(class_name, whole, indices)
         changed = {s: lines[s] for s in inner}
-        forward = self.lineages.method(class_name, "forward")
-        if forward and FORK in whole.changes and any(within(forward, s) for s in changed):
-            changed[forward.body[0]] = lines[forward.body[0]]  # its decorator stands there
+        for method in self.lineages.methods(class_name):
+            # A constructor goes on from its base's; any other method is written anew as a whole.
+            if method.name != "__init__" and any(within(method, s) for s in inner):
+                changed |= {s: change for s, change in lines.items() if within(method, s)}
         text = self.subclasses.subclass(class_name, new_name, changed, relatives, optional, doc)
         return text + (around or "")
 

@@ -200,6 +200,14 @@ def test_some_instances_only(tmp_path):
     assert "CheckpointedBlock() if i == 1 else Block()" in text
 
 
+def test_a_method_that_some_instances_have_anew_keeps_what_all_have(tmp_path):
+    body = "x = self.a(x)\nx = self.b(x)\nx = self.c(x)\nreturn x"
+    lines = ['b.fork_rng(["a"])', 'b.checkpoint(["c"])', 's["blocks"][1].fork_rng(["b"])']
+    text = rewritten(tmp_path, source(body), schedule(*lines)).files["source_0.py"]
+    variant = text.partition("class ForkedBlock(Block):")[2].partition("\nclass ")[0]
+    assert variant.count("with fork_rng():") == 2 and "checkpoint(self.c, x" in variant
+
+
 def test_what_else_changes_goes_along(tmp_path):
     body = "x = F.relu(self.a(x))\nx = self.b(x)\nreturn x"
     lines = [
