@@ -7,16 +7,15 @@ them; a loop is followed once, and what it carries from turn to turn is opaque.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
-from slapo_rewrite.patterns.calls import Calls, joined
-from slapo_rewrite.patterns.operations import BINARY, COMPARE, DTYPES, MIRRORED, UNARY
+from slapo_rewrite.patterns.calls import joined
+from slapo_rewrite.patterns.expressions import Expressions, counted
+from slapo_rewrite.patterns.operations import BINARY
 from slapo_rewrite.patterns.values import Graph, Value
-from slapo_rewrite.source.facts import Constant, Facts, Resolver, Submodule, names_of
+from slapo_rewrite.source.facts import Facts, Resolver, Submodule, names_of
 from slapo_rewrite.source.index import SourceFile
 
-_CONSTANTS = {"math.pi": 3.141592653589793, "math.e": 2.718281828459045}
 Scope = dict[str, Value]
 
 
@@ -56,7 +55,7 @@ def chain_graph(file: SourceFile, node: ast.AST, facts: Facts, module: Submodule
     return graph
 
 
-class Flow(Calls):
+class Flow(Expressions):
     """Follows one function."""
 
     def take_parameters(self, function: ast.FunctionDef, method: bool) -> None:
@@ -125,7 +124,7 @@ class Flow(Calls):
             case ast.Assert():
                 self._read_all(statement, "tested")
             case ast.FunctionDef() | ast.ClassDef() | ast.AsyncFunctionDef():
-                self._set(statement.name, self._opaque(statement))
+                self.hold(statement.name, self.opaque(statement))
             case ast.Import() | ast.ImportFrom():
                 self._import(statement)
             case ast.Delete(targets=targets):
@@ -157,7 +156,7 @@ class Flow(Calls):
     def _bind(self, target: ast.expr, value: Value, statement: ast.stmt) -> None:
         match target:
             case ast.Name(id=name):
-                self._set(name, value)
+                self.hold(name, value)
             case ast.Tuple(elts=elts) | ast.List(elts=elts):
                 for number, element in enumerate(elts):
                     if _is_starred(element):
@@ -173,7 +172,7 @@ class Flow(Calls):
                 base = self.expr(owner)
                 self.read(value, statement, "kept")
                 if base.operation in ("self", "attribute"):
-                    self._set(f"self.{joined(base, name)}", value)
+                    self.hold(f"self.{joined(base, name)}", value)
                 else:
                     self.overwrite(base, statement)
             case ast.Subscript():
@@ -183,17 +182,11 @@ class Flow(Calls):
                 self.read(base, statement, "written to")
                 self.overwrite(base, statement)
 
-    def _set(self, name: str, value: Value) -> None:
-        self.scope[name] = value
-        self.bindings.append((name, value))
-        if name in self.captured:
-            self.read(value, value.node, "read by an inner function")
-
     def _augmented(self, statement: ast.AugAssign) -> None:
         target = statement.target
         old = self.expr(target)
         other = self.expr(statement.value)
-        value = self._binary(BINARY[type(statement.op)], old, other, statement)
+        value = self.binary(BINARY[type(statement.op)], old, other, statement)
         if value.operation != "constant" and not old.number:
             value.overwrites, value.bases = old, old.bases
             self.overwrite(old, statement)
@@ -216,23 +209,14 @@ class Flow(Calls):
             local = alias.asname or alias.name
             if not base and not alias.asname:
                 full = local = alias.name.partition(".")[0]
-            self._set(local, self.leaf("name", full, statement))
+            self.hold(local, self.leaf("name", full, statement))
 
     # Branches -----------------------------------------------------------------------------------
-
-    @contextmanager
-    def _inside(self, node: ast.AST, arm: str) -> Iterator[None]:
-        outer = self.regions
-        self.regions = (*outer, (node, arm))
-        try:
-            yield
-        finally:
-            self.regions = outer
 
     def _arm(self, node: ast.AST, arm: str, body: list[ast.stmt], before: Scope) -> Scope | None:
         """Follows one way of a branch; what names hold after it, None where it leaves."""
         self.scope = dict(before)
-        with self._inside(node, arm):
+        with self.region(node, arm):
             return self.scope if self._block(body) else None
 
     def _if(self, statement: ast.If) -> bool:
@@ -259,7 +243,7 @@ class Flow(Calls):
                 ways = [("test", test), ("then", values[0]), ("otherwise", values[1])]
                 joined_scope[name] = self._lazy("choice", ways, node, name)
             else:
-                joined_scope[name] = self._lazy("merge", _counted(values), node, name)
+                joined_scope[name] = self._lazy("merge", counted(values), node, name)
         self.scope = joined_scope
 
     def _lazy(
@@ -282,7 +266,7 @@ class Flow(Calls):
         before = self.scope
         self.scope = {**before, **heads}
         self.exits.append([])
-        with self._inside(statement, "body"):
+        with self.region(statement, "body"):
             if element is not None and not isinstance(statement, ast.While):
                 turn = self.make("element", [("input", element)], statement.target)
                 self._bind(statement.target, turn, statement)
@@ -311,7 +295,7 @@ class Flow(Calls):
             if item.optional_vars is not None:
                 entered = self.make("entered", [("input", value)], item.context_expr)
                 self._bind(item.optional_vars, entered, statement)
-        with self._inside(statement, "body"):
+        with self.region(statement, "body"):
             return self._block(statement.body)
 
     def _try(self, statement: ast.Try | ast.TryStar) -> bool:
@@ -321,7 +305,7 @@ class Flow(Calls):
         for name in dict.fromkeys(name for name, _ in self.bindings[start:]):
             values = [v for n, v in self.bindings[start:] if n == name]
             values += [before[name]] if name in before else []
-            unsure[name] = self._lazy("merge", _counted(values), statement, name)
+            unsure[name] = self._lazy("merge", counted(values), statement, name)
         for number, handler in enumerate(statement.handlers):
             if handler.name:
                 unsure[handler.name] = self.make("exception", [], handler)
@@ -330,7 +314,7 @@ class Flow(Calls):
         self.scope = before
         if reached:
             self._join(statement, reached)
-        with self._inside(statement, "finally"):
+        with self.region(statement, "finally"):
             finished = self._block(statement.finalbody)
         return finished and bool(reached)
 
@@ -349,132 +333,6 @@ class Flow(Calls):
             ends.append(self._arm(statement, f"case {number}", case.body, start))
         self._join(statement, [end for end in ends if end is not None])
         return True
-
-    # Expressions ----------------------------------------------------------------------------------
-
-    def expr(self, node: ast.expr) -> Value:
-        """What an expression gives."""
-        match node:
-            case ast.Constant(value=literal):
-                return self.constant(literal, node)
-            case ast.Name():
-                return self._name(node)
-            case ast.Attribute():
-                return self._attribute(node)
-            case ast.Call():
-                return self.call(node)
-            case ast.BinOp():
-                left, right = self.expr(node.left), self.expr(node.right)
-                return self._binary(BINARY[type(node.op)], left, right, node)
-            case ast.UnaryOp():
-                return self._unary(node)
-            case ast.Compare():
-                return self._compare(node)
-            case ast.BoolOp():
-                return self._bool_op(node)
-            case ast.IfExp():
-                test = self.expr(node.test)
-                with self._inside(node, "body"):
-                    then = self.expr(node.body)
-                with self._inside(node, "orelse"):
-                    otherwise = self.expr(node.orelse)
-                ways = [("test", test), ("then", then), ("otherwise", otherwise)]
-                number = then.number and otherwise.number
-                return self.make("choice", ways, node, number=number)
-            case ast.Subscript():
-                return self._item(node)
-            case ast.Slice():
-                parts = [("lower", node.lower), ("upper", node.upper), ("step", node.step)]
-                none = self.constant(None, node)
-                given = [(name, self.expr(part) if part else none) for name, part in parts]
-                return self.make("slice", given, node, number=True)
-            case ast.Tuple(elts=elts) | ast.List(elts=elts):
-                return self.tuple_of([self.expr(element) for element in elts], node)
-            case ast.NamedExpr():
-                value = self.expr(node.value)
-                self._set(node.target.id, value)
-                return value
-            case ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp():
-                return self._opaque(node)
-            case ast.GeneratorExp():
-                return self._opaque(node)
-        values = [self.expr(c) for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)]
-        return self.make(type(node).__name__.lower(), _counted(values), node, pure=False)
-
-    def _name(self, node: ast.Name) -> Value:
-        if node.id in self.scope:
-            return self.scope[node.id]
-        found = self.resolve(node.id)
-        if isinstance(found, Constant):
-            return self.constant(found.value, node)
-        return self._named(found or f"builtins.{node.id}", node)
-
-    def _named(self, name: str, node: ast.AST) -> Value:
-        if name in _CONSTANTS:
-            return self.constant(_CONSTANTS[name], node)
-        return self.leaf("name", DTYPES.get(name, name), node)
-
-    def _attribute(self, node: ast.Attribute) -> Value:
-        base = self.expr(node.value)
-        if base.operation == "name":
-            return self._named(f"{base.literal}.{node.attr}", node)
-        if base.operation in ("self", "attribute"):
-            return self.load_attribute(joined(base, node.attr), node)
-        return self.member(base, node.attr, node)
-
-    def _item(self, node: ast.Subscript) -> Value:
-        base, index = self.expr(node.value), self.expr(node.slice)
-        if base.operation == "attribute" and isinstance(index.literal, int | str):
-            path = f"{base.literal}.{index.literal}"
-            if isinstance(self.facts.look(path), Submodule):
-                return self.load_attribute(path, node)
-        arguments = [("input", base), ("index", index)]
-        return self.make("item", arguments, node, number=base.number)
-
-    def _binary(self, name: str, left: Value, right: Value, node: ast.AST) -> Value:
-        value = self.named_operation(f"operator.{name}", [("", left), ("", right)], node)
-        assert value is not None, name
-        return value
-
-    def _unary(self, node: ast.UnaryOp) -> Value:
-        operand, name = self.expr(node.operand), UNARY[type(node.op)]
-        value = self.named_operation(f"operator.{name}", [("", operand)], node)
-        if value is None:
-            value = self.make(name, [("input", operand)], node, number=operand.number)
-        return value
-
-    def _compare(self, node: ast.Compare) -> Value:
-        values = [self.expr(part) for part in (node.left, *node.comparators)]
-        if len(values) > 2:
-            return self.make("compare", _counted(values), node, pure=False)
-        name = COMPARE[type(node.ops[0])]
-        if name in MIRRORED:
-            name, values = MIRRORED[name], values[::-1]
-        given = [("", value) for value in values]
-        value = self.named_operation(f"operator.{name}", given, node)
-        if value is None:
-            named = list(zip(("input", "other"), values, strict=True))
-            value = self.make(name, named, node, number=True)
-        return value
-
-    def _bool_op(self, node: ast.BoolOp) -> Value:
-        first, *others = node.values
-        values = [self.expr(first)]
-        with self._inside(node, "rest"):
-            values += [self.expr(other) for other in others]
-        name = "and" if isinstance(node.op, ast.And) else "or"
-        return self.make(name, _counted(values), node, number=all(v.number for v in values))
-
-    def _opaque(self, node: ast.AST) -> Value:
-        """What is not looked into: a comprehension, a lambda, an inner function or class."""
-        read = dict.fromkeys(n.id for n in ast.walk(node) if isinstance(n, ast.Name))
-        values = [self.scope[name] for name in read if name in self.scope]
-        random = any(isinstance(n, ast.Call) for n in ast.walk(node))
-        return self.make("opaque", _counted(values), node, random=random, pure=False)
-
-
-def _counted(values: Iterable[Value]) -> list[tuple[str, Value]]:
-    return [(str(number), value) for number, value in enumerate(values)]
 
 
 def _is_starred(node: ast.expr) -> bool:
