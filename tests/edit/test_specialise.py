@@ -1,0 +1,271 @@
+"""Instances of one class that are treated differently, in the ways that models make them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.numbers import Case, compare, prepare
+from tests.processes import run
+from tests.rewriting import changed_lines, refused, rewritten
+
+ATTENTION = """\
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.head_dim = dim // heads
+        self.q = nn.Linear(dim, dim)
+        self.k = nn.Linear(dim, dim)
+        self.v = nn.Linear(dim, dim)
+        self.o = nn.Linear(dim, dim)
+
+    def split(self, x):
+        return x.view(x.shape[0], -1, self.heads, self.head_dim).transpose(1, 2)
+
+    def forward(self, x, memory=None):
+        memory = x if memory is None else memory
+        q, k, v = self.split(self.q(x)), self.split(self.k(memory)), self.split(self.v(memory))
+        y = (q @ k.transpose(2, 3)).softmax(-1) @ v
+        return self.o(y.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
+
+
+class CausalAttention(Attention):
+    def forward(self, x, memory=None):  # its constructor is the one above
+        return super().forward(x.cumsum(1), memory)
+
+
+class MLP(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh())
+"""
+
+CROSS = (
+    ATTENTION
+    + """
+
+class Layer(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.attention = CausalAttention(dim, heads)
+        self.cross = Attention(dim, heads)
+        self.mlp = MLP(dim)
+
+    def forward(self, x, memory):
+        x = x + self.attention(x)
+        x = x + self.cross(x, memory)
+        return x + self.mlp(x)
+
+
+class Gate(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.mlp = MLP(dim)
+
+    def forward(self, x):
+        return x * self.mlp(x).sigmoid()
+
+
+class Model(nn.Module):
+    def __init__(self, dim=16, heads=4, depth=3):
+        super().__init__()
+        layers = []
+        for _ in range(depth):
+            layers.append(Layer(dim, heads))
+        self.layers = nn.ModuleList(layers)
+        self.encoder = nn.ModuleList()
+        for _ in range(depth):
+            self.encoder.append(Attention(dim, heads))
+        self.gate = Gate(dim)
+
+    def forward(self, x, memory):
+        for block in self.encoder:
+            memory = memory + block(memory)
+        for layer in self.layers:
+            x = layer(x, memory)
+        return self.gate(x)
+"""
+)
+
+PLAIN = """\
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+class Model(nn.Module):
+    def __init__(self, dim=8, depth=10):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(dim) for _ in range(depth)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+
+HEAD = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {given}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+"""
+BOTH = HEAD.format(given='{"x": torch.rand(2, 5, 16), "memory": torch.rand(2, 6, 16)}')
+ONE = HEAD.format(given='{"x": torch.rand(2, 5, 8)}')
+
+SPLIT = """\
+def split(attention):
+    attention["{q,k,v}"].shard(["weight", "bias"], axis=0)
+    attention["{q,k,v}"].sync("bwd_post", "all_reduce")
+    attention["o"].shard("weight", axis=1)
+    attention["o"].sync("fwd_post", "all_reduce")
+
+
+def split_mlp(mlp):
+    mlp["up"].shard(["weight", "bias"], axis=0)
+    mlp["up"].sync("bwd_post", "all_reduce")
+    mlp["down"].shard("weight", axis=1)
+    mlp["down"].sync("fwd_post", "all_reduce")
+
+
+"""
+
+CASES = {
+    "cross_only": Case(
+        CROSS,
+        BOTH
+        + SPLIT
+        + """\
+def schedule(s):
+    split(s["layers.*.cross"])
+    s["layers.*.attention"].checkpoint()
+    s["encoder.1"].checkpoint()
+""",
+    ),
+    "one_parent": Case(CROSS, BOTH + SPLIT + 'def schedule(s):\n    split_mlp(s["gate.mlp"])\n'),
+    "appended": Case(
+        CROSS,
+        BOTH
+        + SPLIT
+        + """\
+def schedule(s):
+    split(s["encoder"][1:])
+    split_mlp(s["layers"][:2]["mlp"])
+    s["layers"][1:].checkpoint()
+""",
+    ),
+    "overlapping": Case(
+        PLAIN,
+        ONE
+        + SPLIT
+        + """\
+def schedule(s):
+    split_mlp(s["blocks"][0:6])
+    s["blocks"][3:9].checkpoint()
+""",
+    ),
+    "hooks": Case(
+        CROSS,
+        BOTH
+        + """\
+def scaled(module, args, output):
+    return output * 1.0
+
+
+def schedule(s):
+    s["gate.mlp"].sync("fwd_post", scaled)
+    s["layers.*.cross"].sync("fwd_pre", scaled_input)
+
+
+def scaled_input(module, args):
+    return (args[0] * 1.0, *args[1:])
+""",
+    ),
+}
+
+
+def check(folder) -> None:
+    compare(folder, CASES)
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.processes)])
+def test_numbers(tmp_path, world):
+    prepare(tmp_path, CASES)
+    run(check, world, tmp_path)
+
+
+def test_each_kind_of_instance_has_a_class_of_its_own(tmp_path):
+    """Six split, six checkpointed, three of them both: four kinds, told apart by their number."""
+    case = CASES["overlapping"]
+    changed = changed_lines(rewritten(tmp_path, case.source, case.schedule))
+    for name, base in (
+        ("TensorParallelBlock", "Block"),
+        ("CheckpointedTensorParallelBlock", "TensorParallelBlock"),
+        ("CheckpointedBlock", "Block"),
+    ):
+        assert f"+class {name}({base}):\n" in changed
+    assert "if i < 3\n" in changed and "if 3 <= i < 6\n" in changed
+    assert (
+        "+                        else CheckpointedBlock(dim) if 6 <= i < 9 else Block(dim)\n"
+        in changed
+    )
+    assert changed.count("\n-") + changed.startswith("-") == 1
+
+
+def test_one_parent_s_instance_changes_and_the_other_s_does_not(tmp_path):
+    case = CASES["one_parent"]
+    changed = changed_lines(rewritten(tmp_path, case.source, case.schedule))
+    assert changed.endswith(
+        "-        self.mlp = MLP(dim)\n+        self.mlp = TensorParallelMLP(dim)\n"
+    )
+    assert changed.count("TensorParallelMLP") == 2
+
+
+def test_a_constructor_inherited_by_what_is_scheduled_otherwise_is_refused(tmp_path):
+    schedule = BOTH + SPLIT + 'def schedule(s):\n    split(s["layers.*.attention"])\n'
+    words = refused(tmp_path, CROSS, schedule, "SR305")
+    assert "`CausalAttention` inherits what changes from `Attention`" in words
+    assert "`layers.0.cross`, which is not scheduled alike" in words
+
+
+def test_a_hook_on_some_elements_of_a_loop_is_refused(tmp_path):
+    schedule = (
+        ONE
+        + """\
+def scaled(module, args, output):
+    return output * 1.0
+
+
+def schedule(s):
+    s["blocks"][::3].sync("fwd_post", scaled)
+"""
+    )
+    words = refused(tmp_path, PLAIN, schedule, "SR103")
+    assert "a hook cannot be put on one element" in words
