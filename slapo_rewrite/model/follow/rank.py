@@ -217,7 +217,7 @@ def _hand_on(
 ) -> None:
     """Remembers where a result comes from, with which sizes it was made, how it is packed."""
     made = tuple(_sizes(given)) if name in _CONSTANT or name in _REPEATING else ()
-    if name in _REPEATING and run.flow.of(inputs[0]).copies:
+    if name in _REPEATING and run.flow.of(inputs[0]).kind == PART:
         _note_repeats(run, name, inputs[0], given)
     for tensor in inputs:
         made += run.made_with.get(id(tensor), ())
@@ -236,7 +236,7 @@ def _hand_on(
 
 
 def _note_repeats(run: Run, name: str, tensor: torch.Tensor, given: Any) -> None:
-    """Notes the attributes by which heads are repeated that several ranks hold."""
+    """Notes the attributes by which a rank's heads are repeated."""
     args, kwargs = given
     times = list(_sizes((args[1:], kwargs)))
     if name == "expand":
@@ -244,7 +244,8 @@ def _note_repeats(run: Run, name: str, tensor: torch.Tensor, given: Any) -> None
         pairs = zip(reversed(sizes), reversed(tensor.shape), strict=False)
         times = list(_sizes([size for size, have in pairs if size != have]))
     for size in times:
-        run.repeats.update(run.undecided(size))
+        found = run.repeats if run.flow.of(tensor).copies else run.followed.may_repeat
+        found.update(run.undecided(size))
 
 
 def _blocks_of(

@@ -127,6 +127,7 @@ class _Following:
             shared=frozenset(followed.shared),
             summed=followed.summed,
             replicated=frozenset(few.items()),
+            repeats=frozenset(followed.may_repeat),
         )
         try:
             with _pretended_group(world):

@@ -174,6 +174,7 @@ class Followed:
         units: The same for those whose split must be made a multiple of it.
         replicated: The layers of which several ranks may hold the same heads.
         repeats: Attributes that say how often such heads are repeated.
+        may_repeat: Attributes that heads are repeated by which no rank shares with another.
         few: Those of `sizes` that are smaller than a world size that fits.
         arguments: Arguments of calls in `forward` that have to change.
         shared: Whole parameters that meet parts, by module path and name: their gradients have to
@@ -189,6 +190,7 @@ class Followed:
     units: dict[LayerKey, str] = field(default_factory=dict)
     replicated: Mapping[LayerKey, str] = field(default_factory=dict)
     repeats: frozenset[Attribute] = frozenset()
+    may_repeat: set[Attribute] = field(default_factory=set)
     few: set[Attribute] = field(default_factory=set)
     arguments: set[ArgumentChange] = field(default_factory=set)
     shared: dict[tuple[str, str], str | None] = field(default_factory=dict)
