@@ -105,6 +105,7 @@ class _Collection:
         layers, parameters = asked.layers, asked.parameters
         for path, state in self.states.items():
             node = self.tree.nodes[path]
+            self._check_called(path, state)
             if path in layers:
                 assert node.owner is not None
                 layer = self._fitted(node, layers[path], followed)
@@ -150,6 +151,25 @@ class _Collection:
             self._loss(loss)
         for path, layer in layers.items():
             self._read_sizes(self.tree.nodes[path], layer)
+
+    def _caller(self, node: Node) -> tuple[Node, str]:
+        """The module whose methods call another one, and the path from it to that one."""
+        assert node.owner is not None
+        caller, relative = node.owner, node.relative
+        while caller.owner and (state := self.states.get(caller.path)) and state.inlined:
+            caller, relative = caller.owner, f"{caller.relative}.{relative}"
+        return caller, relative
+
+    def _check_called(self, path: str, state: ModuleState) -> None:
+        """What happens when a module is called cannot be asked of one that is not."""
+        asked = [*state.syncs, *(w for w in (state.checkpoint, state.fork, state.decompose) if w)]
+        if state.inlined and asked:
+            raise errors.ConflictingEdits(
+                f"`{path}` is inlined, so it is not called any more",
+                at=asked[0].cause.at,
+                also=[state.inlined.cause.at] if state.inlined.cause.at else [],
+                hint="schedule what it holds, or the module that calls it",
+            )
 
     def _home(self, node: Node) -> Desk:
         """Where the class of a module changes; of a foreign class, where it gets a subclass."""
@@ -248,10 +268,11 @@ class _Collection:
                     "the model itself is not called by another module", at=causes[0].at
                 )
             else:
-                key = ("call", node.relative, side)
+                caller, relative = self._caller(node)
                 name = next(iter(inspect.signature(node.live.forward).parameters), None)
                 call = WrapCall(collectives, side, name)
-                self._home(node.owner).places.add(node.owner.path, key, call, causes)
+                key = ("call", relative, side)
+                self._home(caller).places.add(caller.path, key, call, causes)
 
     def _decompose(
         self, node: Node, state: ModuleState, layer: Layer | None, cause: Directive
@@ -276,10 +297,10 @@ class _Collection:
                 hint="a layer split over its inputs is decomposed with fwd_post all_reduce, one "
                 "split over its outputs without a gather",
             )
-        key = ("call", node.relative, "bias")
+        caller, relative = self._caller(node)
         what = AddBias(MULTIPLIED[qualified(node.cls)], before, after)
         causes = united([cause], state.causes())
-        self._home(node.owner).places.add(node.owner.path, key, what, causes)
+        self._home(caller).places.add(caller.path, ("call", relative, "bias"), what, causes)
 
     def _attach(self, node: Node, sync: Sync, function: Function) -> None:
         causes = (sync.cause,)
@@ -444,6 +465,12 @@ class _Collection:
         elif base and home and self._computes_as(node.cls, home.lineages):
             what = DeriveFrom(SUMMING[base], base.__name__)
             home.places.add(node.path, ("base",), what, causes)
+        elif home and (state := self.states.get(node.path)) and state.inlined:
+            raise errors.Unsupported(
+                f"`{node.path}.{name}` is used on parts, and `{node.path}` is inlined: its "
+                "gradients cannot be added up",
+                at=state.inlined.cause.at,
+            )
         elif home:
             home.places.add(node.path, ("gradient", name), ShareParameter(name), causes)
         else:

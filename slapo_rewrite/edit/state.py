@@ -184,6 +184,13 @@ class Decompose:
 
 
 @dataclass(frozen=True)
+class Inlined:
+    """The module's `forward` is written where it was called."""
+
+    cause: Directive = field(compare=False)
+
+
+@dataclass(frozen=True)
 class ModuleState:
     """Everything that was asked of one module."""
 
@@ -197,6 +204,7 @@ class ModuleState:
     forked_parts: tuple[Fork, ...] = ()
     annotations: tuple[Annotation, ...] = ()
     decompose: Decompose | None = None
+    inlined: Inlined | None = None
 
     def causes(self) -> tuple[Directive, ...]:
         """The directives that split the module or communicate at its border."""

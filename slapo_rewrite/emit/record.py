@@ -72,7 +72,7 @@ def written(
         "source": {
             "name": project.source_name,
             "file": project.file.path.name,
-            "sha256": digest(project.file.text),
+            "sha256": digest(project.original.text),
         },
         "schedule": {"name": project.schedule.name, "sha256": digest(project.schedule.text)},
         "knobs": {name: knobs[name] for name in sorted(knobs)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import gc
 import importlib
 import importlib.util
@@ -15,7 +16,7 @@ import time
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from slapo_rewrite import __version__, errors
 from slapo_rewrite.edit.definition import united
 from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.lower import lower
-from slapo_rewrite.edit.splice import Edit, apply_edits
+from slapo_rewrite.edit.splice import Change, Edit, apply_edits
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.helpers import helper_files, inlined_helpers
@@ -31,7 +32,7 @@ from slapo_rewrite.model import twin
 from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.tree import Tree, build_model
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
-from slapo_rewrite.schedule.load import ScheduleFile
+from slapo_rewrite.schedule.load import Again, ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection
 from slapo_rewrite.source.index import SourceFile, locate
@@ -81,6 +82,9 @@ class Project:
             model = build_model(self.schedule.module.model, self.module)
             self.tree = Tree(model)
         self.sources = Sources(self.file, {SCHEDULE})
+        self.original = self.file
+        self.done: set[int] = set()
+        self.changes: list[Change] = []
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -92,13 +96,30 @@ class Project:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.process_time() - start
 
     def plan(self, knobs: dict[str, Any]) -> Plan:
-        """Runs the schedule."""
-        plan = Plan(self.tree, self.schedule, self.sources)
-        selection = Selection(plan, [self.tree.root])
-        self.schedule.guarded(
-            lambda: self.schedule.module.schedule(selection, **knobs), "`schedule`"
-        )
-        return plan
+        """Runs the schedule, once more after each call that changes the source itself."""
+        length = line_length(self.original.text)
+        while True:
+            plan = Plan(self.tree, self.schedule, self.sources, self.done, length)
+            selection = Selection(plan, [self.tree.root])
+            try:
+                self.schedule.guarded(
+                    functools.partial(self.schedule.module.schedule, selection, **knobs),
+                    "`schedule`",
+                )
+            except Again as again:
+                self._begin_again(again)
+            else:
+                return plan
+
+    def _begin_again(self, again: Again) -> None:
+        """Goes on with the model that the changed source defines."""
+        text, changes = apply_edits(self.file.text, again.edits)
+        self.changes = [*carried(self.changes, self.file.text, text), *changes]
+        self.done.add(again.number)
+        self.file = self.file.edited(text)
+        self.module = run_source(self.file)
+        self.tree = Tree(build_model(self.schedule.module.model, self.module))
+        self.sources = Sources(self.file, {SCHEDULE})
 
 
 def rewrite(
@@ -119,7 +140,7 @@ def rewrite(
     with project.timed("rewrite"), collector_paused():
         knobs = project.schedule.settings(settings)
         plan = project.plan(knobs)
-        length = line_length(project.file.text)
+        length = line_length(project.original.text)
 
         def inputs() -> dict[str, Any]:
             return training_inputs(project.schedule, project.tree.root.live)
@@ -140,6 +161,7 @@ def rewrite(
         edits = [e for e in edits if not any(i.start < e.start and e.end < i.end for i in idle)]
         edits += idle
         text, changes = apply_edits(project.file.text, edits)
+        changes = [*carried(project.changes, project.file.text, text), *changes]
         check_text(text, project.file)
         header = (
             f"# Written by slapo-rewrite {__version__} for {name}; rewrite.json says from what."
@@ -149,7 +171,7 @@ def rewrite(
         files = {name: text, **helpers}
         if not single_file:
             files["__init__.py"] = init_text(name, helpers)
-        diff = unified_diff(project.file.text, text, name, 1)
+        diff = unified_diff(project.original.text, text, name, 1)
         if diff:
             files["rewrite.diff"] = diff
         given = dict(item.split("=", 1) for item in settings)
@@ -171,7 +193,7 @@ def rewrite(
             single_file,
         )
     return Output(
-        dict(sorted(files.items())), project.file.text, name, lowered.warnings, project.seconds
+        dict(sorted(files.items())), project.original.text, name, lowered.warnings, project.seconds
     )
 
 
@@ -222,6 +244,35 @@ def import_source(file: SourceFile) -> types.ModuleType:
             at=at,
             hint="a file of a package is imported as part of it: give its dotted module name",
         ) from error
+
+
+def run_source(file: SourceFile) -> types.ModuleType:
+    """The module of a file whose text is not the one on disk."""
+    module = types.ModuleType(file.name)
+    module.__file__, module.__package__ = str(file.path), file.package
+    if "." not in file.name:
+        sys.modules[file.name] = module
+    exec(compile(file.text.removeprefix("\ufeff"), str(file.path), "exec"), module.__dict__)
+    return module
+
+
+def carried(changes: Sequence[Change], before: str, after: str) -> list[Change]:
+    """The lines that earlier edits wrote, in a text that was edited again."""
+    if not changes or before == after:
+        return list(changes)
+    matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), False)
+    found = []
+    for change in changes:
+        lines = [
+            (first + max(change.first - 1 - a, 0), last - max(b - change.last, 0))
+            if tag == "equal"
+            else (first, last)
+            for tag, a, b, first, last in matcher.get_opcodes()
+            if a < change.last and b > change.first - 1
+        ]
+        if lines:
+            found.append(replace(change, first=lines[0][0] + 1, last=max(lines[-1][1], 1)))
+    return found
 
 
 def _frames(error: BaseException) -> list[types.TracebackType]:

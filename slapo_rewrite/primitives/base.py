@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_rewrite import errors
+from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive, Function, ModuleState, Part
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.sources import Sources
@@ -139,6 +140,22 @@ class Question(Primitive):
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
         """Asks nothing of a module."""
         return state
+
+
+class Rewriting(Primitive):
+    """A verb that changes the source before the schedule goes on.
+
+    The schedule is run again from its start, on the model that the changed source defines; the call
+    then counts as carried out.
+    """
+
+    def edits(self, call: Call, nodes: list[Node], line_length: int) -> list[Edit]:
+        """How the model file changes.
+
+        Raises:
+            RewriteError: It cannot be changed so.
+        """
+        raise NotImplementedError
 
 
 def signature_of(function: Any) -> inspect.Signature:

@@ -13,10 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.errors import Span
 
 # What the schedule file is called as a module.
 MODULE = "schedule_file"
+
+
+class Again(BaseException):
+    """The source has changed: the schedule has to run again from its start.
+
+    Attributes:
+        number: The directive that changed it.
+        edits: How.
+    """
+
+    def __init__(self, number: int, edits: list[Edit]) -> None:
+        super().__init__()
+        self.number, self.edits = number, edits
 
 
 def bundled() -> dict[str, Path]:
@@ -122,7 +136,7 @@ class ScheduleFile:
         """Runs the user's code; what it raises becomes a `ScheduleError` at the user's line."""
         try:
             return action()
-        except (errors.RewriteError, KeyboardInterrupt):
+        except (errors.RewriteError, KeyboardInterrupt, Again):
             raise
         except BaseException as error:  # a schedule that calls sys.exit() as well
             at = self.span_of(error.__traceback__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
@@ -10,8 +10,8 @@ from slapo_rewrite.edit.state import EMPTY, Directive, ModuleState
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.primitives.base import Call, Primitive, Question
-from slapo_rewrite.schedule.load import ScheduleFile
+from slapo_rewrite.primitives.base import Call, Primitive, Question, Rewriting
+from slapo_rewrite.schedule.load import Again, ScheduleFile
 
 
 class Plan:
@@ -24,10 +24,25 @@ class Plan:
         directives: The primitive calls so far.
         states: What was asked of each module path; a path that is not in it was not touched.
         order: The position of each path in the tree.
+
+    Args:
+        tree: The module tree.
+        schedule: The schedule file.
+        sources: The files.
+        done: The directives whose changes the source has already.
+        line_length: The model file's own.
     """
 
-    def __init__(self, tree: Tree, schedule: ScheduleFile, sources: Sources) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        schedule: ScheduleFile,
+        sources: Sources,
+        done: Collection[int] = (),
+        line_length: int = 100,
+    ) -> None:
         self.tree, self.schedule, self.sources = tree, schedule, sources
+        self.done, self.line_length = done, line_length
         self.directives: list[Directive] = []
         self.states: dict[str, ModuleState] = {}
         self.order = {path: number for number, path in enumerate(tree.nodes)}
@@ -55,6 +70,9 @@ class Plan:
         call = Call(directive, self.schedule.module, arguments, self.sources, self.tree)
         if isinstance(primitive, Question):
             return primitive.answer(call, nodes, self.states)
+        if isinstance(primitive, Rewriting) and directive.number not in self.done:
+            edits = primitive.edits(call, list(nodes), self.line_length)
+            raise Again(directive.number, edits)
         self.directives.append(directive)
         decided: dict[tuple[int, int], ModuleState] = {}
         grafts: dict[str, Any] = {}

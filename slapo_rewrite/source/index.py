@@ -69,6 +69,10 @@ class SourceFile:
         text = _decode(data, path)
         return cls(path, name or package_of(path) or path.stem, text, _parse(text, path))
 
+    def edited(self, text: str) -> SourceFile:
+        """The same file with another text."""
+        return SourceFile(self.path, self.name, text, _parse(text, self.path))
+
     def __repr__(self) -> str:
         return f"SourceFile({self.display!r}, {self.name!r})"
 

@@ -1,0 +1,208 @@
+"""`inline`: a submodule's `forward` written into the module that calls it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterable
+from dataclasses import replace
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.inline import inline_edits
+from slapo_rewrite.edit.splice import Edit
+from slapo_rewrite.edit.state import Inlined, ModuleState
+from slapo_rewrite.edit.text import accessor
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
+from slapo_rewrite.primitives.shard import MODEL as PLAIN
+from slapo_rewrite.source.index import SourceFile
+
+BLOCK = """\
+import torch
+from torch import nn
+
+
+class MLP(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        x = self.up(x)
+        # Half of the features are off.
+        x = torch.relu(x)
+        x = self.down(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = MLP(width)
+
+    def forward(self, x):
+        y = self.mlp(self.norm(x))
+        return x + y
+"""
+MODEL = PLAIN.replace("m.MLP(8)", "m.Block(8)")
+
+
+class Inline(Rewriting):
+    """Write a submodule's `forward` where the selected module calls it.
+
+    What comes later in the schedule sees the source as it is then: a pattern can cross the border
+    between the two, and an `inline` can go on where another one ended. The submodule stays where it
+    is made, so its parameters keep their names, and what it holds can be scheduled as before. A
+    local variable is renamed where the caller still needs its own of that name.
+
+    Rewrite:
+        y = self.mlp(self.norm(x))
+        -->
+        x = self.mlp.up(self.norm(x))
+        y = self.mlp.down(x)
+
+    Shapes:
+        Unchanged.
+
+    Numerics:
+        Exact.
+
+    State:
+        Unchanged.
+
+    Raises:
+        SR202 no such submodule; SR305 a `forward` that is decorated, returns early, calls `super()`
+        or is in another file, a call that takes `*`, stands in a condition or behind other calls,
+        modules of the class that are not selected; SR306 the submodule itself was scheduled.
+
+    Source: Slapo, arXiv 2302.08005, section 3.3 (`trace` with `flatten`).
+    """
+
+    name = "inline"
+    examples = (
+        Example(
+            BLOCK,
+            MODEL + 'def schedule(s):\n    s.inline("mlp")\n',
+            """\
+-        y = self.mlp(self.norm(x))
++        mlp_x = self.mlp.up(self.norm(x))
++        # Half of the features are off.
++        mlp_x = torch.relu(mlp_x)
++        y = self.mlp.down(mlp_x)
+""",
+        ),
+    )
+    refusals = (
+        Refusal(BLOCK, MODEL + 'def schedule(s):\n    s.inline("mpl")\n', "SR202"),
+        Refusal(BLOCK, MODEL + 'def schedule(s):\n    s.inline("norm")\n', "SR305"),
+        Refusal(
+            BLOCK,
+            MODEL + 'def schedule(s):\n    s.inline("mlp")\n    s["mlp"].checkpoint()\n',
+            "SR306",
+        ),
+    )
+
+    def signature(self) -> inspect.Signature:
+        """`inline(child)`."""
+
+        def inline(child: str) -> None: ...
+
+        return signature_of(inline)
+
+    def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
+        """The submodules."""
+        return [self._child(call, node) for node in nodes]
+
+    def _child(self, call: Call, node: Node) -> Node:
+        path, found = call.arguments["child"], node
+        for name in path.split(".") if isinstance(path, str) else ():
+            if name not in found.children:
+                raise errors.UnknownPath(
+                    f"`{node.path or 's'}` holds no `{path}`",
+                    at=call.directive.at,
+                    hint=errors.did_you_mean(path, found.children),
+                )
+            found = found.children[name]
+        if found is node:
+            raise errors.BadArgument(
+                f"`inline` takes the path of a submodule, not {path!r}", at=call.directive.at
+            )
+        return found
+
+    def edits(self, call: Call, nodes: list[Node], line_length: int) -> list[Edit]:
+        """The child's `forward` in the methods of the selected modules' class."""
+        by_class: dict[type, list[Node]] = {}
+        for node in nodes:
+            by_class.setdefault(node.cls, []).append(node)
+        edits: dict[tuple[int, int], Edit] = {}
+        path = call.arguments["child"]
+        for cls, same in by_class.items():
+            children = {self._child(call, node).cls for node in same}
+            if len(children) > 1:
+                names = " and ".join(sorted(f"`{c.__name__}`" for c in children))
+                raise errors.Unsupported(
+                    f"`{path}` is a {names} in different modules", at=call.directive.at
+                )
+            file, methods = self._methods(call, cls)
+            forward = self._forward(call, self._child(call, same[0]), file)
+            calling = [m for m in methods if accessor(path) in ast.unparse(m)]
+            self._check_all(call, cls, calling, nodes)
+            for edit in inline_edits(file, methods, path, forward, call.directive, line_length):
+                edits[edit.start, edit.end] = edit
+        return list(edits.values())
+
+    def _methods(self, call: Call, cls: type) -> tuple[SourceFile, list[ast.FunctionDef]]:
+        main = call.sources.main
+        own = [c for c in cls.__mro__ if call.sources.file_of(c) is main]
+        methods = [m for c in own for m in main.methods(c.__name__) if m.name != "__init__"]
+        return main, methods
+
+    def _forward(self, call: Call, child: Node, file: SourceFile) -> ast.FunctionDef:
+        for cls in child.cls.__mro__:
+            if "forward" in vars(cls) or "__call__" in vars(cls):
+                method = file.method(cls.__name__, "forward")
+                calls_alone = "__call__" not in vars(cls)
+                if calls_alone and method and call.sources.file_of(cls) is file:
+                    return method
+                break
+        raise errors.Unsupported(
+            f"`{child.path}` is a {child.cls.__name__}: its `forward` does not stand in "
+            f"{file.path.name}, or is not all that calling it does",
+            at=call.directive.at,
+            hint=f"copy class `{child.cls.__name__}` into {file.path.name}",
+        )
+
+    def _check_all(
+        self, call: Call, cls: type, methods: list[ast.FunctionDef], same: list[Node]
+    ) -> None:
+        """One text serves all modules that have these methods."""
+        main = call.sources.main
+        homes = {
+            c
+            for c in cls.__mro__
+            if call.sources.file_of(c) is main
+            and any(m in main.methods(c.__name__) for m in methods)
+        }
+        selected = {node.path for node in same}
+        for node in call.tree.nodes.values():
+            if node.path not in selected and homes & set(node.cls.__mro__):
+                raise errors.Unsupported(
+                    f"`{node.path}` is a {node.cls.__name__}, which has the methods of "
+                    f"`{same[0].path}`, and is not selected",
+                    at=call.directive.at,
+                    hint="inline in all modules that share the text",
+                )
+
+    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+        """Notes that the submodule is not called any more."""
+        if state.inlined is None and state != ModuleState(
+            shards=state.shards, annotations=state.annotations
+        ):
+            raise errors.ConflictingEdits(
+                f"`{node.path}` cannot be inlined after it was scheduled itself",
+                at=call.directive.at,
+                hint="inline first, then schedule what it holds",
+            )
+        return replace(state, inlined=Inlined(call.directive))
