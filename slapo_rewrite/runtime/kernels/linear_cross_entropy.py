@@ -108,7 +108,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> Any:
         """Scales the gradients. The division comes last: half precision keeps more."""
         scale, *gradients = ctx.saved_tensors
-        factor = dloss * scale
+        # One axis, or half precision would round it.
+        factor = (dloss * scale).reshape(1)
         found = [
             None if g is None else (g * factor).to(dtype)
             for g, dtype in zip(gradients, ctx.dtypes, strict=True)

@@ -149,7 +149,7 @@ def residual_rms_norm_gives_both(device):
         return llama_norm(total, weight), total
 
     for make in makers(device):
-        for size in make.sizes[1:]:
+        for size in make.sizes[-4:]:
             compare(residual_rms_norm, original, make(3, size), make(3, size), make(size))
         for x in make.strided(4, 5, 24):
             compare(residual_rms_norm, original, x, make(24, 5, 4).transpose(0, 2), make(24))
@@ -399,10 +399,10 @@ def rotary_keeps_the_layout(device):
 @case
 def cross_entropy_of_any_size(device):
     for make in makers(device):
-        for size in (*make.sizes, 5003):
-            labels = make.labels(2, 3, below=size)
+        for size in (*(make.sizes if make.dtype == torch.float32 else (7,)), 9001):
+            labels = make.labels(2, 2, below=size)
             labels[0, 1] = -100
-            compare(cross_entropy, causal_loss, make(2, 3, size), labels)
+            compare(cross_entropy, causal_loss, make(2, 2, size), labels)
         for logits in make.strided(4, 5, 24):
             compare(
                 cross_entropy,
@@ -415,19 +415,20 @@ def cross_entropy_of_any_size(device):
 @case
 def cross_entropy_with_every_option(device):
     for make in makers(device):
-        labels = make.labels(7, below=5003)
+        labels = make.labels(4, below=9001)
         labels[2] = 1
         for options in (
             {"ignore_index": 1},
             {"label_smoothing": 0.1},
             {"softcap": 5.0, "label_smoothing": 0.2, "ignore_index": 1},
             {"num_items": 3},
+            {"softcap": 30, "label_smoothing": 0},
             {"num_items": torch.tensor(11, device=device)},
         ):
             compare(
                 lambda x, labels, o=options: cross_entropy(x, labels, **o),
                 lambda x, labels, o=options: causal_loss(x, labels, **o),
-                3 * make(7, 5003),
+                3 * make(4, 9001),
                 labels,
             )
 
@@ -439,6 +440,8 @@ def cross_entropy_at_the_edges(device):
     assert cross_entropy(logits, torch.full_like(labels, -100)).isnan()
     assert cross_entropy(logits, torch.full_like(labels, -100), num_items=4) == 0
     assert cross_entropy(logits[:0], labels[:0]).isnan()
+    if runs_triton(logits):
+        assert cross_entropy(logits, labels, num_items=0).isinf()
     if runs_triton(logits):
         assert cross_entropy(logits, labels + 20).isnan()
     extreme = torch.tensor([[3e4, -3e4, 0.0], [-3e4, -3e4, -3e4]], device=device)
@@ -547,7 +550,7 @@ def softmax_with_every_mask(device):
             keep[..., 0] = True
             added = torch.zeros_like(keep, dtype=make.dtype).masked_fill(~keep, low)
             masks = [None, keep, added]
-            if size == make.sizes[1]:
+            if size == 7:
                 masks += [keep[:, :, :1], keep[0, 0], added[:1].expand(2, 3, 2, size)]
                 masks += [make(1, 3, 2, size), make(2, 3, 2, 1)]
                 masks += [make(2, 1, 1, size, dtype=torch.float32)]
@@ -557,6 +560,8 @@ def softmax_with_every_mask(device):
                     lambda x, mask: eager_softmax(x, mask, 0.3),
                     x,
                     mask,
+                    # A row's gradients cancel, and one number for the row gets their sum.
+                    least=1.0 if mask is not None and mask.shape[-1] == 1 else 0.0,
                 )
         for x in make.strided(2, 3, 5, 24):
             compare(masked_softmax, lambda x: eager_softmax(x, None, 1.0), x)

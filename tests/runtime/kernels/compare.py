@@ -32,7 +32,7 @@ class Maker:
     @property
     def sizes(self) -> tuple[int, ...]:
         """How long rows are tried."""
-        return FEWER if self.dtype == torch.float16 else SIZES
+        return SIZES if self.dtype == torch.float32 else FEWER
 
     def labels(self, *shape: int, below: int) -> Tensor:
         return torch.randint(below, shape, generator=self.generator).to(self.device)
