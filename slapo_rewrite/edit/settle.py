@@ -16,8 +16,11 @@ from slapo_rewrite.edit.classes import ClassWriter
 from slapo_rewrite.edit.definition import (
     FORK,
     RECOMPUTE,
+    Annotate,
     Definition,
+    ForkPart,
     Key,
+    RecomputePart,
     common,
     merged,
     united,
@@ -77,6 +80,7 @@ class _Settling:
         shared = common(definitions) - {RECOMPUTE}
         if not self._has_forward_alone(cls):
             shared -= {FORK}
+        shared = {k for k in shared if not self._is_inherited(cls, k, definitions)}
         edits: list[Edit] = []
         everything = Definition()
         for definition in definitions:
@@ -92,6 +96,16 @@ class _Settling:
         for definition in definitions:
             edits += self.variants.specialise(cls, definition, definition.changes.keys() - shared)
         return edits
+
+    def _is_inherited(self, cls: type, key: Key, definitions: list[Definition]) -> bool:
+        """Whether another class would inherit a part or an annotation that is not asked of it."""
+        kinds = (Annotate, ForkPart, RecomputePart)
+        return any(isinstance(d.changes.get(key), kinds) for d in definitions) and any(
+            node.cls is not cls
+            and issubclass(node.cls, cls)
+            and key not in self.places.changes.get(path, {})
+            for path, node in self.tree.nodes.items()
+        )
 
     def _has_forward_alone(self, cls: type) -> bool:
         """Whether a class has a `forward` of its own that no other class of the model inherits."""

@@ -41,6 +41,13 @@ from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node
 
+# How a subclass is called, and described, that differs in this alone.
+_OWN: dict[type, tuple[str, str]] = {
+    RecomputePart: ("Checkpointed", "that recomputes part of its activations in the backward pass"),
+    ForkPart: ("Forked", "with random numbers of which some differ between ranks"),
+    Annotate: ("Annotated", "whose parameters have attributes of their own"),
+}
+
 
 @dataclass(frozen=True)
 class _Wrapper:
@@ -222,12 +229,12 @@ class Variants:
             return "TensorParallel", "whose layers are split over the tensor-parallel group"
         if made:
             return "Scheduled", f"made of {' and '.join(f'`{n}`' for n in sorted(set(made)))}"
-        if all(isinstance(w, RecomputePart) for w in wanted):
-            return "Checkpointed", "that recomputes part of its activations in the backward pass"
-        if all(isinstance(w, ForkPart) for w in wanted):
-            return "Forked", "with random numbers of which some differ between ranks"
-        if all(isinstance(w, Annotate) for w in wanted):
-            return "Annotated", "whose parameters have attributes of their own"
+        if all(isinstance(w, tuple(_OWN)) for w in wanted):
+            found = [
+                said for kind, said in _OWN.items() if any(isinstance(w, kind) for w in wanted)
+            ]
+            prefix = found[0][0] if len(found) == 1 else "Scheduled"
+            return prefix, ", ".join(words for _, words in found)
         others = sorted({w.target.name for w in wanted if isinstance(w, MakeOther)})
         return "Scheduled", f"made of {' and '.join(f'`{n}`' for n in others)}"
 

@@ -208,6 +208,18 @@ def test_a_method_that_some_instances_have_anew_keeps_what_all_have(tmp_path):
     assert variant.count("with fork_rng():") == 2 and "checkpoint(self.c, x" in variant
 
 
+def test_heirs_stay_as_they_are(tmp_path):
+    text = source("x = self.a(x)\nx = self.b(x)\nreturn x")
+    text = text.replace("class Model", "class Heir(Block):\n    pass\n\n\nclass Model")
+    text = text.replace("(2)])\n\n    def forward(self, x):\n        for", "(2)] + [Heir()])\n\n"
+                        "    def forward(self, x):\n        for")  # fmt: skip
+    lines = ['s["blocks"][:2].checkpoint(["a"])', 's["blocks"][:2]["b"].annotate("bias", "tag", 1)']
+    lines = [line.replace('"][:2]["b"]', '.{0,1}.b"]') for line in lines]
+    changed = changed_lines(rewritten(tmp_path, text, schedule(*lines)))
+    assert "+class ScheduledBlock(Block):\n" in changed and "+ [Heir()])" in changed
+    assert "-        x = self.a(x)\n" not in changed
+
+
 def test_what_else_changes_goes_along(tmp_path):
     body = "x = F.relu(self.a(x))\nx = self.b(x)\nreturn x"
     lines = [
