@@ -164,6 +164,10 @@ def test_forms(form, tmp_path):
             "weights its classes",
         ),
         (
+            "return F.cross_entropy(logits.flatten(0, 1), torch.ones(10, 30)), logits",
+            "takes probabilities of its classes",
+        ),
+        (
             "return F.nll_loss(logits.log_softmax(-1).flatten(0, 1), labels.flatten()), logits",
             "`log_softmax` runs over an axis",
         ),

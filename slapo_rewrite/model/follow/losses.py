@@ -36,7 +36,8 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
     if name != "cross_entropy":
         return None
     logits = args[0] if args else kwargs.get("input")
-    if not isinstance(logits, torch.Tensor):
+    target = args[1] if len(args) > 1 else kwargs.get("target")
+    if not isinstance(logits, torch.Tensor) or not isinstance(target, torch.Tensor):
         return None
     head = _head(run, logits)
     if head is None:
@@ -49,9 +50,10 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
     if owner is None or (function is None and not _below(owner, head)):
         return None
     weight = args[2] if len(args) > 2 else kwargs.get("weight")
-    if weight is not None:
+    if weight is not None or target.is_floating_point():
+        does = "takes probabilities of" if weight is None else "weights"
         raise Misuse(
-            "this loss weights its classes, of which a rank has only its part",
+            f"this loss {does} its classes, of which a rank has only its part",
             f'gather the logits: .sync("fwd_post", "all_gather", axis=-1) on `{head}`',
             head,
         )
