@@ -47,12 +47,14 @@ from slapo_rewrite.edit.state import (
     Function,
     ModuleState,
     Shard,
+    Share,
     Sync,
 )
 from slapo_rewrite.edit.text import returns
 from slapo_rewrite.model.follow import (
     ArgumentChange,
     Asked,
+    Attribute,
     Border,
     Followed,
     ParallelLoss,
@@ -348,18 +350,28 @@ class _Collection:
         for path, holder in self._holders(owners).items():
             cls, causes = self.tree.nodes[path].cls, united(owners[holder.path])
             home = self._home(self.tree.nodes[path])
-            shared = min((name for c, name in followed.replicated if c is cls), default=None)
+            shared = _sharing(cls, followed)
             for attribute in sorted(followed.sizes | followed.repeats, key=lambda a: a.name):
-                if (attribute.cls, attribute.holder) != (cls, holder.cls):
+                if attribute != Attribute(cls, holder.cls, attribute.name):
                     continue
                 what: What = OwnShare(shared if attribute in followed.few else None)
                 if attribute in followed.repeats and shared:
                     what = DivideByReplicas(shared)
                 home.places.add(path, ("size", attribute.name), what, causes)
+        for path, state in self.states.items():
+            for share in state.shares:
+                self._share_attribute(self.tree.nodes[path], share, followed)
         for change in followed.arguments:
             self._argument(change, owners)
         for path, name in sorted(followed.shared):
             self._share_parameter(path, name, followed.shared[path, name], owners)
+
+    def _share_attribute(self, node: Node, share: Share, followed: Followed) -> None:
+        """An attribute that the schedule itself splits."""
+        few = {(a.cls, a.name) for a in followed.few if a.asked}
+        layer = _sharing(node.cls, followed) if (node.cls, share.name) in few else None
+        what = OwnShare(layer)
+        self._home(node).places.add(node.path, ("size", share.name), what, (share.cause,))
 
     def _argument(self, change: ArgumentChange, owners: Mapping[str, list[Directive]]) -> None:
         """An argument written differently, below sharded parameters or where their parts come."""
@@ -481,6 +493,11 @@ class _Collection:
                 at=causes[0].at if causes else None,
                 hint=f"copy class `{node.cls.__name__}` into {self.file.path.name}",
             )
+
+
+def _sharing(cls: type, followed: Followed) -> str | None:
+    """A layer that a class makes of which several ranks may hold the same heads."""
+    return min((name for maker, name in followed.replicated if maker is cls), default=None)
 
 
 def _collective(sync: Sync) -> Collective:

@@ -125,7 +125,9 @@ class _Lowering:
     def _asked(self) -> Asked:
         layers, parameters = self._layers_and_parameters()
         heads = {p for p in layers if self.inference.passes_on(p, self.states[p])}
-        return Asked(layers, parameters, self._borders(layers), frozenset(heads))
+        return Asked(
+            layers, parameters, self._borders(layers), frozenset(heads), self._attributes(layers)
+        )
 
     def _layers_and_parameters(self) -> tuple[dict[str, Layer], dict[str, list[ShardedParameter]]]:
         """The layers that take others' places, and split parameters, by module path."""
@@ -152,6 +154,25 @@ class _Lowering:
                     f"can be, and parameters of classes that {self.file.path.name} defines",
                 )
         return layers, parameters
+
+    def _attributes(self, layers: Mapping[str, Layer]) -> dict[str, frozenset[str]]:
+        """The integer attributes that are to be this rank's share, by module path."""
+        found: dict[str, frozenset[str]] = {}
+        for path, state in self.states.items():
+            if not state.shares:
+                continue
+            cls = self.tree.nodes[path].cls
+            first = state.shares[0]
+            if path in layers or self.desks.of(cls) is None:
+                raise errors.Unsupported(
+                    f"`{path or 's'}` is a {cls.__module__}.{cls.__qualname__}: its `{first.name}` cannot "
+                    "be sharded",
+                    at=first.cause.at,
+                    hint="the attributes of classes that "
+                    f"{self.file.path.name} defines can be, where no layer takes their place",
+                )
+            found[path] = frozenset(share.name for share in state.shares)
+        return found
 
     def _extends_layer(self, cls: type) -> bool:
         """Whether a class is a layer that can be split, or computes with one by `super()` alone."""
@@ -198,7 +219,7 @@ class _Lowering:
 
     def _follow_once(self, asked: Asked, step_inputs: Callable[[], dict[str, Any]]) -> Followed:
         known = any(b.operation != "function" for found in asked.borders.values() for b in found)
-        if not (asked.layers or asked.parameters or known):
+        if not (asked.layers or asked.parameters or asked.attributes or known):
             return Followed()
         return follow(self.tree, asked, step_inputs(), self.desks.holds)
 
@@ -213,7 +234,8 @@ class _Lowering:
             end = len(text.encode()[: place.end_column].decode(errors="ignore"))
             last = end if place.end_line == place.line else len(text)
             at = errors.Span(file.display, place.line, start + 1, max(1, last - start), text)
-        causes = (self._sync_line(error.sync), self._a_cause(error.path))
+        shares = [share.cause.at for state in self.states.values() for share in state.shares]
+        causes = (self._sync_line(error.sync), self._a_cause(error.path), *shares)
         places = list(dict.fromkeys(p for p in (at, *causes) if p is not None))
         return errors.UnfollowableSize(
             str(error), at=places[0] if places else None, also=places[1:], hint=error.hint

@@ -55,6 +55,19 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Share:
+    """An integer attribute of a module that is this rank's share.
+
+    Attributes:
+        name: The attribute.
+        cause: The directive that asked.
+    """
+
+    name: str
+    cause: Directive = field(compare=False)
+
+
+@dataclass(frozen=True)
 class Function:
     """A function or class of the schedule file, or an importable one.
 
@@ -195,6 +208,7 @@ class ModuleState:
     """Everything that was asked of one module."""
 
     shards: tuple[Shard, ...] = ()
+    shares: tuple[Share, ...] = ()
     syncs: tuple[Sync, ...] = ()
     replacement: Replacement | None = None
     checkpoint: Checkpoint | None = None
@@ -208,7 +222,8 @@ class ModuleState:
 
     def causes(self) -> tuple[Directive, ...]:
         """The directives that split the module or communicate at its border."""
-        return (*(s.cause for s in self.shards), *(s.cause for s in self.syncs))
+        splits = (*(s.cause for s in self.shards), *(s.cause for s in self.shares))
+        return (*splits, *(s.cause for s in self.syncs))
 
 
 EMPTY = ModuleState()

@@ -198,7 +198,7 @@ class Inline(Rewriting):
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
         """Notes that the submodule is not called any more."""
         if state.inlined is None and state != ModuleState(
-            shards=state.shards, annotations=state.annotations
+            shards=state.shards, shares=state.shares, annotations=state.annotations
         ):
             raise errors.ConflictingEdits(
                 f"`{node.path}` cannot be inlined after it was scheduled itself",

@@ -160,7 +160,7 @@ def check_free(call: Call, node: Node, state: ModuleState) -> None:
     if state != ModuleState(annotations=state.annotations):
         wraps = (state.checkpoint, state.fork)
         earlier = state.replacement or next(
-            (s for s in state.shards + state.syncs + wraps if s), None
+            (s for s in (*state.shards, *state.shares, *state.syncs, *wraps) if s), None
         )
         raise errors.ConflictingEdits(
             f"`{node.path}` cannot be replaced after it was changed",

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.edit.state import ModuleState, Share
 from slapo_rewrite.edit.state import Shard as ShardState
+from slapo_rewrite.model.layers import base_of
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
 
@@ -26,6 +27,26 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.down(torch.relu(self.up(x)))
+"""
+
+MEAN = """\
+import torch
+from torch import nn
+
+
+class Mean(nn.Module):
+    def __init__(self, features, groups):
+        super().__init__()
+        self.features = features
+        self.groups = groups
+        self.up = nn.Linear(8, features)
+        self.down = nn.Linear(groups, 8)
+
+    def forward(self, x):
+        x = self.up(x)
+        if x.size(-1) != self.features:
+            raise ValueError(f"expected {self.features} features")
+        return self.down(x.unflatten(-1, (self.groups, -1)).mean(-1))
 """
 
 MODEL = """\
@@ -47,18 +68,36 @@ def loss(outputs):
 """
 
 
+OF_MEAN = MODEL.replace("m.MLP(8)", "m.Mean(48, 12)")
+MEAN_SPLIT = (
+    OF_MEAN
+    + """\
+def schedule(s):
+    s["up"].shard(["weight", "bias"], axis=0)
+    s["up"].sync("bwd_post", "all_reduce")
+    s["down"].shard("weight", axis=1)
+    s["down"].sync("fwd_post", "all_reduce")
+"""
+)
+
+
 class Shard(Primitive):
     """Split one or several parameters of a module over the tensor-parallel group.
 
     `axis` counts as the parameter's own axes do. `parts` says that the axis packs several blocks,
     each of which is split for itself: an int for equal blocks (`parts=3` for `[q|k|v]`), or the
     blocks' sizes. What `forward` derives from the sharded size (head counts, split sizes, the
-    arguments of `view`) follows.
+    arguments of `view`) follows. Where it cannot be told, a test of a size say, name the integer
+    attribute itself, with axis 0: it becomes this rank's share.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
         -->
         self.up = ColumnParallelLinear(width, 4 * width)
+
+        s["attention"].shard("num_heads", axis=0) adds to its `__init__`
+        -->
+        self.num_heads = part_size(self.num_heads)
 
     Shapes:
         On a rank the axis has its full size divided by the world size. Linear, axis 0 and `Conv1D`,
@@ -76,8 +115,9 @@ class Shard(Primitive):
         bit. Tied parameters follow.
 
     Raises:
-        SR203 no such parameter; SR301 axis out of range; SR302 a size that `parts` does not divide;
-        SR303 sharded already; SR305 a module that cannot be sharded there.
+        SR104 an attribute that does not fit in `forward`; SR203 no such parameter or attribute;
+        SR206 `parts` of an attribute; SR301 axis out of range; SR302 a size that `parts` does not
+        divide; SR303 sharded already; SR305 a module that cannot be sharded there.
 
     Source: Slapo, arXiv 2302.08005, section 3.2; Megatron-LM, arXiv 1909.08053, section 3.
     """
@@ -102,6 +142,19 @@ def schedule(s):
 +        self.down = RowParallelLinear(4 * width, width)
 """,
         ),
+        Example(
+            MEAN,
+            MEAN_SPLIT + '    s.shard("features", axis=0)\n',
+            """\
++from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, part_size
+-        self.up = nn.Linear(8, features)
+-        self.down = nn.Linear(groups, 8)
++        self.up = ColumnParallelLinear(8, features)
++        self.down = RowParallelLinear(groups, 8)
++        self.groups = part_size(self.groups)
++        self.features = part_size(self.features)
+""",
+        ),
     )
     refusals = (
         Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].shard("wieght", axis=0)\n', "SR203"),
@@ -116,6 +169,11 @@ def schedule(s):
             + '    s["up"].shard("weight", axis=1)\n',
             "SR303",
         ),
+        Refusal(
+            MLP, MODEL + 'def schedule(s):\n    s["up"].shard("out_features", axis=0)\n', "SR305"
+        ),
+        Refusal(MEAN, MEAN_SPLIT + '    s.shard("features", axis=1)\n', "SR301"),
+        Refusal(MEAN, OF_MEAN + 'def schedule(s):\n    s.shard("features", axis=0)\n', "SR104"),
     )
 
     def signature(self) -> inspect.Signature:
@@ -137,7 +195,8 @@ def schedule(s):
             or not all(isinstance(n, str) for n in names)
         ):
             raise errors.BadArgument(
-                f"`names` must be a parameter's name or a list of them, not {given!r}",
+                f"`names` must be the name of a parameter or an integer attribute, or a list of "
+                f"them, not {given!r}",
                 at=call.directive.at,
             )
         for name in names:
@@ -147,17 +206,19 @@ def schedule(s):
     def _one(self, call: Call, node: Node, state: ModuleState, name: str) -> ModuleState:
         at = call.directive.at
         parameter = {**node.buffers, **node.parameters}.get(name)
+        if parameter is None and name in _attributes(node):
+            return self._share(call, node, state, name)
         if parameter is None:
             empty = name in getattr(node.live, "_parameters", {})
             raise errors.UnknownParameter(
-                f"`{node.path}` ({node.cls.__name__}) "
+                f"`{node.path or 's'}` ({node.cls.__name__}) "
                 + (
                     f"is made without its optional `{name}`"
                     if empty
-                    else f"has no parameter `{name}`"
+                    else f"has no parameter `{name}`, and no integer attribute"
                 ),
                 at=at,
-                hint=errors.did_you_mean(name, node.parameters)
+                hint=errors.did_you_mean(name, [*node.parameters, *_attributes(node)])
                 or f"it has {', '.join(node.parameters) or 'none of its own'}",
             )
         for earlier in state.shards:
@@ -183,6 +244,39 @@ def schedule(s):
         axis %= len(shape)
         parts = self._parts(call, node, name, shape[axis])
         return replace(state, shards=(*state.shards, ShardState(name, axis, parts, call.directive)))
+
+    def _share(self, call: Call, node: Node, state: ModuleState, name: str) -> ModuleState:
+        """An integer attribute that becomes this rank's share."""
+        at, spoken = call.directive.at, f"`{node.path or 's'}.{name}`"
+        for earlier in state.shares:
+            if earlier.name == name:
+                raise errors.ShardedTwice(
+                    f"{spoken} is sharded already",
+                    at=at,
+                    also=[earlier.cause.at] if earlier.cause.at else [],
+                    hint="take one of the two lines out",
+                )
+        base, axis, parts = base_of(node.cls), call.arguments["axis"], call.arguments["parts"]
+        if base is not None and name in inspect.signature(base).parameters:
+            raise errors.Unsupported(
+                f"{spoken} says what the weight of a {base.__name__} is: it follows from that",
+                at=at,
+                hint='shard the weight instead: .shard("weight", axis=...)',
+            )
+        if axis not in (0, -1) or isinstance(axis, bool):
+            raise errors.BadAxis(
+                f"{spoken} is a whole number: there is no axis {axis!r}",
+                at=at,
+                hint="give axis=0",
+            )
+        if parts != 1:
+            raise errors.BadArgument(
+                f"{spoken} is a whole number: it has no parts", at=at, hint="take `parts` out"
+            )
+        size = vars(node.live)[name]
+        if size < 2:
+            raise errors.BadSize(f"{spoken} is {size}: there is nothing to split", at=at)
+        return replace(state, shares=(*state.shares, Share(name, call.directive)))
 
     def _parts(self, call: Call, node: Node, name: str, size: int) -> tuple[int, ...]:
         parts = call.arguments["parts"]
@@ -212,3 +306,8 @@ def schedule(s):
             )
         common = math.gcd(*sizes)
         return tuple(s // common for s in sizes)
+
+
+def _attributes(node: Node) -> list[str]:
+    """The integer attributes of a module."""
+    return [name for name, value in vars(node.live).items() if type(value) is int]

@@ -70,6 +70,31 @@ TIED = (
         return self.third(self.second(self.wte(x)))
 """
 )
+# A size that only a test of it uses, beside one that a module is not asked for.
+CHECKED = (
+    HEAD.replace("Model", "Block")
+    + """\
+        self.features = 12
+        self.fc_in = nn.Linear(10, self.features)
+        self.scale = nn.Parameter(torch.rand(self.features))
+        self.fc_out = nn.Linear(12, 10)
+
+    def forward(self, x):
+        x = F.gelu(self.fc_in(x))
+        if x.size(-1) != self.features:
+            raise ValueError(f"{x.size(-1)} features")
+        return self.fc_out(self.scale * x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x):
+        return x + self.second(self.first(x))
+"""
+)
 SCHEDULE = """\
 import torch
 
@@ -117,6 +142,11 @@ CHANNELS = """\
         mode="fwd_post", sync_op_or_fn="all_gather", axis=1, tensor_parallel_output_grad=False
     )
 """
+BLOCK = """\
+    column(s["first.fc_in"])
+    s["first"].shard(["scale", "features"], axis=0)
+    row(s["first.fc_out"])
+"""
 EMBEDDING = '    s["wte"].shard("weight", axis=0)\n    s["wte"].sync("fwd_post", "all_reduce")\n'
 WITH_HEADS = """\
     for head in s["{second,third}"]:
@@ -142,6 +172,7 @@ CASES = {
         LAYER_NORM, FLOATS + PAIR + '    s["norm"].shard(["weight", "bias"], axis=0)\n'
     ),
     "rms_norm": Case(RMS_NORM, FLOATS + PAIR + '    s["norm"].shard("weight", axis=0)\n'),
+    "attribute": Case(CHECKED, FLOATS + BLOCK),
 }
 
 
@@ -156,6 +187,29 @@ def test_every_layer_gets_its_like(tmp_path):
     norm = '    s["norm"].shard(["weight", "bias"], axis=0)\n'
     text = changed_lines(rewritten(tmp_path, LAYER_NORM, FLOATS + PAIR + norm))
     assert "+        self.norm = ParallelLayerNorm(12)\n" in text
+
+
+def test_an_attribute_is_split_where_it_is_asked_for(tmp_path):
+    text = changed_lines(rewritten(tmp_path, CHECKED, FLOATS + BLOCK))
+    assert "+        self.features = part_size(self.features)\n" in text
+    assert text.count("part_size(") == 1 and "+class " in text, "the second block stays whole"
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "words"),
+    [
+        (BLOCK.replace(', "features"', ""), "SR104", 'name the attribute: .shard("its_name"'),
+        (BLOCK.replace('["scale", "features"]', '"features"'), "SR104", "joins a part"),
+        ('    s["second"].shard("features", axis=0)\n', "SR104", 's["second"].shard("features"'),
+        ('    s["first"].shard("featurs", axis=0)\n', "SR203", "did you mean `features`?"),
+        ('    s["first.fc_in"].shard("in_features", axis=0)\n', "SR305", "shard the weight"),
+        ('    s["first"].shard("features", axis=1)\n', "SR301", "there is no axis 1"),
+        ('    s["first"].shard("features", axis=0, parts=3)\n', "SR206", "it has no parts"),
+        (BLOCK + '    s["first"].shard("features", axis=0)\n', "SR303", "sharded already"),
+    ],
+)
+def test_attributes_that_are_refused(lines, code, words, tmp_path):
+    assert words in refused(tmp_path, CHECKED, FLOATS + lines, code)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ line. On the way `Flow` judges whether each operation is right on parts and part
 """
 
 from slapo_rewrite.model.follow.search import follow
+from slapo_rewrite.model.follow.sizes import Attribute
 from slapo_rewrite.model.follow.vocabulary import (
     SPOKEN,
     ArgumentChange,
@@ -29,6 +30,7 @@ __all__ = [
     "SPOKEN",
     "ArgumentChange",
     "Asked",
+    "Attribute",
     "Border",
     "CannotFollow",
     "CannotRun",

@@ -159,7 +159,10 @@ def _know_parameters(run: Run) -> None:
 
 
 def _holders(run: Run) -> dict[str, Node]:
-    """For every module below sharded parameters or with some: the nearest that has them."""
+    """For every module below sharded parameters or with some: the nearest that has them.
+
+    A module that is asked for its share of an attribute alone stands for itself.
+    """
     own = set()
     for path in (*run.asked.layers, *run.asked.parameters):
         node = run.tree.nodes[path]
@@ -172,6 +175,8 @@ def _holders(run: Run) -> dict[str, Node]:
             found[path] = node
         elif node.parent is not None and node.parent.path in found:
             found[path] = found[node.parent.path]
+        elif path in run.asked.attributes:
+            found[path] = node
     return found
 
 
@@ -181,18 +186,19 @@ def _mark_sizes(run: Run, node: Node, holder: Node, undo: list[Callable[[], None
         return
     held = node.live.__dict__
     world = dist.get_world_size()
+    wanted = run.asked.attributes.get(node.path, frozenset())
     for name, value in list(held.items()):
-        if type(value) is int and value > 1 and not name.startswith("_"):
-            attribute = Attribute(node.cls, holder.cls, name)
-            if attribute in run.followed.sizes:
+        if type(value) is int and value > 1 and (name in wanted or not name.startswith("_")):
+            attribute = Attribute(node.cls, holder.cls, name, name in wanted)
+            if attribute.asked or attribute in run.followed.sizes:
                 if value < world and run.replicas * value == world:
                     run.followed.few.add(attribute)
                 elif value % world:
-                    raise Indivisible(f"`{node.path}.{name}` is {value}")
+                    raise Indivisible(f"`{node.path or 's'}.{name}` is {value}")
                 held[name] = Size.of(max(1, value // world), [attribute])
             elif attribute in run.followed.repeats:
                 if value % run.replicas:
-                    raise Indivisible(f"`{node.path}.{name}` is {value}")
+                    raise Indivisible(f"`{node.path or 's'}.{name}` is {value}")
                 held[name] = Size.of(value // run.replicas, [attribute])
             else:
                 held[name] = Size.of(value, [attribute])

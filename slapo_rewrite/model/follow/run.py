@@ -163,7 +163,7 @@ class Run:
     def undecided(self, size: int) -> list[Attribute]:
         """The attributes of a number that may yet turn out to be this rank's share."""
         known = self.wanted.sizes | self.wanted.fixed | self.wanted.repeats
-        return [a for a in getattr(size, "attributes", ()) if a not in known]
+        return [a for a in getattr(size, "attributes", ()) if not a.asked and a not in known]
 
     def source_of(self, value: Any) -> str | None:
         """The module that made one of the operands a part or a partial sum, if any is."""

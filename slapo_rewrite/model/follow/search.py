@@ -211,6 +211,8 @@ class _Following:
             unfit = CannotFollow(
                 f"`forward` does not fit the sharded sizes: {error}".rstrip(": "),
                 place_in_traceback(error, self.editable),
+                hint="where an integer attribute of a module has to be this rank's share for it, "
+                'name the attribute: .shard("its_name", axis=0)',
             )
             unfit.repeats = frozenset(run.repeats)
             raise unfit from error

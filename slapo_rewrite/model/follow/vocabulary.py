@@ -74,12 +74,14 @@ class Asked:
         parameters: The split parameters of a module's own, by the module's path.
         borders: Further collectives, by the module's path.
         heads: The layers among `layers` whose parts may go into a loss as they are.
+        attributes: The integer attributes that are this rank's share, by the module's path.
     """
 
     layers: Mapping[str, Layer]
     parameters: Mapping[str, Sequence[ShardedParameter]]
     borders: Mapping[str, Sequence[Border]] = field(default_factory=dict)
     heads: frozenset[str] = frozenset()
+    attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
