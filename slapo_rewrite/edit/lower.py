@@ -165,8 +165,8 @@ class _Lowering:
             first = state.shares[0]
             if path in layers or self.desks.of(cls) is None:
                 raise errors.Unsupported(
-                    f"`{path or 's'}` is a {cls.__module__}.{cls.__qualname__}: its `{first.name}` cannot "
-                    "be sharded",
+                    f"`{path or 's'}` is a {cls.__module__}.{cls.__qualname__}: its "
+                    f"`{first.name}` cannot be sharded",
                     at=first.cause.at,
                     hint="the attributes of classes that "
                     f"{self.file.path.name} defines can be, where no layer takes their place",
