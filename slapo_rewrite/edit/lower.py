@@ -17,9 +17,10 @@ from slapo_rewrite.edit.desks import Desks
 from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.infer import Inference, named
 from slapo_rewrite.edit.layers import choose_layer, done_inside
+from slapo_rewrite.edit.parts import find_part
 from slapo_rewrite.edit.settle import settle
 from slapo_rewrite.edit.splice import Edit
-from slapo_rewrite.edit.state import Directive, ModuleState, Sync
+from slapo_rewrite.edit.state import Directive, ModuleState, Sync, general
 from slapo_rewrite.edit.ties import annotate_ties, follow_ties
 from slapo_rewrite.model.alike import Alike
 from slapo_rewrite.model.follow import (
@@ -27,9 +28,11 @@ from slapo_rewrite.model.follow import (
     Border,
     CannotFollow,
     CannotRun,
+    Draw,
     Followed,
     ShardedParameter,
     follow,
+    out_of_step,
 )
 from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.layers import Layer, base_of
@@ -117,7 +120,10 @@ class _Lowering:
             self.states = {path: self.states[path] for path in few}
         self.states, inferred = named(self.states, self.number)
         with alike.reduced():
-            collect(self.tree, self.states, self._asked(), followed, self.desks)
+            asked = self._asked()
+            collect(self.tree, self.states, asked, followed, self.desks)
+            for draw, world in out_of_step(self.tree, asked, followed):
+                self._warn_of(draw, world)
             edits = {d.file.name: settle(self.tree, d, self.line_length) for d in self.desks}
         imports = {d.file.name: d.imports for d in self.desks}
         return Lowered(edits, imports, inferred, self.warnings)
@@ -126,7 +132,12 @@ class _Lowering:
         layers, parameters = self._layers_and_parameters()
         heads = {p for p in layers if self.inference.passes_on(p, self.states[p])}
         return Asked(
-            layers, parameters, self._borders(layers), frozenset(heads), self._attributes(layers)
+            layers,
+            parameters,
+            self._borders(layers),
+            frozenset(heads),
+            self._attributes(layers),
+            frozenset(path for path, state in self.states.items() if state.fork),
         )
 
     def _layers_and_parameters(self) -> tuple[dict[str, Layer], dict[str, list[ShardedParameter]]]:
@@ -252,6 +263,33 @@ class _Lowering:
                 f"followed ({str(error).splitlines()[0]}); `--verify` tells whether they had to be"
             )
             return Followed()
+
+    def _warn_of(self, draw: Draw, world: int) -> None:
+        """Says which random numbers bring the ranks out of step, unless they are forked."""
+        if any(self._in_forked_part(path, line) for path, line in draw.callers):
+            return
+        path, place = draw.callers[0][0], draw.place
+        where = f"{self.desks.at(place).file.display}:{place.line}: " if place else ""
+        selected = f's["{general(path)}"]' if path else "s"
+        whole = self.tree.nodes[path].cls.__module__.startswith("torch.nn.")
+        fork = ".fork_rng()" if whole else ".fork_rng(subgraph=...) of this line"
+        warning = (
+            f"{where}random numbers are drawn for a rank's part of `{general(draw.source)}` here, "
+            f"and on {world} ranks these parts differ in size: later numbers for whole values "
+            f"would differ between the ranks; {selected}{fork} mends it"
+        )
+        if warning not in self.warnings:
+            self.warnings.append(warning)
+
+    def _in_forked_part(self, path: str, line: int) -> bool:
+        state, cls = self.states.get(path), self.tree.nodes[path].cls
+        home = self.desks.of(cls)
+        for fork in state.forked_parts if state and home else ():
+            assert home is not None and fork.part is not None
+            run = find_part(home.lineages, cls.__name__, fork.part, fork.cause).run
+            if run[0].lineno <= line <= (run[-1].end_lineno or line):
+                return True
+        return False
 
     def _sync_line(self, sync: tuple[str, int] | None) -> errors.Span | None:
         return self.states[sync[0]].syncs[sync[1]].cause.at if sync else None

@@ -71,7 +71,8 @@ class ForkRng(Primitive):
     Everywhere else they are equal, which dropout on whole values needs. Where ranks hold parts,
     heads say, equal numbers drop the same places of each part. After the module the ranks are in
     step again, whatever each of them drew inside; recomputation by `checkpoint` draws the same
-    numbers again, in whichever order the two stand in the schedule.
+    numbers again, in whichever order the two stand in the schedule. Parts that may be larger on
+    some ranks than on others need it: a rewrite without it warns of what draws numbers for them.
 
     Rewrite:
         def forward(self, x):

@@ -72,6 +72,7 @@ def step(path: Path):
     """Output, gradients and the random numbers after a step."""
     torch.manual_seed(2)
     model = imported(path).Model()
+    torch.manual_seed(3)
     x = torch.randn(5, 6, requires_grad=True)
     model(x).square().sum().backward()
     return [x.grad, *(p.grad for p in model.parameters()), torch.rand(3)]
@@ -180,3 +181,56 @@ def test_together_with_shards_of_some_instances(tmp_path):
 )
 def test_refusals(line, code, words, tmp_path):
     assert words in refused(tmp_path, SOURCE, SCHEDULE + f"    {line}\n", code)
+
+
+# Parts of seven features: of different sizes at every number of ranks.
+UNEVEN = SOURCE.replace("2 * width", "width + 1")
+SPLIT = """\
+    s["layers.*.up"].shard(["weight", "bias"], axis=0)
+    s["layers.*.up"].sync("bwd_post", "all_reduce")
+    s["layers.*.down"].shard("weight", axis=1)
+    s["layers.*.down"].sync("fwd_post", "all_reduce")
+"""
+# Four is what all world sizes divide that this allows: they divide twelve features as well.
+EVEN_HEADS = '    s["layers.*"].shard("heads", axis=0)\n'
+FORK_INNER = '    s["layers.*.inner"].fork_rng()\n'
+
+
+def test_parts_of_different_sizes_are_warned_of(tmp_path):
+    (warning,) = rewritten(tmp_path, UNEVEN, SCHEDULE + SPLIT).warnings
+    assert "source_0.py:9: random numbers are drawn for a rank's part of `layers.*.up`" in warning
+    assert "on 2 ranks these parts differ in size" in warning
+    assert 's["layers.*.inner"].fork_rng(subgraph=...) of this line mends it' in warning
+    of_torch = UNEVEN.replace("self.inner = Drop()", "self.inner = nn.Dropout(0.5)")
+    (warning,) = rewritten(tmp_path, of_torch, SCHEDULE + SPLIT).warnings
+    assert warning.endswith('s["layers.*.inner"].fork_rng() mends it')
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        (UNEVEN, FORK_INNER),
+        (UNEVEN, '    s["layers.*"].fork_rng(["inner"])\n'),
+        (UNEVEN, '    s["layers.*.inner"].fork_rng(["F.dropout"])\n'),
+        (UNEVEN.replace("p=0.5", "p=0.0"), ""),
+        (SOURCE.replace("self.up =", "self.heads = 4\n        self.up ="), EVEN_HEADS),
+    ],
+)
+def test_without_need_nothing_is_warned_of(source, lines, tmp_path):
+    assert rewritten(tmp_path, source, SCHEDULE + SPLIT + lines).warnings == []
+
+
+def test_a_fork_elsewhere_is_no_remedy(tmp_path):
+    lines = '    s["layers.*"].fork_rng(["drop"])\n    s["layers.*.outer"].fork_rng()\n'
+    assert rewritten(tmp_path, UNEVEN, SCHEDULE + SPLIT + lines).warnings
+
+
+@pytest.mark.processes
+def test_parts_of_different_sizes_need_it(tmp_path):
+    paths = [
+        written(tmp_path, rewritten(tmp_path, UNEVEN, SCHEDULE + SPLIT + lines))
+        for lines in ("", FORK_INNER)
+    ]
+    (plain, forked), (other_plain, other_forked) = run(steps, 2, *paths)
+    assert not torch.equal(plain[-1], other_plain[-1])
+    assert torch.equal(forked[-1], other_forked[-1])

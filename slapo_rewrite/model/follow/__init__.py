@@ -9,6 +9,7 @@ is changed where it stands, to -1 or to its `part_size`; what can be neither is 
 line. On the way `Flow` judges whether each operation is right on parts and partial sums.
 """
 
+from slapo_rewrite.model.follow.draws import out_of_step
 from slapo_rewrite.model.follow.search import follow
 from slapo_rewrite.model.follow.sizes import Attribute
 from slapo_rewrite.model.follow.vocabulary import (
@@ -18,6 +19,7 @@ from slapo_rewrite.model.follow.vocabulary import (
     Border,
     CannotFollow,
     CannotRun,
+    Draw,
     Followed,
     ParallelLoss,
     Place,
@@ -34,6 +36,7 @@ __all__ = [
     "Border",
     "CannotFollow",
     "CannotRun",
+    "Draw",
     "Followed",
     "ParallelLoss",
     "Place",
@@ -41,4 +44,5 @@ __all__ = [
     "ShardedParameter",
     "follow",
     "layer_key",
+    "out_of_step",
 ]

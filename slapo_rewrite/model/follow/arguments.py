@@ -45,4 +45,6 @@ def change(
             # What no one can change there means the whole.
             remedy=Remedy.whole_of(state.source, state.axis) if place is None else None,
         )
+    if template == SHARE:
+        run.followed.even.add(int(size))
     run.followed.arguments.add(ArgumentChange(place, index, template, state.source))

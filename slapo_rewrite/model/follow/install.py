@@ -195,6 +195,8 @@ def _mark_sizes(run: Run, node: Node, holder: Node, undo: list[Callable[[], None
                     run.followed.few.add(attribute)
                 elif value % world:
                     raise Indivisible(f"`{node.path or 's'}.{name}` is {value}")
+                else:
+                    run.followed.even.add(value)
                 held[name] = Size.of(max(1, value // world), [attribute])
             elif attribute in run.followed.repeats:
                 if value % run.replicas:

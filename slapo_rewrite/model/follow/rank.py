@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.model.follow import cuts, losses, reshapes
+from slapo_rewrite.model.follow import cuts, draws, losses, reshapes
 from slapo_rewrite.model.follow.flow import PART, gather_line
 from slapo_rewrite.model.follow.packing import Blocks, described, moved_axis, reduced
 from slapo_rewrite.model.follow.record import Entry, answer_to, carry_out, with_values
@@ -130,6 +130,7 @@ def _take_in(
     _check(run, entry, outputs, args, kwargs)
     _check_numbers(run, name, entry, args, kwargs)
     _check_made(run, name, entry, inputs, outputs)
+    draws.note(run, name, args, kwargs, outputs)
     run.flow.operate(name, inputs, entry.inputs, args, kwargs, outputs)
     _hand_on(run, name, entry, inputs, (args, kwargs), outputs, blocks)
 

@@ -28,7 +28,7 @@ def fewer_heads(tree: Tree, asked: Asked, followed: Followed) -> tuple[dict[Laye
         key = layer_key(node)
         if node.owner is None or key not in followed.heads:
             continue
-        heads = _width(node.live) // int(getattr(node.owner.live, followed.heads[key]))
+        heads = width(node.live) // int(getattr(node.owner.live, followed.heads[key]))
         fits = base_of(node.cls) is node.cls and replicated(layer, "") is not None
         by_owner.setdefault(node.owner.path, []).append((key, heads, fits))
     world = 0
@@ -41,7 +41,7 @@ def fewer_heads(tree: Tree, asked: Asked, followed: Followed) -> tuple[dict[Laye
     return found, world
 
 
-def _width(layer: Any) -> int:
+def width(layer: Any) -> int:
     """How many features a layer gives."""
     return int(getattr(layer, "out_features", 0) or getattr(layer, "nf", 0))
 

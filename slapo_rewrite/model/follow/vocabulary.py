@@ -75,6 +75,7 @@ class Asked:
         borders: Further collectives, by the module's path.
         heads: The layers among `layers` whose parts may go into a loss as they are.
         attributes: The integer attributes that are this rank's share, by the module's path.
+        forked: The modules all of whose random numbers are a rank's own.
     """
 
     layers: Mapping[str, Layer]
@@ -82,6 +83,7 @@ class Asked:
     borders: Mapping[str, Sequence[Border]] = field(default_factory=dict)
     heads: frozenset[str] = frozenset()
     attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    forked: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,24 @@ class ParallelLoss:
     names: tuple[tuple[str, int], ...]
 
 
+@dataclass(frozen=True)
+class Draw:
+    """Random numbers that are drawn for a part, and by all ranks alike.
+
+    Attributes:
+        callers: The modules that are being called, the innermost first, each with the line that it
+            has come to; one may be there several times.
+        place: Where they are drawn, or what leads to it.
+        source: The layer whose part it is.
+        blocks: Full sizes of the blocks that the split axis packs.
+    """
+
+    callers: tuple[tuple[str, int], ...]
+    place: Place | None
+    source: str
+    blocks: tuple[int, ...]
+
+
 @dataclass
 class Followed:
     """What follows from the sharded sizes.
@@ -185,6 +205,8 @@ class Followed:
             number.
         nested: Modules whose output has its first tensor inside of something else.
         losses: Cross entropies of what stays split over the vocabulary, by place.
+        draws: Random numbers for parts that are drawn outside of what is forked.
+        even: Sizes that every world size that fits divides.
     """
 
     sizes: frozenset[Attribute] = frozenset()
@@ -199,6 +221,8 @@ class Followed:
     summed: frozenset[tuple[str, int]] = frozenset()
     nested: set[str] = field(default_factory=set)
     losses: dict[Place, ParallelLoss] = field(default_factory=dict)
+    draws: set[Draw] = field(default_factory=set)
+    even: set[int] = field(default_factory=set)
 
 
 class CannotRun(Exception):

@@ -1,0 +1,120 @@
+"""Random numbers that ranks draw for parts of different sizes, which brings them out of step.
+
+Ranks are seeded alike, and dropout of a value that all of them have needs equal numbers. Whoever
+draws for a part that is larger on some ranks than on others draws more of them there, and all later
+numbers differ.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_rewrite.model.follow.replicas import width
+from slapo_rewrite.model.follow.run import Run
+from slapo_rewrite.model.follow.sizes import tensors
+from slapo_rewrite.model.follow.vocabulary import Asked, Draw, Followed, layer_key
+from slapo_rewrite.model.layers import Layer
+from slapo_rewrite.model.tree import Tree
+
+_DROPPING = {
+    "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
+    "feature_alpha_dropout", "feature_dropout", "native_dropout",
+}  # fmt: skip
+_DRAWING = {
+    "bernoulli", "bernoulli_", "rand_like", "randn_like", "randint_like", "rand", "randn",
+    "randint", "normal", "normal_", "uniform_", "exponential_", "random_", "rrelu",
+    "gumbel_softmax",
+}  # fmt: skip
+
+# The file of the method that calls `forward`.
+_CALLING = os.path.join("torch", "nn", "modules", "module.py")
+
+
+def note(run: Run, name: str, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
+    """Notes an operation that draws random numbers for a part, outside of what is forked."""
+    if not _draws(name, args, kwargs):
+        return
+    for output in outputs:
+        split = run.split_axes(output)
+        source = run.source_of((args, kwargs))
+        if len(split) != 1 or source is None or not _may_be_uneven(run.asked, source):
+            continue
+        callers = tuple(_callers(run))
+        if not callers or any(path in run.asked.forked for path, _ in callers):
+            continue
+        blocks = _blocks(run, (args, kwargs), split[0]) or (run.whole_shape(output)[split[0]],)
+        run.followed.draws.add(Draw(callers, run.place(), source, blocks))
+
+
+def out_of_step(tree: Tree, asked: Asked, followed: Followed) -> Iterator[tuple[Draw, int]]:
+    """What brings ranks out of step, with the least number of ranks at which it does.
+
+    Args:
+        tree: The model.
+        asked: What is sharded.
+        followed: What follows from it.
+    """
+    even = set(followed.even)
+    for path in asked.layers:
+        node = tree.nodes[path]
+        unit = followed.units.get(layer_key(node))
+        if (
+            unit is not None
+            and node.owner is not None
+            and layer_key(node) not in followed.replicated
+        ):
+            even.add(width(node.live) // int(getattr(node.owner.live, unit)))
+    common = math.gcd(*even)
+    for draw in sorted(followed.draws, key=lambda d: (d.callers, d.source)):
+        for world in range(2, min(draw.blocks) + 1):
+            if common % world == 0 and any(size % world for size in draw.blocks):
+                yield draw, world
+                break
+
+
+def _draws(name: str, args: Any, kwargs: Any) -> bool:
+    if name in _DROPPING:
+        given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+        return bool(given.get("p", 0.5)) and given.get("training", True) is not False
+    if name == "scaled_dot_product_attention":
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+    return name in _DRAWING
+
+
+def _may_be_uneven(asked: Asked, source: str) -> bool:
+    """Whether a part is split as evenly as its size allows, rather than scattered evenly."""
+    layer = asked.layers.get(source)
+    if layer is None:
+        return source in asked.parameters
+    return not _scatters(layer) and not any(
+        border.operation == "scatter" for border in asked.borders.get(source, ())
+    )
+
+
+def _scatters(layer: Layer) -> bool:
+    return any(name == "reduce_scatter_axis" for name, _ in layer.keywords)
+
+
+def _blocks(run: Run, given: Any, axis: int) -> tuple[int, ...] | None:
+    """How the split axis of an operand is packed, where that is known."""
+    return next((b[axis] for t in tensors(given) if axis in (b := run.blocks.get(id(t), {}))), None)
+
+
+def _callers(run: Run) -> Iterator[tuple[str, int]]:
+    """The modules that are being called, the innermost first, and where their methods are."""
+    paths = {id(node.live): path for path, node in run.tree.nodes.items()}
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        inside = not frame.f_code.co_filename.endswith(_CALLING)
+        if inside and isinstance(module, nn.Module) and id(module) in paths:
+            yield paths[id(module)], frame.f_lineno
+        frame = frame.f_back
