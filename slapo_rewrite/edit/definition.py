@@ -291,7 +291,7 @@ class Definition:
 
     def has(self, key: Key) -> bool:
         """Whether these instances have the place at all; other places than sites everyone has."""
-        return key[0] not in ("site", "parameter", "hook") or _place(key) in self.present
+        return key[0] not in ("site", "parameter", "hook") or place_of(key) in self.present
 
     def absorb(self, other: Definition) -> None:
         """Takes in a definition that agrees."""
@@ -302,7 +302,8 @@ class Definition:
         self.nodes += other.nodes
 
 
-def _place(key: Key) -> Key:
+def place_of(key: Key) -> Key:
+    """The construction site that a change stands at, without what it does there."""
     return ("site", *key[1:3]) if key[0] == "hook" else key[:3]
 
 

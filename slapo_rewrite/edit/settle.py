@@ -16,13 +16,11 @@ from slapo_rewrite.edit.classes import ClassWriter
 from slapo_rewrite.edit.definition import (
     FORK,
     RECOMPUTE,
-    Annotate,
     Definition,
-    ForkPart,
     Key,
-    RecomputePart,
     common,
     merged,
+    place_of,
     united,
 )
 from slapo_rewrite.edit.desks import Desk
@@ -80,7 +78,7 @@ class _Settling:
         shared = common(definitions) - {RECOMPUTE}
         if not self._has_forward_alone(cls):
             shared -= {FORK}
-        shared = {k for k in shared if not self._is_inherited(cls, k, definitions)}
+        shared = {k for k in shared if not self._reaches_others(cls, k)}
         edits: list[Edit] = []
         everything = Definition()
         for definition in definitions:
@@ -91,21 +89,31 @@ class _Settling:
                 )
             )
         if everything.changes:
-            self._check_homes(cls, everything)
             edits += self.writer.in_place(cls.__name__, everything, self.places.indices)
         for definition in definitions:
             edits += self.variants.specialise(cls, definition, definition.changes.keys() - shared)
         return edits
 
-    def _is_inherited(self, cls: type, key: Key, definitions: list[Definition]) -> bool:
-        """Whether another class would inherit a part or an annotation that is not asked of it."""
-        kinds = (Annotate, ForkPart, RecomputePart)
-        return any(isinstance(d.changes.get(key), kinds) for d in definitions) and any(
+    def _reaches_others(self, cls: type, key: Key) -> bool:
+        """Whether a change in place would be one for an instance of another class, unasked."""
+        home = self.lineages.home(cls.__name__, key)
+        return any(
             node.cls is not cls
-            and issubclass(node.cls, cls)
+            and home in self.lineages.lineage(node.cls.__name__)
             and key not in self.places.changes.get(path, {})
+            and self._reaches(home, key, node)
             for path, node in self.tree.nodes.items()
         )
+
+    def _reaches(self, home: str, key: Key, node: Node) -> bool:
+        """Whether an instance of a derived class goes through a place in the class `home`."""
+        if key[0] in ("site", "parameter", "hook"):
+            return place_of(key) in self._present(node)
+        if key[0] in ("forward", "call", "gradient"):
+            lineage = self.lineages.lineage(node.cls.__name__)
+            between = lineage[: lineage.index(home)]
+            return all(self.lineages.extends_forward(name) for name in between)
+        return True
 
     def _has_forward_alone(self, cls: type) -> bool:
         """Whether a class has a `forward` of its own that no other class of the model inherits."""
@@ -165,26 +173,6 @@ class _Settling:
                 also=[c.at for c in causes[:1] if c.at],
                 hint="give each a line of its own",
             )
-
-    def _check_homes(self, cls: type, definition: Definition) -> None:
-        """What several classes inherit cannot be changed in place for one of them alone."""
-        for key in definition.changes:
-            home = self.lineages.home(cls.__name__, key)
-            if home == cls.__name__:
-                continue
-            for node in self.tree.nodes.values():
-                if node.cls is cls or home not in self.lineages.lineage(node.cls.__name__):
-                    continue
-                if key in self.places.changes.get(node.path, {}):
-                    continue
-                if key[0] in ("site", "parameter", "hook") and key not in self._present(node):
-                    continue
-                raise errors.Unsupported(
-                    f"`{cls.__name__}` inherits what changes from `{home}`, and so does "
-                    f"`{node.cls.__name__}` at `{node.path}`, which is not scheduled alike",
-                    at=definition.causes[key][0].at,
-                    hint="schedule both alike",
-                )
 
 
 def _each_once(edits: list[Edit]) -> list[Edit]:

@@ -95,6 +95,26 @@ class Model(nn.Module):
 """
 )
 
+HEIRS = (
+    ATTENTION
+    + """
+
+class HalvedMLP(MLP):
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+class Model(nn.Module):
+    def __init__(self, dim=16):
+        super().__init__()
+        self.first = MLP(dim)
+        self.second = HalvedMLP(dim)
+
+    def forward(self, x, memory):
+        return self.second(self.first(x) + memory.mean(1, keepdim=True))
+"""
+)
+
 PLAIN = """\
 from torch import nn
 
@@ -167,6 +187,20 @@ def schedule(s):
     split(s["layers.*.cross"])
     s["layers.*.attention"].checkpoint()
     s["encoder.1"].checkpoint()
+""",
+    ),
+    "heir_only": Case(
+        CROSS, BOTH + SPLIT + 'def schedule(s):\n    split(s["layers.*.attention"])\n'
+    ),
+    "parent_only": Case(
+        HEIRS,
+        BOTH
+        + """\
+def schedule(s):
+    s["first.up"].shard(["weight", "bias"], axis=0)
+    s["first.down"].shard("weight", axis=1)
+    s["first"].sync("bwd_post", "all_reduce")
+    s["first"].sync("fwd_post", "all_reduce")
 """,
     ),
     "one_parent": Case(CROSS, BOTH + SPLIT + 'def schedule(s):\n    split_mlp(s["gate.mlp"])\n'),
@@ -248,11 +282,21 @@ def test_one_parent_s_instance_changes_and_the_other_s_does_not(tmp_path):
     assert changed.count("TensorParallelMLP") == 2
 
 
-def test_a_constructor_inherited_by_what_is_scheduled_otherwise_is_refused(tmp_path):
-    schedule = BOTH + SPLIT + 'def schedule(s):\n    split(s["layers.*.attention"])\n'
-    words = refused(tmp_path, CROSS, schedule, "SR305")
-    assert "`CausalAttention` inherits what changes from `Attention`" in words
-    assert "`layers.0.cross`, which is not scheduled alike" in words
+def test_a_constructor_that_others_inherit_stays_as_it_is(tmp_path):
+    case = CASES["heir_only"]
+    changed = changed_lines(rewritten(tmp_path, case.source, case.schedule))
+    assert "+class TensorParallelCausalAttention(CausalAttention):\n" in changed
+    assert changed.count("\n-") == 1  # where it is made
+
+
+def test_what_an_heir_would_inherit_becomes_a_class_of_its_own(tmp_path):
+    case = CASES["parent_only"]
+    changed = changed_lines(rewritten(tmp_path, case.source, case.schedule))
+    assert "+class TensorParallelMLP(MLP):\n" in changed
+    assert "+        return all_reduce(super().forward(all_reduce_gradient(x)))\n" in changed
+    assert (
+        "-        self.first = MLP(dim)\n+        self.first = TensorParallelMLP(dim)\n" in changed
+    )
 
 
 def test_a_hook_on_some_elements_of_a_loop_is_refused(tmp_path):

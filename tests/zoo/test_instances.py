@@ -190,9 +190,10 @@ def test_one_heir_of_a_constructor_gets_a_subclass(tmp_path):
     assert "+        self.c = TensorParallelPlain(d)\n" in added
 
 
-def test_all_of_one_heir_and_none_of_another_is_refused(tmp_path):
-    text = refused(tmp_path, INHERITED, SCHEDULE + '    split(s["{a,c}"])\n', "SR305")
-    assert "`Plain` inherits what changes from `Base`, and so does `Other` at `b`" in text
+def test_all_of_one_heir_and_none_of_another_get_a_subclass(tmp_path):
+    added = changed_lines(rewritten(tmp_path, INHERITED, SCHEDULE + '    split(s["{a,c}"])\n'))
+    assert added.count("+class TensorParallelPlain(Plain):\n") == 1
+    assert "-        self.b" not in added
 
 
 def test_one_line_that_makes_modules_scheduled_differently_is_refused(tmp_path):
