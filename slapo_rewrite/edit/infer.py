@@ -1,8 +1,9 @@
 """The collectives that a schedule leaves to be inferred.
 
 The usual ones come first: those that Megatron-LM puts around a layer split over its outputs, its
-inputs or its vocabulary. What is still missing then, the static check names. Where a collective
-that is stated elsewhere makes a usual one wrong, the check is asked for each of them instead.
+inputs or its vocabulary, and a gather of what the last one gives. What is still missing then, the
+static check names. Where a usual one is wrong, for a collective that is stated elsewhere or since
+the last layer is not what it seemed, the check is asked for each of them instead.
 """
 
 from __future__ import annotations
@@ -47,15 +48,17 @@ class Inference:
     def starts(self, states: States, layers: Mapping[str, Layer]) -> Iterator[States]:
         """What may be asked, to be checked and repaired one after the other."""
         usual = dict(states)
+        last = max(layers, key=list(self.tree.nodes).index, default=None)
         for path, layer in layers.items():
-            for remedy in self._usual(path, layer):
+            is_head = path == last and not self.passes_on(path, states[path])
+            for remedy in self._usual(path, layer, is_head):
                 if not self._stated(states, remedy):
                     usual[path] = self._with(usual[path], remedy)
         if usual != states:
             yield usual
         yield states
 
-    def _usual(self, path: str, layer: Layer) -> Iterator[Remedy]:
+    def _usual(self, path: str, layer: Layer, is_head: bool) -> Iterator[Remedy]:
         """The collectives that are usual for a layer, if they may be inferred."""
         if self._cause(path) is None:
             return
@@ -64,6 +67,8 @@ class Inference:
             yield Remedy(path, "bwd_post", "all_reduce")
         if split.output == "partial sum":
             yield Remedy(path, "fwd_post", "all_reduce")
+        elif is_head and general(path) == path:
+            yield Remedy(path, "fwd_post", "all_gather", split.axes[0])
 
     def _stated(self, states: States, remedy: Remedy) -> bool:
         """Whether the layer, or a module around it, has a collective that does the same."""
@@ -135,7 +140,9 @@ class Inference:
 
 
 def _does(sync: Sync, remedy: Remedy) -> bool:
-    """Whether a collective may do what a usual one would: add up outputs, or gradients."""
+    """Whether a collective may do what a usual one would."""
+    if remedy.operation == "all_gather":
+        return sync.mode == "fwd_post"
     if remedy.mode == "bwd_post" and sync.mode == "fwd_pre":
         return sync.op == "all_gather" or isinstance(sync.op, Function)
     return sync.mode == remedy.mode and sync.op not in ("all_gather", "scatter", "all_to_all")

@@ -31,6 +31,7 @@ from slapo_rewrite.model.follow import (
     Draw,
     Followed,
     ShardedParameter,
+    Whole,
     follow,
     out_of_step,
 )
@@ -214,13 +215,14 @@ class _Lowering:
             UnfollowableSize: Something does not fit.
         """
         refused: CannotFollow | None = None
+        records: dict[frozenset[str], Whole] = {}
         for states in self.inference.starts(self.states, self._asked().layers):
             repaired: dict[str, ModuleState] | None = states
             while repaired is not None:
                 self.states = repaired
                 asked = self._asked()
                 try:
-                    return self._follow_once(asked, step_inputs)
+                    return self._follow_once(asked, step_inputs, records)
                 except CannotFollow as error:
                     failed = error
                     repaired = self.inference.repaired(self.states, asked.layers, error.remedy)
@@ -228,11 +230,16 @@ class _Lowering:
         assert refused is not None
         raise self._unfollowable(refused) from None
 
-    def _follow_once(self, asked: Asked, step_inputs: Callable[[], dict[str, Any]]) -> Followed:
+    def _follow_once(
+        self,
+        asked: Asked,
+        step_inputs: Callable[[], dict[str, Any]],
+        records: dict[frozenset[str], Whole],
+    ) -> Followed:
         known = any(b.operation != "function" for found in asked.borders.values() for b in found)
         if not (asked.layers or asked.parameters or asked.attributes or known):
             return Followed()
-        return follow(self.tree, asked, step_inputs(), self.desks.holds)
+        return follow(self.tree, asked, step_inputs(), self.desks.holds, records)
 
     def _unfollowable(self, error: CannotFollow) -> errors.UnfollowableSize:
         """The error as a user sees it."""

@@ -10,6 +10,7 @@ line. On the way `Flow` judges whether each operation is right on parts and part
 """
 
 from slapo_rewrite.model.follow.draws import out_of_step
+from slapo_rewrite.model.follow.record import Whole
 from slapo_rewrite.model.follow.search import follow
 from slapo_rewrite.model.follow.sizes import Attribute
 from slapo_rewrite.model.follow.vocabulary import (
@@ -42,6 +43,7 @@ __all__ = [
     "Place",
     "Remedy",
     "ShardedParameter",
+    "Whole",
     "follow",
     "layer_key",
     "out_of_step",

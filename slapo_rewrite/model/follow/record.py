@@ -39,12 +39,18 @@ class Entry:
 
 
 class Whole(TorchFunctionMode):
-    """Records the operations of the whole model, outside of the layers that will be sharded."""
+    """Records the operations of the whole model, outside of the layers that will be sharded.
+
+    Attributes:
+        entries: The operations.
+        result: What the model returned.
+    """
 
     def __init__(self, tree: Tree, layers: Mapping[str, Layer]) -> None:
         super().__init__()
         self.tree, self.layers = tree, layers
         self.entries: list[Entry] = []
+        self.result: Any = None
         self.depth = 0
 
     @contextlib.contextmanager

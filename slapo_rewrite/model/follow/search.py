@@ -45,6 +45,7 @@ def follow(
     asked: Asked,
     inputs: Mapping[str, Any],
     editable: Callable[[str], bool],
+    records: dict[frozenset[str], Whole],
 ) -> Followed:
     """What in the model depends on the sharded sizes.
 
@@ -53,6 +54,8 @@ def follow(
         asked: What is sharded and synchronised.
         inputs: Keyword arguments of one training step.
         editable: Whether a file may be changed.
+        records: The runs of the whole model, by the layers that it is watched for, for as long as
+            tree and inputs stay; takes the run that is made here.
 
     Raises:
         CannotRun: The whole model does not run on the meta device.
@@ -63,7 +66,7 @@ def follow(
     training = model.training
     model.train()
     try:
-        return _Following(tree, asked, given, editable).run()
+        return _Following(tree, asked, given, editable, records).run()
     finally:
         model.train(training)
 
@@ -84,20 +87,22 @@ class _Following:
     """Runs the model whole once, and as a rank until everything fits."""
 
     def __init__(
-        self, tree: Tree, asked: Asked, inputs: Mapping[str, Any], editable: Callable[[str], bool]
+        self,
+        tree: Tree,
+        asked: Asked,
+        inputs: Mapping[str, Any],
+        editable: Callable[[str], bool],
+        records: dict[frozenset[str], Whole],
     ) -> None:
         self.tree, self.asked, self.inputs, self.editable = tree, asked, inputs, editable
         self.model = tree.root.live
-        self.whole = Whole(tree, asked.layers)
-        self.expected: Any = None
         self.sources: dict[tuple[str, str], str | None] = {}
+        watched = frozenset(asked.layers)
+        if watched not in records:
+            records[watched] = self._recorded()
+        self.whole = records[watched]
 
     def run(self) -> Followed:
-        try:
-            with torch.enable_grad(), torch.device("meta"), self.whole.watching(), self.whole:
-                self.expected = self.model(**self.inputs)
-        except Exception as error:
-            raise CannotRun(f"{type(error).__name__}: {error}") from error
         indivisible: Indivisible | None = None
         for world in WORLD_SIZES:
             try:
@@ -112,6 +117,16 @@ class _Following:
                 break
         assert indivisible is not None
         raise CannotFollow(str(indivisible), indivisible.place, hint=indivisible.hint)
+
+    def _recorded(self) -> Whole:
+        whole = Whole(self.tree, self.asked.layers)
+        try:
+            with torch.enable_grad(), torch.device("meta"), whole.watching(), whole:
+                result = self.model(**self.inputs)
+        except Exception as error:
+            raise CannotRun(f"{type(error).__name__}: {error}") from error
+        whole.result = result
+        return whole
 
     def _with_replicas(self, followed: Followed) -> Followed:
         """The same on more ranks than there are key/value heads, which then replicate them.
@@ -216,7 +231,7 @@ class _Following:
             )
             unfit.repeats = frozenset(run.repeats)
             raise unfit from error
-        _compare_outputs(self.expected, got, run)
+        _compare_outputs(self.whole.result, got, run)
 
 
 def _compare_outputs(expected: Any, got: Any, run: Run) -> None:
