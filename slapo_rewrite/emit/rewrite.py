@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slapo_rewrite import __version__, errors
+from slapo_rewrite import __version__, errors, primitives
 from slapo_rewrite.edit.definition import united
 from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.lower import lower
@@ -76,6 +76,7 @@ class Project:
         with self.timed("read"):
             self.file = SourceFile.read(path, name)
         with self.timed("import"):
+            primitives.registry()
             self.schedule = ScheduleFile.load(schedule)
             self.module = import_source(self.file)
         with self.timed("tree"):
