@@ -19,6 +19,7 @@ from slapo_rewrite.edit.definition import (
     ForkPart,
     Key,
     LossOfParts,
+    MixIn,
     OwnShare,
     RecomputePart,
     ShareParameter,
@@ -156,6 +157,8 @@ class ClassWriter:
                 at(site.statement).after.append((text, why, f"hook on `{site.path}`"))
             elif key[0] == "base" and isinstance(change, DeriveFrom):
                 self._derive(class_name, change, why, at)
+            elif key[0] == "mixin" and isinstance(change, MixIn):
+                self._mix_in(key[1], change, why, at)
             elif key[0] == "size":
                 constructor = self.lineages.method(class_name, "__init__")
                 assert constructor is not None
@@ -219,6 +222,16 @@ class ClassWriter:
             keywords = [(name, repr(value)) for name, value in layer.keywords]
             text = replace_call(self.file.segment(made), None, keywords)
             at(statement).inside.append(Edit(start, end, text, causes, why))
+
+    def _mix_in(
+        self, class_name: str, change: MixIn, causes: tuple[Directive, ...], at: At
+    ) -> None:
+        """Puts another base before those that a class has."""
+        node = self.file.classes[class_name]
+        start, _ = self.file.span(node.bases[0])
+        name = self.imports.helper(change.module, change.name, causes)
+        why = f"`{class_name}` reads and writes the original's checkpoints"
+        at(node.body[0]).around.append(Edit(start, start, f"{name}, ", causes, why))
 
     def _split_parameter(
         self, name: str, change: SplitParameter, causes: tuple[Directive, ...]

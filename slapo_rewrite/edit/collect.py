@@ -25,6 +25,7 @@ from slapo_rewrite.edit.definition import (
     LossOfParts,
     MakeLayer,
     MakeOther,
+    MixIn,
     OwnShare,
     ReadWhole,
     Recompute,
@@ -128,6 +129,8 @@ class _Collection:
                 fitted = own and self._fitted(node, own, followed)
                 what = MakeOther(new.target, new.arguments, new.weights, fitted)
                 self.desks.making(node).places.at_site(node, what, causes)
+                if new.weights:
+                    self._keep_checkpoints(node, new.cause)
             for shard in state.shards if path in parameters else ():
                 self._split_parameter(node, shard)
             self._syncs(node, asked.borders.get(path, ()), path in layers, followed)
@@ -176,6 +179,18 @@ class _Collection:
     def _home(self, node: Node) -> Desk:
         """Where the class of a module changes; of a foreign class, where it gets a subclass."""
         return self.desks.of(node.cls) or self.desks.making(node)
+
+    def _keep_checkpoints(self, node: Node, cause: Directive) -> None:
+        """Lets transformers' own loading and saving see a replaced module as the original's."""
+        above = node.parent
+        while above is not None:
+            home = self.desks.of(above.cls)
+            bases = [c for c in above.cls.__mro__ if home and self.desks.of(c) is home]
+            base = next((c for c in reversed(bases) if _is_pretrained(c)), None)
+            if home and base:
+                what = MixIn("weights", "OriginalCheckpoints")
+                home.places.add(above.path, ("mixin", base.__name__), what, (cause,))
+            above = above.parent
 
     def _split_parameter(self, node: Node, shard: Shard) -> None:
         site = find_parameter_site(self.sources, node, shard.name)
@@ -493,6 +508,11 @@ class _Collection:
                 at=causes[0].at if causes else None,
                 hint=f"copy class `{node.cls.__name__}` into {self.file.path.name}",
             )
+
+
+def _is_pretrained(cls: type) -> bool:
+    """Whether a class is a model of transformers."""
+    return any(qualified(c) == "transformers.modeling_utils.PreTrainedModel" for c in cls.__mro__)
 
 
 def _sharing(cls: type, followed: Followed) -> str | None:

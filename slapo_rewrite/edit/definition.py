@@ -56,6 +56,14 @@ class DeriveFrom:
 
 
 @dataclass(frozen=True)
+class MixIn:
+    """In a class: another base, before its own."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True)
 class Attach:
     """After a construction site: a hook on the module that was made."""
 
@@ -237,6 +245,7 @@ What = (
     | MakeClass
     | Attach
     | DeriveFrom
+    | MixIn
     | SplitParameter
     | Annotate
     | OwnShare

@@ -44,6 +44,8 @@ class Lineages:
             return self.sites[key[1]].class_name
         if key[0] == "base":
             return self.lineage(class_name)[-1]
+        if key[0] == "mixin":
+            return str(key[1])
         if key[0] in ("size", "forward"):
             wanted = "__init__" if key[0] == "size" else "forward"
             found = (c for c in self.lineage(class_name) if self.file.method(c, wanted))

@@ -96,6 +96,8 @@ class _Settling:
 
     def _reaches_others(self, cls: type, key: Key) -> bool:
         """Whether a change in place would be one for an instance of another class, unasked."""
+        if key[0] == "mixin":
+            return False  # it changes nothing where nothing is replaced
         home = self.lineages.home(cls.__name__, key)
         return any(
             node.cls is not cls

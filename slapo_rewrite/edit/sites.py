@@ -85,7 +85,8 @@ class SiteWriter:
 
         weights = ", ".join(f'"{n}": {written(w, reference)}' for n, w in what.weights)
         original = f"original=lambda: {self.file.segment(site.value)}"
-        return f"{reference('map_weights')}({text}, {original}, weights={{{weights}}})"
+        made = f"lambda: {text}"
+        return f"{reference('map_weights')}({made}, {original}, weights={{{weights}}})"
 
     def _construction(self, site: Site, what: What, causes: tuple[Directive, ...]) -> str:
         original = self.segment(site.value)

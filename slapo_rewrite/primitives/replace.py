@@ -259,7 +259,8 @@ class Replace(Replacing):
 
     State:
         `load_state_dict` takes the original's names, `loading.full_state_dict` gives them back bit
-        for bit; gradients and moments by `loading.to_full`.
+        for bit; gradients and moments by `loading.to_full`. Models of transformers read and write
+        the original's checkpoints: with `weights` their base class gets `OriginalCheckpoints`.
 
     Raises:
         SR206 the new module is no class or function that a file can import, or does not take the
@@ -291,7 +292,7 @@ class Replace(Replacing):
 +from .weights import concat, map_weights
 -        self.gated = SplitGate(width)
 +        self.gated = map_weights(
-+            PackedGate(width),
++            lambda: PackedGate(width),
 +            original=lambda: SplitGate(width),
 +            weights={"both.weight": concat("gate.weight", "up.weight")},
 +        )

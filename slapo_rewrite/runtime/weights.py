@@ -1,12 +1,14 @@
 """Weights of a module that stands in another's place, made of that other's."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from .loading import weight_maps
 from .tensor_parallel import block_sizes, world_of_one
 
 # From where to where along each axis of a tensor.
@@ -262,6 +264,12 @@ class WeightMap:
                 result[prefix + name] = named[prefix + name]
         return result
 
+    def are_original(self, named: Mapping[str, Tensor], prefix: str) -> bool:
+        """Whether the tensors below `prefix` are the original's."""
+        return all(
+            self._is_original(name, named.get(prefix + name)) for name in self.taken
+        )
+
     def _is_original(self, name: str, tensor: Tensor | None) -> bool:
         return tensor is not None and tuple(tensor.shape) == self.shapes[name]
 
@@ -330,23 +338,86 @@ def _in_place(
             waiting = False
 
 
+# What `map_weights` notes inside `originals_standing`.
+_standing: list["StandingOriginal"] | None = None
+
+
+@dataclass
+class StandingOriginal:
+    """An original that stands where another module belongs.
+
+    Attributes:
+        original: The original.
+        module: The other module, as it was made: with whatever memory there was then.
+        buffers: Its buffers that no state dict holds.
+    """
+
+    original: nn.Module
+    module: nn.Module
+    buffers: dict[str, Tensor]
+
+    def give_way(self, model: nn.Module) -> None:
+        """Puts the module into the original's place in `model`, with its tensors."""
+        module, taken = self.module, self.original.state_dict()
+        first: dict[int, str] = {}
+        tied = {
+            name: first.setdefault(id(tensor), name)
+            for name, tensor in module.state_dict(keep_vars=True).items()
+        }
+        module.load_state_dict(taken, assign=True)
+        for name, other in tied.items():
+            put(module, name, look_up(module, other))
+        for name, buffer in self.buffers.items():
+            device = next((tensor.device for tensor in taken.values()), buffer.device)
+            put(module, name, buffer.to(device))
+        module.train(self.original.training)
+        for parent in model.modules():
+            for name, child in parent.named_children():
+                if child is self.original:
+                    setattr(parent, name, module)
+
+
+def look_up(module: nn.Module, name: str) -> Any:
+    """The tensor of that name below `module`."""
+    path, _, last = name.rpartition(".")
+    return getattr(module.get_submodule(path), last)
+
+
+def put(module: nn.Module, name: str, tensor: Any) -> None:
+    """Makes `tensor` the one of that name below `module`."""
+    path, _, last = name.rpartition(".")
+    setattr(module.get_submodule(path), last, tensor)
+
+
+@contextmanager
+def originals_standing() -> Iterator[list[StandingOriginal]]:
+    """Inside, `map_weights` gives the originals; what belongs there comes in the list."""
+    global _standing
+    before, _standing = _standing, []
+    try:
+        yield _standing
+    finally:
+        _standing = before
+
+
 def map_weights(
-    module: Any,
+    make: Callable[[], nn.Module],
     original: Callable[[], nn.Module],
     weights: Mapping[str, str | Weight],
 ) -> Any:
-    """Notes how a module's tensors are made of those of the module it stands for.
+    """Makes a module, and notes how its tensors are made of those of the one it replaces.
 
     From then on `load_state_dict` takes the original's tensors. What is not in
     `weights` has the original's name.
 
     Args:
-        module: The module.
+        make: Makes the module.
         original: Makes the original, which is looked at on the meta device only.
-        weights: What each tensor is made of, by its name in `module`.
+        weights: What each tensor is made of, by its name in the module.
     """
-    with torch.device("meta"), world_of_one():
+    with torch.device("meta"), world_of_one(), originals_standing():
         shapes = {n: tuple(t.shape) for n, t in original().state_dict().items()}
+    module: Any = make()
     module.weight_map = WeightMap(
         {name: weight_of(source) for name, source in weights.items()}, shapes
     )
@@ -354,7 +425,67 @@ def map_weights(
     # A sharded layer's own hook cuts what this one makes.
     module._load_state_dict_pre_hooks.move_to_end(taking.id, last=False)
     module.register_state_dict_post_hook(_mark_as_mapped)
-    return module
+    if _standing is None:
+        return module
+    with world_of_one():
+        standing = original()
+    _standing.append(StandingOriginal(standing, module, unsaved_buffers(module, make)))
+    return standing
+
+
+def unsaved_buffers(
+    module: nn.Module, make: Callable[[], nn.Module]
+) -> dict[str, Tensor]:
+    """The buffers that a state dict leaves out, with memory if the module has none."""
+    saved = module.state_dict().keys()
+    names = [name for name, _ in module.named_buffers() if name not in saved]
+    if names and module.get_buffer(names[0]).is_meta:
+        with torch.device("cpu"), originals_standing():
+            module = make()
+    return {name: module.get_buffer(name) for name in names}
+
+
+class OriginalCheckpoints:
+    """For a model of transformers: reads and writes the original's checkpoints."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Loads the original's modules, then puts those in that stand for them.
+
+        Raises:
+            ValueError: `device_map` spreads the model over several devices.
+        """
+        parent: Any = super()
+        with originals_standing() as standing:
+            loaded = parent.from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if hasattr(model, "_hf_hook"):
+            raise ValueError(
+                "`from_pretrained` cannot spread this model over several devices: "
+                "leave `device_map` out, or name one device"
+            )
+        for each in reversed(standing):  # what holds another one before that
+            each.give_way(model)
+        return loaded
+
+    def save_pretrained(
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Writes the original's tensors, also of a state dict that is the model's own."""
+        parent, model = cast(Any, super()), cast(nn.Module, self)
+        own = model.state_dict() if state_dict is None else state_dict
+        named: Mapping[str, Tensor] = own
+        for prefix, weight_map in reversed(weight_maps(model).items()):
+            metadata = getattr(own, "_metadata", {}).get(prefix[:-1], {})
+            if "mapped" in metadata or not weight_map.are_original(named, prefix):
+                named = weight_map.to_original(named, prefix)
+        return parent.save_pretrained(
+            save_directory, is_main_process, dict(named), **kwargs
+        )
 
 
 def _take_originals(

@@ -162,7 +162,7 @@ def test_what_is_written(tmp_path):
         "-        self.attention = Attention(width, heads, shared)\n"
         "-        self.mlp = MLP(width, 2 * width)\n"
         "+        self.attention = map_weights(\n"
-        "+            PackedAttention(width, heads, shared),\n"
+        "+            lambda: PackedAttention(width, heads, shared),\n"
         "+            original=lambda: Attention(width, heads, shared),\n"
         "+            weights={\n"
         '+                "qkv.weight": concat("query.weight", "key.weight", "value.weight"),\n'
@@ -172,7 +172,7 @@ def test_what_is_written(tmp_path):
         "+            },\n"
         "+        )\n"
         "+        self.mlp = map_weights(\n"
-        "+            PlainMLP(width, 2 * width),\n"
+        "+            lambda: PlainMLP(width, 2 * width),\n"
         "+            original=lambda: MLP(width, 2 * width),\n"
         "+            weights={\n"
         '+                "gate.weight": split("both.weight", parts=2, index=0),\n'
@@ -223,7 +223,9 @@ def test_a_layer_in_anothers_place_is_sharded(tmp_path):
         "self.out = nn.Linear(width, width)", "self.out = nn.Linear(width, width, bias=False)"
     )
     output = rewritten(tmp_path, source, SCHEDULE + lines)
-    assert "            RowParallelLinear(width, width, bias=False),\n" in changed_lines(output)
+    assert "            lambda: RowParallelLinear(width, width, bias=False),\n" in changed_lines(
+        output
+    )
 
 
 def test_instances_of_a_class_of_the_schedule_are_scheduled_alike(tmp_path):

@@ -53,7 +53,7 @@ def model(make):
 def models():
     torch.manual_seed(0)
     before = model(Before)
-    after = model(lambda: weights.map_weights(After(), original=Before, weights=MAP))
+    after = model(lambda: weights.map_weights(After, original=Before, weights=MAP))
     after.load_state_dict(before.state_dict())
     return before, after
 
@@ -121,7 +121,7 @@ def test_a_part_is_read_without_the_rest(name):
 
 
 def test_building_draws_the_new_modules_weights():
-    made = loading.build(lambda: weights.map_weights(After(), original=Before, weights=MAP))
+    made = loading.build(lambda: weights.map_weights(After, original=Before, weights=MAP))
     assert made.qkv.weight.std() > 0
 
 
@@ -134,7 +134,7 @@ def test_checkpoints_hold_the_originals_names(tmp_path, size):
     assert stored.keys() == state.keys()
     assert all(torch.equal(stored[name], state[name]) for name in state)
     torch.manual_seed(1)
-    other = model(lambda: weights.map_weights(After(), original=Before, weights=MAP))
+    other = model(lambda: weights.map_weights(After, original=Before, weights=MAP))
     assert loading.load_pretrained(other, tmp_path) == ([], [])
     for name, tensor in other.state_dict().items():
         assert torch.equal(tensor, after.state_dict()[name]), name
