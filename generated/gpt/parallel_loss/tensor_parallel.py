@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -317,7 +318,16 @@ def record_shard(module: Any, name: str, shard: Shard) -> None:
 
     The note stands on the module since parameters may be replaced (`to_empty`, FSDP).
     From then on `load_state_dict` takes the full tensor and keeps this rank's part.
+
+    Raises:
+        RuntimeError: transformers' `from_pretrained`, which cuts nothing, is making the
+            model in a group of several ranks.
     """
+    if world_size() > 1 and is_inside_method("from_pretrained"):
+        raise RuntimeError(
+            "`from_pretrained` reads whole tensors, and this rank holds parts: build the "
+            "model and use `loading.load_pretrained(model, path)`"
+        )
     if not hasattr(module, "sharded_parameters"):
         module.sharded_parameters = {}
         module.register_state_dict_pre_hook(_refuse_to_save_parts)
@@ -343,15 +353,22 @@ def _refuse_to_save_parts(*_: object) -> None:
     Raises:
         RuntimeError: `model.save_pretrained` takes it, in a group of several ranks.
     """
-    frame = sys._getframe() if world_size() > 1 else None
+    if world_size() > 1 and is_inside_method("save_pretrained"):
+        raise RuntimeError(
+            "`model.save_pretrained` would write this rank's parts only: "
+            "use `loading.save_pretrained(model, path)`, on every rank"
+        )
+
+
+def is_inside_method(name: str) -> bool:
+    """Whether a method of this name is running."""
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == "save_pretrained" and "transformers." in module:
-            raise RuntimeError(
-                "`model.save_pretrained` would write this rank's parts only: "
-                "use `loading.save_pretrained(model, path)`, on every rank"
-            )
+        code = frame.f_code
+        if code.co_name == name and code.co_varnames[:1] in (("self",), ("cls",)):
+            return True
         frame = frame.f_back
+    return False
 
 
 def _mark_parameters(module: Any, *_: object) -> None:
