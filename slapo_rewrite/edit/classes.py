@@ -24,6 +24,7 @@ from slapo_rewrite.edit.definition import (
     RecomputePart,
     ShareParameter,
     SplitParameter,
+    StatisticOfParts,
     What,
     WrapCall,
     united,
@@ -180,6 +181,8 @@ class ClassWriter:
                 forward.change_argument(key, change, why)
             elif key[0] == "loss" and isinstance(change, LossOfParts):
                 losses.write(key, change, why)
+            elif key[0] == "statistic" and isinstance(change, StatisticOfParts):
+                forward.statistic(key, change, why)
             elif key[0] == "gradient" and isinstance(change, ShareParameter):
                 forward.share_parameter(change.name, why)
         annotations.write(indices)

@@ -32,6 +32,7 @@ from slapo_rewrite.edit.definition import (
     RecomputePart,
     ShareParameter,
     SplitParameter,
+    StatisticOfParts,
     What,
     WrapCall,
     WrapInput,
@@ -60,6 +61,7 @@ from slapo_rewrite.model.follow import (
     Followed,
     ParallelLoss,
     ShardedParameter,
+    Statistic,
     layer_key,
 )
 from slapo_rewrite.model.join import find_parameter_site
@@ -154,6 +156,8 @@ class _Collection:
         self._sizes(layers, parameters, followed)
         for loss in followed.losses.values():
             self._loss(loss)
+        for statistic in followed.statistics:
+            self._statistic(statistic)
         for path, layer in layers.items():
             self._read_sizes(self.tree.nodes[path], layer)
 
@@ -417,6 +421,14 @@ class _Collection:
         head = loss.head[len(loss.owner) + 1 if loss.owner else 0 :]
         change = LossOfParts(loss.function, head, loss.names)
         self.desks.at(place).places.add(loss.owner, key, change, causes)
+
+    def _statistic(self, statistic: Statistic) -> None:
+        """A mean or variance over all ranks, of features that a parameter is split along."""
+        place, name = statistic.place, statistic.parameter
+        causes = [s.cause for s in self.states[statistic.owner].shards if s.name == name]
+        key = ("statistic", place.line, place.column, place.end_line, place.end_column)
+        change = StatisticOfParts(statistic.function, name)
+        self.desks.at(place).places.add(statistic.owner, key, change, united(causes))
 
     def _read_sizes(self, node: Node, layer: Layer) -> None:
         """Whoever reads the size of a layer that is split means the whole layer's."""

@@ -205,6 +205,19 @@ class LossOfParts:
 
 
 @dataclass(frozen=True)
+class StatisticOfParts:
+    """Where a method takes a mean or variance of features of which a rank has a part.
+
+    Attributes:
+        function: What is called in its place.
+        parameter: The parameter that is split along these features.
+    """
+
+    function: str
+    parameter: str
+
+
+@dataclass(frozen=True)
 class ShareParameter:
     """Where `forward` reads a parameter that every rank has whole: its gradients are added up."""
 
@@ -256,6 +269,7 @@ What = (
     | AddBias
     | ChangeArgument
     | LossOfParts
+    | StatisticOfParts
     | ShareParameter
     | ReadWhole
     | ForkRandom

@@ -11,6 +11,7 @@ from slapo_rewrite.edit.definition import (
     ChangeArgument,
     Collective,
     Key,
+    StatisticOfParts,
     What,
     WrapCall,
     WrapInput,
@@ -350,6 +351,40 @@ class ForwardWriter:
             return template.replace("{own}", f"{self.file.segment(tensor)}.shape")
         sizes = self.imports.helper("tensor_parallel", "part_sizes", causes)
         return f"{sizes}({argument})[{self.imports.helper('tensor_parallel', 'rank', causes)}()]"
+
+    def statistic(self, key: Key, change: StatisticOfParts, causes: tuple[Directive, ...]) -> None:
+        """Takes a mean or variance over all ranks: a method of a tensor, or a function of torch."""
+        _, line, column, *_ = key
+        found = nodes_at(self.lineages, self.class_name, key)
+        for method, statement, call in found:
+            value = self._of_what(call) if isinstance(call, ast.Call) else None
+            if value is None:
+                continue
+            assert isinstance(call, ast.Call)
+            why = f"over all ranks' parts of `{change.parameter}`"
+            name = self.imports.helper("normalization", change.function, causes)
+            size = self.imports.helper("normalization", "full_size", causes)
+            (start, end), (first, last) = self.file.span(call), self.file.span(value)
+            others = [a for a in (*call.args, *call.keywords) if a is not value]
+            rest = ", " if others else ")"
+            end = min((self.file.span(a)[0] for a in others), default=end)
+            size = f'{size}({method.args.args[0].arg}, "{change.parameter}")'
+            inside = self.at(statement).inside
+            inside.append(Edit(start, first, f"{name}(", causes, why))
+            inside.append(Edit(last, end, f", {size}{rest}", causes, why))
+            return
+        raise errors.UnfollowableSize(
+            "this is to be taken over all ranks, and cannot be told apart from what is beside it",
+            at=errors.Span(self.file.display, line, column + 1, 1, self.file.line(line)),
+            also=[c.at for c in causes[:1] if c.at],
+            hint="write it as a method of the tensor, `x.mean(-1)`",
+        )
+
+    def _of_what(self, call: ast.Call) -> ast.expr | None:
+        """What an operation is called on: the object, or the first argument of torch's function."""
+        if (self.file.qualified(call.func) or "").startswith("torch."):
+            return call.args[0] if call.args else None
+        return call.func.value if isinstance(call.func, ast.Attribute) else None
 
     def share_parameter(self, name: str, causes: tuple[Directive, ...]) -> None:
         """Adds up a parameter's gradients where `forward` reads it."""

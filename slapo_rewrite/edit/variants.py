@@ -28,6 +28,7 @@ from slapo_rewrite.edit.definition import (
     RecomputePart,
     ShareParameter,
     SplitParameter,
+    StatisticOfParts,
     What,
     WrapCall,
     WrapInput,
@@ -214,11 +215,14 @@ class Variants:
             Attach,
             ChangeArgument,
             LossOfParts,
+            StatisticOfParts,
             ShareParameter,
         )
         made = [w.name for w in wanted if isinstance(w, MakeClass)]
         if all(isinstance(w, ShareParameter) for w in wanted):
             return "Replicated", "that runs on this rank's part: its gradients are summed"
+        if all(isinstance(w, (SplitParameter, StatisticOfParts)) for w in wanted):
+            return "TensorParallel", "whose parameters are split over the tensor-parallel group"
         if all(isinstance(w, (WrapInput, WrapOutput)) for w in wanted):
             return _between_collectives(
                 [w for w in wanted if isinstance(w, WrapInput | WrapOutput)]

@@ -49,6 +49,32 @@ class Mean(nn.Module):
         return self.down(x.unflatten(-1, (self.groups, -1)).mean(-1))
 """
 
+NORM = """\
+import torch
+from torch import nn
+
+
+class Norm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        variance = x.pow(2).mean(-1, keepdim=True)
+        return self.weight * x * torch.rsqrt(variance + 1e-6)
+
+
+class Normed(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(8, width)
+        self.norm = Norm(width)
+        self.down = nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x)))
+"""
+
 MODEL = """\
 import torch
 
@@ -68,17 +94,16 @@ def loss(outputs):
 """
 
 
-OF_MEAN = MODEL.replace("m.MLP(8)", "m.Mean(48, 12)")
-MEAN_SPLIT = (
-    OF_MEAN
-    + """\
+SPLIT = """\
 def schedule(s):
     s["up"].shard(["weight", "bias"], axis=0)
     s["up"].sync("bwd_post", "all_reduce")
     s["down"].shard("weight", axis=1)
     s["down"].sync("fwd_post", "all_reduce")
 """
-)
+OF_NORM = MODEL.replace("m.MLP(8)", "m.Normed(12)") + SPLIT
+OF_MEAN = MODEL.replace("m.MLP(8)", "m.Mean(48, 12)")
+MEAN_SPLIT = OF_MEAN + SPLIT
 
 
 class Shard(Primitive):
@@ -104,8 +129,9 @@ class Shard(Primitive):
         axis 1: the output is a partition; the other axis: a partial sum. Embedding, axis 0: a
         partial sum, axis 1: a partition. Convolutions are as Linear, along the channels. A
         convolution in groups and the norms take a partition and give one; layer and root mean
-        square norms take their statistics over all ranks. With fewer key/value heads than ranks,
-        several ranks hold the same head.
+        square norms take their statistics over all ranks, and so does a module of one's own whose
+        weight is split along the features that its `mean`, `var` or `std` runs over. With fewer
+        key/value heads than ranks, several ranks hold the same head.
 
     Numerics:
         Reassociated: sums are taken per rank, then over the ranks.
@@ -126,14 +152,7 @@ class Shard(Primitive):
     examples = (
         Example(
             MLP,
-            MODEL
-            + """\
-def schedule(s):
-    s["up"].shard(["weight", "bias"], axis=0)
-    s["up"].sync("bwd_post", "all_reduce")
-    s["down"].shard("weight", axis=1)
-    s["down"].sync("fwd_post", "all_reduce")
-""",
+            MODEL + SPLIT,
             """\
 +from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
 -        self.up = nn.Linear(width, 4 * width)
@@ -155,6 +174,21 @@ def schedule(s):
 +        self.features = part_size(self.features)
 """,
         ),
+        Example(
+            NORM,
+            OF_NORM + '    s["norm"].shard("weight", axis=0)\n',
+            """\
++from .normalization import full_size, mean_of_parts
++from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, shard_parameter
++        shard_parameter(self, "weight", axis=0)
+-        variance = x.pow(2).mean(-1, keepdim=True)
++        variance = mean_of_parts(x.pow(2), full_size(self, "weight"), -1, keepdim=True)
+-        self.up = nn.Linear(8, width)
++        self.up = ColumnParallelLinear(8, width)
+-        self.down = nn.Linear(width, 8)
++        self.down = RowParallelLinear(width, 8)
+""",
+        ),
     )
     refusals = (
         Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].shard("wieght", axis=0)\n', "SR203"),
@@ -172,6 +206,7 @@ def schedule(s):
         Refusal(
             MLP, MODEL + 'def schedule(s):\n    s["up"].shard("out_features", axis=0)\n', "SR305"
         ),
+        Refusal(NORM, OF_NORM, "SR104"),
         Refusal(MEAN, MEAN_SPLIT + '    s.shard("features", axis=1)\n', "SR301"),
         Refusal(MEAN, OF_MEAN + 'def schedule(s):\n    s.shard("features", axis=0)\n', "SR104"),
     )

@@ -94,13 +94,62 @@ class ParallelGroupNorm(nn.GroupNorm):
         return gather_if_sharded(super().forward(input), self.output_shard)
 
 
-def mean_of_parts(x: Tensor, full_size: int) -> Tensor:
-    """The mean over the last axis of all ranks' parts: (..., D') -> (..., 1).
+def full_size(module: Any, name: str) -> int:
+    """How many elements all ranks have of the sharded parameter `module.<name>`."""
+    shard: Shard = module.sharded_parameters[name]
+    return shard.full_size()
+
+
+def mean_of_parts(
+    x: Tensor,
+    size: int,
+    dim: int,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The mean over an axis of which each rank has a part, of any size.
 
     Every rank goes on to compute with it on its own part, so its gradients are summed.
+
+    Args:
+        x: This rank's part.
+        size: The axis's size on all ranks together.
+        dim: The axis.
+        keepdim: Keep it, with size one.
+        dtype: Compute in this type.
     """
-    total = x.sum(-1, keepdim=True)
-    return collective(total, sum_parts, sum_parts) / full_size
+    share = x.shape[dim] / size
+    return collective(x.mean(dim, keepdim, dtype=dtype) * share, sum_parts, sum_parts)
+
+
+def var_of_parts(
+    x: Tensor,
+    size: int,
+    dim: int,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> Tensor:
+    """The variance over an axis of which each rank has a part, of any size.
+
+    Args:
+        x: This rank's part.
+        size: The axis's size on all ranks together.
+        dim: The axis.
+        unbiased: Divide by one less than the size.
+        keepdim: Keep the axis, with size one.
+        correction: Divide by so much less than the size instead.
+    """
+    less = int(unbiased) if correction is None else correction
+    away = x - mean_of_parts(x, size, dim, keepdim=True)
+    variance = mean_of_parts(away * away, size, dim, keepdim)
+    return variance * (size / (size - less))
+
+
+def std_of_parts(x: Tensor, size: int, dim: int, *args: Any, **kwargs: Any) -> Tensor:
+    """The standard deviation; the arguments are those of `var_of_parts`."""
+    return var_of_parts(x, size, dim, *args, **kwargs).sqrt()
 
 
 def single_size(normalized_shape: int | Sequence[int]) -> int:
@@ -146,8 +195,9 @@ class ParallelLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalises (..., D') by all ranks' features."""
         x = input.float() if input.dtype.itemsize < 4 else input
-        x = x - mean_of_parts(x, self.full_size)
-        x = x * torch.rsqrt(mean_of_parts(x * x, self.full_size) + self.eps)
+        x = x - mean_of_parts(x, self.full_size, -1, keepdim=True)
+        variance = mean_of_parts(x * x, self.full_size, -1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.eps)
         x = x.to(input.dtype)
         if self.weight is not None:
             x = x * self.weight
@@ -186,7 +236,8 @@ class ParallelRMSNorm(nn.RMSNorm):
         """Normalises (..., D') by all ranks' features."""
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         y = x.float() if x.dtype.itemsize < 4 else x
-        y = (y * torch.rsqrt(mean_of_parts(y * y, self.full_size) + eps)).to(x.dtype)
+        variance = mean_of_parts(y * y, self.full_size, -1, keepdim=True)
+        y = (y * torch.rsqrt(variance + eps)).to(x.dtype)
         if self.weight is not None:
             y = y * self.weight
         return gather_if_sharded(y, self.output_shard)

@@ -26,6 +26,7 @@ from slapo_rewrite.model.follow.vocabulary import (
     Place,
     Remedy,
     ShardedParameter,
+    Statistic,
     layer_key,
 )
 
@@ -43,6 +44,7 @@ __all__ = [
     "Place",
     "Remedy",
     "ShardedParameter",
+    "Statistic",
     "Whole",
     "follow",
     "layer_key",

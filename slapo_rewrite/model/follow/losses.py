@@ -11,7 +11,6 @@ import types
 from typing import Any
 
 import torch
-from torch import nn
 
 from slapo_rewrite.model.follow.flow import PART, Misuse
 from slapo_rewrite.model.follow.places import calling_frame, place_of
@@ -46,7 +45,7 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
     place = place_of(frame) if frame else None
     if frame is None or place is None:
         return None
-    owner = _owner(run, frame)
+    owner = run.method_owner(frame)
     if owner is None or (function is None and not _below(owner, head)):
         return None
     weight = args[2] if len(args) > 2 else kwargs.get("weight")
@@ -103,15 +102,6 @@ def _place(run: Run) -> tuple[types.FrameType | None, str | None]:
 def replaced(run: Run, tensor: torch.Tensor) -> bool:
     """Whether an operation is part of a loss that another function will compute as a whole."""
     return run.flow.of(tensor).source in run.asked.heads and _place(run)[1] is not None
-
-
-def _owner(run: Run, frame: types.FrameType) -> str | None:
-    """The module whose method a frame is in."""
-    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    module = frame.f_locals.get(names[0]) if names else None
-    if not isinstance(module, nn.Module):
-        return None
-    return next((path for path, node in run.tree.nodes.items() if node.live is module), None)
 
 
 def _below(path: str, inner: str) -> bool:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.model.follow import cuts, draws, losses, reshapes
+from slapo_rewrite.model.follow import cuts, draws, losses, reshapes, statistics
 from slapo_rewrite.model.follow.flow import PART, gather_line
 from slapo_rewrite.model.follow.packing import Blocks, described, moved_axis, reduced
 from slapo_rewrite.model.follow.record import Entry, answer_to, carry_out, with_values
@@ -25,6 +26,12 @@ _ARITHMETIC = {
     "add", "sub", "mul", "div", "pow", "true_divide", "floor_divide", "rsub", "__rsub__",
     "__rtruediv__", "__rpow__", "add_", "sub_", "mul_", "div_", "clamp", "fmod", "remainder",
     "where", "masked_fill", "masked_fill_",
+}  # fmt: skip
+
+# Operations of two operands that leave every feature where it is.
+_ELEMENTWISE = {
+    "add", "sub", "mul", "div", "__add__", "__sub__", "__mul__", "__truediv__", "__radd__",
+    "__rsub__", "__rmul__", "rsub",
 }  # fmt: skip
 
 # Functions that make tensors of equal elements: any rank's part of one is like any other's.
@@ -131,7 +138,11 @@ def _take_in(
     _check_numbers(run, name, entry, args, kwargs)
     _check_made(run, name, entry, inputs, outputs)
     draws.note(run, name, args, kwargs, outputs)
-    run.flow.operate(name, inputs, entry.inputs, args, kwargs, outputs)
+    statistic = statistics.over_ranks(run, name, entry.inputs, args, kwargs)
+    if statistic is not None:
+        run.flow.set(outputs[0], statistic)
+    else:
+        run.flow.operate(name, inputs, entry.inputs, args, kwargs, outputs)
     _hand_on(run, name, entry, inputs, (args, kwargs), outputs, blocks)
 
 
@@ -222,7 +233,7 @@ def _hand_on(
         _note_repeats(run, name, inputs[0], given)
     for tensor in inputs:
         made += run.made_with.get(id(tensor), ())
-    origin = run.origins.get(id(inputs[0])) if len(inputs) == 1 else None
+    origin = _origin(run, name, inputs)
     for number, tensor in enumerate(outputs):
         if made:
             run.made_with[id(tensor)] = made
@@ -234,6 +245,15 @@ def _hand_on(
         if found:
             run.blocks[id(tensor)] = found
         run.alive.append(tensor)
+
+
+def _origin(run: Run, name: str, inputs: list[torch.Tensor]) -> str | None:
+    """The layer whose output a result is made from alone, parameters that scale it apart."""
+    if name in _ELEMENTWISE and len(inputs) > 1:
+        inputs = [t for t in inputs if not isinstance(t, nn.Parameter)]
+        found = {run.origins.get(id(t)) for t in inputs}
+        return found.pop() if len(found) == 1 else None
+    return run.origins.get(id(inputs[0])) if len(inputs) == 1 else None
 
 
 def _note_repeats(run: Run, name: str, tensor: torch.Tensor, given: Any) -> None:

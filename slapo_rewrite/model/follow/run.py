@@ -6,11 +6,13 @@ here what they find out.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from slapo_rewrite.model.follow.flow import Flow, Misuse
 from slapo_rewrite.model.follow.packing import Blocks
@@ -182,6 +184,14 @@ class Run:
         if frame is None or not self.editable(frame.f_code.co_filename):
             return None
         return place_of(frame)
+
+    def method_owner(self, frame: types.FrameType) -> str | None:
+        """The path of the module whose method a frame is in."""
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        module = frame.f_locals.get(names[0]) if names else None
+        if not isinstance(module, nn.Module):
+            return None
+        return next((path for path, node in self.tree.nodes.items() if node.live is module), None)
 
     def refused(self, error: Misuse) -> CannotFollow:
         """A misuse, with the place in the model where it happens."""

@@ -169,6 +169,23 @@ class ParallelLoss:
 
 
 @dataclass(frozen=True)
+class Statistic:
+    """A mean or variance of features of which a rank has a part, taken over all ranks.
+
+    Attributes:
+        place: The call that computes it, in a method.
+        function: What takes its place.
+        owner: The path of the module whose method that is.
+        parameter: The parameter of that module that is split along these features.
+    """
+
+    place: Place
+    function: str
+    owner: str
+    parameter: str
+
+
+@dataclass(frozen=True)
 class Draw:
     """Random numbers that are drawn for a part, and by all ranks alike.
 
@@ -205,6 +222,7 @@ class Followed:
             number.
         nested: Modules whose output has its first tensor inside of something else.
         losses: Cross entropies of what stays split over the vocabulary, by place.
+        statistics: Means and variances that are taken over all ranks.
         draws: Random numbers for parts that are drawn outside of what is forked.
         even: Sizes that every world size that fits divides.
     """
@@ -221,6 +239,7 @@ class Followed:
     summed: frozenset[tuple[str, int]] = frozenset()
     nested: set[str] = field(default_factory=set)
     losses: dict[Place, ParallelLoss] = field(default_factory=dict)
+    statistics: set[Statistic] = field(default_factory=set)
     draws: set[Draw] = field(default_factory=set)
     even: set[int] = field(default_factory=set)
 

@@ -1,0 +1,79 @@
+"""Means and variances of features of which a rank has only its part.
+
+A module whose own parameter is split along these features (the weight of a norm, say) takes such a
+statistic over all ranks: the call in its method becomes one that adds up what each rank has. The
+result is the same on every rank, which goes on to use it on its own part: the gradients are added
+up as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slapo_rewrite.model.follow.flow import PART, Misuse, State
+from slapo_rewrite.model.follow.places import calling_frame, place_of
+from slapo_rewrite.model.follow.run import Run
+from slapo_rewrite.model.follow.sizes import Shape
+from slapo_rewrite.model.follow.vocabulary import Remedy, Statistic
+
+# What takes the place of an operation, and the arguments by name that it knows.
+_OF_PARTS = {
+    "mean": ("mean_of_parts", {"dim", "keepdim", "dtype"}),
+    "var": ("var_of_parts", {"dim", "keepdim", "unbiased", "correction"}),
+    "std": ("std_of_parts", {"dim", "keepdim", "unbiased", "correction"}),
+}
+
+
+def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) -> State | None:
+    """What a statistic over all ranks' parts gives; None where the operation is no such one.
+
+    Args:
+        run: The run so far.
+        name: The operation.
+        whole: The shapes that its operands have in the whole model.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        Misuse: It would be one if the module's parameter was split, or counts a part twice.
+    """
+    function, known = _OF_PARTS.get(name, ("", set()))
+    tensor = args[0] if args else None
+    if not function or kwargs.keys() - known or not isinstance(tensor, torch.Tensor):
+        return None
+    state, axis = run.flow.of(tensor), args[1] if len(args) > 1 else kwargs.get("dim")
+    if state.kind != PART or type(axis) is not int:
+        return None
+    if run.split_axes(tensor) != [axis % tensor.dim()]:
+        return None
+    frame = calling_frame()
+    place = place_of(frame) if frame else None
+    if frame is None or place is None or not run.editable(frame.f_code.co_filename):
+        return None
+    owner = run.method_owner(frame)
+    if owner is None:
+        return None
+    size = whole[0][axis]
+    for shard in run.asked.parameters.get(owner, ()):
+        if _size_of(run, owner, shard.name, shard.axis) == size:
+            run.flow.check_own(state, owner)
+            run.followed.statistics.add(Statistic(place, function, owner, shard.name))
+            return State(covered=owner)
+    for parameter, tensor in run.tree.nodes[owner].live.named_parameters(recurse=False):
+        if tuple(tensor.shape) == (size,):
+            raise Misuse(
+                f"`{name}` runs over an axis of which a rank has only its part",
+                f'split `{parameter}` of `{owner}` as well, .shard("{parameter}", axis=0), so that '
+                f"it runs over all ranks; or gather `{state.source}` before",
+                state.source,
+                remedy=Remedy.whole_of(state.source, state.axis),
+            )
+    return None
+
+
+def _size_of(run: Run, owner: str, name: str, axis: int) -> int:
+    """The whole size of a split parameter or buffer along its axis."""
+    live = run.tree.nodes[owner].live
+    return run.whole_shape(getattr(live, name))[axis]
