@@ -43,4 +43,5 @@ generated: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmark/readability.py
 	$(BIN)/python benchmark/rewrite_time.py
+	$(BIN)/python -m benchmark.traffic
 	$(BIN)/python benchmark/construction_sites.py

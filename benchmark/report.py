@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ README = FOLDER / "README.md"
 PACKAGES = ("torch", "transformers", "libcst", "black")
 
 
-def versions() -> dict[str, str | None]:
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
     """Versions of Python and of the packages whose speed is measured."""
-    return {"python": platform.python_version(), **{name: installed(name) for name in PACKAGES}}
+    return {"python": platform.python_version(), **{name: installed(name) for name in packages}}
 
 
 def machine() -> dict[str, Any]:

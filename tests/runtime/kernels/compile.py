@@ -70,8 +70,14 @@ def launches(launched: list[str]) -> Any:
     return run
 
 
-def calls(dtype: torch.dtype) -> dict[str, Callable[[Any], Any]]:
-    """A call of every public function, with the options that change its kernels."""
+def calls(dtype: torch.dtype, d: int = 1024, v: int = 32000) -> dict[str, Callable[[Any], Any]]:
+    """A call of every public function, with the options that change its kernels.
+
+    Args:
+        dtype: Of the tensors.
+        d: Columns.
+        v: Classes.
+    """
 
     def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, requires_grad=True)
@@ -80,29 +86,27 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[[Any], Any]]:
         return torch.zeros(shape, dtype=torch.int64)
 
     def rows() -> Tensor:
-        return make(64, 1024)
+        return make(64, d)
 
     cos, sin = torch.zeros(2, 1, 32, 64, dtype=dtype)
-    keep = torch.zeros(2, 1, 1, 1024, dtype=torch.bool)
+    keep = torch.zeros(2, 1, 1, d, dtype=torch.bool)
     return {
-        "rms_norm": lambda f: f(rows(), make(1024), offset=1.0, cast="output"),
-        "residual_rms_norm": lambda f: f(rows(), rows(), make(1024)),
-        "layer_norm": lambda f: f(rows(), make(1024), make(1024)),
+        "rms_norm": lambda f: f(rows(), make(d), offset=1.0, cast="output"),
+        "residual_rms_norm": lambda f: f(rows(), rows(), make(d)),
+        "layer_norm": lambda f: f(rows(), make(d), make(d)),
         "residual_layer_norm": lambda f: f(
-            rows(), rows(), make(1024), make(1024), input_bias=make(1024), p=0.1
+            rows(), rows(), make(d), make(d), input_bias=make(d), p=0.1
         ),
         "swiglu": lambda f: f(rows(), rows()),
         "geglu": lambda f: f(rows(), rows()),
         "geglu tanh": lambda f: f(rows(), rows(), "tanh"),
-        "bias_gelu": lambda f: f(rows(), make(1024)),
+        "bias_gelu": lambda f: f(rows(), make(d)),
         "bias_gelu tanh": lambda f: f(rows(), None, "tanh"),
         "rotary": lambda f: f(make(2, 8, 32, 80), make(2, 2, 32, 80), cos, sin),
-        "cross_entropy": lambda f: f(
-            make(64, 32000), labels(64), label_smoothing=0.1, softcap=30.0
-        ),
-        "linear_cross_entropy": lambda f: f(make(64, 32), make(32000, 32), labels(64)),
-        "masked_softmax": lambda f: f(make(2, 4, 32, 1024), make(2, 1, 32, 1024), 0.3),
-        "masked_softmax keep": lambda f: f(make(2, 4, 32, 1024), keep, 0.3),
+        "cross_entropy": lambda f: f(make(64, v), labels(64), label_smoothing=0.1, softcap=30.0),
+        "linear_cross_entropy": lambda f: f(make(64, 32), make(v, 32), labels(64)),
+        "masked_softmax": lambda f: f(make(2, 4, 32, d), make(2, 1, 32, d), 0.3),
+        "masked_softmax keep": lambda f: f(make(2, 4, 32, d), keep, 0.3),
     }
 
 
