@@ -214,6 +214,12 @@ class WeightsMisfit(RewriteError):
     code = "SR308"
 
 
+class NoMatch(RewriteError):
+    """What is to be replaced is not found, or may not be replaced where it is found."""
+
+    code = "SR309"
+
+
 class OutputEdited(RewriteError):
     """The output folder holds hand edits, or files that the tool did not write."""
 

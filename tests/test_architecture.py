@@ -18,6 +18,7 @@ LAYERS = (
     {"verify", "tune", "emit"},
     {"schedule"},
     {"primitives"},
+    {"fusion"},
     {"edit"},
     {"model"},
     {"patterns"},

@@ -10,6 +10,7 @@ from dataclasses import replace
 from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import united
 from slapo_rewrite.edit.expressions import formatted
+from slapo_rewrite.edit.rewritten import Reference
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive, Function
 from slapo_rewrite.source.index import SourceFile
@@ -77,6 +78,18 @@ class Imports:
             if meaning == module:
                 return f"{name}.{function.name}"
         return self.outside(module, function.name, causes)
+
+    def refer(self, reference: Reference, causes: tuple[Directive, ...]) -> None:
+        """Imports what the file's text uses already."""
+        if not reference.module.startswith("."):
+            self._from.setdefault(reference.module, set()).add(reference.name)
+            self._causes.setdefault(reference.module, []).extend(causes)
+            return
+        module = reference.module[1:]
+        self._causes.setdefault(reference.module, []).extend(causes)
+        self.helpers.setdefault(module, set()).add(reference.written)
+        if "." in reference.written:
+            self._modules.add(module)
 
     def operators(self, causes: tuple[Directive, ...]) -> str:
         """The reference to `torch.ops`."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import ast
 import functools
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import black
 
 from slapo_rewrite import errors
-from slapo_rewrite.emit.pick import Library, Picked, bound_names, import_line
+from slapo_rewrite.emit import kernels
+from slapo_rewrite.emit.pick import Library, Picked, bound_names, import_groups
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.source.index import SourceFile
 
 # Where the schedule's own classes and functions go.
 MODULES = "modules"
+# Where the Triton kernels go, from all files of `runtime/kernels`.
+KERNELS = "kernels"
 # Each module after those that it needs.
 RUNTIME_ORDER = (
     "annotations",
@@ -84,7 +86,7 @@ def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: 
         ScheduleError: The schedule's own code cannot be copied.
     """
     picked = _picked(used, schedule)
-    order = [m for m in (*RUNTIME_ORDER, MODULES) if m in picked]
+    order = [m for m in (*RUNTIME_ORDER, KERNELS, MODULES) if m in picked]
     imports: dict[str, set[str]] = {}
     for module in order:
         for line in (line for group in picked[module].imports for line in group):
@@ -99,7 +101,7 @@ def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: 
                         hint="leave out --single-file: helpers then keep to files of their own",
                     )
     bodies = [picked[module].body.strip("\n") for module in order]
-    return "\n\n".join([*_import_groups(imports), "\n" + "\n\n\n".join(bodies)])
+    return "\n\n".join([*import_groups(imports), "\n" + "\n\n\n".join(bodies)])
 
 
 def _add_missing(line: str, file: SourceFile, imports: dict[str, set[str]]) -> None:
@@ -124,19 +126,6 @@ def _add_missing(line: str, file: SourceFile, imports: dict[str, set[str]]) -> N
         imports.setdefault(module or shown, set()).add(shown if module else "")
 
 
-def _import_groups(imports: Mapping[str, set[str]]) -> list[str]:
-    """Import lines, the standard library's first."""
-    standard: list[str] = []
-    others: list[str] = []
-    for module in sorted(imports, key=lambda m: ("" not in imports[m], m)):
-        group = standard if module.split(".")[0] in sys.stdlib_module_names else others
-        if "" in imports[module]:
-            group.append(f"import {module}")
-        if names := sorted(imports[module] - {""}):
-            group.append(import_line(module, names))
-    return ["\n".join(group) for group in (standard, others) if group]
-
-
 def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, Picked]:
     """What is used of each helper module, and what that needs."""
     wanted = {module: {n.rpartition(".")[2] for n in names} for module, names in used.items()}
@@ -149,6 +138,8 @@ def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, P
     if "weights" in wanted or _shards_something(wanted.get("tensor_parallel", set())):
         wanted["loading"] = set(SURFACE["loading"])
         _close(wanted)
+    if KERNELS in wanted:
+        found[KERNELS] = kernels.picked(wanted.pop(KERNELS))
     for module in sorted(wanted.keys() - {MODULES}):
         found[module] = _runtime(module).pick(wanted[module] | SURFACE.get(module, set()))
     return found
@@ -161,7 +152,7 @@ def _runtime(module: str) -> Library:
 
 def _close(wanted: dict[str, set[str]]) -> None:
     """Adds what the wanted names need of other runtime modules."""
-    waiting = [m for m in wanted if m != MODULES]
+    waiting = [m for m in wanted if m not in (MODULES, KERNELS)]
     while waiting:
         module = waiting.pop()
         for other, names in _runtime(module).pick(wanted[module]).helpers.items():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 LINE_LENGTH = 88  # black's default, which emitted files keep
@@ -196,3 +197,20 @@ def import_line(module: str, names: list[str]) -> str:
     if len(line) <= LINE_LENGTH:
         return line
     return f"from {module} import (\n" + "".join(f"    {n},\n" for n in names) + ")"
+
+
+def import_groups(imports: Mapping[str, set[str]]) -> list[str]:
+    """Import lines, the standard library's first.
+
+    Args:
+        imports: Names by module, '' for the module itself.
+    """
+    standard: list[str] = []
+    others: list[str] = []
+    for module in sorted(imports, key=lambda m: ("" not in imports[m], m)):
+        group = standard if module.split(".")[0] in sys.stdlib_module_names else others
+        if "" in imports[module]:
+            group.append(f"import {module}")
+        if names := sorted(imports[module] - {""}):
+            group.append(import_line(module, names))
+    return ["\n".join(group) for group in (standard, others) if group]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.edit.splice import Change
 from slapo_rewrite.edit.state import Directive, general
+from slapo_rewrite.source.bundle import rules_folder
 
 if TYPE_CHECKING:
     from slapo_rewrite.emit.rewrite import Project
@@ -34,13 +35,16 @@ def digest(data: str | bytes) -> str:
 def tool_digest() -> str:
     """One hash over the tool's own files: another tool may give another output.
 
-    Without the bundled schedules, which lie in the package only where it is installed: a record
-    holds its schedule's own hash.
+    Without the bundled schedules: a record holds its schedule's own hash. The rules lie in the
+    package only where it is installed.
     """
-    root = Path(__file__).resolve().parents[1]
+    root, rules = Path(__file__).resolve().parents[1], rules_folder()
+    own = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    files = {name: path for name, path in own.items() if not name.startswith("rules/")}
+    files |= {f"rules/{path.stem}": path for path in (rules / "fusions").glob("*.py")}
     total = hashlib.sha256()
-    for path in sorted(set(root.rglob("*.py")) - set((root / "rules").rglob("*.py"))):
-        total.update(path.relative_to(root).as_posix().encode())
+    for name, path in sorted(files.items()):
+        total.update(name.encode())
         total.update(path.read_bytes())
     return total.hexdigest()
 

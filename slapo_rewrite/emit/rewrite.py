@@ -14,7 +14,7 @@ import re
 import sys
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from slapo_rewrite import __version__, errors, primitives
 from slapo_rewrite.edit.definition import united
 from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.lower import lower
+from slapo_rewrite.edit.rewritten import Reference, Rewrite
 from slapo_rewrite.edit.splice import Change, Edit, apply_edits
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.emit import record
@@ -84,7 +85,8 @@ class Project:
             self.tree = Tree(model)
         self.sources = Sources(self.file, {SCHEDULE})
         self.original = self.file
-        self.done: set[int] = set()
+        self.done: dict[int, Rewrite] = {}
+        self.references: dict[Reference, tuple[Directive, ...]] = {}
         self.changes: list[Change] = []
 
     @contextmanager
@@ -114,11 +116,14 @@ class Project:
 
     def _begin_again(self, again: Again) -> None:
         """Goes on with the model that the changed source defines."""
-        text, changes = apply_edits(self.file.text, again.edits)
+        text, changes = apply_edits(self.file.text, again.rewrite.edits)
         self.changes = [*carried(self.changes, self.file.text, text), *changes]
-        self.done.add(again.number)
+        self.done[again.directive.number] = again.rewrite
+        for reference in again.rewrite.references:
+            causes = self.references.get(reference, ())
+            self.references[reference] = united(causes, [again.directive])
         self.file = self.file.edited(text)
-        self.module = run_source(self.file)
+        self.module = run_source(self.file, self.references)
         self.tree = Tree(build_model(self.schedule.module.model, self.module))
         self.sources = Sources(self.file, {SCHEDULE})
 
@@ -149,6 +154,8 @@ def rewrite(
         count = len(plan.directives)
         lowered = lower(project.tree, plan.states, count, project.sources, inputs, length)
         imports, own_edits = lowered.imports[project.file.name], lowered.edits[project.file.name]
+        for reference, why in project.references.items():
+            imports.refer(reference, why)
         name, used = project.file.path.name, imports.helpers
         definitions = project.schedule
         if more := [*lowered.edits.get(SCHEDULE, ())]:
@@ -157,7 +164,8 @@ def rewrite(
         inlined = inlined_helpers(used, definitions, project.file) if single_file and used else None
         edits = [*absolute_imports(project.file), *own_edits, *imports.edits(length, inlined)]
         text, _ = apply_edits(project.file.text, edits)
-        idle = idle_imports(project.file, text, own_edits, length)
+        changed: list[Edit | Change] = [*own_edits, *project.changes]
+        idle = idle_imports(project.file, text, changed, length, project.original)
         # What stands inside a statement that is written anew is part of that.
         edits = [e for e in edits if not any(i.start < e.start and e.end < i.end for i in idle)]
         edits += idle
@@ -178,8 +186,8 @@ def rewrite(
         given = dict(item.split("=", 1) for item in settings)
         causes: dict[str, tuple[Directive, ...]] = {}
         for each in lowered.imports.values():
-            for module, why in each.causes().items():
-                causes[module] = united(causes.get(module, ()), why)
+            for module, because in each.causes().items():
+                causes[module] = united(causes.get(module, ()), because)
         by_file = {
             n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers
         }
@@ -247,10 +255,23 @@ def import_source(file: SourceFile) -> types.ModuleType:
         ) from error
 
 
-def run_source(file: SourceFile) -> types.ModuleType:
-    """The module of a file whose text is not the one on disk."""
+def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.ModuleType:
+    """The module of a file whose text is not the one on disk.
+
+    Args:
+        file: The file.
+        references: What it uses from elsewhere, and imports only when it is written.
+    """
     module = types.ModuleType(file.name)
     module.__file__, module.__package__ = str(file.path), file.package
+    for reference in references:
+        home, _, name = reference.origin.rpartition(".")
+        value = getattr(importlib.import_module(home), name) if home else None
+        owner, _, written = reference.written.rpartition(".")
+        if owner:
+            setattr(module.__dict__.setdefault(owner, types.SimpleNamespace()), written, value)
+        else:
+            setattr(module, written, value)
     if "." not in file.name:
         sys.modules[file.name] = module
     exec(compile(file.text.removeprefix("\ufeff"), str(file.path), "exec"), module.__dict__)
@@ -323,10 +344,22 @@ def absolute_imports(file: SourceFile) -> list[Edit]:
 
 
 def idle_imports(
-    file: SourceFile, text: str, edits: Sequence[Edit], line_length: int
+    file: SourceFile,
+    text: str,
+    edits: Sequence[Edit | Change],
+    line_length: int,
+    original: SourceFile | None = None,
 ) -> list[Edit]:
-    """Takes out imported names that the original uses and the rewritten text no longer does."""
-    idle = file.imports.keys() & _used(file.tree)
+    """Takes out imported names that the original uses and the rewritten text no longer does.
+
+    Args:
+        file: The file as it is before the last edits.
+        text: The rewritten text.
+        edits: What changed in it.
+        line_length: The file's own.
+        original: The file before all edits, where that is another one.
+    """
+    idle = file.imports.keys() & _used((original or file).tree)
     idle -= _used(ast.parse(text))
     causes = united(*(e.causes for e in edits))
     removed = []

@@ -87,7 +87,7 @@ def pattern_of(value: Any, facts: Facts | None, at: errors.Span | None) -> Patte
         BadPattern: It is not a pure computation, or has no source.
     """
     function = value if isinstance(value, types.FunctionType) else type(value).forward
-    file, node, name = _located(inspect.unwrap(function), at)
+    file, node, name = located(inspect.unwrap(function), at)
     if not isinstance(value, types.FunctionType):
         name = type(value).__name__
     _check(file, node, at)
@@ -96,20 +96,22 @@ def pattern_of(value: Any, facts: Facts | None, at: errors.Span | None) -> Patte
         node,
         facts or NoFacts(),
         method=facts is not None,
-        resolve=live_names(_names(function)),
+        resolve=live_names(names_around(function)),
         pattern=True,
     )
     return _checked(name, file, node, graph, facts is not None, at)
 
 
-def _names(function: types.FunctionType) -> dict[str, Any]:
+def names_around(function: types.FunctionType) -> dict[str, Any]:
+    """What the names that a function does not bind mean, by name."""
     closed = inspect.getclosurevars(function)
     return {**function.__globals__, **closed.nonlocals}
 
 
-def _located(
+def located(
     function: types.FunctionType, at: errors.Span | None
 ) -> tuple[SourceFile, ast.FunctionDef, str]:
+    """Where a live function is defined: the file, its definition, and what to call it."""
     code = function.__code__
     path = Path(code.co_filename)
     if not path.is_file():

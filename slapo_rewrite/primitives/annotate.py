@@ -46,6 +46,7 @@ class Annotate(Primitive):
     """
 
     name = "annotate"
+    needs_calls = False
     examples = (
         Example(
             MLP,

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.splice import Edit
+from slapo_rewrite.edit.examples import Example as Example
+from slapo_rewrite.edit.examples import Refusal as Refusal
+from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.state import Directive, Function, ModuleState, Part
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.sources import Sources
@@ -39,38 +41,20 @@ class Call:
     tree: Tree
 
 
-@dataclass(frozen=True)
-class Example:
-    """A worked example: a source file, a schedule for it, and the changed lines that come of it.
-
-    It is shown by `slapo-rewrite primitives NAME` and run as a test. What the schedule prints
-    stands in `printed`.
-    """
-
-    source: str
-    schedule: str
-    diff: str = ""
-    printed: str = ""
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A schedule line that the primitive refuses for `Example.source`, with the error's code."""
-
-    source: str
-    schedule: str
-    code: str
-
-
 class Primitive:
     """One verb of the schedule language.
 
     A subclass says what its call means for one module: `apply` reads the module and what was asked
     of it so far, and returns what is asked of it now, or raises. How that becomes source is decided
     later and elsewhere (`edit/`).
+
+    Attributes:
+        name: What the schedule calls it.
+        needs_calls: Whether it does nothing for a module that is never called.
     """
 
     name: ClassVar[str]
+    needs_calls: ClassVar[bool] = True
     examples: ClassVar[tuple[Example, ...]] = ()
     refusals: ClassVar[tuple[Refusal, ...]] = ()
 
@@ -89,6 +73,16 @@ class Primitive:
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
         """The modules that the call is about; those selected, as a rule."""
         return nodes
+
+    def rewrites(
+        self,
+        call: Call,
+        nodes: list[Node],
+        states: Mapping[str, ModuleState],
+        line_length: int,
+    ) -> Rewrite | None:
+        """How the source changes before the schedule goes on; see `Rewriting`."""
+        return None
 
     def replacement(self, call: Call, node: Node) -> nn.Module | None:
         """What later calls find in the place of the module; None where that is the module."""
@@ -149,13 +143,31 @@ class Rewriting(Primitive):
     then counts as carried out.
     """
 
-    def edits(self, call: Call, nodes: list[Node], line_length: int) -> list[Edit]:
-        """How the model file changes.
+    needs_calls = False
+
+    def rewrites(
+        self,
+        call: Call,
+        nodes: list[Node],
+        states: Mapping[str, ModuleState],
+        line_length: int,
+    ) -> Rewrite | None:
+        """How the source changes; None where it does not.
+
+        Args:
+            call: The call.
+            nodes: The selected modules.
+            states: What was asked of modules so far.
+            line_length: The model file's own.
 
         Raises:
             RewriteError: It cannot be changed so.
         """
         raise NotImplementedError
+
+    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+        """Asks nothing more of a module."""
+        return state
 
 
 def signature_of(function: Any) -> inspect.Signature:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
-import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.state import ModuleState
-from slapo_rewrite.model.facts import NodeFacts
-from slapo_rewrite.model.pattern import as_module, facts_of_pattern
+from slapo_rewrite.fusion.looking import pattern_for, scopes_for
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.patterns.pattern import Pattern, pattern_of
 from slapo_rewrite.patterns.search import (
     CallSite,
     Matches,
-    Scope,
     find_calls,
     find_pattern,
     path_predicate,
-    scopes_of,
 )
 from slapo_rewrite.primitives.base import Call, Example, Question, Refusal, signature_of
 
@@ -186,19 +181,8 @@ def found(call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> M
         return _by_predicate(where, nodes, sources, at)
     if isinstance(wanted, str):
         return _by_path(wanted, nodes, sources, at)
-    pattern = _pattern(wanted, sources, at)
-    return find_pattern(pattern, _scopes(nodes, sources))
-
-
-def _pattern(wanted: object, sources: Sources, at: errors.Span | None) -> Pattern:
-    module = as_module(wanted, at)
-    if module is not None:
-        return pattern_of(module, facts_of_pattern(module, sources.main), at)
-    if isinstance(wanted, types.FunctionType):
-        return pattern_of(wanted, None, at)
-    raise errors.BadArgument(
-        f"a pattern is a function, a module class or a regular expression, not {wanted!r}", at=at
-    )
+    pattern = pattern_for(wanted, sources, at)
+    return find_pattern(pattern, scopes_for(nodes, sources))
 
 
 def _by_path(regex: str, nodes: list[Node], sources: Sources, at: errors.Span | None) -> Matches:
@@ -211,22 +195,11 @@ def _by_path(regex: str, nodes: list[Node], sources: Sources, at: errors.Span | 
         match
         for node in nodes
         for match in find_calls(
-            _scopes((inner for inner in node.walk() if inner.children), sources),
+            scopes_for((inner for inner in node.walk() if inner.children), sources),
             path_predicate(compiled, node.path),
         )
     ]
     return Matches(tuple(dict.fromkeys(matches)), (), "0")
-
-
-def _scopes(nodes: Iterable[Node], sources: Sources) -> list[Scope]:
-    """The functions of some modules, each read once."""
-    known = sources.scopes
-    found: list[Scope] = []
-    for node in nodes:
-        if node.path not in known:
-            known[node.path] = scopes_of(node.path, NodeFacts(node, sources))
-        found += known[node.path]
-    return found
 
 
 def _by_predicate(
@@ -234,7 +207,7 @@ def _by_predicate(
 ) -> Matches:
     if not callable(where):
         raise errors.BadArgument(f"`where` is a function of a call, not {where!r}", at=at)
-    return find_calls(_scopes(nodes, sources), lambda _, site: bool(where(site)))
+    return find_calls(scopes_for(nodes, sources), lambda _, site: bool(where(site)))
 
 
 def _check_original(node: Node, states: Mapping[str, ModuleState], at: errors.Span | None) -> None:

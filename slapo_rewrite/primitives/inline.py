@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.inline import inline_edits
+from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Inlined, ModuleState
 from slapo_rewrite.edit.text import accessor
@@ -131,7 +132,13 @@ class Inline(Rewriting):
             )
         return found
 
-    def edits(self, call: Call, nodes: list[Node], line_length: int) -> list[Edit]:
+    def rewrites(
+        self,
+        call: Call,
+        nodes: list[Node],
+        states: Mapping[str, ModuleState],
+        line_length: int,
+    ) -> Rewrite:
         """The child's `forward` in the methods of the selected modules' class."""
         by_class: dict[type, list[Node]] = {}
         for node in nodes:
@@ -151,7 +158,7 @@ class Inline(Rewriting):
             self._check_all(call, cls, calling, nodes)
             for edit in inline_edits(file, methods, path, forward, call.directive, line_length):
                 edits[edit.start, edit.end] = edit
-        return list(edits.values())
+        return Rewrite(list(edits.values()))
 
     def _methods(self, call: Call, cls: type) -> tuple[SourceFile, list[ast.FunctionDef]]:
         main = call.sources.main

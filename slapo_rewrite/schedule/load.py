@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.splice import Edit
+from slapo_rewrite.edit.rewritten import Rewrite
+from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.errors import Span
+from slapo_rewrite.source.bundle import rules_folder
 
 # What the schedule file is called as a module.
 MODULE = "schedule_file"
@@ -24,23 +26,19 @@ class Again(BaseException):
     """The source has changed: the schedule has to run again from its start.
 
     Attributes:
-        number: The directive that changed it.
-        edits: How.
+        directive: What changed it.
+        rewrite: How.
     """
 
-    def __init__(self, number: int, edits: list[Edit]) -> None:
+    def __init__(self, directive: Directive, rewrite: Rewrite) -> None:
         super().__init__()
-        self.number, self.edits = number, edits
+        self.directive, self.rewrite = directive, rewrite
 
 
 def bundled() -> dict[str, Path]:
     """The schedules that ship with the tool, by name."""
-    package = Path(__file__).resolve().parents[1]
-    # Installed, `rules/` lies inside the package; in a checkout it lies beside it.
-    for folder in (package / "rules" / "schedules", package.parent / "rules" / "schedules"):
-        if folder.is_dir():
-            return {p.stem: p for p in sorted(folder.glob("*.py")) if p.stem != "__init__"}
-    return {}
+    folder = rules_folder() / "schedules"
+    return {p.stem: p for p in sorted(folder.glob("*.py")) if p.stem != "__init__"}
 
 
 def locate(name: str) -> Path:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.state import EMPTY, Directive, ModuleState
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.primitives.base import Call, Primitive, Question, Rewriting
+from slapo_rewrite.primitives.base import Call, Primitive, Question
 from slapo_rewrite.schedule.load import Again, ScheduleFile
 
 
@@ -24,12 +25,13 @@ class Plan:
         directives: The primitive calls so far.
         states: What was asked of each module path; a path that is not in it was not touched.
         order: The position of each path in the tree.
+        idle: Modules that are not called any more, and which directive did that.
 
     Args:
         tree: The module tree.
         schedule: The schedule file.
         sources: The files.
-        done: The directives whose changes the source has already.
+        done: What the source has already, by the number of the directive.
         line_length: The model file's own.
     """
 
@@ -38,13 +40,14 @@ class Plan:
         tree: Tree,
         schedule: ScheduleFile,
         sources: Sources,
-        done: Collection[int] = (),
+        done: Mapping[int, Rewrite] | None = None,
         line_length: int = 100,
     ) -> None:
         self.tree, self.schedule, self.sources = tree, schedule, sources
-        self.done, self.line_length = done, line_length
+        self.done, self.line_length = done or {}, line_length
         self.directives: list[Directive] = []
         self.states: dict[str, ModuleState] = {}
+        self.idle: dict[str, Directive] = {}
         self.order = {path: number for number, path in enumerate(tree.nodes)}
 
     def call(
@@ -70,9 +73,13 @@ class Plan:
         call = Call(directive, self.schedule.module, arguments, self.sources, self.tree)
         if isinstance(primitive, Question):
             return primitive.answer(call, nodes, self.states)
-        if isinstance(primitive, Rewriting) and directive.number not in self.done:
-            edits = primitive.edits(call, list(nodes), self.line_length)
-            raise Again(directive.number, edits)
+        if directive.number in self.done:
+            absorbed = self.done[directive.number].absorbed
+            self.idle |= dict.fromkeys(absorbed, directive)
+        else:
+            rewrite = primitive.rewrites(call, list(nodes), self.states, self.line_length)
+            if rewrite is not None:
+                raise Again(directive, rewrite)
         self.directives.append(directive)
         decided: dict[tuple[int, int], ModuleState] = {}
         grafts: dict[str, Any] = {}
@@ -85,6 +92,8 @@ class Plan:
                     if node.path in self.tree.nodes
                     else "select from `s` again",
                 )
+            if primitive.needs_calls:
+                self._check_called(node, directive)
             state = self.states.get(node.path, EMPTY)
             # States are shared, so that one object is one state.
             key = (node.kind, id(state))
@@ -99,6 +108,21 @@ class Plan:
             self.sources.regrown()
             self.order = {path: number for number, path in enumerate(self.tree.nodes)}
         return None
+
+    def _check_called(self, node: Node, directive: Directive) -> None:
+        """What is done where a module is called needs a call of it."""
+        above: Node | None = node if self.idle else None
+        while above is not None and above.path not in self.idle:
+            above = above.parent
+        if above is not None:
+            cause = self.idle[above.path]
+            line = f" of line {cause.at.line}" if cause.at else ""
+            raise errors.ConflictingEdits(
+                f"`{above.path}` is no longer called since `{cause.primitive}(...)`{line}",
+                at=directive.at,
+                also=[cause.at] if cause.at else [],
+                hint="schedule what takes its place",
+            )
 
     def _check_untouched(self, grafts: Mapping[str, Any], at: Span | None) -> None:
         """What a replaced module holds goes with it, so it cannot have been scheduled before."""

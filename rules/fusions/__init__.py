@@ -1,0 +1,1 @@
+"""Computations and what is written in their place, one rule a file."""

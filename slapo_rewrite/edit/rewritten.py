@@ -1,0 +1,42 @@
+"""A change of the source before the schedule goes on, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slapo_rewrite.edit.splice import Edit
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A name that a text uses from elsewhere.
+
+    Attributes:
+        origin: The dotted name, as the tool itself can import it.
+        module: A helper module of the output, with a dot before it, or an installed one.
+        name: What is used of it.
+        written: How the text refers to it: the name, as a rule.
+    """
+
+    origin: str
+    module: str
+    name: str
+    written: str
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """What one call of the schedule changes in the source.
+
+    Attributes:
+        edits: How the model file changes.
+        references: What the new text uses from elsewhere.
+        absorbed: Paths of modules that were called where the new text calls them no more.
+        notes: What was done and left undone, for the record.
+    """
+
+    edits: list[Edit]
+    references: tuple[Reference, ...] = ()
+    absorbed: tuple[str, ...] = ()
+    notes: tuple[Mapping[str, object], ...] = field(default=())

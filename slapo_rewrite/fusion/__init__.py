@@ -1,0 +1,6 @@
+"""Computations that take the place of others: rules, and how what they say becomes source."""
+
+from slapo_rewrite.edit.examples import Example, Refusal
+from slapo_rewrite.fusion.rule import Alternative, Found, Numerics, Rule
+
+__all__ = ["Alternative", "Example", "Found", "Numerics", "Refusal", "Rule"]

@@ -1,0 +1,120 @@
+"""Looks for what is to be replaced in the modules of a tree."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from slapo_rewrite import errors
+from slapo_rewrite.fusion.engine import Claim, Left
+from slapo_rewrite.fusion.rule import Alternative, Found, Rule
+from slapo_rewrite.fusion.template import template_of
+from slapo_rewrite.model.facts import NodeFacts
+from slapo_rewrite.model.pattern import as_module, facts_of_pattern
+from slapo_rewrite.model.sources import Sources
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.patterns.pattern import Pattern, pattern_of
+from slapo_rewrite.patterns.search import Miss, Scope, find_pattern, scopes_of
+
+
+def pattern_for(wanted: object, sources: Sources, at: errors.Span | None) -> Pattern:
+    """The pattern that a function or a module class is.
+
+    Raises:
+        BadArgument: It is neither.
+        BadPattern: It is no pure computation.
+    """
+    module = as_module(wanted, at)
+    if module is not None:
+        return pattern_of(module, facts_of_pattern(module, sources.main), at)
+    if isinstance(wanted, types.FunctionType):
+        return pattern_of(wanted, None, at)
+    raise errors.BadArgument(
+        f"a pattern is a function, a module class or a regular expression, not {wanted!r}", at=at
+    )
+
+
+def scopes_for(nodes: Iterable[Node], sources: Sources) -> list[Scope]:
+    """The functions of some modules, each read once."""
+    known = sources.scopes
+    found: list[Scope] = []
+    for node in nodes:
+        if node.path not in known:
+            known[node.path] = scopes_of(node.path, NodeFacts(node, sources))
+        found += known[node.path]
+    return found
+
+
+@dataclass
+class Looked:
+    """What a rule found.
+
+    Attributes:
+        claims: Matches that it takes.
+        left: Matches that it does not take, with the reason.
+        misses: The nearest misses.
+    """
+
+    claims: list[Claim] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+
+    @property
+    def nearest(self) -> Miss | None:
+        """The miss that came furthest."""
+        return max(self.misses, key=lambda miss: miss.stop.matched, default=None)
+
+
+def below(nodes: Iterable[Node]) -> list[Node]:
+    """Some modules and all that they hold, each once."""
+    return list({inner.path: inner for node in nodes for inner in node.walk()}.values())
+
+
+def look(rule: Rule, nodes: Iterable[Node], sources: Sources) -> Looked:
+    """Where a rule may be applied."""
+    looked = Looked()
+    for node in nodes:
+        scopes = [s for s in scopes_for([node], sources) if s.graph.file is sources.main]
+        taken: set[int] = set()
+        for alternative in rule.alternatives if scopes else ():
+            found = find_pattern(compiled(alternative), scopes)
+            looked.misses += found.misses
+            for match in found:
+                if taken.isdisjoint(map(id, match.nodes)):
+                    taken.update(map(id, match.nodes))
+                    _take(rule, Found(match, node, alternative, sources), looked)
+    return looked
+
+
+def _take(rule: Rule, found: Found, looked: Looked) -> None:
+    template = read(rule.replacement(found))
+    claim = Claim(found.match, found.node, template, rule.operands(found), rule.name)
+    reason = rule.refuses(found)
+    if reason is None:
+        looked.claims.append(claim)
+    else:
+        looked.left.append(Left(claim, reason))
+
+
+@functools.cache
+def compiled(alternative: Alternative) -> Pattern:
+    """An alternative's pattern, read once."""
+    module = as_module(alternative.pattern, None)
+    if module is not None:
+        raise errors.BadPattern(
+            f"`{type(module).__name__}`: the pattern of a rule is a function",
+            hint="take what the module holds as parameters",
+        )
+    assert isinstance(alternative.pattern, types.FunctionType)
+    return pattern_of(alternative.pattern, None, None)
+
+
+read = functools.cache(template_of)
+
+
+def spots(miss: Miss) -> Iterator[errors.Span]:
+    """The places of a miss: in the model, then in the pattern."""
+    for spot in (*miss.stop.spots, *([miss.stop.wanted] if miss.stop.wanted else [])):
+        yield spot.file.at(spot.node, spot.note)

@@ -1,0 +1,171 @@
+"""Writes expressions in the places of matches: statements that are no more needed go."""
+
+from __future__ import annotations
+
+import ast
+import io
+import textwrap
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.expressions import formatted, parenthesised
+from slapo_rewrite.edit.splice import Edit, apply_edits
+from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.patterns.places import Replaced
+from slapo_rewrite.source.index import SourceFile
+
+_ALONE = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.keyword, ast.Tuple, ast.List)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """An expression in the place of a match.
+
+    Attributes:
+        replaced: What it takes the place of.
+        statement: The statement of that.
+        text: The expression.
+        cause: The directive that asks for it.
+        why: What happens there, in a few words.
+    """
+
+    replaced: Replaced
+    statement: ast.stmt
+    text: str
+    cause: Directive
+    why: str
+
+    def statements(self) -> list[ast.stmt]:
+        """The statements that change or go."""
+        return [self.statement, *self.replaced.removed]
+
+
+def place_edits(file: SourceFile, writings: Sequence[Writing], line_length: int) -> list[Edit]:
+    """The edits that put expressions in the places of matches.
+
+    Args:
+        file: The file of the matches.
+        writings: The expressions; no two take the place of the same text.
+        line_length: The file's own.
+
+    Raises:
+        Unsupported: A statement that is to go shares its line with another.
+    """
+    edits: list[Edit] = []
+    by_statement: dict[ast.stmt, list[Writing]] = {}
+    gone: dict[ast.stmt, Writing] = {}
+    for writing in writings:
+        by_statement.setdefault(writing.statement, []).append(writing)
+        gone |= dict.fromkeys(writing.replaced.removed, writing)
+    for statement, here in by_statement.items():
+        edits += _changed(file, statement, here, line_length)
+    for statement, writing in gone.items():
+        edits.append(_removed(file, statement, writing))
+    return edits
+
+
+def _changed(
+    file: SourceFile, statement: ast.stmt, writings: list[Writing], line_length: int
+) -> Iterator[Edit]:
+    """The edits of one statement that holds results of matches."""
+    causes = tuple(dict.fromkeys(w.cause for w in writings))
+    why = ", ".join(dict.fromkeys(w.why for w in writings))
+    start, end = file.span(statement)
+    inner: list[Edit] = []
+    comments: list[str] = []
+    for writing in writings:
+        begin, stop, text = _expression(file, statement, writing)
+        inner.append(Edit(begin - start, stop - start, text, (), why))
+        comments += [c for c in _comments(file.text[begin:stop]) if c not in text]
+    if hasattr(statement, "body") and not isinstance(writings[0].replaced.node, ast.stmt):
+        yield from (Edit(e.start + start, e.end + start, e.text, causes, why) for e in inner)
+        return
+    text, _ = apply_edits(file.text[start:end], inner)
+    indent = _column(file, start)
+    lines = text.splitlines()
+    if len(lines) > 1 or indent + len(lines[0]) > line_length:
+        text = formatted(text, indent, line_length)
+    above = "".join(f"{comment}\n{' ' * indent}" for comment in comments)
+    yield Edit(start, end, above + text, causes, why)
+
+
+def _expression(file: SourceFile, statement: ast.stmt, writing: Writing) -> tuple[int, int, str]:
+    """What is replaced, from where to where, and by what."""
+    node = writing.replaced.node
+    begin, end = file.span(node)
+    if isinstance(node, ast.stmt):
+        return begin, end, writing.replaced.target + writing.text
+    parent = next(
+        (p for p in ast.walk(statement) if any(c is node for c in ast.iter_child_nodes(p))), None
+    )
+    called = isinstance(parent, ast.Call) and node is not parent.func
+    if not called:  # parentheses around the old expression would be idle
+        begin, end = _with_parentheses(file.text, begin, end)
+    text = writing.text
+    if not (called or isinstance(parent, _ALONE)):
+        text = parenthesised(text)
+    return begin, end, text
+
+
+def _with_parentheses(text: str, begin: int, end: int) -> tuple[int, int]:
+    while True:
+        left, right = text[:begin].rstrip(), text[end:]
+        after = len(right) - len(right.lstrip())
+        if not (left.endswith("(") and right.lstrip().startswith(")")):
+            return begin, end
+        before = left[:-1].rstrip(" ")
+        if before and (before[-1].isalnum() or before[-1] in "_)]"):
+            word = before.split()[-1].rpartition("\n")[2]
+            if word not in ("return", "in", "and", "or", "not", "is", "if", "else", "yield"):
+                return begin, end  # the parentheses of a call
+        begin, end = len(left) - 1, end + after + 1
+
+
+def _removed(file: SourceFile, statement: ast.stmt, writing: Writing) -> Edit:
+    """A statement gone with its lines; the comments on them stay."""
+    start, end = file.span(statement)
+    first = file.text.rfind("\n", 0, start) + 1
+    stop = file.text.find("\n", end)
+    stop = len(file.text) if stop < 0 else stop
+    rest = file.text[end:stop].strip()
+    if file.text[first:start].strip() or (rest and not rest.startswith("#")):
+        raise errors.Unsupported(
+            "a statement that has to go shares its line with another",
+            at=file.at(statement),
+            also=[writing.cause.at] if writing.cause.at else [],
+            hint="give each statement a line of its own",
+        )
+    indent = file.text[first:start]
+    kept = "".join(f"{indent}{comment}\n" for comment in _comments(file.text[first:stop]))
+    if not kept and _blank_before(file.text, first) and _blank_after(file.text, stop):
+        stop = file.text.find("\n", stop + 1)
+    return Edit(first, stop + 1, kept, (writing.cause,), writing.why)
+
+
+def _blank_before(text: str, first: int) -> bool:
+    above = text[:first].removesuffix("\n").rpartition("\n")[2].strip()
+    return not above or above.endswith(":")
+
+
+def _blank_after(text: str, stop: int) -> bool:
+    return not text[stop + 1 :].partition("\n")[0].strip()
+
+
+def _comments(text: str) -> list[str]:
+    """The comments in some lines of source, in order."""
+    if "#" not in text:
+        return []
+    source = textwrap.dedent(text) + "\n"
+    found = []
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            found += [token.string] if token.type == tokenize.COMMENT else []
+    except (tokenize.TokenError, IndentationError):
+        pass  # part of an expression: what was found up to its end is all
+    return found
+
+
+def _column(file: SourceFile, start: int) -> int:
+    return start - file.text.rfind("\n", 0, start) - 1

@@ -1,0 +1,131 @@
+"""What a rule is: computations to look for, and what is written in their place."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from slapo_rewrite.edit.examples import Example, Refusal
+from slapo_rewrite.model.sources import Sources
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.patterns.search import Match
+from slapo_rewrite.patterns.values import Value
+
+
+class Numerics(enum.Enum):
+    """How the numbers of a replacement compare with those of what it replaces."""
+
+    EXACT = "exact"  # to the bit, forward and backward
+    REASSOCIATED = "reassociated"  # the same formula, rounded elsewhere
+    APPROXIMATE = "approximate"  # another formula, within a bound
+    RESEEDED = "reseeded"  # other random numbers
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way in which a computation may be written, and what takes its place.
+
+    Attributes:
+        pattern: A function or module class, as for `find`.
+        replacement: A function of one `return`, whose expression is written with the operands that
+            the pattern's parameters of the same names stand for.
+    """
+
+    pattern: Callable[..., Any]
+    replacement: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A match of a rule, and the live module that it is in.
+
+    Attributes:
+        match: The match.
+        node: The module whose function it stands in.
+        alternative: The pattern that was found.
+        sources: The files.
+    """
+
+    match: Match
+    node: Node
+    alternative: Alternative
+    sources: Sources
+
+    @property
+    def operands(self) -> Mapping[str, str]:
+        """The text of each operand at the place of the result."""
+        return self.match.operands
+
+    def value(self, name: str) -> Value:
+        """What stands for a parameter of the pattern."""
+        return self.match.values[name]
+
+    def live(self, name: str) -> Any:
+        """What a parameter of the pattern is on the live module.
+
+        A number, a string, a parameter or buffer (on the meta device: dtype and shape are right);
+        None where it is computed.
+        """
+        value = self.value(name)
+        if value.operation == "constant":
+            return value.literal
+        return self.attribute(str(value.literal)) if value.operation == "attribute" else None
+
+    def attribute(self, path: str) -> Any:
+        """The live attribute at a path, `norm.weight`; None where there is none."""
+        found: Any = self.node.live
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        return found
+
+
+class Rule:
+    """A computation that can be written better: one file of `rules/fusions`.
+
+    A subclass says what is looked for and what is written instead (`alternatives`); where that
+    depends on more than the text, `refuses` looks at the live module, and `replacement` and
+    `operands` choose what is written.
+
+    Attributes:
+        name: What `s.apply(...)` calls it.
+        numerics: How the numbers compare.
+        bound: Of an approximation: the largest error, relative or absolute.
+        pays: Why `apply_all` takes it; empty where it is only taken when asked for.
+        rank: Of several rules that claim one place, `apply_all` takes the one of the highest rank.
+        alternatives: What is looked for, the first that matches counts.
+        examples: Shown and run as tests.
+        refusals: Likewise.
+    """
+
+    name: ClassVar[str]
+    numerics: ClassVar[Numerics]
+    bound: ClassVar[float] = 0.0
+    pays: ClassVar[str] = ""
+    rank: ClassVar[int] = 0
+    alternatives: ClassVar[tuple[Alternative, ...]]
+    examples: ClassVar[tuple[Example, ...]] = ()
+    refusals: ClassVar[tuple[Refusal, ...]] = ()
+
+    def refuses(self, found: Found) -> str | None:
+        """Why a match is left alone, in words; None where the rule takes it."""
+        return None
+
+    def replacement(self, found: Found) -> Callable[..., Any]:
+        """The function whose expression is written."""
+        return found.alternative.replacement
+
+    def operands(self, found: Found) -> Mapping[str, str]:
+        """The text of each parameter of the replacement, by name."""
+        return found.operands
+
+    @functools.cached_property
+    def kernels(self) -> tuple[str, ...]:
+        """What it takes of `runtime/kernels`, `gated.swiglu` say."""
+        from slapo_rewrite.fusion.template import template_of
+
+        names = [n for a in self.alternatives for n in template_of(a.replacement).names()]
+        lead = "slapo_rewrite.runtime.kernels."
+        return tuple(dict.fromkeys(n.removeprefix(lead) for n in names if n.startswith(lead)))

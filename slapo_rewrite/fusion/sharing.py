@@ -1,0 +1,69 @@
+"""Which modules run the text that a match stands in."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from slapo_rewrite.model.sources import Sources
+from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.source.index import SourceFile
+
+
+class Sharing:
+    """Answers, for each method and function of the model file, which modules run it.
+
+    Args:
+        tree: The module tree.
+        sources: The files.
+    """
+
+    def __init__(self, tree: Tree, sources: Sources) -> None:
+        self.tree, self.file = tree, sources.main
+        self._by_class: dict[type, set[int]] = {}
+
+    def sharers(self, function: ast.FunctionDef) -> list[Node]:
+        """The modules that run a method or function."""
+        return [n for n in self.tree.nodes.values() if id(function) in self._run_by(n.cls)]
+
+    def _run_by(self, cls: type) -> set[int]:
+        """What of the file a class's modules may run."""
+        if cls not in self._by_class:
+            self._by_class[cls] = set(map(id, self._reached(cls)))
+        return self._by_class[cls]
+
+    def _reached(self, cls: type) -> Iterator[ast.FunctionDef]:
+        seen: set[int] = set()
+        names = {n for c in cls.__mro__ if c.__module__ == self.file.name for n in vars(c)}
+        pending = [m for name in sorted(names) for m in self._methods(cls, name)]
+        while pending:
+            function = pending.pop()
+            if id(function) in seen:
+                continue
+            seen.add(id(function))
+            yield function
+            named = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+            pending += [self.file.functions[n] for n in sorted(named & self.file.functions.keys())]
+
+    def _methods(self, cls: type, name: str) -> Iterator[ast.FunctionDef]:
+        """The method of a name that runs, and those that it reaches by `super()`."""
+        mro = list(cls.__mro__)
+        while mro:
+            found = next((c for c in mro if name in vars(c)), None)
+            if found is None or found.__module__ != self.file.name:
+                return
+            method = self.file.method(found.__name__, name)
+            if method is None:
+                return
+            yield method
+            if not any(isinstance(n, ast.Name) and n.id == "super" for n in ast.walk(method)):
+                return
+            mro = mro[mro.index(found) + 1 :]
+
+
+def owner_of(file: SourceFile, function: ast.FunctionDef) -> str | None:
+    """The class that a method stands in; None for a function of the file."""
+    for name, cls in file.classes.items():
+        if any(statement is function for statement in ast.walk(cls)):
+            return name
+    return None

@@ -1,0 +1,140 @@
+"""What takes the place of a match: an expression, written with the match's own operands."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.expressions import parenthesised
+from slapo_rewrite.edit.splice import Edit, apply_edits
+from slapo_rewrite.patterns.pattern import located, names_around
+from slapo_rewrite.source.facts import Constant, Resolver, live_names
+from slapo_rewrite.source.index import SourceFile
+
+# Gives the text for a dotted name, `torch.nn.functional.gelu`.
+Speller = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Template:
+    """An expression with parameters.
+
+    Attributes:
+        name: Of the function that it was read from.
+        parameters: In order.
+        file: Of that function.
+        node: The expression.
+        resolve: What the other names in it mean.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    file: SourceFile
+    node: ast.expr
+    resolve: Resolver
+
+    def reads(self) -> list[str]:
+        """The parameters in the order in which the expression reads them."""
+        found = [n for n in ast.walk(self.node) if isinstance(n, ast.Name)]
+        found = [n for n in found if n.id in self.parameters]
+        return [n.id for n in sorted(found, key=lambda n: (n.lineno, n.col_offset))]
+
+    def names(self) -> list[str]:
+        """The dotted names of what it uses from elsewhere."""
+        return [dotted for _, dotted in self._outside()]
+
+    def written(self, operands: Mapping[str, str], spell: Speller) -> str:
+        """The expression's text.
+
+        Args:
+            operands: The text of each parameter.
+            spell: Gives the text for a dotted name.
+        """
+        begin, end = self.file.span(self.node)
+        edits = [
+            Edit(*self._span(node, begin), spell(dotted), (), "")
+            for node, dotted in self._outside()
+        ]
+        alone = _alone(self.node)
+        for node in ast.walk(self.node):
+            if isinstance(node, ast.Name) and node.id in self.parameters:
+                text = operands[node.id]
+                text = text if id(node) in alone else parenthesised(text)
+                edits.append(Edit(*self._span(node, begin), text, (), ""))
+        return apply_edits(self.file.text[begin:end], edits)[0]
+
+    def _span(self, node: ast.AST, begin: int) -> tuple[int, int]:
+        start, stop = self.file.span(node)
+        return start - begin, stop - begin
+
+    def _outside(self) -> Iterator[tuple[ast.expr, str]]:
+        """Names and attributes of names that mean something of another module."""
+        waiting: list[ast.AST] = [self.node]
+        while waiting:
+            node = waiting.pop(0)
+            dotted = self._dotted(node) if isinstance(node, (ast.Attribute, ast.Name)) else None
+            if dotted is not None:
+                assert isinstance(node, ast.expr)
+                yield node, dotted
+            else:
+                waiting += ast.iter_child_nodes(node)
+
+    def _dotted(self, node: ast.expr) -> str | None:
+        tail: list[str] = []
+        while isinstance(node, ast.Attribute):
+            tail.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name) or node.id in self.parameters:
+            return None
+        meaning = self.resolve(node.id)
+        if meaning is None or isinstance(meaning, Constant):
+            if hasattr(builtins, node.id) and not tail:
+                return None
+            raise errors.BadPattern(
+                f"`{node.id}` in a replacement is no function or module that can be imported",
+                at=self.file.at(node),
+            )
+        if tail and meaning == node.id and hasattr(builtins, node.id):
+            return None
+        return ".".join([meaning, *reversed(tail)])
+
+
+def _alone(expression: ast.expr) -> set[int]:
+    """The names in an expression that any text may take the place of without parentheses."""
+    found = {id(expression)}
+    for node in ast.walk(expression):
+        if isinstance(node, ast.Call):
+            found |= {id(a) for a in node.args} | {id(k.value) for k in node.keywords}
+        elif isinstance(node, (ast.Tuple, ast.List)):
+            found |= set(map(id, node.elts))
+    return found
+
+
+def template_of(function: Callable[..., object], at: errors.Span | None = None) -> Template:
+    """Reads a replacement that is a function of one `return`.
+
+    Raises:
+        BadPattern: It does more than to return an expression.
+    """
+    unwrapped = inspect.unwrap(function)
+    file, node, name = located(unwrapped, at)
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    match body:
+        case [ast.Return(value=ast.expr() as value)]:
+            pass
+        case _:
+            raise errors.BadPattern(
+                "a replacement is one `return` of an expression",
+                at=file.at(node),
+                also=[at] if at else [],
+            )
+    given = node.args
+    if given.vararg or given.kwarg:
+        raise errors.BadPattern("a replacement names each of its parameters", at=file.at(node))
+    parameters = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    resolve = live_names(names_around(unwrapped))
+    return Template(name, tuple(parameters), file, value, resolve)

@@ -1,0 +1,144 @@
+"""`apply`: a rule of the tool's own, by its name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.rewritten import Rewrite
+from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.fusion.engine import Engine
+from slapo_rewrite.fusion.looking import below, look, spots
+from slapo_rewrite.fusion.registry import rules
+from slapo_rewrite.fusion.rule import Rule
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.patterns.search import Miss
+from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
+from slapo_rewrite.primitives.shard import MODEL as PLAIN
+
+GATED = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gate = nn.Linear(width, 4 * width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        gated = F.silu(self.gate(x))
+        return self.down(gated * self.up(x))  # back to the width
+"""
+MODEL = PLAIN.replace("m.MLP(8)", "m.GatedMLP(8)")
+
+
+class Apply(Rewriting):
+    """Apply a rule in the selected modules and below.
+
+    A rule is a computation and what is written in its place, `slapo-rewrite rules` lists them. What
+    comes later in the schedule sees the source as it is then; a module that was called inside of
+    what was replaced is no longer called, so it cannot be scheduled any more.
+
+    Rewrite:
+        gated = F.silu(self.gate(x))
+        return self.down(gated * self.up(x))
+        -->
+        return self.down(swiglu(self.gate(x), self.up(x)))
+
+    Shapes:
+        As the rule says.
+
+    Numerics:
+        As the rule says.
+
+    State:
+        Unchanged: modules stay where they are made, also those that are no longer called.
+
+    Raises:
+        SR206 there is no such rule; SR309 the rule matches nothing, or modules that share the text
+        are not selected or differ.
+
+    Source: Slapo, arXiv 2302.08005, section 3.3 (`replace` of a subgraph by an efficient kernel).
+    """
+
+    name = "apply"
+    examples = (
+        Example(
+            GATED,
+            MODEL + 'def schedule(s):\n    s.apply("swiglu")\n',
+            """\
+-from torch.nn import functional as F
++from .kernels import swiglu
+-        gated = F.silu(self.gate(x))
+-        return self.down(gated * self.up(x))  # back to the width
++        return self.down(swiglu(self.gate(x), self.up(x)))  # back to the width
+""",
+        ),
+    )
+    refusals = (
+        Refusal(GATED, MODEL + 'def schedule(s):\n    s.apply("swilu")\n', "SR206"),
+        Refusal(GATED, MODEL + 'def schedule(s):\n    s["down"].apply("swiglu")\n', "SR309"),
+    )
+
+    def signature(self) -> inspect.Signature:
+        """`apply(rule)`."""
+
+        def apply(rule: str) -> None: ...
+
+        return signature_of(apply)
+
+    def rewrites(
+        self,
+        call: Call,
+        nodes: list[Node],
+        states: Mapping[str, ModuleState],
+        line_length: int,
+    ) -> Rewrite:
+        """The rule's own replacement at each of its matches."""
+        rule, at = rule_named(call), call.directive.at
+        inner = below(nodes)
+        looked = look(rule, inner, call.sources)
+        engine = Engine(call.tree, call.sources, states, call.directive, line_length)
+        claims, left = engine.sorted_out(looked.claims, inner)
+        left += looked.left
+        # Part of a rule applied is a rule half applied: only where it is refused for all of it.
+        if left and (not claims or left[0] not in looked.left):
+            raise engine.refused(left[0])
+        if not claims:
+            raise nothing_found(rule.name, looked.nearest, at)
+        return engine.rewrite(claims, ())
+
+
+def rule_named(call: Call) -> Rule:
+    """The rule that a call names.
+
+    Raises:
+        BadArgument: There is none of this name.
+    """
+    known, name = rules(), call.arguments["rule"]
+    if name not in known:
+        raise errors.BadArgument(
+            f"there is no rule {name!r}",
+            at=call.directive.at,
+            hint=errors.did_you_mean(str(name), known) or "the rules are " + ", ".join(known),
+        )
+    return known[name]
+
+
+def nothing_found(name: str, nearest: Miss | None, at: errors.Span | None) -> errors.NoMatch:
+    """The error for a computation that stands nowhere."""
+    if nearest is None:
+        return errors.NoMatch(f"`{name}` matches nothing here, nor anything near", at=at)
+    places = list(spots(nearest))
+    return errors.NoMatch(
+        f"`{name}` matches nothing; nearest is `{nearest.path or 'the model'}`, "
+        f"{nearest.function}: {nearest.stop.reason}",
+        at=places[0],
+        also=[*places[1:], *([at] if at else [])],
+        hint=nearest.stop.hint,
+    )

@@ -1,0 +1,88 @@
+"""`apply_all`: every rule that is legal and known to pay."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+from slapo_rewrite.edit.rewritten import Rewrite
+from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.fusion.engine import Claim, Engine, Left
+from slapo_rewrite.fusion.looking import below, look
+from slapo_rewrite.fusion.registry import rules
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.primitives.apply import GATED, MODEL
+from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
+
+
+class ApplyAll(Rewriting):
+    """Apply every rule that is legal in the selected modules and below, and known to pay.
+
+    Rules are tried in a fixed order, those that save more first; of two that want the same text,
+    the first has it. A rule that matches nothing, or that may not be applied somewhere, is left
+    out there.
+
+    Rewrite:
+        gated = F.silu(self.gate(x))
+        return self.down(gated * self.up(x))
+        -->
+        return self.down(swiglu(self.gate(x), self.up(x)))
+
+    Shapes:
+        As the rules say.
+
+    Numerics:
+        As the rules say.
+
+    State:
+        Unchanged.
+
+    Raises:
+        SR105 a name that a rule needs means something else in the source.
+
+    Source: Slapo, arXiv 2302.08005, section 3.3.
+    """
+
+    name = "apply_all"
+    examples = (
+        Example(
+            GATED,
+            MODEL + "def schedule(s):\n    s.apply_all()\n",
+            """\
+-from torch.nn import functional as F
++from .kernels import swiglu
+-        gated = F.silu(self.gate(x))
+-        return self.down(gated * self.up(x))  # back to the width
++        return self.down(swiglu(self.gate(x), self.up(x)))  # back to the width
+""",
+        ),
+    )
+    refusals = (Refusal(GATED, MODEL + 'def schedule(s):\n    s.apply_all("swiglu")\n', "SR206"),)
+
+    def signature(self) -> inspect.Signature:
+        """`apply_all()`."""
+
+        def apply_all() -> None: ...
+
+        return signature_of(apply_all)
+
+    def rewrites(
+        self,
+        call: Call,
+        nodes: list[Node],
+        states: Mapping[str, ModuleState],
+        line_length: int,
+    ) -> Rewrite | None:
+        """What all rules give."""
+        inner = below(nodes)
+        engine = Engine(call.tree, call.sources, states, call.directive, line_length)
+        claims: list[Claim] = []
+        left: list[Left] = []
+        for rule in rules().values():
+            if rule.pays:
+                looked = look(rule, inner, call.sources)
+                claims += looked.claims
+                left += looked.left
+        kept, stopped = engine.sorted_out(claims, inner)
+        left += stopped
+        return engine.rewrite(kept, ()) if kept else None

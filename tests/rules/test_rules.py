@@ -1,0 +1,90 @@
+"""Every rule's worked examples and refusals are run as they stand in its file, numbers included."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+
+import pytest
+import torch
+
+from slapo_rewrite import errors
+from slapo_rewrite.emit.kernels import libraries
+from slapo_rewrite.fusion import Numerics, Rule
+from slapo_rewrite.fusion.registry import rules
+from slapo_rewrite.schedule.load import ScheduleFile
+from tests.rewriting import changed_lines, imported, refused, rewritten, written
+
+ALL = rules()
+EXAMPLES = [(rule, number) for rule in ALL.values() for number in range(len(rule.examples))]
+REFUSALS = [(rule, number) for rule in ALL.values() for number in range(len(rule.refusals))]
+
+
+def named(value: object) -> object:
+    return value.name if isinstance(value, Rule) else value
+
+
+@pytest.mark.parametrize("rule", ALL.values(), ids=named)
+def test_documented(rule: Rule):
+    doc = inspect.getdoc(type(rule)) or ""
+    for section in ("Rewrite:", "Shapes:", "Numerics:", "State:", "Raises:", "Source:"):
+        assert section in doc, section
+    said = doc.partition("Numerics:")[2].split()[0].strip(":;,.").lower()
+    assert said == rule.numerics.value
+    assert (rule.numerics is Numerics.APPROXIMATE) == bool(rule.bound)
+    known = {c.code for c in vars(errors).values() if isinstance(c, type) and hasattr(c, "code")}
+    assert set(re.findall(r"SR\d{3}", doc)) <= known
+    assert rule.examples and rule.refusals
+
+
+@pytest.mark.parametrize("rule", ALL.values(), ids=named)
+def test_its_kernels_exist(rule: Rule):
+    for kernel in rule.kernels:
+        module, _, name = kernel.partition(".")
+        assert name in libraries()[module].defined
+
+
+@pytest.mark.parametrize(("rule", "number"), EXAMPLES, ids=named)
+def test_example(rule: Rule, number: int, tmp_path):
+    example = rule.examples[number]
+    output = rewritten(tmp_path, example.source, example.schedule)
+    assert changed_lines(output) == example.diff
+    for name, text in output.files.items():
+        if name.endswith(".py"):
+            ast.parse(text)
+    compare(rule, tmp_path, output)
+
+
+def compare(rule: Rule, folder, output) -> None:
+    """Outputs and every gradient of the original and of the rewritten model, on a CPU."""
+    schedule = ScheduleFile.load(str(folder / "s.py")).module
+    original = imported(next(folder.glob("source_*.py")))
+    found = []
+    for module in (original, imported(written(folder, output))):
+        torch.manual_seed(0)
+        model = schedule.model(module).double()
+        given = {
+            n: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
+            for n, v in schedule.inputs(model).items()
+        }
+        torch.manual_seed(1)
+        outputs = model(**given)
+        schedule.loss(outputs).backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append((outputs, gradients))
+    (expected, expected_gradients), (outputs, actual_gradients) = found
+    assert actual_gradients.keys() == expected_gradients.keys()
+    if rule.numerics is not Numerics.RESEEDED:
+        limit = 0.0 if rule.numerics is Numerics.EXACT else rule.bound or 1e-9
+        pairs = [(outputs, expected)]
+        pairs += [(actual_gradients[n], g) for n, g in expected_gradients.items()]
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize(("rule", "number"), REFUSALS, ids=named)
+def test_refusal(rule: Rule, number: int, tmp_path):
+    refusal = rule.refusals[number]
+    text = refused(tmp_path, refusal.source, refusal.schedule, refusal.code)
+    assert re.search(r"s\.py:\d+:\d+", text), "the schedule's line is shown"
