@@ -363,7 +363,7 @@ class Calls(Listed):
 
     def read(self, value: Value, node: ast.AST, why: str) -> None:
         """Notes that a statement reads a value."""
-        self.use(value, Use(node, None, why))
+        self.use(value, Use(node, None, why, self.next()))
 
 
 def _unnumbered(arguments: Given) -> Given:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from slapo_rewrite.patterns.calls import Calls, joined
 from slapo_rewrite.patterns.operations import BINARY, COMPARE, DTYPES, MIRRORED, UNARY
-from slapo_rewrite.patterns.values import Value
+from slapo_rewrite.patterns.values import Binding, Value
 from slapo_rewrite.source.facts import Constant, Submodule
 
 _CONSTANTS = {"math.pi": 3.141592653589793, "math.e": 2.718281828459045}
@@ -17,10 +17,12 @@ _CONSTANTS = {"math.pi": 3.141592653589793, "math.e": 2.718281828459045}
 class Expressions(Calls):
     """Makes values of expressions."""
 
-    def hold(self, name: str, value: Value) -> None:
+    def hold(self, name: str, value: Value, walrus: ast.NamedExpr | None = None) -> None:
         """Binds a local name, or an attribute as `self.path`."""
         self.scope[name] = value
         self.bindings.append((name, value))
+        if self.through is None and self.statement is not None:
+            self.graph.bound.append(Binding(name, value, self.statement, self.next(), walrus))
         if name in self.captured:
             self.read(value, value.node, "read by an inner function")
 
@@ -74,7 +76,7 @@ class Expressions(Calls):
                 return self.tuple_of([self.expr(element) for element in elts], node)
             case ast.NamedExpr():
                 value = self.expr(node.value)
-                self.hold(node.target.id, value)
+                self.hold(node.target.id, value, node)
                 return value
             case ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp():
                 return self.opaque(node)
@@ -85,7 +87,10 @@ class Expressions(Calls):
 
     def _name(self, node: ast.Name) -> Value:
         if node.id in self.scope:
-            return self.scope[node.id]
+            value = self.scope[node.id]
+            if self.through is None:
+                self.graph.loads[node] = value
+            return value
         found = self.resolve(node.id)
         if isinstance(found, Constant):
             return self.constant(found.value, node)

@@ -70,7 +70,7 @@ class Flow(Expressions):
 
     def run(self, function: ast.FunctionDef) -> None:
         """Follows the statements of a function."""
-        self.captured = _captured(function)
+        self.captured = captured(function)
         self._block(function.body)
 
     # Statements -----------------------------------------------------------------------------------
@@ -83,6 +83,8 @@ class Flow(Expressions):
                 self.statement = statement
                 self.graph.names[statement] = dict(self.scope)
             goes_on = self._statement(statement)
+            if self.through is None:
+                self.graph.after[statement] = dict(self.scope)
             self.statement = outer
             if not goes_on:
                 return False
@@ -357,7 +359,7 @@ def _captures(pattern: ast.pattern) -> list[str]:
     return [name for name in names if name]
 
 
-def _captured(function: ast.FunctionDef) -> set[str]:
+def captured(function: ast.FunctionDef) -> set[str]:
     """Names that functions inside read, whenever they are called."""
     inner = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return {

@@ -77,7 +77,7 @@ class Maker:
             value.bases = self._bases(value)
         if not value.lazy:
             for _, argument in given:
-                self.use(argument, Use(node, value))
+                self.use(argument, Use(node, value, "", value.order))
         self.graph.values.append(value)
         return value
 
@@ -129,7 +129,7 @@ class Maker:
         if value.lazy:  # a merge that nobody reads uses nothing
             value.lazy = False
             for _, argument in value.arguments:
-                self.use(argument, Use(value.node, value))
+                self.use(argument, Use(value.node, value, "", value.order))
         value.uses.append(use)
 
     def overwrite(self, value: Value, node: ast.AST) -> None:

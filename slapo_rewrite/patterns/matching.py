@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from slapo_rewrite.patterns.pattern import Pattern
-from slapo_rewrite.patterns.values import Graph, Value, equal
+from slapo_rewrite.patterns.values import Graph, Value, described, equal, region
 from slapo_rewrite.source.index import SourceFile
 
 
@@ -31,6 +31,7 @@ class Stop:
         wanted: The place in the pattern.
         hint: What can be done.
         matched: How many of the pattern's operations matched.
+        complete: Whether all of the pattern matched, and what stopped it is what lies between.
     """
 
     reason: str
@@ -38,6 +39,12 @@ class Stop:
     wanted: Spot | None = None
     hint: str | None = None
     matched: int = 0
+    complete: bool = False
+
+    @property
+    def reach(self) -> tuple[int, bool]:
+        """How far it came; further is greater."""
+        return self.matched, self.complete
 
 
 @dataclass(frozen=True)
@@ -80,12 +87,42 @@ class Matcher:
         self.nearest: Stop | None = None
 
     def at(self, value: Value) -> Iterator[Pairing]:
-        """The ways in which the pattern's result may be this value."""
-        return self._pairs(self.pattern.root, value, Pairing({}))
+        """The ways in which the pattern's first result may be this value."""
+        first, *others = self.pattern.roots
+        for pairing in self._pairs(first, value, Pairing({})):
+            yield from self._others(others, pairing)
+
+    def _others(self, roots: list[Value], so_far: Pairing) -> Iterator[Pairing]:
+        """The ways in which the pattern's other results may be values of the function."""
+        if not roots:
+            yield so_far
+            return
+        wanted, *others = roots
+        if outermost(wanted, so_far) in so_far.held:
+            yield from self._others(others, so_far)
+            return
+        beside = False
+        for value in self.graph.values:
+            if not (value.number or value.lazy) and self._may_be(wanted, value, so_far):
+                for pairing in self._pairs(wanted, value, so_far):
+                    beside = True
+                    yield from self._others(others, pairing)
+        if not beside:
+            spots = [Spot(v.site.file, v.site.node, "beside this") for v in so_far.nodes[:1]]
+            where = Spot(wanted.file, wanted.node, described(wanted))
+            reason = f"there is no {described(wanted)} of the pattern beside what is found"
+            self.stop(Stop(reason, tuple(spots), where, None, so_far.matched))
+
+    @staticmethod
+    def _may_be(wanted: Value, value: Value, so_far: Pairing) -> bool:
+        """Whether it is worth looking closer whether a value is a further result."""
+        through = wanted.inner is not None or value.look_through is not None
+        alike = wanted.operation in (value.operation, "call_module")
+        return (through or alike) and value not in so_far.nodes
 
     def stop(self, stop: Stop) -> None:
         """Notes why an attempt ended; the one that came furthest is kept."""
-        if self.nearest is None or stop.matched > self.nearest.matched:
+        if self.nearest is None or stop.reach > self.nearest.reach:
             self.nearest = stop
 
     def _pairs(self, wanted: Value, value: Value, so_far: Pairing) -> Iterator[Pairing]:
@@ -197,41 +234,13 @@ class Matcher:
         self.stop(Stop(reason, tuple(spots), where, hint, so_far.matched))
 
 
+def outermost(wanted: Value, pairing: Pairing) -> Value:
+    """A result of the pattern, or what stands for it where its own call is looked through."""
+    while wanted not in pairing.held and wanted.inner is not None:
+        wanted = wanted.inner
+    return wanted
+
+
 def _rank(value: Value) -> tuple[bool, tuple[int, ...]]:
     """What comes first of two commutative operands: what is computed, then by the time of it."""
     return value.operation in ("attribute", "constant"), value.order
-
-
-def region(node: ast.AST) -> str:
-    """What has a body of its own, in words."""
-    match node:
-        case ast.For() | ast.AsyncFor() | ast.While():
-            return "a loop"
-        case ast.With() | ast.AsyncWith():
-            return "a `with`"
-        case ast.Try() | ast.TryStar():
-            return "a `try`"
-    return "a branch"
-
-
-def described(value: Value) -> str:
-    """A value in a word or two."""
-    match value.operation:
-        case "constant":
-            return repr(value.literal)
-        case "parameter" | "attribute" | "name":
-            return f"`{value.literal}`"
-        case "training":
-            return "the training flag"
-        case "self":
-            return "the module itself"
-        case "choice" | "merge" | "loop":
-            return f"{region(value.node)}"
-        case "call_module":
-            return f"a call of `{value.arguments[0][1].literal}`"
-        case "call":
-            return "a call"
-        case "tuple":
-            return "a tuple"
-    name = value.operation.removeprefix("call ").removeprefix("module ")
-    return f"`{name.rpartition('.')[2]}`" if name else "a call"

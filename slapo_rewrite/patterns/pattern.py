@@ -12,7 +12,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.patterns.flow import graph_of
-from slapo_rewrite.patterns.values import Graph, Value
+from slapo_rewrite.patterns.values import Graph, Value, described, walk
 from slapo_rewrite.source.facts import Facts, NoFacts, live_names
 from slapo_rewrite.source.index import SourceFile
 
@@ -44,18 +44,20 @@ class Pattern:
         name: Of the function or class.
         parameters: What may stand for anything, in order.
         graph: Its values.
-        root: What it returns.
+        roots: What it returns: one value, or those of a tuple.
+        results: The local names of what it returns; '' where that has none.
     """
 
     name: str
     parameters: tuple[str, ...]
     graph: Graph
-    root: Value
+    roots: tuple[Value, ...]
+    results: tuple[str, ...]
 
     @property
     def wildcards(self) -> dict[str, Value]:
         """Everything that may stand for anything: parameters, and what a class holds."""
-        found = {str(v.literal): v for v in self.root.walk() if v.operation == "parameter"}
+        found = {str(v.literal): v for v in walk(self.roots) if v.operation == "parameter"}
         first = {name: found[name] for name in self.parameters if name in found}
         return first | dict(sorted((found.items() - first.items()), key=lambda item: item[0]))
 
@@ -66,7 +68,7 @@ class Pattern:
 
     def values(self) -> Iterator[Value]:
         """Its values, and those of the functions that it calls."""
-        pending, seen = [self.root], set[int]()
+        pending, seen = [*self.roots], set[int]()
         while pending:
             for value in pending.pop().walk():
                 if id(value) not in seen:
@@ -204,27 +206,52 @@ def _checked(
 ) -> Pattern:
     """Refuses what is no pure computation by what it computes."""
     asked = [at] if at else []
-    root = graph.returned[0]
+    returned = graph.returned[0]
+    roots = (
+        tuple(v for _, v in returned.arguments) if returned.operation == "tuple" else (returned,)
+    )
 
     def refuse(node: ast.AST, message: str, hint: str | None = None) -> errors.BadPattern:
         return errors.BadPattern(message, at=file.at(node), also=asked, hint=hint)
 
     last = function.body[-1]
-    if root.is_leaf:
+    assert isinstance(last, ast.Return) and last.value is not None
+    if returned.is_leaf:
         raise refuse(last, f"`{name}` computes nothing")
-    if root.operation == "tuple":
-        raise refuse(last, "a pattern returns one value", "look for each of them by itself")
+    for root in roots:
+        if root.is_leaf:
+            raise refuse(last, f"`{name}` returns {described(root)}, which it does not compute")
+    if len(set(roots)) < len(roots) or (len(roots) == 1 and roots[0] is not returned):
+        raise refuse(last, f"`{name}` returns one value as a tuple", "return it alone, and once")
+    if not _connected(roots):
+        hint = "look for each of them by itself"
+        raise refuse(last, f"the values that `{name}` returns have nothing in common", hint)
     if graph.mutations:
         raise refuse(graph.mutations[0].node, "a pattern is a pure computation, without writes")
-    used = {id(value) for value in root.walk()}
+    used = {id(value) for value in returned.walk()}
     for value in graph.values:
         if id(value) not in used and not value.number:
             raise refuse(value.node, f"{name} computes this, and does not return it")
     given = function.args
     parameters = [a.arg for a in (*given.posonlyargs, *given.args)][method:]
     parameters += [a.arg for a in given.kwonlyargs]
-    read = {value.literal for value in root.walk() if value.operation == "parameter"}
+    read = {value.literal for value in returned.walk() if value.operation == "parameter"}
     for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs):
         if argument.arg in parameters and argument.arg not in read:
             raise refuse(argument, f"`{argument.arg}` is not used in the pattern")
-    return Pattern(name, tuple(parameters), graph, root)
+    results = last.value.elts if isinstance(last.value, ast.Tuple | ast.List) else [last.value]
+    names = tuple(node.id if isinstance(node, ast.Name) else "" for node in results)
+    if len(names) < len(roots):  # a name of a tuple
+        names = ("",) * len(roots)
+    return Pattern(name, tuple(parameters), graph, roots, names)
+
+
+def _connected(roots: tuple[Value, ...]) -> bool:
+    """Whether each of several results has an operand in common with one before it."""
+    seen = {id(value) for value in roots[0].walk()}
+    for root in roots[1:]:
+        own = {id(value) for value in root.walk() if value.operation != "constant"}
+        if seen.isdisjoint(own):
+            return False
+        seen |= own
+    return True

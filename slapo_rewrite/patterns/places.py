@@ -3,67 +3,55 @@
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
-from slapo_rewrite.patterns.matching import Pairing, Spot, Stop, described, region
+from slapo_rewrite.patterns.matching import Pairing, Spot, Stop
 from slapo_rewrite.patterns.pattern import Pattern
-from slapo_rewrite.patterns.values import Arm, Graph, Value
+from slapo_rewrite.patterns.standing import Place, Standing
+from slapo_rewrite.patterns.values import Arm, Graph, Use, Value, described, region
 
 
-@dataclass(frozen=True)
-class Replaced:
-    """What a call takes the place of.
+class Judge(Standing):
+    """Judges one pairing at one place."""
 
-    Attributes:
-        node: The expression that gives the match's result, or the statement of an assignment in
-            place.
-        target: The text before the call where `node` is a statement, `scores = ` say.
-        removed: The statements that compute nothing else: they go.
-        kept: Statements that compute parts of the match among other things: they stay as they are,
-            and a call alone cannot take the match's place.
-    """
-
-    node: ast.AST
-    target: str = ""
-    removed: tuple[ast.stmt, ...] = ()
-    kept: tuple[ast.stmt, ...] = ()
-
-    @property
-    def whole(self) -> bool:
-        """Whether one call at the place of `node` does it."""
-        return not self.kept
-
-
-class Judge:
-    """Judges one pairing."""
-
-    def __init__(self, pattern: Pattern, graph: Graph, pairing: Pairing, root: Value) -> None:
-        self.pattern, self.graph, self.pairing, self.root = pattern, graph, pairing, root
-        self.nodes = [*pairing.nodes, *pairing.calls]
-        self.inner = [node for node in self.nodes if node not in (root, root.site)]
+    def __init__(
+        self,
+        pattern: Pattern,
+        graph: Graph,
+        pairing: Pairing,
+        results: Sequence[Value],
+        place: Place,
+    ) -> None:
+        names = [name or f"{pattern.name}_{number}" for number, name in enumerate(pattern.results)]
+        super().__init__(graph, [*pairing.nodes, *pairing.calls], place, names)
+        self.pattern, self.pairing, self.results = pattern, pairing, results
         self.tests = {id(theirs.test) for _, theirs in pairing.arms if isinstance(theirs, ast.If)}
-        self.moved = [*self.nodes, *self._moved_operands()]
-        self.start = min(value.order for value in self.moved)
+        operands = [v for w, v in pairing.held.items() if w.operation == "parameter"]
+        self.operands = self._moved(operands)
+        self.moved = [*self.nodes, *self.operands]
+        moments = [*(value.order for value in self.moved), place.moment]
+        self.start, self.end = min(moments), max(moments)
 
     def stop(self) -> Stop | None:
         """Why the match cannot be one call at the place of its result; None where it can."""
         checks = (
             self._hidden,
+            self._nameless,
             self._written,
             self._used_elsewhere,
             self._branched,
             self._random,
             self._rebound,
+            self._repeated,
+            self._bound_inside,
         )
         return next((stop for check in checks if (stop := check()) is not None), None)
 
     def _stop(self, reason: str, *spots: Spot, wanted: Value | None = None) -> Stop:
         node = self._wanted_of(spots[0].node) if wanted is None else wanted
         where = Spot(node.file, node.node, described(node)) if node is not None else None
-        return Stop(reason, spots, where, None, self.pattern.size)
+        return Stop(reason, spots, where, None, self.pattern.size, complete=True)
 
     def _wanted_of(self, node: ast.AST) -> Value | None:
         held = self.pairing.held.items()
@@ -78,6 +66,24 @@ class Judge:
                     _spot(value, "here"),
                     wanted=wanted,
                 )
+        for result in self.results:
+            if result.inside is not None and result not in given_by(result.inside):
+                return self._stop(
+                    f"{described(result)} is computed inside a call that gives something else",
+                    _spot(result.inside, "in this call"),
+                    _spot(result, "here"),
+                )
+        return None
+
+    def _nameless(self) -> Stop | None:
+        """Results that no names can be found for."""
+        names = [target.name for target in self.targets if target.name != "_"]
+        for target in self.targets:
+            if target.several or names.count(target.name) > 1:
+                return self._stop(
+                    f"the value of {described(target.result)} has several names",
+                    _spot(target.result.site, "computed here"),
+                )
         return None
 
     def _used_elsewhere(self) -> Stop | None:
@@ -89,16 +95,27 @@ class Judge:
                 return self._stop(
                     f"the value of {described(value)} is used elsewhere as well",
                     _spot(value, "computed here"),
-                    Spot(self.graph.file, use.node, f"{use.why} here" if use.why else "used here"),
+                    self._used(use),
                 )
+        for result in self.place.outer if self.place.value in self.results else ():
+            for use in result.site.uses:
+                if use.order <= self.place.moment and (use.by is None or id(use.by) not in ours):
+                    return self._stop(
+                        f"the value of {described(result)} is used before all results are there",
+                        _spot(result.site, "computed here"),
+                        self._used(use),
+                    )
         return None
 
+    def _used(self, use: Use) -> Spot:
+        return Spot(self.graph.file, use.node, f"{use.why} here" if use.why else "used here")
+
     def _branched(self) -> Stop | None:
-        base = len(self.root.regions) - len(self._expected(self.pattern.root))
+        around = self.place.value.regions
         for wanted, value in self.pairing.held.items():
             if wanted.is_leaf:
                 continue
-            expected = (*self.root.regions[:base], *self._expected(wanted))
+            expected = (*around, *self._expected(wanted))
             if not _same_arms(value.regions, expected):
                 arm = next((a for a, b in _zipped(value.regions, expected) if a != b), None)
                 arm = arm or next(b for a, b in _zipped(value.regions, expected) if a != b)
@@ -121,7 +138,7 @@ class Judge:
         values = [*self.pairing.held.values(), *self.nodes]
         own = {id(node.node) for node in self.nodes}
         for mutation in self.graph.mutations:
-            if not self.start < mutation.order <= self.root.order and id(mutation.node) not in own:
+            if not self.start < mutation.order <= self.end and id(mutation.node) not in own:
                 continue
             if id(mutation.node) in own:
                 target = mutation.target
@@ -138,7 +155,7 @@ class Judge:
                     "a value is overwritten in between",
                     Spot(self.graph.file, mutation.node, "overwritten here"),
                     _spot(touched, "the value"),
-                    wanted=self.pattern.root,
+                    wanted=self.pattern.roots[0],
                 )
         return None
 
@@ -160,14 +177,17 @@ class Judge:
                     _spot(held[one], "then here"),
                 )
         drawn = [value for value in self.moved if value.random]
-        first = min((value.order for value in drawn), default=self.root.order)
+        if not drawn:
+            return None
+        moments = [*(value.order for value in drawn), self.place.moment]
+        first, last = min(moments), max(moments)
         for value in self.graph.values:
-            if value.random and first < value.order < self.root.order and value not in self.moved:
+            if value.random and first < value.order < last and value not in self.moved:
                 return self._stop(
                     "random numbers may be drawn in between",
                     _spot(value, "here"),
                     _spot(drawn[0], "after this"),
-                    wanted=self.pattern.root,
+                    wanted=self.pattern.roots[0],
                 )
         return None
 
@@ -178,53 +198,56 @@ class Judge:
                 return self._stop(
                     f"`{lost[0]}` is bound again in between",
                     Spot(value.file, lost[1], "read here"),
-                    _spot(self.root.site, "something else here"),
+                    _spot(self.place.value.site, "something else here"),
                     wanted=wanted,
                 )
         return None
 
-    @functools.cached_property
-    def _names(self) -> dict[str, Value]:
-        """What names hold where the result is computed, once what is removed is gone."""
-        last = self.root.site.statement
-        names = dict(self.graph.names.get(last, {})) if last is not None else {}
-        for statement in reversed(self.replaced.removed):
-            before = self.graph.names[statement]
-            for name in _bound_by(statement):
-                if any(names.get(name) is value for value in self.nodes):
-                    names.pop(name)
-                    names |= {name: before[name]} if name in before else {}
-        return names
+    def _repeated(self) -> Stop | None:
+        """What stays where it is, and would be computed or bound once more at the place."""
+        for value in self.operands:
+            if id(value.site.node) not in self.covered:
+                names = [b.name for b in self.graph.bound if b.value is value]
+                said = f"`{names[0]}` is bound again in between" if names else "is used elsewhere"
+                return self._stop(
+                    said if names else f"the value of {described(value)} {said}",
+                    _spot(value, "computed here"),
+                    _spot(self.place.value.site, "something else here"),
+                )
+        return None
 
-    def name_of(self, value: Value) -> str | None:
-        """The local name, or attribute, that holds a value at the place of the result."""
-        read = value.node.id if isinstance(value.node, ast.Name) else None
-        holding = [name for name, held in self._names.items() if held is value]
-        plain = [name for name in holding if not name.startswith("self.")]
-        return read if read in plain else next(iter([*plain, *holding]), None)
+    def _bound_inside(self) -> Stop | None:
+        """A name given by `:=` in what goes, which others read."""
+        for bound in self.graph.bound:
+            if bound.walrus is None or id(bound.walrus) not in self.covered:
+                continue
+            if any(t.name == bound.name and t.result.site is bound.value for t in self.targets):
+                continue
+            for node, value in self.graph.loads.items():
+                outside = id(node) not in self.covered
+                if outside and node.id == bound.name and self.may_be(value, bound.value):
+                    return self._stop(
+                        f"`{bound.name}` is bound inside, and read elsewhere",
+                        Spot(self.graph.file, bound.walrus, "bound here"),
+                        Spot(self.graph.file, node, "read here"),
+                    )
+        return None
 
-    def _moves(self, value: Value) -> bool:
-        """Whether an operand's text has to go where the result is, since no name holds it there."""
-        statement = value.site.statement
-        stays = value.is_leaf or statement is None or statement is self.root.site.statement
-        return not stays and value.inside is None and self.name_of(value) is None
-
-    def _moved_operands(self) -> list[Value]:
-        """What is computed in the texts that move with the match."""
-        operands = [v for w, v in self.pairing.held.items() if w.operation == "parameter"]
+    def _moved(self, operands: Iterable[Value]) -> list[Value]:
+        """What is computed in the texts of operands that move with the match."""
         found: list[Value] = []
-        pending = [value for value in operands if self._moves(value)]
+        pending = [value for value in operands if self.moves(value)]
         while pending:
             value = pending.pop()
             found.append(value)
-            pending += [v for _, v in value.arguments if self._moves(v)]
+            pending += [v for _, v in value.arguments if self.moves(v)]
         return found
 
     def _lost(self, value: Value) -> tuple[str, ast.AST] | None:
         """A name that an operand needs and that holds something else at the place of the result."""
         if value.inside is not None or self.name_of(value) is not None:
             return None
-        now = self._names
+        now = self.held
         if value.operation == "parameter":
             lost = isinstance(value.node, ast.arg)
             return (str(value.literal), value.node) if lost else None
@@ -232,75 +255,10 @@ class Judge:
         if value.operation == "attribute":
             key = f"self.{value.literal}"
             return (key, value.node) if then.get(key) is not now.get(key) else None
-        for node in ast.walk(value.node) if self._moves(value) else ():
+        for node in ast.walk(value.node) if self.moves(value) else ():
             if isinstance(node, ast.Name) and then.get(node.id) is not now.get(node.id):
                 return node.id, node
         return None
-
-    def text(self, value: Value) -> str:
-        """An operand as it may be written at the place of the result."""
-        return self.name_of(value) or text_of(value)
-
-    @functools.cached_property
-    def replaced(self) -> Replaced:
-        """What one call would take the place of."""
-        site = self.root.site
-        statements = dict.fromkeys(
-            node.site.statement
-            for node in self.inner
-            if node.site.statement is not None and node.site.statement is not site.statement
-        )
-        removed = [statement for statement in statements if self._wholly(statement)]
-        for branch in [s for s in statements if isinstance(s, ast.If)]:
-            if self._chooses(branch, removed):
-                removed = [s for s in removed if s not in (*branch.body, *branch.orelse)]
-                removed.append(branch)
-        target, node = "", site.node
-        if isinstance(node, ast.AugAssign):
-            target = f"{ast.unparse(node.target)} = "
-        inside = list[ast.stmt]()
-        if isinstance(node, ast.If):
-            inside = [*node.body, *node.orelse]
-            target = next((f"{name} = " for s in inside for name in _bound_by(s)), "")
-            inside = inside if self._chooses(node, removed) else []
-            removed = [s for s in removed if s not in inside]
-        gone = {id(inner) for s in (*removed, *inside) for inner in ast.walk(s)}
-        kept = [s for s in statements if id(s) not in gone]
-        kept += [node] if isinstance(node, ast.If) and not inside else []
-        removed.sort(key=lambda s: s.lineno)
-        return Replaced(node, target, tuple(removed), tuple(kept))
-
-    @staticmethod
-    def _chooses(branch: ast.If, removed: list[ast.stmt]) -> bool:
-        """Whether a branch does nothing but choose a value of the match."""
-        inside = [*branch.body, *branch.orelse]
-        names = {name for statement in inside for name in _bound_by(statement)}
-        return len(names) == 1 and all(s in removed or _is_alias(s) for s in inside)
-
-    def _wholly(self, statement: ast.stmt) -> bool:
-        """Whether a statement only gives a name to a value of the match."""
-        given: ast.AST
-        match statement:
-            case ast.Assign(targets=[ast.Name()], value=value):
-                given = value
-            case ast.AnnAssign(target=ast.Name(), value=ast.expr() as value):
-                given = value
-            case ast.AugAssign(target=ast.Name()):
-                given = statement
-            case _:
-                return False
-        return any(node.site.node is given for node in self.inner)
-
-
-def _is_alias(statement: ast.stmt) -> bool:
-    """Whether a statement only gives a value another name."""
-    return isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name)
-
-
-def _bound_by(statement: ast.stmt) -> Iterator[str]:
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
 
 
 def _spot(value: Value, note: str) -> Spot:
@@ -323,16 +281,9 @@ def _zipped(
         )
 
 
-def text_of(value: Value) -> str:
-    """A value as it is written where it is computed."""
-    written = value.inside is None and isinstance(value.node, ast.expr)
-    match value.operation:
-        case "constant":
-            return f"self.{value.path}" if value.path else repr(value.literal)
-        case "attribute":
-            return f"self.{value.literal}"
-        case "parameter" | "name":
-            return str(value.literal)
-        case "training" if not (written and isinstance(value.node, ast.Attribute)):
-            return "self.training"
-    return value.file.segment(value.node) if written else described(value)
+def given_by(call: Value) -> list[Value]:
+    """What a call that is looked through gives, and the calls that it is reached through."""
+    found = [call]
+    while found[-1].inner is not None:
+        found.append(found[-1].inner)
+    return found

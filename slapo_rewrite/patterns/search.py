@@ -11,9 +11,10 @@ from typing import overload
 
 from slapo_rewrite import errors
 from slapo_rewrite.patterns.flow import chain_graph, graph_of
-from slapo_rewrite.patterns.matching import Matcher, Pairing, Spot, Stop
+from slapo_rewrite.patterns.matching import Matcher, Pairing, Spot, Stop, outermost
 from slapo_rewrite.patterns.pattern import Pattern
-from slapo_rewrite.patterns.places import Judge, Replaced, text_of
+from slapo_rewrite.patterns.places import Judge
+from slapo_rewrite.patterns.standing import Replaced, places, text_of
 from slapo_rewrite.patterns.values import Graph, Value
 from slapo_rewrite.source.facts import Facts, NoFacts, Submodule
 from slapo_rewrite.source.index import SourceFile
@@ -45,9 +46,10 @@ class Match:
         function: The function of the module's class, or of its file: `forward`, as a rule.
         file: The file of the function.
         values: What stands for each of the pattern's parameters.
-        operands: The same as text that may be written at the place of the result.
-        nodes: What is computed, in order; the last is the result.
+        operands: The same as text that may be written at the place of the call.
+        nodes: What is computed, in order; the last is the result, or one of them.
         replaced: What one call would take the place of.
+        results: What the pattern returns: one value, or those of its tuple.
     """
 
     path: str
@@ -57,10 +59,11 @@ class Match:
     operands: dict[str, str]
     nodes: tuple[Value, ...]
     replaced: Replaced
+    results: tuple[Value, ...]
 
     @property
     def root(self) -> Value:
-        """The result."""
+        """The result; of several, the one at whose place the call stands, or their tuple."""
         return self.nodes[-1]
 
     @property
@@ -149,7 +152,7 @@ class Matches(Sequence[Match]):
     @property
     def nearest(self) -> Miss | None:
         """The miss that came furthest."""
-        return max(self.misses, key=lambda miss: miss.stop.matched, default=None)
+        return max(self.misses, key=lambda miss: miss.stop.reach, default=None)
 
     @property
     def groups(self) -> list[tuple[Match, ...]]:
@@ -243,7 +246,7 @@ def find_pattern(pattern: Pattern, scopes: Sequence[Scope]) -> Matches:
                 near.append(Miss(path, scope.function, pattern.name, pattern.size, matcher.nearest))
         found += here
         if near and not here:
-            misses.append(max(near, key=lambda miss: miss.stop.matched))
+            misses.append(max(near, key=lambda miss: miss.stop.reach))
     return Matches(tuple(found), tuple(misses), next(iter(pattern.parameters), ""))
 
 
@@ -253,37 +256,43 @@ def _matches(matcher: Matcher, scope: Scope) -> Iterator[Match]:
         if root.number or root.lazy:
             continue
         for pairing in matcher.at(root):
-            result = pairing.held[_outermost(matcher.pattern.root, pairing)]
-            judge = Judge(matcher.pattern, scope.graph, pairing, result)
-            stop = judge.stop()
-            if stop is not None:
-                matcher.stop(stop)
-            elif taken.isdisjoint(map(id, judge.nodes)):
+            judge = _judged(matcher, scope.graph, pairing)
+            if judge is not None and taken.isdisjoint(map(id, judge.nodes)):
                 taken.update(map(id, judge.nodes))
                 yield _match(scope, matcher.pattern, judge)
                 break
 
 
-def _outermost(wanted: Value, pairing: Pairing) -> Value:
-    """The pattern's result, or what stands for it where its own call is looked through."""
-    while wanted not in pairing.held and wanted.inner is not None:
-        wanted = wanted.inner
-    return wanted
+def _judged(matcher: Matcher, graph: Graph, pairing: Pairing) -> Judge | None:
+    """A pairing at the best place for a call; None where there is no place for one."""
+    results = [pairing.held[outermost(root, pairing)] for root in matcher.pattern.roots]
+    partly: Judge | None = None
+    for place in places(graph, results):
+        judge = Judge(matcher.pattern, graph, pairing, results, place)
+        stop = judge.stop()
+        if stop is not None:
+            matcher.stop(stop)
+        elif judge.replaced.whole:
+            return judge
+        else:
+            partly = partly or judge
+    return partly
 
 
 def _match(scope: Scope, pattern: Pattern, judge: Judge) -> Match:
     held = judge.pairing.held
     values = {name: held[wanted] for name, wanted in pattern.wildcards.items() if wanted in held}
     nodes = sorted(judge.nodes, key=lambda node: node.order)
-    nodes = [node for node in nodes if node is not judge.root]
+    nodes = [node for node in nodes if node is not judge.place.value]
     return Match(
         scope.path,
         scope.function,
         scope.graph.file,
         values,
         {name: judge.text(value) for name, value in values.items()},
-        (*nodes, judge.root),
+        (*nodes, judge.place.value),
         judge.replaced,
+        tuple(judge.results),
     )
 
 
@@ -316,7 +325,9 @@ def _call_match(
     if not wanted(scope.path, site):
         return None
     replaced = Replaced(value.node)
-    return Match(scope.path, scope.function, scope.graph.file, named, texts, (value,), replaced)
+    return Match(
+        scope.path, scope.function, scope.graph.file, named, texts, (value,), replaced, (value,)
+    )
 
 
 def path_predicate(regex: re.Pattern[str], base: str) -> Callable[[str, CallSite], bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from slapo_rewrite.source.index import SourceFile
@@ -29,11 +29,13 @@ class Use:
         node: The expression or statement that reads it.
         by: The value made of it; None where a statement itself reads it.
         why: What a statement does with it.
+        order: When.
     """
 
     node: ast.AST
-    by: Value | None = None
-    why: str = ""
+    by: Value | None
+    why: str
+    order: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -105,14 +107,19 @@ class Value:
 
     def walk(self) -> Iterator[Value]:
         """The value and everything it is computed from, each once."""
-        seen: set[int] = set()
-        pending = [self]
-        while pending:
-            value = pending.pop()
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield value
-                pending += [v for _, v in reversed(value.arguments)]
+        return walk([self])
+
+
+def walk(values: Iterable[Value]) -> Iterator[Value]:
+    """Some values and everything they are computed from, each once."""
+    seen: set[int] = set()
+    pending = [*reversed([*values])]
+    while pending:
+        value = pending.pop()
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            pending += [v for _, v in reversed(value.arguments)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +137,25 @@ class Mutation:
     order: tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """A local name, or an attribute as `self.path`, is given a value.
+
+    Attributes:
+        name: The name.
+        value: The value.
+        statement: The statement that does it.
+        order: When.
+        walrus: The `:=` that does it, where it is one.
+    """
+
+    name: str
+    value: Value
+    statement: ast.stmt
+    order: tuple[int, ...]
+    walrus: ast.NamedExpr | None = None
+
+
 @dataclass(eq=False)
 class Graph:
     """The values of one function.
@@ -141,6 +167,9 @@ class Graph:
         mutations: Likewise.
         returned: What each `return` gives.
         names: What each name holds before a statement.
+        after: What each name holds after a statement.
+        bound: Each binding of a name to a value, in order.
+        loads: What each name that is read holds there.
     """
 
     file: SourceFile
@@ -149,6 +178,9 @@ class Graph:
     mutations: list[Mutation] = field(default_factory=list)
     returned: list[Value] = field(default_factory=list)
     names: dict[ast.stmt, dict[str, Value]] = field(default_factory=dict)
+    after: dict[ast.stmt, dict[str, Value]] = field(default_factory=dict)
+    bound: list[Binding] = field(default_factory=list)
+    loads: dict[ast.Name, Value] = field(default_factory=dict)
 
     def overwritten(
         self, values: list[Value], after: tuple[int, ...], before: tuple[int, ...]
@@ -188,3 +220,38 @@ def equal(one: object, other: object) -> bool:
     if isinstance(one, number) and isinstance(other, number):
         return one == other and isinstance(one, bool) is isinstance(other, bool)
     return type(one) is type(other) and one == other
+
+
+def region(node: ast.AST) -> str:
+    """What has a body of its own, in words."""
+    match node:
+        case ast.For() | ast.AsyncFor() | ast.While():
+            return "a loop"
+        case ast.With() | ast.AsyncWith():
+            return "a `with`"
+        case ast.Try() | ast.TryStar():
+            return "a `try`"
+    return "a branch"
+
+
+def described(value: Value) -> str:
+    """A value in a word or two."""
+    match value.operation:
+        case "constant":
+            return repr(value.literal)
+        case "parameter" | "attribute" | "name":
+            return f"`{value.literal}`"
+        case "training":
+            return "the training flag"
+        case "self":
+            return "the module itself"
+        case "choice" | "merge" | "loop":
+            return f"{region(value.node)}"
+        case "call_module":
+            return f"a call of `{value.arguments[0][1].literal}`"
+        case "call":
+            return "a call"
+        case "tuple":
+            return "a tuple"
+    name = value.operation.removeprefix("call ").removeprefix("module ")
+    return f"`{name.rpartition('.')[2]}`" if name else "a call"

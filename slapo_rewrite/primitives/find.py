@@ -75,11 +75,13 @@ class Find(Question):
     A match is what one call could stand for, at the place of its result. So there is none where a
     value inside is used elsewhere too, where a branch or a loop lies between, where an operand is
     overwritten or bound again in between, or where random numbers would be drawn in another order.
+    A pattern that returns a tuple has several results, which others may use; the call then stands
+    where all operands are there and no result has been used: `out, residual = call(...)`.
 
     The result is a sequence of matches, false where there is none: `match.operands`, `.lines`,
-    `.spans`, `.calls`, `.replaced`; `found.groups` are matches side by side on one operand, and
-    `found.nearest` is what came nearest. Functions of the file and methods that `forward` names
-    are looked at as well; `match.function` says which it is.
+    `.spans`, `.calls`, `.results`, `.replaced`; `found.groups` are matches side by side on one
+    operand, and `found.nearest` is what came nearest. Functions of the file and methods that
+    `forward` names are looked at as well; `match.function` says which it is.
 
     Rewrite:
         Nothing is rewritten.
