@@ -13,7 +13,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.edit.expressions import formatted, parenthesised
 from slapo_rewrite.edit.splice import Edit, apply_edits
 from slapo_rewrite.edit.state import Directive
-from slapo_rewrite.patterns.places import Replaced
+from slapo_rewrite.patterns.standing import Replaced
 from slapo_rewrite.source.index import SourceFile
 
 _ALONE = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.keyword, ast.Tuple, ast.List)
