@@ -25,7 +25,6 @@ from slapo_rewrite.edit.definition import (
     LossOfParts,
     MakeLayer,
     MakeOther,
-    MixIn,
     OwnShare,
     ReadWhole,
     Recompute,
@@ -42,6 +41,7 @@ from slapo_rewrite.edit.definition import (
 from slapo_rewrite.edit.desks import Desk, Desks
 from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.parts import find_part
+from slapo_rewrite.edit.pretrained import MAPPED, ORIGINAL, converted_models, keep_checkpoints
 from slapo_rewrite.edit.reads import readings
 from slapo_rewrite.edit.state import (
     Annotation,
@@ -132,12 +132,13 @@ class _Collection:
                 what = MakeOther(new.target, new.arguments, new.weights, fitted)
                 self.desks.making(node).places.at_site(node, what, causes)
                 if new.weights:
-                    self._keep_checkpoints(node, new.cause)
+                    keep_checkpoints(self.desks, node, MAPPED, (new.cause,))
             for shard in state.shards if path in parameters else ():
                 self._split_parameter(node, shard)
             self._syncs(node, asked.borders.get(path, ()), path in layers, followed)
             for annotation in state.annotations:
                 self._annotate(node, annotation, state.replacement is not None)
+                keep_checkpoints(self.desks, node, ORIGINAL, (annotation.cause,))
             if state.decompose:
                 self._decompose(node, state, layers.get(path), state.decompose.cause)
             # What stands in another's place is wrapped where it is made.
@@ -153,6 +154,9 @@ class _Collection:
             for again in state.checkpointed_parts:
                 assert again.part is not None
                 self._part(node, RecomputePart(again.part, again.kept), again.cause)
+        for node in converted_models(self.tree) if self.states else ():
+            first = [c for state in self.states.values() for c in state.causes()]
+            keep_checkpoints(self.desks, node, ORIGINAL, united(first)[:1])
         self._sizes(layers, parameters, followed)
         for loss in followed.losses.values():
             self._loss(loss)
@@ -183,18 +187,6 @@ class _Collection:
     def _home(self, node: Node) -> Desk:
         """Where the class of a module changes; of a foreign class, where it gets a subclass."""
         return self.desks.of(node.cls) or self.desks.making(node)
-
-    def _keep_checkpoints(self, node: Node, cause: Directive) -> None:
-        """Lets transformers' own loading and saving see a replaced module as the original's."""
-        above = node.parent
-        while above is not None:
-            home = self.desks.of(above.cls)
-            bases = [c for c in above.cls.__mro__ if home and self.desks.of(c) is home]
-            base = next((c for c in reversed(bases) if _is_pretrained(c)), None)
-            if home and base:
-                what = MixIn("weights", "OriginalCheckpoints")
-                home.places.add(above.path, ("mixin", base.__name__), what, (cause,))
-            above = above.parent
 
     def _split_parameter(self, node: Node, shard: Shard) -> None:
         site = find_parameter_site(self.sources, node, shard.name)
@@ -520,11 +512,6 @@ class _Collection:
                 at=causes[0].at if causes else None,
                 hint=f"copy class `{node.cls.__name__}` into {self.file.path.name}",
             )
-
-
-def _is_pretrained(cls: type) -> bool:
-    """Whether a class is a model of transformers."""
-    return any(qualified(c) == "transformers.modeling_utils.PreTrainedModel" for c in cls.__mro__)
 
 
 def _sharing(cls: type, followed: Followed) -> str | None:

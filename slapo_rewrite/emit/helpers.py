@@ -34,6 +34,7 @@ RUNTIME_ORDER = (
     "weights",
     "delayed",
     "loading",
+    "pretrained",
 )
 RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
 

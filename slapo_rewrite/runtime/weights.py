@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .loading import weight_maps
 from .tensor_parallel import block_sizes, world_of_one
 
 # From where to where along each axis of a tensor.
@@ -443,49 +442,6 @@ def unsaved_buffers(
         with torch.device("cpu"), originals_standing():
             module = make()
     return {name: module.get_buffer(name) for name in names}
-
-
-class OriginalCheckpoints:
-    """For a model of transformers: reads and writes the original's checkpoints."""
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Loads the original's modules, then puts those in that stand for them.
-
-        Raises:
-            ValueError: `device_map` spreads the model over several devices.
-        """
-        parent: Any = super()
-        with originals_standing() as standing:
-            loaded = parent.from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if hasattr(model, "_hf_hook"):
-            raise ValueError(
-                "`from_pretrained` cannot spread this model over several devices: "
-                "leave `device_map` out, or name one device"
-            )
-        for each in reversed(standing):  # what holds another one before that
-            each.give_way(model)
-        return loaded
-
-    def save_pretrained(
-        self,
-        save_directory: Any,
-        is_main_process: bool = True,
-        state_dict: Mapping[str, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Writes the original's tensors, also of a state dict that is the model's own."""
-        parent, model = cast(Any, super()), cast(nn.Module, self)
-        own = model.state_dict() if state_dict is None else state_dict
-        named: Mapping[str, Tensor] = own
-        for prefix, weight_map in reversed(weight_maps(model).items()):
-            metadata = getattr(own, "_metadata", {}).get(prefix[:-1], {})
-            if "mapped" in metadata or not weight_map.are_original(named, prefix):
-                named = weight_map.to_original(named, prefix)
-        return parent.save_pretrained(
-            save_directory, is_main_process, dict(named), **kwargs
-        )
 
 
 def _take_originals(

@@ -13,6 +13,7 @@ from transformers import BertConfig
 
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
+from slapo_rewrite.schedule.load import ScheduleFile
 from tests.processes import run
 
 BERT = '''\
@@ -68,10 +69,42 @@ def schedule(s):
     s["cls.predictions.transform.dense"].replace(
         TurnedLinear, weights={"weight": transpose("weight")}
     )
+    s["bert.encoder.layer.0.output.LayerNorm"].annotate("weight", "decay", False)
     s["bert.encoder.layer.*.intermediate.dense"].shard(["weight", "bias"], axis=0)
     s["bert.encoder.layer.*.output.dense"].shard("weight", axis=1)
     s.infer_sync()
 '''
+
+ANNOTATED = """\
+from transformers import BertConfig
+
+
+def model(m):
+    return m.BertForMaskedLM(BertConfig())
+
+
+def schedule(s):
+    s["bert.encoder.layer.1.output.LayerNorm"].annotate("weight", "decay", False)
+"""
+
+EXPERTS = """\
+from transformers import MixtralConfig
+
+CONFIG = MixtralConfig(
+    vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, intermediate_size=32, num_local_experts=4,
+)
+
+
+def model(m):
+    return m.MixtralForCausalLM(CONFIG)
+
+
+def schedule(s):
+    s["model.layers.*.self_attn.{q_proj,k_proj,v_proj}"].shard("weight", axis=0)
+    s["model.layers.*.self_attn.o_proj"].shard("weight", axis=1)
+    s.infer_sync()
+"""
 
 CONFIG = BertConfig(
     vocab_size=64, hidden_size=16, num_hidden_layers=3, num_attention_heads=4,
@@ -98,10 +131,10 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def module(folder: Path, file: str = "modeling_bert"):
+def module(folder: Path, file: str = "modeling_bert", package: str = "packed_bert"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    return importlib.import_module(f"packed_bert.{file}")
+    return importlib.import_module(f"{package}.{file}")
 
 
 def logits(model) -> torch.Tensor:
@@ -131,6 +164,7 @@ def test_the_originals_checkpoint_goes_in_and_out(folder, tmp_path, caplog, name
     packed = model.bert.encoder.layer[1].attention.self
     assert type(packed).__name__ == "PackedSelfAttention" and not packed.training
     assert torch.equal(packed.qkv.weight, torch.cat(three))
+    assert model.bert.encoder.layer[0].output.LayerNorm.weight.decay is False
     assert packed.qkv.weight.requires_grad and packed.qkv.weight.is_leaf
     tied = model.cls.predictions.decoder.weight
     assert tied is model.bert.embeddings.word_embeddings.weight
@@ -207,6 +241,52 @@ def test_a_model_over_several_devices_is_refused(folder):
 
     with pytest.raises(ValueError, match="cannot spread this model over several devices"):
         Spread.from_pretrained(folder / "whole")
+
+
+def rewritten(folder: Path, name: str, model: str, schedule: str) -> Path:
+    """The output folder `name`, which can be imported."""
+    (folder / "schedule.py").write_text(schedule)
+    source = f"transformers.models.{model}.modeling_{model}"
+    output = rewrite(source, str(folder / "schedule.py"), [])
+    write(folder / name, output.files)
+    return folder / name
+
+
+def test_annotations_outlive_loading(folder):
+    output = rewritten(folder, "annotated_bert", "bert", ANNOTATED)
+    text = (output / "modeling_bert.py").read_text()
+    assert "class BertPreTrainedModel(OriginalCheckpoints, PreTrainedModel):" in text
+    made = module(folder, package="annotated_bert")
+    model = made.BertForMaskedLM.from_pretrained(folder / "whole")
+    assert model.bert.encoder.layer[1].output.LayerNorm.weight.decay is False
+    assert not hasattr(model.bert.encoder.layer[0].output.LayerNorm.weight, "decay")
+
+
+def test_checkpoints_that_transformers_converts(folder, tmp_path):
+    """Those of Mixtral have each expert's weights apart, and other names."""
+    rewritten(folder, "mixtral_out", "mixtral", EXPERTS)
+    made = module(folder, "modeling_mixtral", "mixtral_out")
+    loading = module(folder, "loading", "mixtral_out")
+    torch.manual_seed(0)
+    original = ScheduleFile.load(str(folder / "schedule.py")).module.model(transformers)
+    original.save_pretrained(tmp_path / "expected")
+    model, said = made.MixtralForCausalLM.from_pretrained(
+        tmp_path / "expected", output_loading_info=True
+    )
+    assert not any(said.values()), said
+    state, expected = model.state_dict(), original.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+    model.save_pretrained(tmp_path / "out")
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "expected")
+
+    with pytest.raises(KeyError, match=r"save_original_format=False"):
+        loading.load_pretrained(model, tmp_path / "expected")
+    original.save_pretrained(tmp_path / "own", save_original_format=False)
+    assert loading.load_pretrained(model, tmp_path / "own") == ([], [])
+    loading.save_pretrained(model, tmp_path / "ranks")
+    again = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "ranks").state_dict()
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
 
 
 def refuse(folder: Path) -> None:
