@@ -165,7 +165,14 @@ def load_pretrained(
     ]
     unexpected = sorted(set(stored) - set(names.values()))
     if strict and (missing or unexpected):
-        raise KeyError(f"missing: {missing}; in the checkpoint only: {unexpected}")
+        hint = (
+            "; if transformers converts this checkpoint as it reads it, have it write the "
+            "converted one: `save_pretrained(path, save_original_format=False)`"
+        )
+        raise KeyError(
+            f"missing: {missing}; in the checkpoint only: {unexpected}"
+            f"{hint if missing and unexpected and base else ''}"
+        )
     found: Mapping[str, Any] = {n: Stored(stored[c], c) for n, c in names.items()}
     for prefix, weight_map in weight_maps(model).items():
         found = weight_map.found(found, prefix)
