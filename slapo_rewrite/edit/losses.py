@@ -20,7 +20,7 @@ from slapo_rewrite.edit.text import accessor, returns, within
 MODULE = "vocab_parallel_loss"
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
 # What a vocabulary-parallel loss takes by name.
-KEYWORDS = {"input", "target", "ignore_index", "reduction", "label_smoothing"}
+KEYWORDS = {"input", "target", "weight", "ignore_index", "reduction", "label_smoothing"}
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,13 @@ class LossWriter:
             return
         plain = self.file.qualified(call.func) == CROSS_ENTROPY
         strange = {k.arg for k in call.keywords} - KEYWORDS
-        if len(call.args) > 2 or strange or any(isinstance(a, ast.Starred) for a in call.args):
+        if (
+            len(call.args) > 2 + plain
+            or strange
+            or any(isinstance(a, ast.Starred) for a in call.args)
+        ):
             raise self._refused(
-                "a vocabulary-parallel loss takes logits, targets, and by name "
+                "a vocabulary-parallel loss takes logits, targets, weights of classes, and by name "
                 "`ignore_index`, `reduction` and `label_smoothing`",
                 self.file.at(call),
                 causes,

@@ -118,6 +118,11 @@ FORMS = {
         f"else:\n    logits = logits[:, [-1]]\n    {GATHER}\n    loss = None\n"
         "return loss, logits",
     ),
+    "weights of classes": (
+        "return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), torch.ones(30)), logits",
+        "return vocab_parallel_cross_entropy(\n    logits.flatten(0, 1), labels.flatten(), "
+        f"torch.ones(30), vocab_size={SIZE}\n), logits",
+    ),
     "an early return": (
         "if labels is None:\n    return None, logits\n"
         "return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits",
@@ -160,8 +165,8 @@ def test_forms(form, tmp_path):
     [
         (
             "return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), "
-            "weight=torch.ones(30)), logits",
-            "weights its classes",
+            "weight=logits[0, 0].detach()), logits",
+            "has parts of the weights of its classes",
         ),
         (
             "return F.cross_entropy(logits.flatten(0, 1), torch.ones(10, 30)), logits",
@@ -197,8 +202,8 @@ def test_whatever_else_needs_whole_logits_is_refused(body, words, tmp_path):
     ("body", "words"),
     [
         (
-            "return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), None), logits",
-            "takes logits, targets, and by name",
+            "return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), None, None), logits",
+            "takes logits, targets, weights of classes, and by name",
         ),
         (
             "if labels is not None:\n"

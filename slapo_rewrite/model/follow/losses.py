@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.model.follow.flow import PART, Misuse
+from slapo_rewrite.model.follow.flow import PART, WHOLE, Misuse
 from slapo_rewrite.model.follow.places import calling_frame, place_of
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.vocabulary import ParallelLoss
@@ -49,10 +49,14 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
     if owner is None or (function is None and not _below(owner, head)):
         return None
     weight = args[2] if len(args) > 2 else kwargs.get("weight")
-    if weight is not None or target.is_floating_point():
-        does = "takes probabilities of" if weight is None else "weights"
+    classes: Any = run.tree.nodes[head].live.out_features
+    whole = weight is None or (
+        run.flow.of(weight).kind == WHOLE and tuple(weight.shape) == (classes,)
+    )
+    if not whole or target.is_floating_point():
+        does = "takes probabilities" if whole else "has parts of the weights"
         raise Misuse(
-            f"this loss {does} its classes, of which a rank has only its part",
+            f"this loss {does} of its classes, of which a rank has only its part",
             f'gather the logits: .sync("fwd_post", "all_gather", axis=-1) on `{head}`',
             head,
         )
