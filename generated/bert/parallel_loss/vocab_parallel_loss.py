@@ -14,12 +14,16 @@ from .tensor_parallel import max_of_parts, part_sizes, rank, sum_parts, world_si
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Each prediction's loss, and the exact gradient of this rank's part of the logits."""
+    """Each prediction's loss, and the exact gradient of this rank's part of the logits.
+
+    With `weight`, (V,), a second result: the sum of the losses that each class would
+    have as the target, so weighted.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, vocab_size: int, smoothing: float
-    ) -> Tensor:
+        ctx: Any, logits: Tensor, target: Tensor, vocab_size: int, weight: Tensor | None
+    ) -> tuple[Tensor, ...]:
         first = sum(part_sizes(vocab_size)[: rank()])
         end = first + logits.shape[-1]
         # Targets that no rank holds are not masked: they fail as in `cross_entropy`.
@@ -28,34 +32,38 @@ class _CrossEntropy(torch.autograd.Function):
         column = (target - first).masked_fill(elsewhere, 0).unsqueeze(-1)
 
         logits = logits - max_of_parts(logits.amax(-1)).unsqueeze(-1)
-        at_target = logits.gather(-1, column).squeeze(-1).masked_fill(elsewhere, 0)
-        sums = [at_target, logits.sum(-1)] if smoothing else [at_target]
+        sums = [logits.gather(-1, column).squeeze(-1).masked_fill(elsewhere, 0)]
+        if weight is not None:
+            sums.append(logits @ weight[first:end])
         softmax = logits.exp()
         total, at_target, *of_all = sum_parts(torch.stack([softmax.sum(-1), *sums]))
         softmax /= total.unsqueeze(-1)
 
-        ctx.save_for_backward(softmax, column, elsewhere)
-        ctx.vocab_size, ctx.smoothing = vocab_size, smoothing
-        loss: Tensor = total.log() - at_target
-        if smoothing:
-            even = total.log() - of_all[0] / vocab_size
-            loss = (1 - smoothing) * loss + smoothing * even
-        return loss
+        ctx.save_for_backward(softmax, column, elsewhere, weight)
+        ctx.first, ctx.end = first, end
+        total = total.log()
+        if weight is None:
+            return (total - at_target,)
+        return total - at_target, weight.sum() * total - of_all[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, column, elsewhere = ctx.saved_tensors
-        wanted = (ctx.smoothing - 1) * gradient.masked_fill(elsewhere, 0)
-        if ctx.smoothing:
-            softmax = softmax - ctx.smoothing / ctx.vocab_size
+    def backward(
+        ctx: Any, gradient: Tensor, *of_all: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        softmax, column, elsewhere, weight = ctx.saved_tensors
         logits = softmax * gradient.unsqueeze(-1)
-        return logits.scatter_add_(-1, column, wanted.unsqueeze(-1)), None, None, None
+        if weight is not None:
+            even = weight.sum() * softmax - weight[ctx.first : ctx.end]
+            logits += even * of_all[0].unsqueeze(-1)
+        wanted = -gradient.masked_fill(elsewhere, 0).unsqueeze(-1)
+        return logits.scatter_add_(-1, column, wanted), None, None, None
 
 
 def vocab_parallel_cross_entropy(
     input: Tensor,
     target: Tensor,
+    weight: Tensor | None = None,
     *,
     vocab_size: int,
     ignore_index: int = -100,
@@ -67,6 +75,7 @@ def vocab_parallel_cross_entropy(
     Args:
         input: This rank's part, (N, V'), (V',) or (N, V', ...).
         target: Classes out of V, (N,), () or (N, ...), the same on every rank.
+        weight: How much each of the V classes counts, (V,), the same on every rank.
         vocab_size: V.
         ignore_index: The target of predictions that do not count.
         reduction: "mean", "sum" or "none".
@@ -90,6 +99,7 @@ def vocab_parallel_cross_entropy(
         return nn.functional.cross_entropy(
             input,
             target,
+            weight,
             ignore_index=ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
@@ -97,11 +107,17 @@ def vocab_parallel_cross_entropy(
     logits = input.movedim(axis, -1).reshape(-1, held)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    counts = (target != ignore_index).reshape(-1)
-    classes = target.reshape(-1).masked_fill(~counts, 0)
+    ignored = (target == ignore_index).reshape(-1)
+    classes = target.reshape(-1).masked_fill(ignored, 0)
+    weight = logits.new_ones(vocab_size) if weight is None else weight.to(logits.dtype)
+    counts = weight[classes].masked_fill(ignored, 0)
     apply: Any = _CrossEntropy.apply
-    losses: Tensor = apply(logits, classes, vocab_size, label_smoothing)
-    losses = losses.masked_fill(~counts, 0)
+    smooth = weight if label_smoothing else None
+    found: tuple[Tensor, ...] = apply(logits, classes, vocab_size, smooth)
+    losses = found[0].masked_fill(ignored, 0) * counts
+    if label_smoothing:
+        even = found[1].masked_fill(ignored, 0) / vocab_size
+        losses = (1 - label_smoothing) * losses + label_smoothing * even
     if reduction == "none":
         return losses.view_as(target).to(input.dtype)
     loss = losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
@@ -114,13 +130,12 @@ def vocab_parallel_criterion(
     """`criterion(input, target)` of logits of which each rank has a part.
 
     Raises:
-        ValueError: The criterion weights its classes, or `input` is not this rank's part.
+        ValueError: `input` is not this rank's part.
     """
-    if criterion.weight is not None:
-        raise ValueError("a vocabulary-parallel loss does not weight its classes")
     return vocab_parallel_cross_entropy(
         input,
         target,
+        criterion.weight,
         vocab_size=vocab_size,
         ignore_index=criterion.ignore_index,
         reduction=criterion.reduction,
