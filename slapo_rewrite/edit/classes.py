@@ -27,6 +27,7 @@ from slapo_rewrite.edit.definition import (
     StatisticOfParts,
     What,
     WrapCall,
+    Write,
     united,
 )
 from slapo_rewrite.edit.expressions import replace_call
@@ -169,6 +170,9 @@ class ClassWriter:
                 )
             elif isinstance(change, (ForkPart, RecomputePart)):
                 parts.add(change, why)
+            elif isinstance(change, Write):
+                edits = [Edit(*edit, why, f"`{change.what}`") for edit in change.edits]
+                at(change.statement).around += edits
             elif key == FORK:
                 forward.fork(why)
             elif key[0] == "forward":

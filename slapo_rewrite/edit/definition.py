@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -251,6 +252,21 @@ class RecomputePart:
     kept: Kept
 
 
+@dataclass(frozen=True)
+class Write:
+    """In a method: a statement, or what is around it, written otherwise.
+
+    Attributes:
+        statement: The statement.
+        edits: From where to where in the file, and what stands there then.
+        what: What the new text is, in a word.
+    """
+
+    statement: ast.stmt
+    edits: tuple[tuple[int, int, str], ...]
+    what: str
+
+
 Key = tuple[Any, ...]
 What = (
     MakeLayer
@@ -276,6 +292,7 @@ What = (
     | ForkPart
     | RecomputePart
     | Recompute
+    | Write
 )
 
 # Changes of the class as a whole, to be had by wrapping its `forward` in a subclass.

@@ -50,7 +50,7 @@ class Lineages:
             wanted = "__init__" if key[0] == "size" else "forward"
             found = (c for c in self.lineage(class_name) if self.file.method(c, wanted))
             return next(found, class_name)
-        if key[0] in ("argument", "loss", "statistic", "part", "read"):
+        if key[0] in ("argument", "loss", "statistic", "part", "read", "text"):
             line = key[1] if key[0] != "read" else self.file.text.count("\n", 0, key[1]) + 1
             return next((c for c in self.lineage(class_name) if self.holds(c, line)), class_name)
         return class_name

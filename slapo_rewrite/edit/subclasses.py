@@ -280,9 +280,8 @@ class SubclassWriter:
         causes: tuple[Directive, ...],
     ) -> str:
         """A subclass whose activations are computed again in the backward pass."""
-        forward = (
-            self.file.method(class_name, "forward") if class_name in self.file.classes else None
-        )
+        own = class_name in self.file.classes
+        forward = self.lineages.method(class_name, "forward") if own else None
         call = self.imports.outside(CHECKPOINT, "checkpoint", causes)
         doc = f"A `{shown}` that recomputes its activations in the backward pass."
         options = ["use_reentrant=False"]

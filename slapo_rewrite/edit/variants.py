@@ -33,6 +33,7 @@ from slapo_rewrite.edit.definition import (
     WrapCall,
     WrapInput,
     WrapOutput,
+    Write,
     united,
 )
 from slapo_rewrite.edit.imports import Imports
@@ -227,12 +228,16 @@ class Variants:
             return _between_collectives(
                 [w for w in wanted if isinstance(w, WrapInput | WrapOutput)]
             )
+        texts = [w.what for w in wanted if isinstance(w, Write)]
+        if len(texts) == len(wanted):
+            return "Fused", f"with {' and '.join(f'`{t}`' for t in sorted(set(texts)))} applied"
         if any(isinstance(w, parallel) for w in wanted) or any(
             n.startswith("TensorParallel") for n in made
         ):
             return "TensorParallel", "whose layers are split over the tensor-parallel group"
         if made:
-            return "Scheduled", f"made of {' and '.join(f'`{n}`' for n in sorted(set(made)))}"
+            prefix = "Fused" if all(n.startswith("Fused") for n in made) else "Scheduled"
+            return prefix, f"made of {' and '.join(f'`{n}`' for n in sorted(set(made)))}"
         if all(isinstance(w, tuple(_OWN)) for w in wanted):
             found = [
                 said for kind, said in _OWN.items() if any(isinstance(w, kind) for w in wanted)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ast
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from slapo_rewrite import errors
+from slapo_rewrite.edit.definition import Write
+from slapo_rewrite.edit.desks import Desks
 from slapo_rewrite.edit.rewritten import Rewrite
+from slapo_rewrite.edit.settle import settle
 from slapo_rewrite.edit.splice import Edit, apply_edits
 from slapo_rewrite.edit.state import Directive, ModuleState
 from slapo_rewrite.edit.text import accessor
 from slapo_rewrite.fusion.places import Writing, place_edits
 from slapo_rewrite.fusion.sharing import Sharing
 from slapo_rewrite.fusion.spelling import Speller
+from slapo_rewrite.model.alike import Alike
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.patterns.search import Match
@@ -76,6 +81,8 @@ class Claim:
         expression: What is written.
         operands: The text of each of its parameters.
         what: Who asks: a rule's name, or a function's.
+        method: A method that the expression calls, to stand behind the one of the match.
+        function: A function that the expression calls, to stand above the class of the match.
     """
 
     match: Match
@@ -83,13 +90,20 @@ class Claim:
     expression: Expression
     operands: Mapping[str, str]
     what: str
+    method: str | None = None
+    function: str | None = None
 
-    def touched(self) -> set[int]:
-        """The statements that go and the expression that is replaced, by identity."""
+    def touched(self) -> set[tuple[str, int]]:
+        """The statements that go and the expression that is replaced, by path and identity."""
         replaced = self.match.replaced
         # Contexts (`ast.Load()`) are one object everywhere.
         every = (n for outer in (replaced.node, *replaced.removed) for n in ast.walk(outer))
-        return {id(n) for n in every if isinstance(n, (ast.expr, ast.stmt))}
+        return {(self.node.path, id(n)) for n in every if isinstance(n, (ast.expr, ast.stmt))}
+
+    def called(self) -> list[str]:
+        """The paths of the modules that are called in the match."""
+        lead = f"{self.node.path}." if self.node.path else ""
+        return [f"{lead}{called}" for called in self.match.calls]
 
     def place(self) -> errors.Span:
         """Where it stands."""
@@ -129,38 +143,33 @@ class Engine:
         self.file: SourceFile = sources.main
         self.speller = Speller(self.file, cause)
         self.sharing = Sharing(tree, sources)
-        self._functions: dict[int, ast.FunctionDef] | None = None
 
-    def sorted_out(
-        self, claims: Sequence[Claim], selected: Iterable[Node]
-    ) -> tuple[list[Claim], list[Left]]:
+    # Which claims can be carried out --------------------------------------------------------------
+
+    def sorted_out(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Left]]:
         """The claims that can be carried out, and the others with the reason.
 
         Of two that want the same text, the earlier is carried out.
-
-        Args:
-            claims: The claims, those that count more first.
-            selected: The modules that were looked at.
         """
-        selected_paths = {node.path for node in selected}
-        taken: dict[int, Claim] = {}
+        taken: dict[tuple[str, int], Claim] = {}
         kept: list[Claim] = []
         left: list[Left] = []
-        for group in _by_place(claims):
-            first = group[0]
-            stop = self._stop(group, selected_paths)
-            other = next((taken[n] for n in first.touched() if n in taken), None)
-            if stop is None and other is not None:
-                stop = Left(first, f"`{other.what}` takes its place already")
+        for group in _by_text(claims):
+            stop = self._stop(group)
             if stop is not None:
                 left.append(stop)
                 continue
             for claim in group:
-                taken |= dict.fromkeys(claim.touched(), claim)
-            kept += group
+                touched = claim.touched()
+                other = next((taken[t] for t in touched if t in taken), None)
+                if other is not None:
+                    left.append(Left(claim, f"`{other.what}` takes its place already"))
+                    continue
+                taken |= dict.fromkeys(touched, claim)
+                kept.append(claim)
         return kept, left
 
-    def _stop(self, group: list[Claim], selected: set[str]) -> Left | None:
+    def _stop(self, group: list[Claim]) -> Left | None:
         """Why a text cannot be changed for those modules that claim it."""
         first = group[0]
         match = first.match
@@ -171,23 +180,24 @@ class Engine:
         if (reason := _misuse(first)) is not None:
             return Left(first, reason)
         for claim in group:
-            for path in _called(claim):
+            for path in claim.called():
                 if (state := self._scheduled(path)) is not None:
+                    line = _first_line(state)
                     return Left(
                         claim,
-                        f"`{path}` in it was scheduled before",
-                        "fuse first, then schedule what is left: " + _first_cause(state),
+                        f"`{path}`, which it calls, is scheduled before{line}",
+                        "fuse first, then schedule what is left",
                     )
-        if len({tuple(sorted(c.operands.items())) for c in group}) > 1:
-            return Left(first, "modules that share its text would need different ones")
-        claimed = {claim.node.path for claim in group}
-        for node in self.sharing.sharers(self._function_of(first)):
-            if node.path not in claimed:
-                why = "does not match there" if node.path in selected else "is not selected"
+        function = self.sharing.function_of(match.replaced.node)
+        if self.sharing.owner_of(function) is None:
+            claimed = {claim.node.path for claim in group}
+            other = next((n for n in self.sharing.sharers(function) if n.path not in claimed), None)
+            if other is not None:
                 return Left(
                     first,
-                    f"`{node.path or 'the model'}` runs the same text, and {why}",
-                    "select all modules that share the text",
+                    f"`{other.path or 'the model'}` calls `{function.name}` too, and would not "
+                    "have it so",
+                    "select all modules that call it",
                 )
         return None
 
@@ -200,79 +210,6 @@ class Engine:
                     return state
         return None
 
-    def _function_of(self, claim: Claim) -> ast.FunctionDef:
-        """The method or function of the file that a claim stands in."""
-        if self._functions is None:
-            every = [*self.file.functions.values()]
-            for name in self.file.classes:
-                every += self.file.methods(name)
-            self._functions = {id(n): f for f in every for n in ast.walk(f)}
-        return self._functions[id(claim.match.replaced.node)]
-
-    def rewrite(self, claims: Sequence[Claim], notes: tuple[Mapping[str, object], ...]) -> Rewrite:
-        """The change that carries claims out."""
-        edits, absorbed = self._carried_out(claims)
-        live = [c for group in _by_place(claims) for c in group if not _idle(group, absorbed)]
-        if len(live) < len(claims):
-            self.speller = Speller(self.file, self.cause)
-            edits, absorbed = self._carried_out(live)
-        return Rewrite(edits, tuple(self.speller.references.values()), absorbed, notes)
-
-    def _carried_out(self, claims: Sequence[Claim]) -> tuple[list[Edit], tuple[str, ...]]:
-        """The edits, and the modules that are called no more."""
-        writings = []
-        for group in _by_place(claims):
-            first = group[0]
-            text = first.expression.written(first.operands, self.speller)
-            node = first.match.replaced.node
-            statement = node if isinstance(node, ast.stmt) else self._statement(first)
-            why = f"`{first.what}`"
-            writings.append(Writing(first.match.replaced, statement, text, self.cause, why))
-        edits = place_edits(self.file, writings, self.line_length)
-        self._check_names(claims)
-        return edits, self._absorbed(claims, edits)
-
-    def _statement(self, claim: Claim) -> ast.stmt:
-        """The innermost statement that holds the result of a match."""
-        node = claim.match.replaced.node
-        holders = [
-            s
-            for s in ast.walk(self._function_of(claim))
-            if isinstance(s, ast.stmt) and any(n is node for n in ast.walk(s))
-        ]
-        return holders[-1]
-
-    def _check_names(self, claims: Sequence[Claim]) -> None:
-        """A name that the new text uses must not be a local one of the function."""
-        for claim in claims:
-            function = self._function_of(claim)
-            bound = {
-                n.id
-                for n in ast.walk(function)
-                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-            } | {n.arg for n in ast.walk(function) if isinstance(n, ast.arg)}
-            text = claim.expression.written(dict.fromkeys(claim.operands, "None"), self.speller)
-            used = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
-            if taken := used & bound:
-                raise errors.NameTaken(
-                    f"`{min(taken)}` is a local variable of `{function.name}`, and is needed for "
-                    f"`{claim.what}`",
-                    at=self.file.at(function),
-                    also=[self.cause.at] if self.cause.at else [],
-                    hint="rename the variable in the source",
-                )
-
-    def _absorbed(self, claims: Sequence[Claim], edits: list[Edit]) -> tuple[str, ...]:
-        """The modules that were called in the matches and that the new text calls no more."""
-        text, _ = apply_edits(self.file.text, edits)
-        calls = {ast.unparse(n.func) for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)}
-        found: dict[str, None] = {}
-        for claim in claims:
-            for path, called in zip(_called(claim), claim.match.calls, strict=True):
-                if accessor(called) not in calls:
-                    found[path] = None
-        return tuple(found)
-
     def refused(self, left: Left) -> errors.RewriteError:
         """The error for a match that cannot be replaced."""
         at = [self.cause.at] if self.cause.at else []
@@ -283,28 +220,158 @@ class Engine:
             hint=left.hint,
         )
 
+    # What changes ---------------------------------------------------------------------------------
 
-def _called(claim: Claim) -> list[str]:
-    lead = f"{claim.node.path}." if claim.node.path else ""
-    return [f"{lead}{called}" for called in claim.match.calls]
+    def rewrite(self, claims: Sequence[Claim], notes: tuple[Mapping[str, object], ...]) -> Rewrite:
+        """The change that carries claims out."""
+        edits, absorbed = self._carried_out(claims)
+        idle = {c.node.path for c in claims if _is_below(c.node.path, absorbed)}
+        live = [c for c in claims if c.node.path not in idle]
+        if len(live) < len(claims):
+            self.speller = Speller(self.file, self.cause)
+            edits, absorbed = self._carried_out(live)
+        return Rewrite(edits, tuple(self.speller.references.values()), absorbed, notes)
+
+    def _carried_out(self, claims: Sequence[Claim]) -> tuple[list[Edit], tuple[str, ...]]:
+        """The edits, and the modules that are called no more."""
+        by_path: dict[str, list[Claim]] = {}
+        for claim in claims:
+            by_path.setdefault(claim.node.path, []).append(claim)
+        known: dict[tuple[object, ...], dict[ast.stmt, list[Edit]]] = {}
+        asked: dict[str, tuple[object, ...]] = {}
+        edits: list[Edit] = []
+        for path, here in by_path.items():
+            key: tuple[object, ...] = tuple(
+                (id(c.match.replaced.node), self._text(c), c.method) for c in here
+            )
+            asked[path] = key
+            if key not in known:
+                known[key] = self._edits(here)
+        alike = Alike(self.tree, asked)
+        with alike.reduced():
+            desks = Desks(self.tree, self.sources)
+            desks.siblings(alike.siblings)
+            for path, key in asked.items():
+                if path not in self.tree.nodes:
+                    continue
+                for statement, changes in known[key].items():
+                    if self.sharing.owner_of(self.sharing.function_of(statement)) is None:
+                        edits += changes
+                        continue
+                    what = ", ".join(dict.fromkeys(e.why.strip("`") for e in changes))
+                    plain = tuple((e.start, e.end, e.text) for e in changes)
+                    place = ("text", statement.lineno, statement.col_offset)
+                    write = Write(statement, plain, what)
+                    desks.main.places.add(path, place, write, (self.cause,))
+            edits += settle(self.tree, desks.main, self.line_length)
+        edits += self._functions(claims)
+        edits = list(dict.fromkeys(edits))
+        return edits, self._absorbed(claims, edits)
+
+    def _text(self, claim: Claim) -> str:
+        return claim.expression.written(claim.operands, self.speller)
+
+    def _edits(self, claims: Sequence[Claim]) -> dict[ast.stmt, list[Edit]]:
+        """The edits of one module's class, by statement."""
+        writings = []
+        for claim in claims:
+            self._check_names(claim)
+            replaced = claim.match.replaced
+            statement = self.sharing.statement_of(replaced.node)
+            why = f"`{claim.what}`"
+            writings.append(Writing(replaced, statement, self._text(claim), self.cause, why))
+        edits = place_edits(self.file, writings, self.line_length)
+        for claim in claims:
+            if claim.method is not None:
+                method = self.sharing.function_of(claim.match.replaced.node)
+                end = self.file.span(method)[1]
+                text = "\n\n" + textwrap.indent(claim.method, " " * method.col_offset)
+                edit = Edit(end, end, text, (self.cause,), f"`{claim.what}`")
+                edits.setdefault(method, []).append(edit)
+        return edits
+
+    def _functions(self, claims: Sequence[Claim]) -> list[Edit]:
+        """New functions of the file, each above the first class or function that calls it."""
+        above: dict[str, ast.stmt] = {}
+        for claim in claims:
+            function = self.sharing.function_of(claim.match.replaced.node)
+            owner = self.sharing.owner_of(function)
+            node: ast.stmt = self.file.classes[owner] if owner else function
+            if claim.function is not None:
+                first = above.setdefault(claim.function, node)
+                if node.lineno < first.lineno:
+                    above[claim.function] = node
+        edits = []
+        for text, node in above.items():
+            decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+            line = min([node.lineno, *(d.lineno for d in decorators)])
+            while line > 1 and self.file.line(line - 1).startswith("#"):
+                line -= 1
+            start = self.file.offset(line, 0)
+            edits.append(Edit(start, start, text + "\n\n\n", (self.cause,), "called below"))
+        return edits
+
+    def _check_names(self, claim: Claim) -> None:
+        """A name that the new text uses must not be a local one of the function."""
+        function = self.sharing.function_of(claim.match.replaced.node)
+        bound = {n.arg for n in ast.walk(function) if isinstance(n, ast.arg)}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                bound.add(node.id)
+        text = claim.expression.written(dict.fromkeys(claim.operands, "None"), self.speller)
+        used = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
+        if taken := (used - {"self"}) & bound:
+            raise errors.NameTaken(
+                f"`{min(taken)}` is a local variable of `{function.name}`, and is needed for "
+                f"`{claim.what}`",
+                at=self.file.at(function),
+                also=[self.cause.at] if self.cause.at else [],
+                hint="rename the variable in the source",
+            )
+
+    def _absorbed(self, claims: Sequence[Claim], edits: list[Edit]) -> tuple[str, ...]:
+        """The modules that were called in the matches and that the new text calls no more."""
+        text, _ = apply_edits(self.file.text, edits)
+        tree = ast.parse(text)
+        found: dict[str, None] = {}
+        calls: dict[str, set[str]] = {}
+        for claim in claims:
+            function = self.sharing.function_of(claim.match.replaced.node)
+            home = self.sharing.owner_of(function) or ""
+            if home not in calls:
+                calls[home] = _calls(tree, home)
+            for path, called in zip(claim.called(), claim.match.calls, strict=True):
+                if accessor(called) not in calls[home]:
+                    found[path] = None
+        return tuple(found)
 
 
-def _idle(group: list[Claim], absorbed: Sequence[str]) -> bool:
-    """Whether a text is that of modules which are no longer called."""
-    return all(any(f"{c.node.path}.".startswith(f"{p}.") for p in absorbed) for c in group)
+def _calls(tree: ast.Module, class_name: str) -> set[str]:
+    """What the methods of a class call, as they write it."""
+    for node in tree.body if class_name else ():
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            return {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
+    return {ast.unparse(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
 
 
-def _by_place(claims: Sequence[Claim]) -> list[list[Claim]]:
+def _is_below(path: str, above: Iterable[str]) -> bool:
+    """Whether a module is one of some, or stands below one."""
+    return any(f"{path}.".startswith(f"{each}.") for each in above)
+
+
+def _by_text(claims: Sequence[Claim]) -> list[list[Claim]]:
     """Claims of the same text for several modules, together."""
-    groups: dict[tuple[int, str], list[Claim]] = {}
+    groups: dict[tuple[object, ...], list[Claim]] = {}
     for claim in claims:
-        groups.setdefault((id(claim.match.replaced.node), claim.what), []).append(claim)
+        operands = tuple(sorted(claim.operands.items()))
+        key = (id(claim.match.replaced.node), claim.what, operands)
+        groups.setdefault(key, []).append(claim)
     return list(groups.values())
 
 
-def _first_cause(state: ModuleState) -> str:
+def _first_line(state: ModuleState) -> str:
     causes = [c.at for c in state.causes() if c.at]
-    return f"line {causes[0].line} schedules it" if causes else "it is scheduled"
+    return f" by line {causes[0].line}" if causes else ""
 
 
 def _misuse(claim: Claim) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.fusion.engine import Claim, Left
@@ -16,7 +16,7 @@ from slapo_rewrite.model.pattern import as_module, facts_of_pattern
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.pattern import Pattern, pattern_of
-from slapo_rewrite.patterns.search import Miss, Scope, find_pattern, scopes_of
+from slapo_rewrite.patterns.search import Match, Miss, Scope, find_pattern, scopes_of
 
 
 def pattern_for(wanted: object, sources: Sources, at: errors.Span | None) -> Pattern:
@@ -75,17 +75,30 @@ def below(nodes: Iterable[Node]) -> list[Node]:
 def look(rule: Rule, nodes: Iterable[Node], sources: Sources) -> Looked:
     """Where a rule may be applied."""
     looked = Looked()
+    known: dict[int, list[tuple[Match, Alternative]]] = {}
     for node in nodes:
-        scopes = [s for s in scopes_for([node], sources) if s.graph.file is sources.main]
-        taken: set[int] = set()
-        for alternative in rule.alternatives if scopes else ():
-            found = find_pattern(compiled(alternative), scopes)
-            looked.misses += found.misses
-            for match in found:
-                if taken.isdisjoint(map(id, match.nodes)):
-                    taken.update(map(id, match.nodes))
-                    _take(rule, Found(match, node, alternative, sources), looked)
+        number = sources.fingerprints.of(node)
+        if number not in known:
+            known[number] = list(_matches(rule, node, sources, looked))
+        for match, alternative in known[number]:
+            here = match if match.path == node.path else replace(match, path=node.path)
+            _take(rule, Found(here, node, alternative, sources), looked)
     return looked
+
+
+def _matches(
+    rule: Rule, node: Node, sources: Sources, looked: Looked
+) -> Iterator[tuple[Match, Alternative]]:
+    """What the alternatives of a rule find in a module, each place once."""
+    scopes = [s for s in scopes_for([node], sources) if s.graph.file is sources.main]
+    taken: set[int] = set()
+    for alternative in rule.alternatives if scopes else ():
+        found = find_pattern(compiled(alternative), scopes)
+        looked.misses += found.misses
+        for match in found:
+            if taken.isdisjoint(map(id, match.nodes)):
+                taken.update(map(id, match.nodes))
+                yield match, alternative
 
 
 def _take(rule: Rule, found: Found, looked: Looked) -> None:

@@ -37,13 +37,11 @@ class Writing:
     cause: Directive
     why: str
 
-    def statements(self) -> list[ast.stmt]:
-        """The statements that change or go."""
-        return [self.statement, *self.replaced.removed]
 
-
-def place_edits(file: SourceFile, writings: Sequence[Writing], line_length: int) -> list[Edit]:
-    """The edits that put expressions in the places of matches.
+def place_edits(
+    file: SourceFile, writings: Sequence[Writing], line_length: int
+) -> dict[ast.stmt, list[Edit]]:
+    """The edits that put expressions in the places of matches, by statement.
 
     Args:
         file: The file of the matches.
@@ -53,16 +51,12 @@ def place_edits(file: SourceFile, writings: Sequence[Writing], line_length: int)
     Raises:
         Unsupported: A statement that is to go shares its line with another.
     """
-    edits: list[Edit] = []
     by_statement: dict[ast.stmt, list[Writing]] = {}
-    gone: dict[ast.stmt, Writing] = {}
     for writing in writings:
         by_statement.setdefault(writing.statement, []).append(writing)
-        gone |= dict.fromkeys(writing.replaced.removed, writing)
-    for statement, here in by_statement.items():
-        edits += _changed(file, statement, here, line_length)
-    for statement, writing in gone.items():
-        edits.append(_removed(file, statement, writing))
+    edits = {s: list(_changed(file, s, here, line_length)) for s, here in by_statement.items()}
+    gone = {s: writing for writing in writings for s in writing.replaced.removed}
+    edits |= {s: [_removed(file, s, writing)] for s, writing in gone.items()}
     return edits
 
 

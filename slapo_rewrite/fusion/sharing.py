@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 
+from slapo_rewrite.edit.text import within
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.source.index import SourceFile
 
 
 class Sharing:
@@ -60,10 +61,36 @@ class Sharing:
                 return
             mro = mro[mro.index(found) + 1 :]
 
+    def function_of(self, node: ast.AST) -> ast.FunctionDef:
+        """The method or function of the file that a node stands in, or that it is."""
+        return self._homes[id(node)][0]
 
-def owner_of(file: SourceFile, function: ast.FunctionDef) -> str | None:
-    """The class that a method stands in; None for a function of the file."""
-    for name, cls in file.classes.items():
-        if any(statement is function for statement in ast.walk(cls)):
-            return name
-    return None
+    def owner_of(self, function: ast.FunctionDef) -> str | None:
+        """The class that a method stands in; None for a function of the file."""
+        return self._homes[id(function)][1]
+
+    def statement_of(self, node: ast.AST) -> ast.stmt:
+        """The innermost statement that holds an expression, or that it is itself."""
+        if isinstance(node, ast.stmt):
+            return node
+        holders = [
+            s
+            for s in ast.walk(self.function_of(node))
+            if isinstance(s, ast.stmt) and within(s, node)
+        ]
+        return holders[-1]
+
+    @functools.cached_property
+    def _homes(self) -> dict[int, tuple[ast.FunctionDef, str | None]]:
+        """The function and the class of each node of the file that stands in a function."""
+        every: list[tuple[ast.FunctionDef, str | None]] = [
+            (function, None) for function in self.file.functions.values()
+        ]
+        for name in self.file.classes:
+            every += [(method, name) for method in self.file.methods(name)]
+        return {
+            id(node): (function, owner)
+            for function, owner in every
+            for node in ast.walk(function)
+            if isinstance(node, (ast.expr, ast.stmt))
+        }

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from slapo_rewrite import errors
+from slapo_rewrite.model.fingerprints import Fingerprints
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.sites import Site, find_later_sites, find_sites
@@ -42,6 +43,7 @@ class Sources:
         self.known: dict[tuple[int, str], Site] = {}
         # What was made of the functions of a module, by its path; kept for those who read them.
         self.scopes: dict[str, list[Any]] = {}
+        self.fingerprints = Fingerprints()
         self._nodes: dict[int, tuple[Node, dict[int, list[Node]]]] = {}
 
     def file_of(self, cls: type) -> SourceFile | None:
@@ -82,6 +84,7 @@ class Sources:
         self._nodes.clear()
         self.known.clear()
         self.scopes.clear()
+        self.fingerprints = Fingerprints()
 
     def same_live(self, node: Node) -> list[Node]:
         """The other nodes that hold the same module."""

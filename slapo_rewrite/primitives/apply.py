@@ -104,7 +104,7 @@ class Apply(Rewriting):
         inner = below(nodes)
         looked = look(rule, inner, call.sources)
         engine = Engine(call.tree, call.sources, states, call.directive, line_length)
-        claims, left = engine.sorted_out(looked.claims, inner)
+        claims, left = engine.sorted_out(looked.claims)
         left += looked.left
         # Part of a rule applied is a rule half applied: only where it is refused for all of it.
         if left and (not claims or left[0] not in looked.left):

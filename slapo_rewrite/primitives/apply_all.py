@@ -83,6 +83,6 @@ class ApplyAll(Rewriting):
                 looked = look(rule, inner, call.sources)
                 claims += looked.claims
                 left += looked.left
-        kept, stopped = engine.sorted_out(claims, inner)
+        kept, stopped = engine.sorted_out(claims)
         left += stopped
         return engine.rewrite(kept, ()) if kept else None

@@ -1,0 +1,48 @@
+"""Modules that a reader of their source cannot tell apart: one of them is looked at for all."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Hashable
+
+import torch
+from torch import nn
+
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.source.facts import dotted, is_plain
+
+
+class Fingerprints:
+    """One number for all modules of a kind whose attributes are equal, all the way down."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._known: dict[str, int] = {}
+
+    def of(self, node: Node) -> int:
+        """The number of a module."""
+        if node.path not in self._known:
+            held = tuple((n, self.of(child)) for n, child in node.children.items())
+            attributes = {n: v for n, v in vars(node.live).items() if not n.startswith("_")}
+            # What counts the layers tells no layer from another.
+            indices = {int(name) for name in node.path.split(".") if name.isdigit()}
+            own = tuple(
+                (n, "index" if type(v) is int and v in indices else _seen(v))
+                for n, v in attributes.items()
+            )
+            key = (node.cls, node.kind, own, held, len(node.live._forward_hooks))
+            self._known[node.path] = self._numbers.setdefault(key, len(self._numbers))
+        return self._known[node.path]
+
+
+def _seen(value: object) -> Hashable:
+    """What a reader sees of an attribute."""
+    if is_plain(value):
+        return type(value), repr(value)
+    if isinstance(value, nn.Module | torch.Tensor):
+        return dotted(type(value))
+    if isinstance(value, types.MethodType):
+        return value.__name__
+    if callable(value):
+        return dotted(value) or id(value)
+    return id(value)
