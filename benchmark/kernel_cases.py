@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from slapo_rewrite.runtime.kernels.bias_gelu import bias_gelu
 from slapo_rewrite.runtime.kernels.cross_entropy import cross_entropy
+from slapo_rewrite.runtime.kernels.dropout_residual import dropout_residual
 from slapo_rewrite.runtime.kernels.gated import geglu, swiglu
 from slapo_rewrite.runtime.kernels.layer_norm import layer_norm, residual_layer_norm
 from slapo_rewrite.runtime.kernels.linear_cross_entropy import linear_cross_entropy
@@ -120,6 +121,14 @@ def dropout_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> T
     return nn.functional.layer_norm(total, total.shape[-1:], weight, bias)
 
 
+def dropout_addition(x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
+    return nn.functional.dropout(x + bias, 0.1) + residual
+
+
+def our_dropout_addition(x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
+    return dropout_residual(x, residual, input_bias=bias, p=0.1)
+
+
 def our_dropout_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return residual_layer_norm(x, residual, weight, bias, p=0.1)[0]
 
@@ -199,6 +208,16 @@ KERNELS = (
         dropout_norm,
         (("m", "d"), *ROWS, ("d",)),
         (4, 8),
+        {"m": 16384, "d": 1024},
+        TINY,
+        random=True,
+    ),
+    Kernel(
+        "dropout_residual",
+        our_dropout_addition,
+        dropout_addition,
+        (("m", "d"), *ROWS),
+        (3, 5),
         {"m": 16384, "d": 1024},
         TINY,
         random=True,

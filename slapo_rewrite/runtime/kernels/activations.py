@@ -1,8 +1,10 @@
 """Activation functions inside kernels, in float32, and the same in PyTorch.
 
-Each function of `kind`: "silu", "gelu" (with the error function) or "gelu_tanh".
+Each function of `kind`: "relu", "silu", "gelu" (with the error function), "gelu_tanh" or
+"quick_gelu" (x sigmoid(1.702 x), as CLIP has it).
 """
 
+import torch
 from torch import Tensor, nn
 
 from .launch import constexpr, jit, tl
@@ -10,8 +12,12 @@ from .launch import constexpr, jit, tl
 
 def activation_reference(x: Tensor, kind: str) -> Tensor:
     """The activation in PyTorch's operations."""
+    if kind == "relu":
+        return nn.functional.relu(x)
     if kind == "silu":
         return nn.functional.silu(x)
+    if kind == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
     return nn.functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
@@ -38,8 +44,12 @@ def logistic(z):
 @jit
 def activate(x, kind: constexpr):
     """The activation of a tile."""
-    if kind == "silu":
+    if kind == "relu":
+        return tl.where(x < 0.0, 0.0, x)
+    elif kind == "silu":
         return x * tl.sigmoid(x)
+    elif kind == "quick_gelu":
+        return x * tl.sigmoid(1.702 * x)
     elif kind == "gelu_tanh":
         # (1 + tanh(z)) / 2 is sigmoid(2 z); 1.5957... is 2 sqrt(2 / pi).
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
@@ -50,9 +60,14 @@ def activate(x, kind: constexpr):
 @jit
 def activation_slope(x, kind: constexpr):
     """The activation's derivative, of a tile."""
-    if kind == "silu":
+    if kind == "relu":
+        return tl.where(x > 0.0, 1.0, 0.0)
+    elif kind == "silu":
         share, slope = logistic(x)
         return share + x * slope
+    elif kind == "quick_gelu":
+        share, slope = logistic(1.702 * x)
+        return share + 1.702 * x * slope
     elif kind == "gelu_tanh":
         share, slope = logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
         return share + x * slope * 1.5957691216057308 * (1.0 + 0.134145 * x * x)

@@ -1,4 +1,4 @@
-"""The bias of a linear layer and the GELU after it.
+"""The bias of a linear layer, the activation after it, and dropout after that.
 
 Shapes: M rows, F features.
 Source: Hendrycks & Gimpel 2016, arXiv:1606.08415.
@@ -7,15 +7,17 @@ Source: Hendrycks & Gimpel 2016, arXiv:1606.08415.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .activations import activate, activation_reference, activation_slope
+from .dropout import draw_seed, keep_scale, kept
 from .launch import (
     constexpr,
     device_of,
     flat_tile,
     jit,
+    linear_bias,
     reducing_programs,
     rows_of,
     runs_triton,
@@ -23,22 +25,29 @@ from .launch import (
 )
 
 
-def bias_gelu_reference(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    """`bias_gelu` in PyTorch's operations."""
-    return activation_reference(x if bias is None else x + bias, kind)
+def bias_activation_reference(
+    x: Tensor, bias: Tensor | None, kind: str, p: float
+) -> Tensor:
+    """`bias_activation` in PyTorch's operations."""
+    y = activation_reference(x if bias is None else x + bias, kind)
+    return nn.functional.dropout(y, p)
 
 
 @jit
-def bias_gelu_forward_kernel(
+def bias_activation_forward_kernel(
     x,
     bias,
+    seed,
     y,
     m,
     f,
     column_blocks,
     x_stride,
+    p,
+    keep_scale,
     kind: constexpr,
     has_bias: constexpr,
+    has_dropout: constexpr,
     block_m: constexpr,
     block_f: constexpr,
 ):
@@ -51,23 +60,31 @@ def bias_gelu_forward_kernel(
     value = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
     if has_bias:
         value += tl.load(bias + columns, mask=columns < f).to(tl.float32)[None, :]
+    out = activate(value, kind)
+    if has_dropout:
+        keep = kept(seed, rows, across * block_f, p, block_f)
+        out = tl.where(keep, out * keep_scale, 0.0)
     at = rows[:, None] * f + columns[None, :]
-    tl.store(y + at, activate(value, kind).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
 
 
 @jit
-def bias_gelu_backward_kernel(
+def bias_activation_backward_kernel(
     dy,
     x,
     bias,
+    seed,
     dx,
     dbias,
     m,
     f,
     dy_stride,
     x_stride,
+    p,
+    keep_scale,
     kind: constexpr,
     has_bias: constexpr,
+    has_dropout: constexpr,
     bias_gradient: constexpr,
     block_m: constexpr,
     block_f: constexpr,
@@ -87,6 +104,9 @@ def bias_gelu_backward_kernel(
         if has_bias:
             value += added[None, :]
         g = tl.load(dy + dy_at, mask=inside, other=0.0).to(tl.float32)
+        if has_dropout:
+            keep = kept(seed, rows, tl.program_id(0) * block_f, p, block_f)
+            g = tl.where(keep, g * keep_scale, 0.0)
         g *= activation_slope(value, kind)
         if bias_gradient:
             db += g
@@ -97,7 +117,9 @@ def bias_gelu_backward_kernel(
         tl.store(dbias + at, tl.sum(db, 0), mask=columns < f)
 
 
-def bias_gelu_forward(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+def bias_activation_forward(
+    x: Tensor, bias: Tensor | None, seed: Tensor | None, kind: str, p: float
+) -> Tensor:
     """The activated rows, (..., F)."""
     rows = rows_of(x)
     dtype = x.dtype if bias is None else torch.promote_types(x.dtype, bias.dtype)
@@ -105,24 +127,34 @@ def bias_gelu_forward(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     m, f = rows.shape
     row_blocks, column_blocks, block_m, block_f = flat_tile(m, f)
     with device_of(x):
-        bias_gelu_forward_kernel[(row_blocks * column_blocks,)](
+        bias_activation_forward_kernel[(row_blocks * column_blocks,)](
             rows,
             rows if bias is None else bias.contiguous(),
+            rows if seed is None else seed,
             y,
             m,
             f,
             column_blocks,
             rows.stride(0),
+            p,
+            keep_scale(p),
             kind=kind,
             has_bias=bias is not None,
+            has_dropout=seed is not None,
             block_m=block_m,
             block_f=block_f,
         )
     return y
 
 
-def bias_gelu_backward(
-    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, bias_gradient: bool
+def bias_activation_backward(
+    dy: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    kind: str,
+    p: float,
+    bias_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of x, (..., F), and of the bias, (F,)."""
     rows, dy_rows = rows_of(x), rows_of(dy)
@@ -132,18 +164,22 @@ def bias_gelu_backward(
     programs = reducing_programs(x, row_blocks, column_blocks)
     dbias = torch.empty((programs, f), dtype=torch.float32, device=x.device)
     with device_of(x):
-        bias_gelu_backward_kernel[(column_blocks, programs)](
+        bias_activation_backward_kernel[(column_blocks, programs)](
             dy_rows,
             rows,
             rows if bias is None else bias.contiguous(),
+            rows if seed is None else seed,
             dx,
             dbias,
             m,
             f,
             dy_rows.stride(0),
             rows.stride(0),
+            p,
+            keep_scale(p),
             kind=kind,
             has_bias=bias is not None,
+            has_dropout=seed is not None,
             bias_gradient=bias_gradient,
             block_m=block_m,
             block_f=block_f,
@@ -153,41 +189,80 @@ def bias_gelu_backward(
     return dx, dbias.sum(0).to(bias.dtype)
 
 
-class BiasGELUFunction(torch.autograd.Function):
-    """gelu(x + bias), differentiable."""
+class BiasActivationFunction(torch.autograd.Function):
+    """dropout(activation(x + bias)), differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-        """Keeps x and the bias, and not their sum."""
-        ctx.save_for_backward(x, bias)
-        ctx.kind = kind
-        return bias_gelu_forward(x, bias, kind)
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, kind: str, p: float
+    ) -> Tensor:
+        """Keeps x, the bias and the seed, and not the sum."""
+        seed = draw_seed(x) if p > 0 else None
+        ctx.save_for_backward(x, bias, seed)
+        ctx.kind, ctx.p = kind, p
+        return bias_activation_forward(x, bias, seed, kind, p)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         """Gradients of x and bias."""
-        x, bias = ctx.saved_tensors
+        x, bias, seed = ctx.saved_tensors
         bias_gradient = bias is not None and ctx.needs_input_grad[1]
-        return *bias_gelu_backward(dy, x, bias, ctx.kind, bias_gradient), None
+        dx, dbias = bias_activation_backward(
+            dy, x, bias, seed, ctx.kind, ctx.p, bias_gradient
+        )
+        return dx, dbias, None, None
 
 
-def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tensor:
-    """gelu(x + bias).
+def bias_activation(
+    x: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    *,
+    p: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """dropout(activation(x + bias)).
 
     Shapes: x (..., F), bias (F,) or None -> (..., F).
     Numerics: reassociated; float32 inside, rounded once. The bias's gradient is summed
-        in float32, in the same order at every run.
-    Source: Hendrycks & Gimpel 2016, arXiv:1606.08415.
+        in float32, in the same order at every run. Reseeded where p > 0: dropout draws
+        other numbers than `torch.nn.functional.dropout`, from the same generator, and
+        stores no mask.
+    Source: Hendrycks & Gimpel 2016, arXiv:1606.08415; Salmon et al. 2011,
+        doi:10.1145/2063384.2063405.
+
+    Args:
+        x: The linear layer's output before its bias.
+        bias: Its bias.
+        kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
+        p: The share that dropout drops.
+        training: Whether dropout drops at all.
+    """
+    p, bias = p if training else 0.0, linear_bias(x, bias)
+    if not runs_triton(x, bias):
+        return bias_activation_reference(x, bias, kind, p)
+    y: Tensor = BiasActivationFunction.apply(x, bias, kind, p)
+    return y
+
+
+def bias_gelu(
+    x: Tensor,
+    bias: Tensor | None,
+    approximate: str = "none",
+    *,
+    p: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """dropout(gelu(x + bias)), as `bias_activation`.
 
     Args:
         x: The linear layer's output before its bias.
         bias: Its bias.
         approximate: "none" for the error function, "tanh" for what GPT-2 calls
             `gelu_new`, as in `torch.nn.functional.gelu`.
+        p: The share that dropout drops.
+        training: Whether dropout drops at all.
     """
     kind = "gelu_tanh" if approximate == "tanh" else "gelu"
-    if not runs_triton(x, bias):
-        return bias_gelu_reference(x, bias, kind)
-    y: Tensor = BiasGELUFunction.apply(x, bias, kind)
-    return y
+    return bias_activation(x, bias, kind, p=p, training=training)

@@ -14,14 +14,20 @@ def draw_seed(x: Tensor) -> Tensor:
     return torch.randint(2**63 - 1, (1,), device=x.device)
 
 
-@jit
-def kept(seed, rows, p, block_d: constexpr):
-    """Which elements of whole rows dropout keeps, each with probability 1 - p.
+def keep_scale(p: float) -> float:
+    """What dropout multiplies by, so that the mean stays."""
+    return 1 / (1 - p) if p < 1 else 0.0
 
-    A pure function of the seed and of an element's row and column. Philox gives four
-    numbers at once; seven rounds pass the BigCrush tests (Salmon et al. 2011).
+
+@jit
+def kept(seed, rows, first, p, block_d: constexpr):
+    """Which elements dropout keeps, each with probability 1 - p.
+
+    Of these rows, `block_d` columns from `first` on, a multiple of four. A pure function
+    of the seed and of an element's row and column. Philox gives four numbers at once;
+    seven rounds pass the BigCrush tests (Salmon et al. 2011).
     """
-    groups = tl.arange(0, block_d // 4)[None, :]
+    groups = (first // 4 + tl.arange(0, block_d // 4))[None, :]
     row = rows.to(tl.int32)[:, None] + tl.zeros_like(groups)
     column = tl.zeros_like(row) + groups
     zero = tl.zeros_like(row)

@@ -1,4 +1,4 @@
-"""Gated linear units without their matrix products: activation(gate) * up.
+"""Gated linear units without their matrix products: activation(gate) * up, dropped out.
 
 Shapes: M rows, F features.
 Source: Shazeer 2020, arXiv:2002.05202.
@@ -7,10 +7,11 @@ Source: Shazeer 2020, arXiv:2002.05202.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .activations import activate, activation_reference, activation_slope
+from .dropout import draw_seed, keep_scale, kept
 from .launch import constexpr, device_of, flat_tile, jit, rows_of, runs_triton, tl
 
 
@@ -18,13 +19,17 @@ from .launch import constexpr, device_of, flat_tile, jit, rows_of, runs_triton, 
 def gated_forward_kernel(
     gate,
     up,
+    seed,
     y,
     m,
     f,
     column_blocks,
     gate_stride,
     up_stride,
+    p,
+    keep_scale,
     kind: constexpr,
+    has_dropout: constexpr,
     block_m: constexpr,
     block_f: constexpr,
 ):
@@ -38,6 +43,9 @@ def gated_forward_kernel(
     g = tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + up_at, mask=inside, other=0.0).to(tl.float32)
     out = activate(g, kind) * u
+    if has_dropout:
+        keep = kept(seed, rows, across * block_f, p, block_f)
+        out = tl.where(keep, out * keep_scale, 0.0)
     at = rows[:, None] * f + columns[None, :]
     tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
 
@@ -47,6 +55,7 @@ def gated_backward_kernel(
     dy,
     gate,
     up,
+    seed,
     dgate,
     dup,
     m,
@@ -55,7 +64,10 @@ def gated_backward_kernel(
     dy_stride,
     gate_stride,
     up_stride,
+    p,
+    keep_scale,
     kind: constexpr,
+    has_dropout: constexpr,
     block_m: constexpr,
     block_f: constexpr,
 ):
@@ -70,13 +82,18 @@ def gated_backward_kernel(
     d = tl.load(dy + dy_at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + up_at, mask=inside, other=0.0).to(tl.float32)
+    if has_dropout:
+        keep = kept(seed, rows, across * block_f, p, block_f)
+        d = tl.where(keep, d * keep_scale, 0.0)
     at = rows[:, None] * f + columns[None, :]
     dg = d * u * activation_slope(g, kind)
     tl.store(dgate + at, dg.to(dgate.dtype.element_ty), mask=inside)
     tl.store(dup + at, (d * activate(g, kind)).to(dup.dtype.element_ty), mask=inside)
 
 
-def gated_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+def gated_forward(
+    gate: Tensor, up: Tensor, seed: Tensor | None, kind: str, p: float
+) -> Tensor:
     """The gated rows, (..., F)."""
     dtype = torch.promote_types(gate.dtype, up.dtype)
     y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
@@ -87,13 +104,17 @@ def gated_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
         gated_forward_kernel[(row_blocks * column_blocks,)](
             gate_rows,
             up_rows,
+            gate_rows if seed is None else seed,
             y,
             m,
             f,
             column_blocks,
             gate_rows.stride(0),
             up_rows.stride(0),
+            p,
+            keep_scale(p),
             kind=kind,
+            has_dropout=seed is not None,
             block_m=block_m,
             block_f=block_f,
         )
@@ -101,7 +122,7 @@ def gated_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 
 def gated_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, kind: str
+    dy: Tensor, gate: Tensor, up: Tensor, seed: Tensor | None, kind: str, p: float
 ) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up, (..., F) each."""
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -114,6 +135,7 @@ def gated_backward(
             dy_rows,
             gate_rows,
             up_rows,
+            gate_rows if seed is None else seed,
             dgate,
             dup,
             m,
@@ -122,7 +144,10 @@ def gated_backward(
             dy_rows.stride(0),
             gate_rows.stride(0),
             up_rows.stride(0),
+            p,
+            keep_scale(p),
             kind=kind,
+            has_dropout=seed is not None,
             block_m=block_m,
             block_f=block_f,
         )
@@ -130,51 +155,77 @@ def gated_backward(
 
 
 class GatedFunction(torch.autograd.Function):
-    """activation(gate) * up, differentiable."""
+    """dropout(activation(gate) * up), differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
-        """Keeps gate and up, and no activation."""
-        ctx.save_for_backward(gate, up)
-        ctx.kind = kind
-        return gated_forward(gate, up, kind)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str, p: float) -> Tensor:
+        """Keeps gate, up and the seed, and no activation."""
+        seed = draw_seed(gate) if p > 0 else None
+        ctx.save_for_backward(gate, up, seed)
+        ctx.kind, ctx.p = kind, p
+        return gated_forward(gate, up, seed, kind, p)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         """Gradients of gate and up."""
-        gate, up = ctx.saved_tensors
-        return *gated_backward(dy, gate, up, ctx.kind), None
+        gate, up, seed = ctx.saved_tensors
+        return *gated_backward(dy, gate, up, seed, ctx.kind, ctx.p), None, None
 
 
-def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """activation(gate) * up, as a kernel where one can run."""
-    if not runs_triton(gate, up) or gate.shape != up.shape:
-        return activation_reference(gate, kind) * up
-    y: Tensor = GatedFunction.apply(gate, up, kind)
-    return y
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up.
+def gated(
+    gate: Tensor, up: Tensor, kind: str, *, p: float = 0.0, training: bool = True
+) -> Tensor:
+    """dropout(activation(gate) * up).
 
     Shapes: gate and up (..., F), also two halves of one tensor -> (..., F).
-    Numerics: reassociated; float32 inside, rounded once.
-    Source: Shazeer 2020, arXiv:2002.05202.
-    """
-    return gated(gate, up, "silu")
-
-
-def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
-    """gelu(gate) * up.
-
-    Shapes: gate and up (..., F), also two halves of one tensor -> (..., F).
-    Numerics: reassociated; float32 inside, rounded once.
+    Numerics: reassociated; float32 inside, rounded once. Reseeded where p > 0: dropout
+        draws other numbers than `torch.nn.functional.dropout`, from the same generator,
+        and stores no mask.
     Source: Shazeer 2020, arXiv:2002.05202.
 
     Args:
         gate: What is activated.
         up: What it multiplies.
-        approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
+        kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
+        p: The share that dropout drops.
+        training: Whether dropout drops at all.
     """
-    return gated(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
+    p = p if training else 0.0
+    if not runs_triton(gate, up) or gate.shape != up.shape:
+        return nn.functional.dropout(activation_reference(gate, kind) * up, p)
+    y: Tensor = GatedFunction.apply(gate, up, kind, p)
+    return y
+
+
+def swiglu(
+    gate: Tensor, up: Tensor, *, p: float = 0.0, training: bool = True
+) -> Tensor:
+    """dropout(silu(gate) * up), as `gated`."""
+    return gated(gate, up, "silu", p=p, training=training)
+
+
+def reglu(gate: Tensor, up: Tensor, *, p: float = 0.0, training: bool = True) -> Tensor:
+    """dropout(relu(gate) * up), as `gated`."""
+    return gated(gate, up, "relu", p=p, training=training)
+
+
+def geglu(
+    gate: Tensor,
+    up: Tensor,
+    approximate: str = "none",
+    *,
+    p: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """dropout(gelu(gate) * up), as `gated`.
+
+    Args:
+        gate: What is activated.
+        up: What it multiplies.
+        approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
+        p: The share that dropout drops.
+        training: Whether dropout drops at all.
+    """
+    kind = "gelu_tanh" if approximate == "tanh" else "gelu"
+    return gated(gate, up, kind, p=p, training=training)

@@ -29,16 +29,30 @@ def jit(kernel: Callable[..., Any]) -> Any:
 def runs_triton(*tensors: Tensor | None) -> bool:
     """Whether kernels take these tensors; else the PyTorch reference does.
 
-    They take plain floating-point tensors of up to 32 bits on a GPU, or anywhere under
-    Triton's interpreter.
+    They take plain floating-point tensors of up to 32 bits on one GPU, or anywhere under
+    Triton's interpreter, and no transform of `torch.func` around them.
     """
-    return triton is not None and all(
-        type(x) in (Tensor, nn.Parameter)
-        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and (x.is_cuda or interpreted)
-        for x in tensors
-        if x is not None
+    given = [x for x in tensors if x is not None]
+    return (
+        triton is not None
+        and not torch._C._are_functorch_transforms_active()
+        and all(
+            type(x) in (Tensor, nn.Parameter)
+            and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            and (x.is_cuda or interpreted)
+            and x.device == given[0].device
+            and x.shape[-1:] != (0,)
+            for x in given
+        )
     )
+
+
+def linear_bias(x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The bias of the linear layer that gave x, cast as autocast casts it there."""
+    mixed = bias is not None and bias.dtype != x.dtype and not x.is_meta
+    if bias is not None and mixed and torch.is_autocast_enabled(x.device.type):
+        return bias.to(x.dtype)
+    return bias
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .dropout import draw_seed, kept
+from .dropout import draw_seed, keep_scale, kept
 from .launch import (
     ceil_div,
     constexpr,
     device_of,
     jit,
+    linear_bias,
     reducing_programs,
     row_tile,
     rows_of,
@@ -80,7 +81,7 @@ def layer_norm_forward_kernel(
             added = tl.load(input_bias + columns, mask=real, other=0.0).to(tl.float32)
             value += added[None, :]
         if has_dropout:
-            keep = kept(seed, rows, p, block_d)
+            keep = kept(seed, rows, 0, p, block_d)
             value = tl.where(keep, value * keep_scale, 0.0)
         residual_at = rows[:, None] * residual_stride + columns[None, :]
         value += tl.load(residual + residual_at, mask=inside, other=0.0).to(tl.float32)
@@ -169,7 +170,7 @@ def layer_norm_backward_kernel(
         if has_residual:
             tl.store(dresidual + at, g.to(dresidual.dtype.element_ty), mask=inside)
         if has_dropout:
-            keep = kept(seed, rows, p, block_d)
+            keep = kept(seed, rows, 0, p, block_d)
             g = tl.where(keep, g * keep_scale, 0.0)
         if input_bias_gradient:
             dib += tl.where(inside, g, 0.0)
@@ -181,11 +182,6 @@ def layer_norm_backward_kernel(
         tl.store(dbias + at, tl.sum(db, 0), mask=real)
     if input_bias_gradient:
         tl.store(dinput_bias + at, tl.sum(dib, 0), mask=real)
-
-
-def keep_scale(p: float) -> float:
-    """What dropout multiplies by, so that the mean stays."""
-    return 1 / (1 - p) if p < 1 else 0.0
 
 
 def layer_norm_forward(
@@ -418,7 +414,7 @@ def residual_layer_norm(
         p: The share of x that dropout drops.
         training: Whether dropout drops at all.
     """
-    p = p if training else 0.0
+    p, input_bias = p if training else 0.0, linear_bias(x, input_bias)
     tensors = (x, residual, weight, bias, input_bias)
     if not runs_triton(*tensors) or x.shape != residual.shape:
         return residual_layer_norm_reference(

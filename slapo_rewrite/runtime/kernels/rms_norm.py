@@ -1,4 +1,4 @@
-"""Root mean square normalisation, with the residual addition before it.
+"""Root mean square normalisation, with dropout and the residual addition before it.
 
 Shapes: M rows, D features.
 Source: Zhang & Sennrich 2019, arXiv:1910.07467.
@@ -7,9 +7,10 @@ Source: Zhang & Sennrich 2019, arXiv:1910.07467.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .dropout import draw_seed, keep_scale, kept
 from .launch import (
     ceil_div,
     constexpr,
@@ -43,6 +44,7 @@ def rms_norm_reference(
 def rms_norm_forward_kernel(
     x,
     residual,
+    seed,
     weight,
     y,
     total,
@@ -51,15 +53,18 @@ def rms_norm_forward_kernel(
     d,
     x_stride,
     residual_stride,
+    p,
+    keep_scale,
     eps,
     offset,
     hat_dtype: constexpr,
     has_residual: constexpr,
+    has_dropout: constexpr,
     has_weight: constexpr,
     block_m: constexpr,
     block_d: constexpr,
 ):
-    """Writes y (M, D) and rstd (M,), and x + residual (M, D) where there is one."""
+    """Writes y (M, D) and rstd (M,), and the sum (M, D) where there is one."""
     rows = (tl.program_id(0) * block_m + tl.arange(0, block_m)).to(tl.int64)
     columns = tl.arange(0, block_d)
     inside = (rows < m)[:, None] & (columns < d)[None, :]
@@ -67,6 +72,9 @@ def rms_norm_forward_kernel(
     x_at = rows[:, None] * x_stride + columns[None, :]
     value = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
     if has_residual:
+        if has_dropout:
+            keep = kept(seed, rows, 0, p, block_d)
+            value = tl.where(keep, value * keep_scale, 0.0)
         residual_at = rows[:, None] * residual_stride + columns[None, :]
         value += tl.load(residual + residual_at, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
@@ -85,25 +93,31 @@ def rms_norm_forward_kernel(
 def rms_norm_backward_kernel(
     dy,
     dtotal,
-    x,
+    total,
+    seed,
     weight,
     rstd,
     dx,
+    dresidual,
     dweight,
     m,
     d,
     dy_stride,
     dtotal_stride,
-    x_stride,
+    total_stride,
+    p,
+    keep_scale,
     offset,
     hat_dtype: constexpr,
     has_dtotal: constexpr,
+    has_residual: constexpr,
+    has_dropout: constexpr,
     has_weight: constexpr,
     weight_gradient: constexpr,
     block_m: constexpr,
     block_d: constexpr,
 ):
-    """Writes dx (M, D), and each program's part of dweight, (programs, D)."""
+    """Writes dx and dresidual (M, D), and each program's part of dweight, (programs, D)."""
     columns = tl.arange(0, block_d)
     if has_weight:
         scale = tl.load(weight + columns, mask=columns < d, other=0.0).to(tl.float32)
@@ -113,10 +127,11 @@ def rms_norm_backward_kernel(
     for start in range(tl.program_id(0) * block_m, m, step):
         rows = (start + tl.arange(0, block_m)).to(tl.int64)
         inside = (rows < m)[:, None] & (columns < d)[None, :]
-        x_at = rows[:, None] * x_stride + columns[None, :]
+        at = rows[:, None] * d + columns[None, :]
+        total_at = rows[:, None] * total_stride + columns[None, :]
         dy_at = rows[:, None] * dy_stride + columns[None, :]
         r = tl.load(rstd + rows, mask=rows < m, other=0.0)[:, None]
-        hat = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32) * r
+        hat = tl.load(total + total_at, mask=inside, other=0.0).to(tl.float32) * r
         g = tl.load(dy + dy_at, mask=inside, other=0.0).to(tl.float32)
         if weight_gradient:
             dw += g * hat.to(hat_dtype).to(tl.float32)
@@ -126,8 +141,12 @@ def rms_norm_backward_kernel(
         if has_dtotal:
             dtotal_at = rows[:, None] * dtotal_stride + columns[None, :]
             g += tl.load(dtotal + dtotal_at, mask=inside, other=0.0).to(tl.float32)
-        dx_at = rows[:, None] * d + columns[None, :]
-        tl.store(dx + dx_at, g.to(dx.dtype.element_ty), mask=inside)
+        if has_residual:
+            tl.store(dresidual + at, g.to(dresidual.dtype.element_ty), mask=inside)
+        if has_dropout:
+            keep = kept(seed, rows, 0, p, block_d)
+            g = tl.where(keep, g * keep_scale, 0.0)
+        tl.store(dx + at, g.to(dx.dtype.element_ty), mask=inside)
     if weight_gradient:
         at = tl.program_id(0) * d + columns
         tl.store(dweight + at, tl.sum(dw, 0), mask=columns < d)
@@ -136,10 +155,12 @@ def rms_norm_backward_kernel(
 def rms_norm_forward(
     x: Tensor,
     residual: Tensor | None,
+    seed: Tensor | None,
     weight: Tensor | None,
     eps: float,
     offset: float,
     cast: str,
+    p: float,
 ) -> tuple[Tensor, Tensor, Tensor, torch.dtype]:
     """The normalised rows and the sum, (..., D), and rstd, (M,).
 
@@ -164,6 +185,7 @@ def rms_norm_forward(
         rms_norm_forward_kernel[(ceil_div(m, block_m),)](
             rows,
             residual_rows,
+            rstd if seed is None else seed,
             rows if weight is None else weight.contiguous(),
             y,
             total,
@@ -172,10 +194,13 @@ def rms_norm_forward(
             d,
             rows.stride(0),
             residual_rows.stride(0),
+            p,
+            keep_scale(p),
             eps,
             offset,
             hat_dtype=triton_dtype(hat_dtype),
             has_residual=residual is not None,
+            has_dropout=seed is not None,
             has_weight=weight is not None,
             block_m=block_m,
             block_d=block_d,
@@ -187,51 +212,63 @@ def rms_norm_forward(
 def rms_norm_backward(
     dy: Tensor,
     dtotal: Tensor | None,
-    x: Tensor,
+    total: Tensor,
+    seed: Tensor | None,
     weight: Tensor | None,
     rstd: Tensor,
+    p: float,
     offset: float,
     hat_dtype: torch.dtype,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
     weight_gradient: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the sum, (..., D), and of the weight, (D,)."""
-    rows, dy_rows = rows_of(x), rows_of(dy)
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of x and residual, (..., D), and of the weight, (D,)."""
+    rows, dy_rows = rows_of(total), rows_of(dy)
     dtotal_rows = dy_rows if dtotal is None else rows_of(dtotal)
-    m, d = rows.shape
+    (m, d), device = rows.shape, total.device
     block_m, block_d, num_warps = row_tile(d)
-    programs = reducing_programs(x, ceil_div(m, block_m))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dweight = torch.empty((programs, d), dtype=torch.float32, device=x.device)
-    with device_of(x):
+    programs = reducing_programs(total, ceil_div(m, block_m))
+    dx = torch.empty(total.shape, dtype=x_dtype, device=device)
+    dresidual = dx
+    apart = seed is not None or residual_dtype != x_dtype
+    if residual_dtype is not None and apart:
+        dresidual = torch.empty(total.shape, dtype=residual_dtype, device=device)
+    dweight = torch.empty((programs, d), dtype=torch.float32, device=device)
+    with device_of(total):
         rms_norm_backward_kernel[(programs,)](
             dy_rows,
             dtotal_rows,
             rows,
+            rstd if seed is None else seed,
             rows if weight is None else weight.contiguous(),
             rstd,
             dx,
+            dresidual,
             dweight,
             m,
             d,
             dy_rows.stride(0),
             dtotal_rows.stride(0),
             rows.stride(0),
+            p,
+            keep_scale(p),
             offset,
             hat_dtype=triton_dtype(hat_dtype),
             has_dtotal=dtotal is not None,
+            has_residual=residual_dtype is not None and apart,
+            has_dropout=seed is not None,
             has_weight=weight is not None,
             weight_gradient=weight_gradient,
             block_m=block_m,
             block_d=block_d,
             num_warps=num_warps,
         )
-    if weight is None or not weight_gradient:
-        return dx, None
-    return dx, dweight.sum(0).to(weight.dtype)
+    return dx, dresidual, dweight.sum(0) if weight_gradient else None
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """The normalised rows and x + residual; without a residual, no sum."""
+    """The normalised rows and the sum; without a residual, no sum."""
 
     @staticmethod
     def forward(
@@ -242,14 +279,16 @@ class RMSNormFunction(torch.autograd.Function):
         eps: float,
         offset: float,
         cast: str,
+        p: float,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Keeps the sum and each row's scale."""
+        """Keeps the sum, each row's scale and the seed."""
+        seed = draw_seed(x) if p > 0 else None
         y, total, rstd, ctx.hat_dtype = rms_norm_forward(
-            x, residual, weight, eps, offset, cast
+            x, residual, seed, weight, eps, offset, cast, p
         )
-        ctx.save_for_backward(total, weight, rstd)
+        ctx.save_for_backward(total, seed, weight, rstd)
         ctx.set_materialize_grads(False)
-        ctx.offset, ctx.x_dtype = offset, x.dtype
+        ctx.p, ctx.offset, ctx.x_dtype = p, offset, x.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         return y if residual is None else (y, total)
 
@@ -257,24 +296,27 @@ class RMSNormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:
         """Gradients of x, residual and weight."""
-        total, weight, rstd = ctx.saved_tensors
-        dx, dweight = dtotal, None
-        if dy is not None:
-            weight_gradient = weight is not None and ctx.needs_input_grad[2]
-            dx, dweight = rms_norm_backward(
-                dy,
-                dtotal,
-                total,
-                weight,
-                rstd,
-                ctx.offset,
-                ctx.hat_dtype,
-                weight_gradient,
-            )
-        if dx is None:
-            return (None,) * 6
-        dresidual = None if ctx.residual_dtype is None else dx.to(ctx.residual_dtype)
-        return dx.to(ctx.x_dtype), dresidual, dweight, None, None, None
+        total, seed, weight, rstd = ctx.saved_tensors
+        if dy is None and dtotal is None:
+            return (None,) * 7
+        dx, dresidual, dweight = rms_norm_backward(
+            torch.zeros_like(total) if dy is None else dy,
+            dtotal,
+            total,
+            seed,
+            weight,
+            rstd,
+            ctx.p,
+            ctx.offset,
+            ctx.hat_dtype,
+            ctx.x_dtype,
+            ctx.residual_dtype,
+            weight is not None and ctx.needs_input_grad[2],
+        )
+        if dweight is not None:
+            dweight = dweight.to(weight.dtype)
+        residual_gradient = None if ctx.residual_dtype is None else dresidual
+        return dx, residual_gradient, dweight, None, None, None, None
 
 
 def rms_norm(
@@ -303,7 +345,7 @@ def rms_norm(
     """
     if not runs_triton(x, weight):
         return rms_norm_reference(x, weight, eps, offset, cast)
-    y: Tensor = RMSNormFunction.apply(x, None, weight, eps, offset, cast)
+    y: Tensor = RMSNormFunction.apply(x, None, weight, eps, offset, cast, 0.0)
     return y
 
 
@@ -315,13 +357,18 @@ def residual_rms_norm(
     *,
     offset: float = 0.0,
     cast: str = "input",
+    p: float = 0.0,
+    training: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Adds the residual, and normalises the sum as `rms_norm` does.
+    """Normalises residual + dropout(x) as `rms_norm` does.
 
     Shapes: x and residual (..., D), weight (D,) -> the normalised rows and the sum,
         (..., D) each.
-    Numerics: reassociated, as `rms_norm`; the sum is exact.
-    Source: Zhang & Sennrich 2019, arXiv:1910.07467.
+    Numerics: reassociated, as `rms_norm`; without dropout the sum is exact. Reseeded
+        where p > 0: dropout draws other numbers than `torch.nn.functional.dropout`,
+        from the same generator, and stores no mask.
+    Source: Zhang & Sennrich 2019, arXiv:1910.07467; Salmon et al. 2011,
+        doi:10.1145/2063384.2063405.
 
     Args:
         x: What is added to the residual.
@@ -330,9 +377,12 @@ def residual_rms_norm(
         eps: Added to the mean of the squares.
         offset: Added to the weight; 1 as Gemma has it.
         cast: When the normalised rows leave float32, as in `rms_norm`.
+        p: The share of x that dropout drops.
+        training: Whether dropout drops at all.
     """
+    p = p if training else 0.0
     if not runs_triton(x, residual, weight) or x.shape != residual.shape:
-        total = residual + x
+        total = residual + nn.functional.dropout(x, p)
         return rms_norm_reference(total, weight, eps, offset, cast), total
-    y, total = RMSNormFunction.apply(x, residual, weight, eps, offset, cast)
+    y, total = RMSNormFunction.apply(x, residual, weight, eps, offset, cast, p)
     return y, total

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from slapo_rewrite.runtime.kernels import linear_cross_entropy as chunked
-from slapo_rewrite.runtime.kernels.bias_gelu import bias_gelu
+from slapo_rewrite.runtime.kernels.bias_gelu import bias_activation, bias_gelu
 from slapo_rewrite.runtime.kernels.cross_entropy import cross_entropy
-from slapo_rewrite.runtime.kernels.gated import geglu, swiglu
+from slapo_rewrite.runtime.kernels.dropout_residual import dropout_residual
+from slapo_rewrite.runtime.kernels.gated import gated, geglu, reglu, swiglu
 from slapo_rewrite.runtime.kernels.launch import runs_triton
 from slapo_rewrite.runtime.kernels.layer_norm import layer_norm, residual_layer_norm
 from slapo_rewrite.runtime.kernels.linear_cross_entropy import linear_cross_entropy
@@ -236,11 +237,51 @@ def residual_layer_norm_without_dropout(device):
 
 
 @case
+def dropout_residual_without_dropout(device):
+    def original(x, residual, added):
+        return x + added + residual
+
+    def ours(x, residual, added):
+        return dropout_residual(x, residual, input_bias=added)
+
+    for make in makers(device):
+        for size in make.sizes[-4:]:
+            compare(ours, original, make(3, size), make(3, size), make(size))
+            compare(dropout_residual, torch.add, make(3, size), make(3, size))
+        for x in make.strided(4, 5, 24):
+            compare(ours, original, x, make(24, 5, 4).transpose(0, 2), make(24))
+        x, residual = make(5, 40), make(5, 40)
+        for options in ({"p": 0.0}, {"p": 0.5, "training": False}):
+            assert torch.equal(dropout_residual(x, residual, **options), x + residual)
+
+
+def dropouts(x, p):
+    """Ones with some dropped out, by every kernel that drops: their names and results."""
+    zero = torch.zeros_like(x)
+    return {
+        "residual_layer_norm": lambda: residual_layer_norm(x, zero, None, None, p=p)[1],
+        "residual_rms_norm": lambda: residual_rms_norm(x, zero, None, p=p)[1],
+        "dropout_residual": lambda: dropout_residual(x, zero, p=p),
+        "bias_activation": lambda: bias_activation(x, None, "relu", p=p),
+        "gated": lambda: reglu(x, torch.ones_like(x), p=p),
+        "gated up": lambda: reglu(torch.ones_like(x), x, p=p),
+    }
+
+
+@case
 def dropout_keeps_its_share(device):
-    for p in (0.1, 0.5):
-        x = torch.ones(96, 250, device=device)
+    for p, name in (
+        (0.1, "residual_layer_norm"),
+        (0.5, "residual_layer_norm"),
+        (0.1, "residual_rms_norm"),
+        (0.3, "dropout_residual"),
+        (0.1, "bias_activation"),
+        (0.1, "gated"),
+    ):
+        # Several blocks of columns, where a kernel takes some at a time.
+        x = torch.ones(96, 1100 if name == "dropout_residual" else 250, device=device)
         torch.manual_seed(3)
-        total = residual_layer_norm(x, torch.zeros_like(x), None, None, p=p)[1]
+        total = dropouts(x, p)[name]()
         kept = total != 0
         wanted = torch.tensor(1 / (1 - p), device=device)
         assert torch.equal(total, torch.where(kept, wanted, 0.0))
@@ -253,8 +294,8 @@ def dropout_keeps_its_share(device):
             ahead = kept.narrow(axis, 1, kept.shape[axis] - 1)
             behind = kept.narrow(axis, 0, kept.shape[axis] - 1)
             assert abs((ahead & behind).double().mean().item() - (1 - p) ** 2) < 0.015
-    total = residual_layer_norm(x, torch.zeros_like(x), None, None, p=1.0)[1]
-    assert not total.any()
+    for function in dropouts(x, 1.0).values():
+        assert not function().any()
 
 
 @case
@@ -277,12 +318,50 @@ def dropout_goes_back_by_the_same_mask(device):
 
 
 @case
+def every_dropout_goes_back_by_its_own_mask(device):
+    for make in makers(device):
+        x = torch.ones(2, 1250, device=device, dtype=make.dtype, requires_grad=True)
+        for name, function in dropouts(x, 0.3).items():
+            torch.manual_seed(3)
+            y = function()
+            assert 0 < (y != 0).double().mean() < 1, name
+            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y), name
+            torch.manual_seed(3)
+            assert torch.equal(function(), y), name
+            assert not torch.equal(function(), y), name
+
+
+@case
+def normalising_after_dropout_goes_back_right(device):
+    make = Maker(device, torch.float32)
+    weight, residual = make(40).requires_grad_(), make(6, 40).requires_grad_()
+    x = make(6, 40).requires_grad_()
+    seeds = make(6, 40), make(6, 40)
+    for function, original in (
+        (residual_rms_norm, lambda t: llama_norm(t, weight)),
+        (
+            lambda *a, **k: residual_layer_norm(*a, None, **k),
+            lambda t: F.layer_norm(t, (40,), weight, None, 1e-5),
+        ),
+    ):
+        y, total = function(x, residual, weight, p=0.3)
+        found = torch.autograd.grad((y, total), (x, residual, weight), seeds)
+        scale = ((total - residual) / x).detach()  # what each element was multiplied by
+        expected = residual + scale * x
+        wanted = torch.autograd.grad((original(expected), expected), (x, residual, weight), seeds)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@case
 def dropout_recomputed_is_the_same(device):
     make = Maker(device, torch.float32)
     weight, residual = make(40).requires_grad_(), make(6, 40)
 
     def block(x):
-        return residual_layer_norm(x, residual, weight, weight, p=0.3)[0].sin()
+        x = residual_layer_norm(x, residual, weight, weight, p=0.3)[0].sin()
+        x = residual_rms_norm(x, dropout_residual(x, residual, p=0.2), weight, p=0.1)[0]
+        return bias_gelu(x, weight, p=0.3) + swiglu(x, x, p=0.3)
 
     gradients = []
     for run in (block, lambda x: checkpoint(block, x, use_reentrant=False)):
@@ -302,6 +381,8 @@ def gated_units(device):
         (geglu, lambda gate, up: F.gelu(gate) * up),
         (lambda g, u: geglu(g, u, "tanh"), lambda g, u: F.gelu(g, approximate="tanh") * u),
         (lambda g, u: geglu(g, u, "tanh"), lambda g, u: gelu_new(g) * u),
+        (reglu, lambda g, u: F.relu(g) * u),
+        (lambda g, u: gated(g, u, "quick_gelu"), lambda g, u: g * torch.sigmoid(1.702 * g) * u),
     ]
     for make in makers(device):
         for kernel, original in pairs:
@@ -311,7 +392,7 @@ def gated_units(device):
         for gate in make.strided(4, 5, 24):
             compare(swiglu, pairs[0][1], gate, packed.chunk(2, -1)[1])
         large = torch.tensor([-1e4, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4], device=device)
-        for kernel, original in pairs[:3]:
+        for kernel, original in (*pairs[:3], *pairs[4:]):
             compare(kernel, original, large.to(make.dtype), torch.ones_like(large).to(make.dtype))
 
 
@@ -321,6 +402,11 @@ def bias_and_gelu(device):
         (bias_gelu, lambda x, bias: F.gelu(x + bias)),
         (lambda x, b: bias_gelu(x, b, "tanh"), lambda x, b: F.gelu(x + b, approximate="tanh")),
         (lambda x, b: bias_gelu(x, b, "tanh"), lambda x, b: gelu_new(x + b)),
+        (lambda x, b: bias_activation(x, b, "relu"), lambda x, b: F.relu(x + b)),
+        (
+            lambda x, b: bias_activation(x, b, "quick_gelu"),
+            lambda x, b: (x + b) * torch.sigmoid(1.702 * (x + b)),
+        ),
     ]
     for make in makers(device):
         for kernel, original in pairs:
@@ -465,6 +551,20 @@ def cross_entropy_in_place(device):
 
 
 @case
+def nothing_to_learn_gives_no_gradient(device):
+    make = Maker(device, torch.float32)
+    hidden, weight = make(4, 8).requires_grad_(), make(20, 8).requires_grad_()
+    ignored = torch.full((4,), -100, device=device)
+    for loss in (
+        linear_cross_entropy(hidden, weight, ignored),
+        cross_entropy(F.linear(hidden, weight), ignored),
+    ):
+        assert loss.isnan()
+        for gradient in torch.autograd.grad(loss, (hidden, weight)):
+            assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@case
 def linear_cross_entropy_with_every_option(device):
     for make in makers(device):
         labels = make.labels(2, 4, below=1027)
@@ -537,6 +637,26 @@ def autocast_is_followed(device):
         assert (a - b).abs().max() < 2e-2 * b.abs().max()
 
 
+@case
+def a_linear_layers_bias_is_cast_as_autocast_casts_it(device):
+    make = Maker(device, torch.float32)
+    x, weight, bias = make(4, 8), make(16, 8), make(16)
+    with torch.autocast(device, torch.bfloat16):
+        wanted = F.gelu(F.linear(x, weight, bias))
+        for found in (
+            bias_gelu(F.linear(x, weight), bias),
+            dropout_residual(F.linear(x, weight), torch.zeros_like(wanted), input_bias=bias),
+            residual_layer_norm(
+                F.linear(x, weight), torch.zeros_like(wanted), None, None, input_bias=bias
+            )[1],
+        ):
+            assert found.dtype == wanted.dtype == torch.bfloat16
+        found = bias_gelu(F.linear(x, weight), bias.requires_grad_())
+        (gradient,) = torch.autograd.grad(found.sum(), bias)
+    assert (found - wanted).abs().max() < 0.05
+    assert gradient.dtype == torch.float32
+
+
 # Attention weights.
 
 
@@ -598,6 +718,83 @@ def nothing_at_all(device):
         compare_rotary(make(2, 3, 0, 8), make(2, 1, 0, 8), cos, cos)
         y, total = residual_layer_norm(x, x, weight, weight, p=0.5)
         assert y.shape == total.shape == x.shape
+
+
+@case
+def the_same_tensor_twice(device):
+    make = Maker(device, torch.float32)
+    x, weight = make(3, 40), make(40)
+    compare(lambda x: swiglu(x, x), lambda x: F.silu(x) * x, x)
+    compare(lambda x: dropout_residual(x, x), lambda x: x + x, x)
+    compare(
+        lambda x, w: residual_rms_norm(x, x, w),
+        lambda x, w: (llama_norm(x + x, w), x + x),
+        x,
+        weight,
+    )
+    compare(
+        lambda x, w: residual_layer_norm(x, x, w, w),
+        lambda x, w: (F.layer_norm(x + x, (40,), w, w), x + x),
+        x,
+        weight,
+    )
+    for function in (
+        lambda x: residual_rms_norm(x, x, weight),
+        lambda x: (dropout_residual(x, x),),
+    ):
+        leaf = x.clone().requires_grad_()
+        sum(y.sum() for y in function(leaf)).backward()
+        (again,) = torch.autograd.grad(sum(y.sum() for y in function(leaf)), leaf)
+        assert torch.equal(leaf.grad, again)
+
+
+@case
+def repeated_rows_and_heads(device):
+    make = Maker(device, torch.float32)
+    row, weight = make(1, 40), make(40)
+    compare(
+        lambda x, w: rms_norm(x.expand(5, 40), w),
+        lambda x, w: llama_norm(x.expand(5, 40), w),
+        row,
+        weight,
+    )
+    compare(
+        lambda x, w: bias_gelu(x.expand(5, 40), w),
+        lambda x, w: F.gelu(x.expand(5, 40) + w),
+        row,
+        weight,
+    )
+    cos, sin = tables(make, 1, 5, 16)
+    q, k = make(2, 5, 4, 16).transpose(1, 2), make(2, 5, 1, 16).transpose(1, 2)
+    compare(
+        lambda q, k: rotary(q, k.expand(2, 4, 5, 16), cos, sin),
+        lambda q, k: neox_rotary(q, k.expand(2, 4, 5, 16), cos.to(q.dtype), sin.to(q.dtype)),
+        q,
+        k,
+    )
+
+
+@case
+def transforms_take_the_reference(device):
+    make = Maker(device, torch.float32)
+    x, weight = make(3, 4, 8), make(8)
+    mapped = torch.vmap(lambda x: residual_rms_norm(x, x, weight)[0])(x)
+    torch.testing.assert_close(mapped, llama_norm(x + x, weight))
+    gradient = torch.func.grad(lambda w: layer_norm(x, w, w).pow(2).sum())(weight)
+    assert gradient.shape == weight.shape
+
+
+@case
+def rows_of_nothing(device):
+    x, weight = torch.ones(3, 0, device=device), torch.ones(0, device=device)
+    for y in (
+        rms_norm(x, weight),
+        layer_norm(x, weight, weight),
+        bias_gelu(x, weight),
+        swiglu(x, x),
+        dropout_residual(x, x, p=0.5),
+    ):
+        assert y.shape == (3, 0)
 
 
 @case

@@ -1,0 +1,238 @@
+"""The bias of a linear layer, dropout after it, and the residual addition.
+
+Shapes: M rows, D features.
+Source: Shoeybi et al. 2019, arXiv:1909.08053 (Megatron-LM's bias, dropout and addition).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .dropout import draw_seed, keep_scale, kept
+from .launch import (
+    constexpr,
+    device_of,
+    flat_tile,
+    jit,
+    linear_bias,
+    reducing_programs,
+    rows_of,
+    runs_triton,
+    tl,
+)
+
+
+@jit
+def dropout_residual_forward_kernel(
+    x,
+    residual,
+    input_bias,
+    seed,
+    total,
+    m,
+    d,
+    column_blocks,
+    x_stride,
+    residual_stride,
+    p,
+    keep_scale,
+    has_input_bias: constexpr,
+    has_dropout: constexpr,
+    block_m: constexpr,
+    block_d: constexpr,
+):
+    """Writes the sum (M, D)."""
+    block, across = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
+    rows = (block * block_m + tl.arange(0, block_m)).to(tl.int64)
+    columns = across * block_d + tl.arange(0, block_d)
+    inside = (rows < m)[:, None] & (columns < d)[None, :]
+    x_at = rows[:, None] * x_stride + columns[None, :]
+    residual_at = rows[:, None] * residual_stride + columns[None, :]
+    value = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
+    if has_input_bias:
+        added = tl.load(input_bias + columns, mask=columns < d, other=0.0)
+        value += added.to(tl.float32)[None, :]
+    if has_dropout:
+        keep = kept(seed, rows, across * block_d, p, block_d)
+        value = tl.where(keep, value * keep_scale, 0.0)
+    value += tl.load(residual + residual_at, mask=inside, other=0.0).to(tl.float32)
+    at = rows[:, None] * d + columns[None, :]
+    tl.store(total + at, value.to(total.dtype.element_ty), mask=inside)
+
+
+@jit
+def dropout_residual_backward_kernel(
+    dtotal,
+    seed,
+    dx,
+    dinput_bias,
+    m,
+    d,
+    dtotal_stride,
+    p,
+    keep_scale,
+    has_dropout: constexpr,
+    input_bias_gradient: constexpr,
+    block_m: constexpr,
+    block_d: constexpr,
+):
+    """Writes dx (M, D), and each program's part of dinput_bias, (programs, D)."""
+    columns = tl.program_id(0) * block_d + tl.arange(0, block_d)
+    db = tl.zeros((block_m, block_d), tl.float32)
+    step = tl.num_programs(1) * block_m
+    for start in range(tl.program_id(1) * block_m, m, step):
+        rows = (start + tl.arange(0, block_m)).to(tl.int64)
+        inside = (rows < m)[:, None] & (columns < d)[None, :]
+        dtotal_at = rows[:, None] * dtotal_stride + columns[None, :]
+        g = tl.load(dtotal + dtotal_at, mask=inside, other=0.0).to(tl.float32)
+        if has_dropout:
+            keep = kept(seed, rows, tl.program_id(0) * block_d, p, block_d)
+            g = tl.where(keep, g * keep_scale, 0.0)
+        if input_bias_gradient:
+            db += g
+        at = rows[:, None] * d + columns[None, :]
+        tl.store(dx + at, g.to(dx.dtype.element_ty), mask=inside)
+    if input_bias_gradient:
+        at = tl.program_id(1) * d + columns
+        tl.store(dinput_bias + at, tl.sum(db, 0), mask=columns < d)
+
+
+def dropout_residual_forward(
+    x: Tensor,
+    residual: Tensor,
+    input_bias: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+) -> Tensor:
+    """The sum, (..., D)."""
+    rows, residual_rows = rows_of(x), rows_of(residual)
+    dtype = x.dtype
+    if input_bias is not None:
+        dtype = torch.promote_types(dtype, input_bias.dtype)
+    dtype = torch.promote_types(dtype, residual.dtype)
+    total = torch.empty(x.shape, dtype=dtype, device=x.device)
+    m, d = rows.shape
+    row_blocks, column_blocks, block_m, block_d = flat_tile(m, d)
+    with device_of(x):
+        dropout_residual_forward_kernel[(row_blocks * column_blocks,)](
+            rows,
+            residual_rows,
+            rows if input_bias is None else input_bias.contiguous(),
+            rows if seed is None else seed,
+            total,
+            m,
+            d,
+            column_blocks,
+            rows.stride(0),
+            residual_rows.stride(0),
+            p,
+            keep_scale(p),
+            has_input_bias=input_bias is not None,
+            has_dropout=seed is not None,
+            block_m=block_m,
+            block_d=block_d,
+        )
+    return total
+
+
+def dropout_residual_backward(
+    dtotal: Tensor,
+    seed: Tensor | None,
+    p: float,
+    x_dtype: torch.dtype,
+    input_bias_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of x, (..., D), and of the bias, (D,)."""
+    if seed is None and not input_bias_gradient:
+        return dtotal.to(x_dtype), None
+    rows = rows_of(dtotal)
+    m, d = rows.shape
+    dx = torch.empty(dtotal.shape, dtype=x_dtype, device=dtotal.device)
+    row_blocks, column_blocks, block_m, block_d = flat_tile(m, d)
+    programs = reducing_programs(dtotal, row_blocks, column_blocks)
+    parts = torch.empty((programs, d), dtype=torch.float32, device=dtotal.device)
+    with device_of(dtotal):
+        dropout_residual_backward_kernel[(column_blocks, programs)](
+            rows,
+            rows if seed is None else seed,
+            dx,
+            parts,
+            m,
+            d,
+            rows.stride(0),
+            p,
+            keep_scale(p),
+            has_dropout=seed is not None,
+            input_bias_gradient=input_bias_gradient,
+            block_m=block_m,
+            block_d=block_d,
+        )
+    return dx, parts.sum(0) if input_bias_gradient else None
+
+
+class DropoutResidualFunction(torch.autograd.Function):
+    """dropout(x + input_bias) + residual, differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        input_bias: Tensor | None,
+        p: float,
+    ) -> Tensor:
+        """Keeps the seed."""
+        seed = draw_seed(x) if p > 0 else None
+        ctx.save_for_backward(seed)
+        ctx.p = p
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, input_bias)]
+        return dropout_residual_forward(x, residual, input_bias, seed, p)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> Any:
+        """Gradients of x, residual and input_bias."""
+        (seed,) = ctx.saved_tensors
+        x_dtype, residual_dtype, bias_dtype = ctx.dtypes
+        bias_gradient = bias_dtype is not None and ctx.needs_input_grad[2]
+        dx, dbias = dropout_residual_backward(
+            dtotal, seed, ctx.p, x_dtype, bias_gradient
+        )
+        if dbias is not None:
+            dbias = dbias.to(bias_dtype)
+        return dx, dtotal.to(residual_dtype), dbias, None
+
+
+def dropout_residual(
+    x: Tensor,
+    residual: Tensor,
+    *,
+    input_bias: Tensor | None = None,
+    p: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """dropout(x + input_bias) + residual.
+
+    Shapes: x and residual (..., D), input_bias (D,) or None -> (..., D).
+    Numerics: reassociated; float32 inside, rounded once. Reseeded where p > 0: dropout
+        draws other numbers than `torch.nn.functional.dropout`, from the same generator,
+        and stores no mask.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053; Salmon et al. 2011,
+        doi:10.1145/2063384.2063405.
+
+    Args:
+        x: What is added to the residual.
+        residual: The stream that runs past the layers.
+        input_bias: Added to x first, the bias of the linear layer before.
+        p: The share of x that dropout drops.
+        training: Whether dropout drops at all.
+    """
+    p, input_bias = p if training else 0.0, linear_bias(x, input_bias)
+    if not runs_triton(x, residual, input_bias) or x.shape != residual.shape:
+        if input_bias is not None:
+            x = x + input_bias
+        return nn.functional.dropout(x, p) + residual
+    total: Tensor = DropoutResidualFunction.apply(x, residual, input_bias, p)
+    return total
