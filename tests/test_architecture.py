@@ -20,6 +20,7 @@ LAYERS = (
     {"primitives"},
     {"fusion"},
     {"edit"},
+    {"simulate"},
     {"model"},
     {"patterns"},
     {"source"},

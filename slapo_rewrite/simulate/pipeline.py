@@ -1,0 +1,279 @@
+"""One training step of a pipeline: the instructions that DeepSpeed's engine runs, timed.
+
+Every stage carries out the instructions of `deepspeed.runtime.pipe.schedule.TrainSchedule` one
+after the other, as the engine does. A transfer starts when both stages have come to it, and both go
+on when it ends: that is what the engine's blocking `send` and `recv` do, over gloo, and over NCCL
+on the stream on which the stage computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from slapo_rewrite.simulate.links import Link
+
+# Each half of a transfer: what is moved, and whether with the stage before or the one after.
+TRANSFERS = {
+    "SendActivation": ("activation", 1),
+    "RecvActivation": ("activation", -1),
+    "SendGrad": ("gradient", -1),
+    "RecvGrad": ("gradient", 1),
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage costs.
+
+    Attributes:
+        forward: Seconds for one micro-batch.
+        backward: Likewise; what it recomputes included.
+        sent: Bytes that one micro-batch sends on to the next stage. Their gradient comes back.
+        parameters: How many this process holds.
+        held: Bytes that one micro-batch keeps from its forward pass to its backward pass.
+        optimizer: Seconds for the optimizer's step.
+    """
+
+    forward: float
+    backward: float
+    sent: float = 0.0
+    parameters: int = 0
+    held: float = 0.0
+    optimizer: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value >= 0:
+                raise ValueError(f"a stage's `{name}` cannot be {value}")
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameters that several stages hold, whose gradients they sum.
+
+    Attributes:
+        parameters: How many.
+        stages: The numbers of the stages.
+    """
+
+    parameters: int
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Memory for one parameter: by default bfloat16 with an Adam in float32, as DeepSpeed has it.
+
+    Attributes:
+        weight: The parameter itself.
+        gradient: What is summed over the micro-batches and the replicas.
+        optimizer: Its states, the float32 copy of the parameter among them.
+        is_partitioned: Whether the replicas share the optimizer's states (ZeRO 1).
+    """
+
+    weight: float = 2
+    gradient: float = 4
+    optimizer: float = 12
+    is_partitioned: bool = True
+
+    def of(self, parameters: int, replicas: int) -> float:
+        """Bytes that so many parameters need on one process."""
+        states = self.optimizer / (replicas if self.is_partitioned else 1)
+        return parameters * (self.weight + self.gradient + states)
+
+
+class Event(NamedTuple):
+    """What one stage does for a while.
+
+    Attributes:
+        what: `forward`, `backward`, `activation`, `gradient`, `ties`, `gradients`, `optimizer`.
+        number: Which micro-batch; which tie.
+        start: Seconds since the step's beginning.
+        end: Likewise.
+    """
+
+    what: str
+    number: int
+    start: float
+    end: float
+
+
+@dataclass
+class Timeline:
+    """One stage's step.
+
+    Attributes:
+        events: What it does, in order; between them it waits.
+        live: The most micro-batches that it holds activations of.
+        memory: The most bytes that it needs: these activations, parameters, gradients, optimizer.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    live: int = 0
+    memory: float = 0.0
+
+    def seconds(self, *kinds: str) -> float:
+        """Seconds of the events of these kinds; of all, without one."""
+        return sum(e.end - e.start for e in self.events if not kinds or e.what in kinds)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A simulated step.
+
+    Attributes:
+        seconds: From the first instruction of any stage to the last.
+        stages: Every stage's part.
+    """
+
+    seconds: float
+    stages: list[Timeline]
+
+    @property
+    def bubble(self) -> float:
+        """The share of the stages' time in which they wait for one another."""
+        if not self.seconds:
+            return 0.0
+        busy = sum(timeline.seconds() for timeline in self.stages)
+        return 1 - busy / (self.seconds * len(self.stages))
+
+
+def simulate(
+    stages: Sequence[Stage],
+    micro_batches: int,
+    *,
+    pipeline: Link | None = None,
+    data: Link | None = None,
+    replicas: int = 1,
+    ties: Sequence[Tie] = (),
+    memory: Bytes | None = None,
+) -> Step:
+    """Runs one training step.
+
+    Args:
+        stages: The stages, first to last.
+        micro_batches: How many make up a step.
+        pipeline: What connects neighbouring stages, and those that share parameters.
+        data: What connects the replicas of a stage.
+        replicas: How many copies of the pipeline there are (data parallelism).
+        ties: Parameters that several stages hold.
+        memory: What a parameter needs.
+    """
+    if not stages or micro_batches < 1 or replicas < 1:
+        raise ValueError("a pipeline has at least one stage, one micro-batch and one replica")
+    for tie in ties:
+        if len(set(tie.stages)) < 2 or not set(tie.stages) <= set(range(len(stages))):
+            raise ValueError(f"a tie names two or more of the {len(stages)} stages: {tie}")
+    run = _Run(
+        stages=stages,
+        micro_batches=micro_batches,
+        pipeline=pipeline or Link(),
+        data=data or Link(),
+        replicas=replicas,
+        ties=ties,
+        gradient=(memory or Bytes()).gradient,
+    )
+    run.to_the_end()
+    for stage, timeline in zip(stages, run.timelines, strict=True):
+        weights = (memory or Bytes()).of(stage.parameters, replicas)
+        timeline.memory = weights + timeline.live * stage.held
+    return Step(max(run.clocks), run.timelines)
+
+
+@dataclass
+class _Run:
+    """The state of a simulation: every stage's clock, and who waits for whom."""
+
+    stages: Sequence[Stage]
+    micro_batches: int
+    pipeline: Link
+    data: Link
+    replicas: int
+    ties: Sequence[Tie]
+    gradient: float
+
+    def __post_init__(self) -> None:
+        self.clocks = [0.0] * len(self.stages)
+        self.timelines = [Timeline() for _ in self.stages]
+        self._programs = [self._program(number) for number in range(len(self.stages))]
+        self._arrived: dict[_Operation, int] = {}
+
+    def to_the_end(self) -> None:
+        """Lets every stage go on until it has to wait, and then those that have met."""
+        ready = list(range(len(self.stages)))
+        while ready:
+            number = ready.pop()
+            for operation in self._programs[number]:
+                if len(operation.stages) == 1:
+                    self._carry_out(operation)
+                    continue
+                arrived = self._arrived.pop(operation, 0) + 1
+                if arrived == len(operation.stages):
+                    self._carry_out(operation)
+                    ready.extend(operation.stages)
+                else:
+                    self._arrived[operation] = arrived
+                break
+        assert not self._arrived, f"stages wait for one another: {list(self._arrived)}"
+
+    def _carry_out(self, operation: _Operation) -> None:
+        start = max([self.clocks[number] for number in operation.stages])
+        event = Event(operation.what, operation.number, start, start + operation.seconds)
+        for number in operation.stages:
+            self.clocks[number] = event.end
+            self.timelines[number].events.append(event)
+
+    def _program(self, number: int) -> Iterator[_Operation]:
+        """What a stage does, in the order of the engine's instructions."""
+        stage, timeline = self.stages[number], self.timelines[number]
+        done: Counter[str] = Counter()
+        schedule = _train_schedule()(self.micro_batches, len(self.stages), number)
+        for name in (instruction.name for step in schedule for instruction in step):
+            batch = done[name]
+            done[name] += 1
+            if name == "ForwardPass":
+                timeline.live = max(timeline.live, batch + 1 - done["BackwardPass"])
+                yield _Operation("forward", batch, stage.forward, (number,))
+            elif name == "BackwardPass":
+                yield _Operation("backward", batch, stage.backward, (number,))
+            elif name in TRANSFERS:
+                what, side = TRANSFERS[name]
+                pair = (min(number, number + side), max(number, number + side))
+                seconds = self.pipeline.send(self.stages[pair[0]].sent)
+                yield _Operation(what, batch, seconds, pair)
+            elif name == "ReduceTiedGrads":
+                yield from self._reductions_of_ties(number)
+            elif name == "ReduceGrads":
+                seconds = self.data.all_reduce(stage.parameters * self.gradient, self.replicas)
+                yield _Operation("gradients", 0, seconds, (number,))
+            elif name == "OptimizerStep":
+                yield _Operation("optimizer", 0, stage.optimizer, (number,))
+
+    def _reductions_of_ties(self, number: int) -> Iterator[_Operation]:
+        for index, tie in enumerate(self.ties):
+            if number in tie.stages:
+                size = tie.parameters * self.gradient
+                seconds = self.pipeline.all_reduce(size, len(tie.stages))
+                yield _Operation("ties", index, seconds, tie.stages)
+
+
+class _Operation(NamedTuple):
+    """What the stages named do together, as soon as all of them have come to it."""
+
+    what: str
+    number: int
+    seconds: float
+    stages: tuple[int, ...]
+
+
+@functools.cache
+def _train_schedule() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its imports use what torch will take away
+        from deepspeed.runtime.pipe.schedule import TrainSchedule
+    return TrainSchedule

@@ -1,0 +1,143 @@
+"""DeepSpeed's pipeline engine on stages that only wait: how long do its steps really take?
+
+Waiting needs no processor, so that a few cores are enough for many stages. What the engine does
+itself does need one: how long that takes for a micro-batch is measured on stages that wait for a
+short time, and counted to every stage.
+"""
+
+import itertools
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo_rewrite.simulate.pipeline import Stage, simulate
+from tests.processes import run
+
+WIDTH = 8
+SHORT = Stage(0.01, 0.02)
+STAGES = {
+    "equal": [Stage(0.03, 0.06)] * 4,
+    "dear first": [Stage(0.05, 0.1), *[Stage(0.03, 0.06)] * 3],
+    "dear last": [*[Stage(0.02, 0.05)] * 3, Stage(0.06, 0.09)],
+    "all different": [Stage(0.05, 0.04), Stage(0.02, 0.09), Stage(0.06, 0.03), Stage(0.03, 0.06)],
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A pipeline's step, in seconds.
+
+    Attributes:
+        stages: What the stages are like.
+        measured: The least disturbed of several steps.
+        predicted: What is simulated.
+        formula: What it would be if all stages were as dear as the dearest one.
+        engine: What of a micro-batch's time on a stage is the engine's own, as it was measured.
+    """
+
+    stages: str
+    measured: float
+    predicted: float
+    formula: float
+    engine: float
+
+
+def compared(count: int, micro_batches: int, steps: int) -> list[Row]:
+    """Steps of real processes beside simulated ones, for pipelines of `count` stages."""
+    pipelines = {name: [*stages[: count - 1], stages[-1]] for name, stages in STAGES.items()}
+    ranks = run(
+        seconds_of_steps, count, [[SHORT] * count, *pipelines.values()], micro_batches, steps
+    )
+    # A step ends when it ends on all ranks.
+    short, *measured = (
+        min(map(max, zip(*seconds, strict=True))) for seconds in zip(*ranks, strict=True)
+    )
+    slots = micro_batches + count - 1
+    engine = max(0.0, short / slots - SHORT.forward - SHORT.backward)
+    rows = []
+    for (name, waiting), seconds in zip(pipelines.items(), measured, strict=True):
+        stages = [Stage(s.forward + engine / 2, s.backward + engine / 2) for s in waiting]
+        dearest = max(stage.forward + stage.backward for stage in stages)
+        predicted = simulate(stages, micro_batches).seconds
+        rows.append(Row(name, seconds, predicted, slots * dearest, engine))
+    return rows
+
+
+class _Wait(torch.autograd.Function):
+    """Passes a tensor on after a while, and its gradient after another."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_seconds)
+        return gradient, None, None
+
+
+class Waiting(nn.Module):
+    """A layer that takes the time of a stage, and holds one small parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage = Stage(0, 0)
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Wait.apply(x * self.weight, self.stage.forward, self.stage.backward)
+
+
+def seconds_of_steps(
+    pipelines: Sequence[Sequence[Stage]], micro_batches: int, steps: int
+) -> list[list[float]]:
+    """Seconds that the steps of each pipeline take.
+
+    Runs in a process of a group with as many ranks as each of them has stages.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its imports use what torch will take away
+        import deepspeed
+        from deepspeed.pipe import LayerSpec, PipelineModule
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes half a minute to build
+    deepspeed.init_distributed("gloo", verbose=False)
+    count = dist.get_world_size()
+    module = PipelineModule(
+        [LayerSpec(Waiting) for _ in range(count)],
+        num_stages=count,
+        loss_fn=lambda outputs, labels: (outputs - labels).square().mean(),
+        partition_method="uniform",
+    )
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=1e-3),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": micro_batches,
+            "steps_per_print": 10**9,
+        },
+    )
+    batches = itertools.repeat((torch.ones(1, WIDTH), torch.zeros(1, WIDTH)))
+    (layer,) = module.forward_funcs
+    engine.train_batch(batches)  # the first one also says what shapes there are
+    return [
+        [_seconds_of_step(engine, batches) for _ in range(steps)]
+        for stages in pipelines
+        for layer.stage in [stages[dist.get_rank()]]
+    ]
+
+
+def _seconds_of_step(engine: Any, batches: Iterator[Any]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    engine.train_batch(batches)
+    dist.barrier()
+    return time.perf_counter() - start

@@ -1,0 +1,172 @@
+"""Simulated steps: against the formula for equal stages, and against what must hold for any."""
+
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.pipeline import Bytes, Stage, Tie, simulate
+from slapo_rewrite.simulate.table import drawn, summary
+
+SECONDS = st.floats(0.001, 10)
+STAGES = st.lists(
+    st.builds(
+        Stage,
+        forward=SECONDS,
+        backward=SECONDS,
+        sent=st.floats(0, 100),
+        parameters=st.integers(0, 1000),
+        held=st.floats(0, 100),
+        optimizer=st.floats(0, 1),
+    ),
+    min_size=1,
+    max_size=6,
+)
+LINKS = st.builds(Link, latency=st.floats(0, 0.5), bandwidth=st.floats(10, 1000))
+BATCHES = st.integers(1, 12)
+
+
+@pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (3.0, 1.0)])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7, 16])
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 16, 40])
+def test_equal_stages_have_the_bubble_of_the_formula(stages, micro_batches, forward, backward):
+    step = simulate([Stage(forward, backward)] * stages, micro_batches)
+    assert step.seconds == pytest.approx((micro_batches + stages - 1) * (forward + backward))
+    assert step.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+    live = [min(micro_batches, stages - number) for number in range(stages)]
+    assert [timeline.live for timeline in step.stages] == live
+
+
+def test_a_large_pipeline_takes_seconds():
+    start = time.process_time()
+    step = simulate([Stage(1, 2)] * 128, 512)
+    assert time.process_time() - start < 6  # 1.5 where nothing else runs
+    assert step.bubble == pytest.approx(127 / 639, abs=1e-4)
+
+
+def test_transfers_are_waited_for():
+    # One micro-batch through two stages: forward, over, forward and backward, back, backward.
+    step = simulate([Stage(1, 2, sent=100), Stage(3, 4)], 1, pipeline=Link(0.5, 50))
+    assert step.seconds == 1 + 2.5 + 3 + 4 + 2.5 + 2
+    assert [e.what for e in step.stages[0].events] == [
+        "forward", "activation", "gradient", "backward", "gradients", "optimizer",
+    ]  # fmt: skip
+    assert step.bubble == pytest.approx((7 + 3 - 1) / (2 * 15) + (2 - 1) / (2 * 15))
+
+
+def test_ties_are_summed_by_the_stages_that_hold_them_once_all_have_come():
+    stages = [Stage(1, 1), Stage(1, 1), Stage(1, 1, optimizer=5)]
+    tied = simulate(stages, 2, pipeline=Link(0, 10), ties=[Tie(100, (0, 2))])
+    first, middle, last = tied.stages
+    reduced = next(event for event in first.events if event.what == "ties")
+    assert reduced in last.events and middle.seconds("ties") == 0
+    assert reduced.start == simulate([replace(s, optimizer=0) for s in stages], 2).seconds
+    assert reduced.end - reduced.start == 100 * 4 * 2 * (2 - 1) / 2 / 10
+    assert tied.seconds == reduced.end + 5
+
+
+def test_replicas_sum_the_gradients_and_share_the_states():
+    stage = Stage(1, 1, parameters=10, held=7)
+    alone, four = (
+        simulate([stage], 1, data=Link(0.5, 20), replicas=replicas) for replicas in (1, 4)
+    )
+    assert alone.seconds == 2
+    assert four.seconds == 2 + 0.5 + 10 * 4 * 2 * 3 / 4 / 20
+    assert [step.stages[0].memory for step in (alone, four)] == [10 * 18 + 7, 10 * 9 + 7]
+    whole = simulate([stage], 1, replicas=4, memory=Bytes(4, 4, 8, is_partitioned=False))
+    assert whole.stages[0].memory == 10 * 16 + 7
+
+
+@settings(deadline=None, max_examples=50)
+@given(STAGES, BATCHES, LINKS)
+def test_never_faster_than_the_work_of_a_stage(stages, micro_batches, link):
+    step = simulate(stages, micro_batches, pipeline=link)
+    rounding = 1 + 1e-9
+    for stage in stages:
+        work = micro_batches * (stage.forward + stage.backward) + stage.optimizer
+        assert work <= step.seconds * rounding
+    # The first micro-batch comes through all stages and back.
+    there_and_back = sum(s.forward + s.backward for s in stages)
+    there_and_back += sum(2 * link.send(s.sent) for s in stages[:-1])
+    assert there_and_back <= step.seconds * rounding
+    assert step.seconds <= sum(timeline.seconds() for timeline in step.stages) * rounding
+
+
+@settings(deadline=None, max_examples=50)
+@given(STAGES, BATCHES, LINKS, st.data())
+def test_nothing_gets_faster_when_something_costs_more(stages, micro_batches, link, data):
+    number = data.draw(st.integers(0, len(stages) - 1))
+    what = data.draw(st.sampled_from(["forward", "backward", "sent", "optimizer"]))
+    dearer = list(stages)
+    dearer[number] = replace(stages[number], **{what: getattr(stages[number], what) + 1})
+    before = simulate(stages, micro_batches, pipeline=link)
+    assert before.seconds <= simulate(dearer, micro_batches, pipeline=link).seconds + 1e-9
+    more = simulate(stages, micro_batches + 1, pipeline=link)
+    assert before.seconds <= more.seconds + 1e-9
+
+
+@settings(deadline=None, max_examples=50)
+@given(STAGES, BATCHES, LINKS)
+def test_a_stage_does_one_thing_after_the_other_and_each_once(stages, micro_batches, link):
+    step = simulate(stages, micro_batches, pipeline=link)
+    for timeline in step.stages:
+        ends = [0.0, *(event.end for event in timeline.events)]
+        assert all(end <= e.start for end, e in zip(ends, timeline.events, strict=False))
+        for what in ("forward", "backward"):
+            numbers = [event.number for event in timeline.events if event.what == what]
+            assert numbers == list(range(micro_batches))
+    for sender, receiver in zip(step.stages, step.stages[1:], strict=False):
+        for what in ("activation", "gradient"):
+            sent = [e for e in sender.events if e.what == what and e in receiver.events]
+            assert {event.number for event in sent} == set(range(micro_batches))
+    assert 0 <= step.bubble < 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: simulate([], 1),
+        lambda: simulate([Stage(1, 1)], 0),
+        lambda: simulate([Stage(1, 1)], 1, replicas=0),
+        lambda: simulate([Stage(1, 1)] * 2, 1, ties=[Tie(1, (0, 2))]),
+        lambda: simulate([Stage(1, 1)] * 2, 1, ties=[Tie(1, (0, 0))]),
+        lambda: Stage(-1, 1),
+        lambda: Stage(1, math.nan),
+        lambda: Link(0, 0),
+        lambda: Link(-1),
+    ],
+)
+def test_what_cannot_be_is_refused(make):
+    with pytest.raises(ValueError):
+        make()
+
+
+def test_a_step_can_be_read():
+    step = simulate([Stage(1, 2, parameters=10**9), Stage(1, 2, held=10**9)], 3, pipeline=Link(0.5))
+    title, header, first, second = summary(step).splitlines()
+    assert title.split() == f"{step.seconds * 1e3:.1f} ms, bubble {step.bubble:.1%}".split()
+    assert header.split()[0] == "stage" and header.split()[-1] == "memory"
+    assert first.split()[:4] == ["0", "3000.0", "6000.0", "3000.0"]
+    assert first.split()[-3:] == ["2", "18.00", "GB"] and second.split()[-3:] == ["1", "1.00", "GB"]
+
+
+def test_a_step_can_be_drawn():
+    step = simulate([Stage(1, 2)] * 2, 3)
+    assert drawn(step, width=12).splitlines() == ["01..aa2bb.cc", ".0aa1bb2cc.."]
+    assert drawn(simulate([Stage(1, 1)], 12), width=24).startswith("0a1b2c")
+
+
+def test_the_package_needs_neither_torch_nor_deepspeed_to_be_imported():
+    script = (
+        "import sys\n"
+        "from slapo_rewrite.simulate import links, pipeline\n"
+        "print({'torch', 'deepspeed'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr
