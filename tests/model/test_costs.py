@@ -1,0 +1,62 @@
+"""What elements cost: against published formulas, and against the model itself."""
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_rewrite.model.costs import costs_of
+from tests.simulate.shapes import SHAPES
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_parameter_is_counted(name):
+    costs = SHAPES[name].costs(sequences=2)
+    once = {name: size for cost in costs for name, size in cost.parameters.items()}
+    assert round(sum(once.values()) / 1e6) == SHAPES[name].parameters
+    # The vocabulary's table is read by the embedding and by the head, which share it.
+    first, *_, last = costs
+    assert set(first.parameters) & set(last.parameters)
+    assert all(cost.flops and cost.held for cost in costs[1:])
+
+
+def test_a_layer_is_what_its_formulas_say():
+    s, b, h = 512, 4, 1024
+    costs = SHAPES["BERT-large"].costs(sequences=b)
+    layer = costs[1]
+    assert layer.flops == costs[24].flops and layer.moved == costs[24].moved
+    # 12h² weights, two operations each; scores and their product with the values.
+    assert layer.flops == 2 * b * s * 12 * h * h + 2 * 2 * b * s * s * h
+    # Korthikanti et al. 2022, arXiv:2205.05198, eq. 1 and 2, without the scores, which flash
+    # attention does not keep.
+    assert layer.held == pytest.approx(34 * s * b * h, rel=0.005)
+    assert layer.held_whole == pytest.approx(10 * s * b * h, rel=0.005)
+    assert layer.sent == layer.given == 2 * s * b * h
+    head = costs[-1]
+    assert head.flops == 2 * b * s * (h * h + h * 30522)
+
+
+def test_an_embedding_reads_what_it_looks_up():
+    first = SHAPES["Llama-1B"].costs(sequences=1)[0]
+    assert first.flops == 0
+    assert first.moved < 10 * first.sent
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(self.b(self.a(x)))
+
+
+@pytest.mark.parametrize("paths", [["a", "b"], ["b", "a"]])
+def test_elements_are_called_in_their_order(paths):
+    with torch.device("meta"):
+        model = Twice()
+    with pytest.raises(ValueError, match="once"):
+        costs_of(model, {"x": torch.ones(2, 4)}, paths)
+    (cost,) = costs_of(model, {"x": torch.ones(2, 4)}, ["b"])
+    assert cost.flops == 3 * 2 * 2 * 4 * 4
+    assert sum(cost.parameters.values()) == 40
+    assert not model.a._forward_hooks and not model.b._forward_pre_hooks
