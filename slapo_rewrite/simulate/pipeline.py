@@ -167,7 +167,8 @@ def simulate(
     if not stages or micro_batches < 1 or replicas < 1:
         raise ValueError("a pipeline has at least one stage, one micro-batch and one replica")
     for tie in ties:
-        if len(set(tie.stages)) < 2 or not set(tie.stages) <= set(range(len(stages))):
+        known = set(tie.stages) & set(range(len(stages)))
+        if not 2 <= len(known) == len(tie.stages):
             raise ValueError(f"a tie names two or more of the {len(stages)} stages: {tie}")
     run = _Run(
         stages=stages,
