@@ -11,7 +11,8 @@ from pathlib import Path
 
 from slapo_rewrite.edit.splice import apply_edits
 from slapo_rewrite.emit import record
-from slapo_rewrite.emit.rewrite import Output, absolute_imports, rewrite
+from slapo_rewrite.emit.copies import absolute_imports
+from slapo_rewrite.emit.rewrite import Output, rewrite
 from slapo_rewrite.source.index import SourceFile, locate
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,8 @@ import transformers
 
 from slapo_rewrite.cli import main
 from slapo_rewrite.edit.splice import apply_edits
-from slapo_rewrite.emit.rewrite import Output, absolute_imports, check_text, rewrite
+from slapo_rewrite.emit.copies import absolute_imports
+from slapo_rewrite.emit.rewrite import Output, check_text, rewrite
 from slapo_rewrite.source.index import SourceFile
 
 ROOT = Path(__file__).parents[1]
@@ -78,7 +79,7 @@ def test_every_changed_line_has_a_cause(output: Output):
         if change["file"] == output.model_file:
             assert change["directives"]
             covered.update(range(change["lines"][0], change["lines"][1] + 1))
-    before = output.original.splitlines()
+    before = output.originals[output.model_file].splitlines()
     after = output.files[output.model_file].splitlines()
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     for tag, _, _, first, last in matcher.get_opcodes():
@@ -91,7 +92,7 @@ def test_every_changed_line_has_a_cause(output: Output):
 
 
 def test_original_lines_are_kept(output: Output):
-    before = output.original.splitlines()
+    before = output.originals[output.model_file].splitlines()
     after = output.files[output.model_file].splitlines()
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     kept = sum(block.size for block in matcher.get_matching_blocks())
@@ -128,7 +129,7 @@ def test_new_files_are_clean(output: Output, tmp_path):
 
 
 def test_no_line_is_longer_than_the_file_allows(output: Output):
-    longest = max(len(x) for x in output.original.splitlines())
+    longest = max(len(x) for x in output.originals[output.model_file].splitlines())
     for line in output.files[output.model_file].splitlines():
         assert len(line) <= max(longest, 120), line
 

@@ -141,8 +141,10 @@ class _Collection:
                 keep_checkpoints(self.desks, node, ORIGINAL, (annotation.cause,))
             if state.decompose:
                 self._decompose(node, state, layers.get(path), state.decompose.cause)
-            # What stands in another's place is wrapped where it is made.
-            home = self.desks.making(node) if state.replacement else self._home(node)
+            # What stands in another's place, or is of another file, is wrapped where it is made.
+            home = self._home(node)
+            if state.replacement or self.desks.is_other(home):
+                home = self.desks.making(node)
             if state.fork:
                 home.places.add(node.path, FORK, ForkRandom(), (state.fork.cause,))
             for fork in state.forked_parts:
@@ -188,9 +190,24 @@ class _Collection:
         """Where the class of a module changes; of a foreign class, where it gets a subclass."""
         return self.desks.of(node.cls) or self.desks.making(node)
 
+    def _is_asked_outside(self, node: Node, home: Desk) -> bool:
+        """Whether what is asked of a module is done where it is made or called, in another file.
+
+        So it is for a class of a file that is neither the model's nor the schedule's, as long as
+        nothing is asked that reaches into it.
+        """
+        if node.owner is None or not self.desks.is_other(home):
+            return False
+        if self.desks.computing(self._caller(node)[0].cls) is home:
+            return False
+        below = f"{node.path}."
+        return not self.states[node.path].shards and not any(
+            path.startswith(below) and state.causes() for path, state in self.states.items()
+        )
+
     def _split_parameter(self, node: Node, shard: Shard) -> None:
         site = find_parameter_site(self.sources, node, shard.name)
-        home = self._home(node)
+        home = self.desks.of_file(site.file)
         if site.file is not home.file:
             base = base_of(node.cls)
             own = f", and `{node.cls.__name__}` computes with it in a way of its own"
@@ -210,11 +227,11 @@ class _Collection:
 
     def _part(self, node: Node, change: ForkPart | RecomputePart, cause: Directive) -> None:
         """Statements of one method."""
-        home = self.desks.of(node.cls)
+        home = self.desks.computing(node.cls)
         if home is None:
             raise errors.Unsupported(
                 f"`{node.path or 's'}` is a {node.cls.__module__}.{node.cls.__qualname__}: it has "
-                "no `forward` in this file to take a part of",
+                "no `forward` that could be rewritten, to take a part of",
                 at=cause.at,
                 hint=f"copy class `{node.cls.__name__}` into {self.file.path.name}",
             )
@@ -227,8 +244,9 @@ class _Collection:
         causes = (annotation.cause,)
         what = Annotate(annotation.name, annotation.key, annotation.value)
         home = self.desks.of(node.cls)
-        if home is not None and not is_replaced:
+        if home is not None and not is_replaced and not self._is_asked_outside(node, home):
             site = find_parameter_site(self.sources, node, annotation.name)
+            home = self.desks.of_file(site.file)
             if site.file is home.file:
                 start = home.file.span(site.value)[0]
                 home.places.sites[start] = site
@@ -266,8 +284,9 @@ class _Collection:
                 continue
             causes = united(s.cause for s in asked)
             collectives = tuple(map(_collective, asked))
-            home = self.desks.of(node.cls)
-            if home is not None and not is_layer:
+            home = self.desks.computing(node.cls)
+            outside = is_layer or home is None or self._is_asked_outside(node, home)
+            if home is not None and not outside:
                 what = (
                     WrapInput(collectives)
                     if side == "argument"
@@ -285,7 +304,8 @@ class _Collection:
                 name = next(iter(inspect.signature(node.live.forward).parameters), None)
                 call = WrapCall(collectives, side, name)
                 key = ("call", relative, side)
-                self._home(caller).places.add(caller.path, key, call, causes)
+                calling = self.desks.computing(caller.cls) or self._home(caller)
+                calling.places.add(caller.path, key, call, causes)
 
     def _decompose(
         self, node: Node, state: ModuleState, layer: Layer | None, cause: Directive
@@ -313,7 +333,8 @@ class _Collection:
         caller, relative = self._caller(node)
         what = AddBias(MULTIPLIED[qualified(node.cls)], before, after)
         causes = united([cause], state.causes())
-        self._home(caller).places.add(caller.path, ("call", relative, "bias"), what, causes)
+        calling = self.desks.computing(caller.cls) or self._home(caller)
+        calling.places.add(caller.path, ("call", relative, "bias"), what, causes)
 
     def _attach(self, node: Node, sync: Sync, function: Function) -> None:
         causes = (sync.cause,)
@@ -360,7 +381,7 @@ class _Collection:
                 owners.setdefault(owner.path, []).extend(s.cause for s in self.states[path].shards)
         for path, holder in self._holders(owners).items():
             cls, causes = self.tree.nodes[path].cls, united(owners[holder.path])
-            home = self._home(self.tree.nodes[path])
+            home = self.desks.constructing(cls) or self.desks.making(self.tree.nodes[path])
             shared = _sharing(cls, followed)
             for attribute in sorted(followed.sizes | followed.repeats, key=lambda a: a.name):
                 if attribute != Attribute(cls, holder.cls, attribute.name):
@@ -382,7 +403,8 @@ class _Collection:
         few = {(a.cls, a.name) for a in followed.few if a.asked}
         layer = _sharing(node.cls, followed) if (node.cls, share.name) in few else None
         what = OwnShare(layer)
-        self._home(node).places.add(node.path, ("size", share.name), what, (share.cause,))
+        home = self.desks.constructing(node.cls) or self.desks.making(node)
+        home.places.add(node.path, ("size", share.name), what, (share.cause,))
 
     def _argument(self, change: ArgumentChange, owners: Mapping[str, list[Directive]]) -> None:
         """An argument written differently, below sharded parameters or where their parts come."""
@@ -394,10 +416,7 @@ class _Collection:
         paths = [
             path
             for path, node in self.tree.nodes.items()
-            if self._home(node) is home
-            and any(
-                home.lineages.holds(c, place.line) for c in home.lineages.lineage(node.cls.__name__)
-            )
+            if any(home.lineages.holds(c, place.line) for c in self.desks.lineage(node.cls, home))
         ]
         below = [path for path in paths if path in holders]
         for path in below or paths:

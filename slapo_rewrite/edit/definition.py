@@ -42,10 +42,17 @@ class MakeOther:
 
 @dataclass(frozen=True)
 class MakeClass:
-    """At a construction site: a specialised class in the place of the `original` one."""
+    """At a construction site: a specialised class in the place of the `original` one.
+
+    Attributes:
+        name: The class.
+        original: The one that it is derived from.
+        module: Where the output has it, beside the file with the construction site; None for in it.
+    """
 
     name: str
     original: str
+    module: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,16 @@
-"""The files that are rewritten, with what is collected for each: the model's, the schedule's."""
+"""The files that may be rewritten, with what is collected for each.
+
+The model file's, the schedule's, and every other file that defines classes of the model, torch's
+own apart. What can be asked of a class of such an other file from outside, where it is made or
+called, is done there; its file is rewritten where what is asked reaches into it.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.imports import Imports
@@ -14,6 +20,9 @@ from slapo_rewrite.model.follow import Place
 from slapo_rewrite.model.join import Sources, find_site
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.source.index import SourceFile
+
+# The names of helper modules, which lie in the output folder as well.
+_RESERVED = {p.stem for p in (Path(__file__).parents[1] / "runtime").glob("*")} | {"modules"}
 
 
 @dataclass
@@ -46,24 +55,47 @@ class Desks:
 
     def __init__(self, tree: Tree, sources: Sources) -> None:
         self.sources = sources
-        classes = list({node.cls: None for node in tree.nodes.values()})
-        files = {sources.main.name: sources.main}
-        for cls in classes:
-            for base in cls.__mro__:
-                file = sources.file_of(base) if base.__module__ in sources.editable else None
-                if file is not None:
-                    files[file.name] = file
-        self._desks = {name: self._desk(file, classes) for name, file in files.items()}
-        self.main = self._desks[sources.main.name]
-        self._by_path = {
-            name: desk
-            for desk in self
-            for name in (
-                str(desk.file.path),
-                os.path.realpath(desk.file.path),
-                os.path.abspath(desk.file.path),
-            )
-        }
+        self._classes = list({node.cls: None for node in tree.nodes.values()})
+        self._desks: dict[str, Desk] = {}
+        self._by_path: dict[str, Desk] = {}
+        self._siblings: dict[str, tuple[str, ...]] = {}
+        self._stems: dict[str, str] = {}
+        self.main = self._open(sources.main)
+        self.stem(sources.main)
+        seen: set[type] = set()
+        for node in tree.nodes.values():
+            if node.cls not in seen:
+                seen.add(node.cls)
+                for file in self._working_in(node):
+                    self._open(file)
+
+    def _working_in(self, node: Node) -> Iterator[SourceFile]:
+        """The files in which a module is made up and computes."""
+        held = node.children.keys() | node.parameters.keys()
+        holds = bool(held) or any(map(_may_tell_a_size, _own(node.live)))
+        for base in node.cls.__mro__:
+            if base.__module__ in self.sources.editable:
+                makes = True
+            elif is_torch(base.__module__):
+                continue
+            else:
+                own = vars(base)
+                code = getattr(own.get("__init__"), "__code__", None)
+                makes = "forward" in own and holds
+                makes = makes or (code is not None and not held.isdisjoint(code.co_names))
+            file = self.sources.file_of(base) if makes else None
+            if file is not None and base.__qualname__ in file.classes:
+                yield file
+
+    def _open(self, file: SourceFile) -> Desk:
+        """The desk of a file, a new one where it has none yet."""
+        if file.name not in self._desks:
+            desk = self._desks[file.name] = self._desk(file, self._classes)
+            desk.places.siblings = self._siblings
+            path = file.path
+            for name in (str(path), os.path.realpath(path), os.path.abspath(path)):
+                self._by_path[name] = desk
+        return self._desks[file.name]
 
     def _desk(self, file: SourceFile, classes: list[type]) -> Desk:
         names = {
@@ -82,10 +114,56 @@ class Desks:
     def __iter__(self) -> Iterator[Desk]:
         return iter(self._desks.values())
 
+    def named(self, module: str) -> Desk:
+        """The desk of the file of a module that is known to have one."""
+        return self._desks[module]
+
     def of(self, cls: type) -> Desk | None:
         """The desk of the file that defines a class; None where that is not rewritten."""
         file = self.sources.file_of(cls)
         return self._desks.get(file.name) if file is not None else None
+
+    def computing(self, cls: type) -> Desk | None:
+        """The desk of the file in which a class has its `forward`, if it may be rewritten."""
+        return self._with_method(cls, "forward")
+
+    def constructing(self, cls: type) -> Desk | None:
+        """The desk of the file in which a class has its constructor, likewise."""
+        return self._with_method(cls, "__init__")
+
+    def _with_method(self, cls: type, method: str) -> Desk | None:
+        home = self.of(cls)
+        if home is None or home.lineages.method(cls.__name__, method):
+            return home
+        return self.of(next(c for c in cls.__mro__ if method in vars(c))) or home
+
+    def lineage(self, cls: type, desk: Desk) -> tuple[str, ...]:
+        """The class and those that it is derived from, as far as one file defines them."""
+        if self.of(cls) is desk:
+            return desk.lineages.lineage(cls.__name__)
+        if cls.__name__ in desk.file.classes:  # another class of that name
+            return ()
+        return desk.lineages.names.get(cls.__name__, ())
+
+    def is_other(self, desk: Desk) -> bool:
+        """Whether a file is neither the model's nor the schedule's."""
+        return desk is not self.main and desk.file.name not in self.sources.editable
+
+    def stem(self, file: SourceFile) -> str:
+        """The name of a file in the output folder, without its ending."""
+        if file.name in self.sources.editable:
+            return "modules"
+        if file.name not in self._stems:
+            *above, name = [*file.package.split("."), file.path.stem]
+            name = above.pop() if name == "__init__" else name
+            taken = {*_RESERVED, *self._stems.values()} if file is not self.main.file else ()
+            while name in taken and any(above):
+                name = f"{above.pop()}_{name}"
+            unique, number = name, 2
+            while unique in taken:
+                unique, number = f"{name}_{number}", number + 1
+            self._stems[file.name] = unique
+        return self._stems[file.name]
 
     def making(self, node: Node) -> Desk:
         """The desk of the file that makes a module; the model file's where that is not known."""
@@ -93,7 +171,11 @@ class Desks:
             site = find_site(self.sources, node) if node.owner is not None else None
         except errors.UnfollowableConstruction:
             site = None
-        return self._desks.get(site.file.name, self.main) if site else self.main
+        return self.of_file(site.file) if site else self.main
+
+    def of_file(self, file: SourceFile) -> Desk:
+        """The desk of a file; the model file's for one that may not be rewritten."""
+        return self.main if is_torch(file.name) else self._open(file)
 
     def holds(self, filename: str) -> bool:
         """Whether a file is one that is rewritten."""
@@ -105,5 +187,18 @@ class Desks:
 
     def siblings(self, known: Mapping[str, tuple[str, ...]]) -> None:
         """Says which elements modules stand for."""
-        for desk in self:
-            desk.places.siblings = dict(known)
+        self._siblings.update(known)
+
+
+def is_torch(module: str) -> bool:
+    """Whether a module is part of torch, which is never rewritten."""
+    return module.partition(".")[0] in ("torch", "builtins")
+
+
+def _own(module: object) -> Iterator[object]:
+    """What a class keeps in its instance beside what `nn.Module` does."""
+    return (v for k, v in vars(module).items() if not k.startswith("_") and k != "training")
+
+
+def _may_tell_a_size(value: object) -> bool:
+    return type(value) is int or (hasattr(value, "__dict__") and not callable(value))

@@ -29,6 +29,7 @@ class Imports:
         self.file = file
         self.helpers: dict[str, set[str]] = {}
         self._modules: set[str] = set()
+        self._along: set[str] = set()
         self._from: dict[str, set[str]] = {}
         self._causes: dict[str, list[Directive]] = {}
         self._locals: set[str] | None = None
@@ -128,6 +129,18 @@ class Imports:
             }
         return name in self._locals
 
+    def taken_along(self, module: str) -> list[str]:
+        """The names that another import of a module of the output brings in, asked for once.
+
+        Args:
+            module: The module, as it is imported: `.layers`.
+        """
+        name = module.removeprefix(".")
+        if name in self._along or name not in self.helpers:
+            return []
+        self._along.add(name)
+        return sorted(n for n in self.helpers[name] if "." not in n)
+
     def causes(self) -> dict[str, tuple[Directive, ...]]:
         """The directives that need each helper module."""
         return {m.lstrip("."): united(c) for m, c in self._causes.items() if m.startswith(".")}
@@ -150,7 +163,7 @@ class Imports:
             shown = sorted(n for n in self.helpers[module] if "." not in n)
             if module in self._modules:
                 lines.append(f"from . import {module}")
-            if shown:
+            if shown and module not in self._along:
                 lines.append(formatted(f"from .{module} import {', '.join(shown)}", 0, line_length))
         if inlined is not None:
             lines = [inlined]

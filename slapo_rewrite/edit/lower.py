@@ -14,7 +14,6 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.edit.collect import collect
 from slapo_rewrite.edit.desks import Desks
-from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.infer import Inference, named
 from slapo_rewrite.edit.layers import choose_layer, done_inside
 from slapo_rewrite.edit.parts import find_part
@@ -49,14 +48,14 @@ class Lowered:
     """The edits of the files that are rewritten, and what they need beside them.
 
     Attributes:
+        desks: The files, with the names that each uses of the helper modules.
         edits: Of each file, by its module's name.
-        imports: Names that it uses of the helper modules, likewise.
         inferred: Further directives: the collectives that were inferred.
         warnings: What could not be checked, in words.
     """
 
+    desks: Desks
     edits: dict[str, list[Edit]]
-    imports: dict[str, Imports]
     inferred: list[Directive] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -125,9 +124,8 @@ class _Lowering:
             collect(self.tree, self.states, asked, followed, self.desks)
             for draw, world in out_of_step(self.tree, asked, followed):
                 self._warn_of(draw, world)
-            edits = {d.file.name: settle(self.tree, d, self.line_length) for d in self.desks}
-        imports = {d.file.name: d.imports for d in self.desks}
-        return Lowered(edits, imports, inferred, self.warnings)
+            edits = settle(self.tree, self.desks, self.line_length)
+        return Lowered(self.desks, edits, inferred, self.warnings)
 
     def _asked(self) -> Asked:
         layers, parameters = self._layers_and_parameters()
@@ -163,7 +161,7 @@ class _Lowering:
                     "cannot be sharded",
                     at=state.shards[0].cause.at,
                     hint="Linear, Embedding, convolutions, their norms and transformers' Conv1D "
-                    f"can be, and parameters of classes that {self.file.path.name} defines",
+                    "can be, and parameters of classes that a Python file outside of torch defines",
                 )
         return layers, parameters
 
@@ -180,8 +178,8 @@ class _Lowering:
                     f"`{path or 's'}` is a {cls.__module__}.{cls.__qualname__}: its "
                     f"`{first.name}` cannot be sharded",
                     at=first.cause.at,
-                    hint="the attributes of classes that "
-                    f"{self.file.path.name} defines can be, where no layer takes their place",
+                    hint="the attributes of classes that a Python file outside of torch defines "
+                    "can be, where no layer takes their place",
                 )
             found[path] = frozenset(share.name for share in state.shares)
         return found

@@ -16,6 +16,7 @@ from slapo_rewrite.edit.classes import ClassWriter
 from slapo_rewrite.edit.definition import (
     FORK,
     RECOMPUTE,
+    WRAPPERS,
     Definition,
     Key,
     common,
@@ -23,7 +24,7 @@ from slapo_rewrite.edit.definition import (
     place_of,
     united,
 )
-from slapo_rewrite.edit.desks import Desk
+from slapo_rewrite.edit.desks import Desk, Desks
 from slapo_rewrite.edit.places import owned
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.variants import Variants
@@ -31,48 +32,57 @@ from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node, Tree
 
 
-def settle(tree: Tree, desk: Desk, line_length: int) -> list[Edit]:
-    """The edits of one file that carry out the collected changes.
+def settle(tree: Tree, desks: Desks, line_length: int) -> dict[str, list[Edit]]:
+    """The edits of each file that carry out the collected changes, by the name of its module.
+
+    A class comes before those that make its instances, since what an instance is made of may have
+    another name afterwards, and is settled first in the file that defines it.
 
     Args:
         tree: The module tree.
-        desk: What was collected for the file; takes the names that the edits refer to.
-        line_length: The file's own.
+        desks: What was collected for the files; take the names that the edits refer to.
+        line_length: The model file's own.
 
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
-    return _Settling(tree, desk, line_length).run()
+    edits: dict[str, list[Edit]] = {}
+    settling = {desk.file.name: _Settling(tree, desk, desks, line_length) for desk in desks}
+    for cls, nodes in _lowest_first(tree):
+        home = desks.of(cls)
+        for name in sorted(settling, key=lambda n: home is None or n != home.file.name):
+            if any(n.path in settling[name].places.changes for n in nodes):
+                edits.setdefault(name, []).extend(settling[name].of_class(cls, nodes))
+    return {name: _each_once(edits.get(name, [])) for name in settling}
+
+
+def _lowest_first(tree: Tree) -> list[tuple[type, list[Node]]]:
+    """The classes with their instances, what stands lower in the tree first."""
+    by_class: dict[type, list[Node]] = {}
+    heights: dict[str, int] = {}
+    height_of: dict[type, int] = {}
+    for path in reversed(tree.nodes):
+        node = tree.nodes[path]
+        heights[path] = 1 + max((heights[c.path] for c in node.children.values()), default=0)
+        height_of[node.cls] = max(height_of.get(node.cls, 0), heights[path])
+        by_class.setdefault(node.cls, []).append(node)
+    for nodes in by_class.values():
+        nodes.reverse()
+    return [(cls, by_class[cls]) for cls in sorted(by_class, key=lambda c: height_of[c])]
 
 
 class _Settling:
-    def __init__(self, tree: Tree, desk: Desk, line_length: int) -> None:
+    """The edits of one file."""
+
+    def __init__(self, tree: Tree, desk: Desk, desks: Desks, line_length: int) -> None:
         self.tree, self.file = tree, desk.file
         self.places, self.lineages = desk.places, desk.lineages
         self.writer = ClassWriter(desk.lineages, desk.imports, line_length)
-        self.variants = Variants(desk.places, self.writer, desk.imports)
+        self.variants = Variants(desk.places, self.writer, desk.imports, desks)
 
-    def run(self) -> list[Edit]:
-        """Every class, what stands lower in the tree first."""
-        edits: list[Edit] = []
-        by_class: dict[type, list[Node]] = {}
-        heights: dict[str, int] = {}
-        height_of: dict[type, int] = {}
-        for path in reversed(self.tree.nodes):
-            node = self.tree.nodes[path]
-            heights[path] = 1 + max((heights[c.path] for c in node.children.values()), default=0)
-            height_of[node.cls] = max(height_of.get(node.cls, 0), heights[path])
-            by_class.setdefault(node.cls, []).append(node)
-        for nodes in by_class.values():
-            nodes.reverse()
-        for cls in sorted(by_class, key=lambda c: height_of[c]):
-            nodes = by_class[cls]
-            if any(n.path in self.places.changes for n in nodes):
-                edits += self._settle_class(cls, nodes)
-        return _each_once(edits)
-
-    def _settle_class(self, cls: type, nodes: list[Node]) -> list[Edit]:
-        if self.places.sources.file_of(cls) is not self.file:
+    def of_class(self, cls: type, nodes: list[Node]) -> list[Edit]:
+        """What changes in a class, or in what it has of a class of this file."""
+        if self.places.sources.file_of(cls) is not self.file and not self._derived_from(cls, nodes):
             return self.variants.of_foreign(cls, nodes)
         definitions = self._definitions(nodes)
         shared = common(definitions) - {RECOMPUTE}
@@ -93,6 +103,11 @@ class _Settling:
         for definition in definitions:
             edits += self.variants.specialise(cls, definition, definition.changes.keys() - shared)
         return edits
+
+    def _derived_from(self, cls: type, nodes: list[Node]) -> bool:
+        """Whether changes are asked in the text of a class that a class of another file extends."""
+        keys = {key for n in nodes for key in self.places.changes.get(n.path, ())}
+        return bool(self.lineages.names.get(cls.__name__)) and not keys <= set(WRAPPERS)
 
     def _reaches_others(self, cls: type, key: Key) -> bool:
         """Whether a change in place would be one for an instance of another class, unasked."""

@@ -113,7 +113,13 @@ class SiteWriter:
             keywords = _keywords(what.layer) if what.layer else ()
             return replace_call(original, self._other(what, causes), keywords)
         assert isinstance(what, MakeClass)
-        return replace_call(original, what.name)
+        return replace_call(original, self._specialised(what, causes))
+
+    def _specialised(self, what: MakeClass, causes: tuple[Directive, ...]) -> str:
+        """A specialised class."""
+        if what.module is None:
+            return what.name
+        return self.imports.helper(what.module, what.name, causes)
 
     def _other(self, what: MakeOther, causes: tuple[Directive, ...]) -> str:
         """The class that stands in the place of the original's."""
@@ -132,7 +138,7 @@ class SiteWriter:
                 if isinstance(node, ast.Name) and node.id == what.original:
                     start, end = self.file.span(node)
                     self.at(statement).inside.append(
-                        Edit(start, end, what.name, causes, _why(site, what))
+                        Edit(start, end, self._specialised(what, causes), causes, _why(site, what))
                     )
                     self.at(site.statement).again = True
                     return True

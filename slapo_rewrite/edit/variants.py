@@ -36,6 +36,7 @@ from slapo_rewrite.edit.definition import (
     Write,
     united,
 )
+from slapo_rewrite.edit.desks import Desks
 from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.places import Places, owned
 from slapo_rewrite.edit.splice import Edit
@@ -67,10 +68,12 @@ class Variants:
         places: What was collected; takes what becomes of the instances' places.
         writer: Writes the subclasses.
         imports: Takes the names that the edits refer to.
+        desks: The files; another one may make the instances.
     """
 
-    def __init__(self, places: Places, writer: ClassWriter, imports: Imports) -> None:
+    def __init__(self, places: Places, writer: ClassWriter, imports: Imports, desks: Desks) -> None:
         self.places, self.writer, self.imports, self.file = places, writer, imports, places.file
+        self.desks = desks
         self.class_names: set[str] = set()
         self.known: dict[Any, str] = {}
 
@@ -133,10 +136,14 @@ class Variants:
             if not wrappers or self._wrapped_other(node, wrappers, edits):
                 continue
             every = united(*(causes for _, causes in wrappers))
-            key, _ = self.places.site(node, every)
+            key, owner = self.places.site(node, every)
             site = self.places.sites[key[1]]
             name = self.file.segment(site.callee) if site.callee else cls.__name__
             known: object = cls
+            made = self.places.changes.get(owner.path, {}).get(key)
+            if isinstance(made, MakeClass):  # the file that defines the class has specialised it
+                assert made.module is not None
+                known = name = self.imports.helper(made.module, made.name, every)
             for what, causes in wrappers:
                 wrapper = self._wrapper(known, cls.__name__, name, what, causes)
                 known = name = wrapper.name
@@ -278,14 +285,14 @@ class Variants:
                     at=causes[0].at if causes else None,
                     hint="select modules inside it",
                 )
-            if self.file is not self.places.sources.main and self.places.key(node) is None:
-                raise errors.Unsupported(
-                    f"some instances of `{original}`, of {self.file.path.name}, are scheduled "
-                    "otherwise than others",
-                    at=causes[0].at if causes else None,
-                    hint="schedule all of its instances alike",
-                )
-            self.places.at_site(node, MakeClass(name, original), causes)
+            places = self.desks.making(node).places
+            beside = None if places.file is self.file else self.desks.stem(self.file)
+            what: What = MakeClass(name, original, beside)
+            key, owner = places.site(node, causes)
+            made = places.changes.get(owner.path, {}).get(key)
+            if beside and isinstance(made, MakeOther):  # a class that stands in another's place
+                what = replace(made, target=replace(made.target, name=name))
+            places.at_site(node, what, causes)
 
     def _wrapped_other(
         self,

@@ -37,7 +37,7 @@ def explain(out: Path, place: str | None) -> str:
             return "\n".join(
                 [*lines, f"{name}:{number}: {text.strip()}", *_causes(content, change)]
             )
-    if name == content["source"]["file"]:
+    if name == content["source"]["file"] or name in content.get("copies", {}):
         imported = text.startswith(("from ", "import "))
         why = (
             "an import made absolute, since the file left its package"

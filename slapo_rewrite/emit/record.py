@@ -22,6 +22,7 @@ from slapo_rewrite.source.bundle import rules_folder
 
 if TYPE_CHECKING:
     from slapo_rewrite.emit.rewrite import Project
+    from slapo_rewrite.source.index import SourceFile
 
 NAME = "rewrite.json"
 
@@ -55,9 +56,10 @@ def written(
     knobs: Mapping[str, Any],
     given: Mapping[str, str],
     files: Mapping[str, str],
-    changes: Iterable[Change],
+    changes: Mapping[str, Iterable[Change]],
     helpers: Mapping[str, Iterable[Directive]],
     single_file: bool,
+    copies: Mapping[str, SourceFile],
 ) -> str:
     """The text of `rewrite.json`.
 
@@ -67,9 +69,10 @@ def written(
         knobs: Every knob's value.
         given: The knobs that the command line set, as text.
         files: The output's other files.
-        changes: Lines of the model file, with what caused them.
+        changes: Lines of the rewritten files, with what caused them.
         helpers: Helper files, with what caused them.
         single_file: Whether the helpers are part of the model file.
+        copies: The other files that are rewritten, by their names in the output.
     """
     content = {
         "tool": {"name": "slapo-rewrite", "version": __version__, "digest": tool_digest()},
@@ -83,17 +86,19 @@ def written(
         "set": dict(sorted(given.items())),
         "single_file": single_file,
         "packages": packages(project),
-        "depends": depends(project),
+        **({"copies": copied(copies)} if copies else {}),
+        "depends": depends(project, copies),
         "files": {name: digest(text) for name, text in sorted(files.items())},
         "directives": [directive(d) for d in directives],
         "changes": [
             {
-                "file": project.file.path.name,
+                "file": name,
                 "lines": [change.first, change.last],
                 "directives": [d.number for d in change.causes],
                 "why": change.why,
             }
-            for change in changes
+            for name, own in changes.items()
+            for change in own
         ]
         + [
             {
@@ -149,9 +154,18 @@ def installed(package: str) -> str | None:
         return None
 
 
-def depends(project: Project) -> dict[str, str]:
+def copied(copies: Mapping[str, SourceFile]) -> dict[str, dict[str, str]]:
+    """The other files that are rewritten: the modules that they are, and their hashes."""
+    return {
+        name: {"module": file.name, "sha256": digest(file.text)}
+        for name, file in sorted(copies.items())
+    }
+
+
+def depends(project: Project, copies: Mapping[str, SourceFile]) -> dict[str, str]:
     """Hashes of the other files that the model's classes come from, torch's own apart."""
     modules = {node.cls.__module__ for node in project.tree.nodes.values()}
+    modules -= {file.name for file in copies.values()}
     config = getattr(project.tree.root.live, "config", None)
     if config is not None:
         modules.add(type(config).__module__)
@@ -249,7 +263,7 @@ def is_current(
         return False
     if any(installed(n) != v for n, v in content.get("packages", {}).items()):
         return False
-    if any(_module_digest(n) != d for n, d in content.get("depends", {}).items()):
+    if any(_module_digest(n, source) != d for n, d in _modules(content).items()):
         return False
     if content.get("set", {}) != dict(knobs):
         return False
@@ -259,9 +273,19 @@ def is_current(
     )
 
 
-def _module_digest(name: str) -> str | None:
+def _modules(content: Mapping[str, Any]) -> dict[str, str]:
+    """The hashes of the modules that an output was made from, beside the source."""
+    copies = content.get("copies", {}).values()
+    return {**content.get("depends", {}), **{c["module"]: c["sha256"] for c in copies}}
+
+
+def _module_digest(name: str, source: Path) -> str | None:
+    """The hash of a module, of one beside the source file first."""
     from slapo_rewrite.source.index import locate
 
+    beside = source.with_name(f"{name}.py")
+    if beside.is_file():
+        return digest(beside.read_bytes())
     try:
         return digest(locate(name)[0].read_bytes())
     except (errors.RewriteError, OSError):
@@ -281,7 +305,7 @@ def reasons(
         if installed(name) != version:
             found.append(f"{name} is {installed(name)} now; it was {version}")
     found += [
-        f"{n} has changed" for n, d in content.get("depends", {}).items() if _module_digest(n) != d
+        f"{n} has changed" for n, d in _modules(content).items() if _module_digest(n, source) != d
     ]
     if content.get("set", {}) != dict(knobs):
         found.append(f"knobs were {content.get('set', {})}, and are {dict(knobs)}")

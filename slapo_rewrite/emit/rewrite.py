@@ -14,7 +14,7 @@ import re
 import sys
 import time
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,12 +22,14 @@ from typing import Any
 
 from slapo_rewrite import __version__, errors, primitives
 from slapo_rewrite.edit.definition import united
+from slapo_rewrite.edit.desks import Desks
 from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.lower import lower
 from slapo_rewrite.edit.rewritten import Reference, Rewrite
 from slapo_rewrite.edit.splice import Change, Edit, apply_edits
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.emit import record
+from slapo_rewrite.emit.copies import Copies
 from slapo_rewrite.emit.helpers import helper_files, inlined_helpers
 from slapo_rewrite.model import twin
 from slapo_rewrite.model.join import Sources
@@ -45,21 +47,21 @@ class Output:
 
     Attributes:
         files: The output folder's files, by name.
-        original: The source's text.
+        originals: The texts of the sources, by the names of the rewritten files.
         model_file: The name of the rewritten model file.
         warnings: What could not be checked, in words.
         seconds: CPU time of each part of the work.
     """
 
     files: dict[str, str]
-    original: str
+    originals: dict[str, str]
     model_file: str
     warnings: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def diff(self, context: int = 3) -> str:
-        """The unified diff of the model file against the original."""
-        return unified_diff(self.original, self.files[self.model_file], self.model_file, context)
+        """The unified diff of the rewritten files against their originals."""
+        return whole_diff(self.originals, self.files, context)
 
 
 class Project:
@@ -153,44 +155,58 @@ def rewrite(
 
         count = len(plan.directives)
         lowered = lower(project.tree, plan.states, count, project.sources, inputs, length)
-        imports, own_edits = lowered.imports[project.file.name], lowered.edits[project.file.name]
+        name, desks = project.file.path.name, lowered.desks
+        definitions, moved = project.schedule, list[Change]()
+        if more := [*lowered.edits.pop(SCHEDULE, ())]:
+            more += desks.named(SCHEDULE).imports.edits(length)
+            text, moved = apply_edits(definitions.text, more)
+            definitions = definitions.edited(text)
+        imports = desks.main.imports
         for reference, why in project.references.items():
             imports.refer(reference, why)
-        name, used = project.file.path.name, imports.helpers
-        definitions = project.schedule
-        if more := [*lowered.edits.get(SCHEDULE, ())]:
-            more += lowered.imports[SCHEDULE].edits(length)
-            definitions = definitions.edited(apply_edits(definitions.text, more)[0])
+        copies = Copies(project.sources, desks, lowered.edits)
+        if single_file:
+            check_single(copies, lowered.edits)
+        used = used_helpers(copies, desks)
         inlined = inlined_helpers(used, definitions, project.file) if single_file and used else None
-        edits = [*absolute_imports(project.file), *own_edits, *imports.edits(length, inlined)]
-        text, _ = apply_edits(project.file.text, edits)
-        changed: list[Edit | Change] = [*own_edits, *project.changes]
-        idle = idle_imports(project.file, text, changed, length, project.original)
-        # What stands inside a statement that is written anew is part of that.
-        edits = [e for e in edits if not any(i.start < e.start and e.end < i.end for i in idle)]
-        edits += idle
-        text, changes = apply_edits(project.file.text, edits)
-        changes = [*carried(project.changes, project.file.text, text), *changes]
-        check_text(text, project.file)
+        texts: dict[str, str] = {}
+        changes: dict[str, list[Change]] = {}
+        for file in copies.files.values():
+            own = lowered.edits.get(file.name, [])
+            own_length = length if file is project.file else line_length(file.text)
+            redirected = copies.redirections(file, own_length)
+            imported = desks.of_file(file).imports.edits(own_length, inlined)
+            edits = [*redirected, *own, *imported]
+            if file is not project.file:
+                text, written = rewritten(file, edits, own, own_length)
+            else:
+                changed: list[Edit | Change] = [*own, *project.changes]
+                text, written = rewritten(file, edits, changed, length, project.original)
+                written = [*carried(project.changes, file.text, text), *written]
+            check_text(text, file)
+            texts[copies.name(file)], changes[copies.name(file)] = text, written
         header = (
             f"# Written by slapo-rewrite {__version__} for {name}; rewrite.json says from what."
         )
         helpers = {} if single_file else helper_files(used, definitions, header)
     with project.timed("write"):
-        files = {name: text, **helpers}
+        files = {**texts, **helpers}
         if not single_file:
             files["__init__.py"] = init_text(name, helpers)
-        diff = unified_diff(project.original.text, text, name, 1)
-        if diff:
+        originals = {copies.name(f): f.text for f in copies.files.values()}
+        originals[name] = project.original.text
+        if diff := whole_diff(originals, files, 1):
             files["rewrite.diff"] = diff
         given = dict(item.split("=", 1) for item in settings)
         causes: dict[str, tuple[Directive, ...]] = {}
-        for each in lowered.imports.values():
-            for module, because in each.causes().items():
+        for desk in desks:
+            for module, because in desk.imports.causes().items():
                 causes[module] = united(causes.get(module, ()), because)
         by_file = {
             n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers
         }
+        if moved and (modules := helpers.get("modules.py")):
+            changes["modules.py"] = carried(moved, definitions.text, modules)
         files["rewrite.json"] = record.written(
             project,
             [*plan.directives, *lowered.inferred],
@@ -200,10 +216,58 @@ def rewrite(
             changes,
             by_file,
             single_file,
+            {copies.name(f): f for f in copies.files.values() if f is not project.file},
         )
-    return Output(
-        dict(sorted(files.items())), project.original.text, name, lowered.warnings, project.seconds
-    )
+    return Output(dict(sorted(files.items())), originals, name, lowered.warnings, project.seconds)
+
+
+def rewritten(
+    file: SourceFile,
+    edits: Sequence[Edit],
+    own: Sequence[Edit | Change],
+    line_length: int,
+    original: SourceFile | None = None,
+) -> tuple[str, list[Change]]:
+    """The text of a file with its edits, and without the imports that they leave idle.
+
+    Args:
+        file: The file as it is before the last edits.
+        edits: Every edit of it.
+        own: What changed in its classes and functions.
+        line_length: The file's own.
+        original: The file before all edits, where that is another one.
+    """
+    text, _ = apply_edits(file.text, edits)
+    idle = idle_imports(file, text, own, line_length, original)
+    # What stands inside a statement that is written anew is part of that.
+    kept = [e for e in edits if not any(i.start < e.start and e.end < i.end for i in idle)]
+    return apply_edits(file.text, [*kept, *idle])
+
+
+def used_helpers(copies: Copies, desks: Desks) -> dict[str, set[str]]:
+    """The names that the rewritten files use of each helper module."""
+    used: dict[str, set[str]] = {}
+    for file in copies.files.values():
+        for module, names in desks.of_file(file).imports.helpers.items():
+            if module not in map(desks.stem, copies.files.values()):
+                used.setdefault(module, set()).update(names)
+    return used
+
+
+def check_single(copies: Copies, edits: Mapping[str, Sequence[Edit]]) -> None:
+    """One file cannot hold what others define: their names may mean something else in it.
+
+    Raises:
+        Unsupported: A class of another file than the model's changes.
+    """
+    others = [f for f in copies.files.values() if f is not copies.sources.main]
+    if others:
+        causes = united(*(e.causes for f in others for e in edits.get(f.name, ())))
+        raise errors.Unsupported(
+            f"the schedule changes {others[0].path.name} beside {copies.sources.main.path.name}",
+            at=causes[0].at if causes else None,
+            hint="leave out --single-file: each then keeps to a file of its own",
+        )
 
 
 @contextmanager
@@ -221,9 +285,14 @@ def collector_paused() -> Iterator[None]:
 def import_source(file: SourceFile) -> types.ModuleType:
     """The module of a source file, imported the way its own package imports it.
 
+    What lies beside it can be imported too, as where it is run in its own folder.
+
     Raises:
         SourceError: The import fails.
     """
+    folder = file.path.absolute().parents[file.package.count(".") + 1 if file.package else 0]
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # at the end, so that it hides nothing
     try:
         if "." in file.name:
             module = importlib.import_module(file.name)
@@ -319,30 +388,6 @@ def training_inputs(schedule: ScheduleFile, model: Any) -> dict[str, Any]:
     return inputs
 
 
-def absolute_imports(file: SourceFile) -> list[Edit]:
-    """Relative imports made absolute, since the file leaves its package.
-
-    Raises:
-        SourceError: A relative import in a file that lies in no package.
-    """
-    edits = []
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            if not file.package:
-                raise errors.SourceError(
-                    "a relative import in a file that lies in no package",
-                    at=file.at(node),
-                    hint="give the file's dotted module name instead of its path",
-                )
-            start, _ = file.span(node)
-            dots = file.text.index(".", start)
-            end = dots + node.level + len(node.module or "")
-            edits.append(
-                Edit(dots, end, file.resolve_import(node), (), "import from outside the package")
-            )
-    return edits
-
-
 def idle_imports(
     file: SourceFile,
     text: str,
@@ -417,6 +462,11 @@ def init_text(name: str, helpers: dict[str, str]) -> str:
     """The output package's own docstring."""
     what = "tensor parallel" if "tensor_parallel.py" in helpers else "as scheduled"
     return f'"""{name}, {what}; rewrite.diff shows what changed."""\n'
+
+
+def whole_diff(originals: Mapping[str, str], files: Mapping[str, str], context: int) -> str:
+    """The differences of all rewritten files from their originals, the model file's first."""
+    return "".join(unified_diff(originals[n], files[n], n, context) for n in originals)
 
 
 def unified_diff(before: str, after: str, name: str, context: int) -> str:

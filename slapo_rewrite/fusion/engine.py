@@ -263,7 +263,14 @@ class Engine:
                     place = ("text", statement.lineno, statement.col_offset)
                     write = Write(statement, plain, what)
                     desks.main.places.add(path, place, write, (self.cause,))
-            edits += settle(self.tree, desks.main, self.line_length)
+            settled = settle(self.tree, desks, self.line_length)
+        edits += settled.pop(self.file.name)
+        if any(settled.values()):
+            raise errors.Unsupported(
+                "some instances of a class get a subclass, and are made in another file",
+                at=self.cause.at,
+                hint="select all instances alike",
+            )
         edits += self._functions(claims)
         edits = list(dict.fromkeys(edits))
         return edits, self._absorbed(claims, edits)

@@ -294,7 +294,7 @@ def test_refusals(body, part, code, words, tmp_path):
         (['b.fork_rng(["a", "b"])', 'b.checkpoint(["b", "c"])'], "SR306", "overlap"),
         (['b.checkpoint(["a"])', "b.checkpoint()"], "SR305", "checkpointed already"),
         (["b.checkpoint()", 'b.checkpoint(["a"])'], "SR305", "checkpointed already"),
-        (['b["a"].checkpoint(["a"])'], "SR305", "no `forward` in this file"),
+        (['b["a"].checkpoint(["a"])'], "SR305", "no `forward` that could be rewritten"),
         (['b.fork_rng(["d"])'], "SR202", "calls `d`"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slapo_rewrite.emit.explain import explain
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.verify.run import verify
 from tests.rewriting import changed_lines, refused, rewritten
@@ -228,13 +229,22 @@ def test_a_layer_in_anothers_place_is_sharded(tmp_path):
     )
 
 
-def test_instances_of_a_class_of_the_schedule_are_scheduled_alike(tmp_path):
+@pytest.mark.processes
+def test_instances_of_a_class_of_the_schedule_may_differ(tmp_path):
     lines = '    s["blocks.0.mlp.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")\n'
     lines += (
         '    s["blocks.0.mlp.{gate,up}"].shard("weight", axis=0).sync("bwd_post", "all_reduce")\n'
     )
-    text = refused(tmp_path, MODEL, SCHEDULE + REPLACED + lines, "SR305")
-    assert "some instances of `PlainMLP`, of s.py, are scheduled otherwise" in text
+    output = rewritten(tmp_path, MODEL, SCHEDULE + REPLACED + lines)
+    assert "class TensorParallelPlainMLP(PlainMLP):" in output.files["modules.py"]
+    assert "            TensorParallelPlainMLP(width, 2 * width)," in changed_lines(output)
+    write(tmp_path / "out", output.files)
+    number = (
+        output.files["modules.py"].splitlines().index("class TensorParallelPlainMLP(PlainMLP):")
+    )
+    shown = explain(tmp_path / "out", f"modules.py:{number + 1}")
+    assert 's["blocks.0.mlp.down"].shard' in shown and "replace" not in shown
+    assert verify(tmp_path / "out", (2,)).ok
 
 
 def test_a_sync_that_a_class_of_the_schedule_lacks(tmp_path):
