@@ -33,7 +33,7 @@ from slapo_rewrite.emit.copies import Copies
 from slapo_rewrite.emit.helpers import helper_files, inlined_helpers
 from slapo_rewrite.model import twin
 from slapo_rewrite.model.join import Sources
-from slapo_rewrite.model.tree import Tree, build_model
+from slapo_rewrite.model.tree import Tree, build_model, uncompiled
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 from slapo_rewrite.schedule.load import Again, ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
@@ -343,7 +343,8 @@ def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.
             setattr(module, written, value)
     if "." not in file.name:
         sys.modules[file.name] = module
-    exec(compile(file.text.removeprefix("\ufeff"), str(file.path), "exec"), module.__dict__)
+    with uncompiled():
+        exec(compile(file.text.removeprefix("\ufeff"), str(file.path), "exec"), module.__dict__)
     return module
 
 

@@ -83,6 +83,8 @@ class Claim:
         what: Who asks: a rule's name, or a function's.
         method: A method that the expression calls, to stand behind the one of the match.
         function: A function that the expression calls, to stand above the class of the match.
+        moved: Whether the statements go there, with their comments.
+        values: What stands for each parameter; the match's own values where None.
     """
 
     match: Match
@@ -92,6 +94,8 @@ class Claim:
     what: str
     method: str | None = None
     function: str | None = None
+    moved: bool = False
+    values: Mapping[str, Value] | None = None
 
     def touched(self) -> set[tuple[str, int]]:
         """The statements that go and the expression that is replaced, by path and identity."""
@@ -112,11 +116,19 @@ class Claim:
 
 @dataclass(frozen=True)
 class Left:
-    """A match that is left as it is, and why."""
+    """A match that is left as it is, and why.
+
+    Attributes:
+        claim: The match.
+        reason: In words.
+        hint: What can be done.
+        harmless: Whether the others can be carried out all the same.
+    """
 
     claim: Claim
     reason: str
     hint: str | None = None
+    harmless: bool = False
 
 
 class Engine:
@@ -163,7 +175,8 @@ class Engine:
                 touched = claim.touched()
                 other = next((taken[t] for t in touched if t in taken), None)
                 if other is not None:
-                    left.append(Left(claim, f"`{other.what}` takes its place already"))
+                    reason = f"`{other.what}` takes its place already"
+                    left.append(Left(claim, reason, harmless=True))
                     continue
                 taken |= dict.fromkeys(touched, claim)
                 kept.append(claim)
@@ -174,7 +187,8 @@ class Engine:
         first = group[0]
         match = first.match
         if match.file is not self.file:
-            return Left(first, f"it stands in {match.file.path.name}, which is not rewritten")
+            where = f"it stands in {match.file.path.name}, which is not rewritten"
+            return Left(first, where, harmless=True)
         if not match.replaced.whole:
             return Left(first, "a statement computes part of it among other things")
         if (reason := _misuse(first)) is not None:
@@ -286,7 +300,8 @@ class Engine:
             replaced = claim.match.replaced
             statement = self.sharing.statement_of(replaced.node)
             why = f"`{claim.what}`"
-            writings.append(Writing(replaced, statement, self._text(claim), self.cause, why))
+            text = self._text(claim)
+            writings.append(Writing(replaced, statement, text, self.cause, why, claim.moved))
         edits = place_edits(self.file, writings, self.line_length)
         for claim in claims:
             if claim.method is not None:
@@ -384,7 +399,7 @@ def _first_line(state: ModuleState) -> str:
 def _misuse(claim: Claim) -> str | None:
     """Why an expression cannot be written with these operands."""
     reads = claim.expression.reads()
-    values = claim.match.values
+    values = claim.match.values if claim.values is None else claim.values
     for name in reads:
         if name not in claim.operands:
             return f"`{claim.expression.name}` needs `{name}`, which the pattern does not give"

@@ -37,13 +37,14 @@ def pattern_for(wanted: object, sources: Sources, at: errors.Span | None) -> Pat
 
 
 def scopes_for(nodes: Iterable[Node], sources: Sources) -> list[Scope]:
-    """The functions of some modules, each read once."""
+    """The functions of some modules, those of modules that read alike once."""
     known = sources.scopes
     found: list[Scope] = []
     for node in nodes:
-        if node.path not in known:
-            known[node.path] = scopes_of(node.path, NodeFacts(node, sources))
-        found += known[node.path]
+        number = sources.fingerprints.of(node)
+        if number not in known:
+            known[number] = scopes_of(node.path, NodeFacts(node, sources))
+        found += [replace(scope, path=node.path) for scope in known[number]]
     return found
 
 

@@ -29,6 +29,7 @@ class Writing:
         text: The expression.
         cause: The directive that asks for it.
         why: What happens there, in a few words.
+        moved: Whether what was there goes elsewhere, with its comments.
     """
 
     replaced: Replaced
@@ -36,6 +37,7 @@ class Writing:
     text: str
     cause: Directive
     why: str
+    moved: bool = False
 
 
 def place_edits(
@@ -72,7 +74,8 @@ def _changed(
     for writing in writings:
         begin, stop, text = _expression(file, statement, writing)
         inner.append(Edit(begin - start, stop - start, text, (), why))
-        comments += [c for c in _comments(file.text[begin:stop]) if c not in text]
+        if not writing.moved:
+            comments += [c for c in _comments(file.text[begin:stop]) if c not in text]
     if hasattr(statement, "body") and not isinstance(writings[0].replaced.node, ast.stmt):
         yield from (Edit(e.start + start, e.end + start, e.text, causes, why) for e in inner)
         return
@@ -133,9 +136,18 @@ def _removed(file: SourceFile, statement: ast.stmt, writing: Writing) -> Edit:
         )
     indent = file.text[first:start]
     kept = "".join(f"{indent}{comment}\n" for comment in _comments(file.text[first:stop]))
+    if writing.moved:
+        kept, first = "", _above(file.text, first)
     if not kept and _blank_before(file.text, first) and _blank_after(file.text, stop):
         stop = file.text.find("\n", stop + 1)
     return Edit(first, stop + 1, kept, (writing.cause,), writing.why)
+
+
+def _above(text: str, first: int) -> int:
+    """Where the comments above a line begin."""
+    while text[:first].removesuffix("\n").rpartition("\n")[2].lstrip().startswith("#"):
+        first = text[:first].removesuffix("\n").rfind("\n") + 1
+    return first
 
 
 def _blank_before(text: str, first: int) -> bool:

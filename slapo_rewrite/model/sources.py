@@ -41,8 +41,8 @@ class Sources:
         self._files: dict[str, SourceFile | None] = {main.name: main}
         self._made: dict[type, Maker] = {}
         self.known: dict[tuple[int, str], Site] = {}
-        # What was made of the functions of a module, by its path; kept for those who read them.
-        self.scopes: dict[str, list[Any]] = {}
+        # What was made of the functions of modules, by their number; kept for those who read them.
+        self.scopes: dict[int, list[Any]] = {}
         self.fingerprints = Fingerprints()
         self._nodes: dict[int, tuple[Node, dict[int, list[Node]]]] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +52,21 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
             hint="end it with `return` and the module",
         )
     return model
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Functions that are defined meanwhile are not compiled: they run on the meta device."""
+    compiles = torch.compile
+
+    def as_it_is(model: Any = None, **options: Any) -> Any:
+        return (lambda function: function) if model is None else model
+
+    torch.compile = as_it_is
+    try:
+        yield
+    finally:
+        torch.compile = compiles
 
 
 class Node:

@@ -14,7 +14,7 @@ def registry() -> dict[str, Primitive]:
     """Every primitive by its name: each file of this package defines one."""
     found = {}
     for info in pkgutil.iter_modules(__path__):
-        if info.name not in ("base", "page"):
+        if info.name not in ("base", "page", "matched"):
             module = importlib.import_module(f"{__name__}.{info.name}")
             for value in vars(module).values():
                 if (

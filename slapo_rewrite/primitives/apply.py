@@ -9,12 +9,12 @@ from slapo_rewrite import errors
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.state import ModuleState
 from slapo_rewrite.fusion.engine import Engine
-from slapo_rewrite.fusion.looking import below, look, spots
+from slapo_rewrite.fusion.looking import below, look
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.fusion.rule import Rule
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.patterns.search import Miss
 from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
+from slapo_rewrite.primitives.matched import carried_out, nothing_found
 from slapo_rewrite.primitives.shard import MODEL as PLAIN
 
 GATED = """\
@@ -104,14 +104,9 @@ class Apply(Rewriting):
         inner = below(nodes)
         looked = look(rule, inner, call.sources)
         engine = Engine(call.tree, call.sources, states, call.directive, line_length)
-        claims, left = engine.sorted_out(looked.claims)
-        left += looked.left
-        # Part of a rule applied is a rule half applied: only where it is refused for all of it.
-        if left and (not claims or left[0] not in looked.left):
-            raise engine.refused(left[0])
-        if not claims:
+        if not looked.claims and not looked.left:
             raise nothing_found(rule.name, looked.nearest, at)
-        return engine.rewrite(claims, ())
+        return carried_out(engine, looked.claims, looked.left)
 
 
 def rule_named(call: Call) -> Rule:
@@ -128,17 +123,3 @@ def rule_named(call: Call) -> Rule:
             hint=errors.did_you_mean(str(name), known) or "the rules are " + ", ".join(known),
         )
     return known[name]
-
-
-def nothing_found(name: str, nearest: Miss | None, at: errors.Span | None) -> errors.NoMatch:
-    """The error for a computation that stands nowhere."""
-    if nearest is None:
-        return errors.NoMatch(f"`{name}` matches nothing here, nor anything near", at=at)
-    places = list(spots(nearest))
-    return errors.NoMatch(
-        f"`{name}` matches nothing; nearest is `{nearest.path or 'the model'}`, "
-        f"{nearest.function}: {nearest.stop.reason}",
-        at=places[0],
-        also=[*places[1:], *([at] if at else [])],
-        hint=nearest.stop.hint,
-    )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_rewrite import errors
+from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.state import ModuleState, Replacement
 from slapo_rewrite.model.substitute import (
     CannotBuild,
@@ -26,6 +27,7 @@ from slapo_rewrite.primitives.base import (
     function_of,
     signature_of,
 )
+from slapo_rewrite.primitives.matched import replaced
 from slapo_rewrite.primitives.shard import MLP, MODEL
 from slapo_rewrite.runtime.weights import Original, Weight, weight_of
 
@@ -95,6 +97,23 @@ class Gate(nn.Module):
     def forward(self, x):
         return self.gated(x)
 """
+
+
+GATING = (
+    MODEL.replace("m.MLP(8)", "m.SplitGate(8)")
+    + """\
+def gate(x, y):
+    return torch.sigmoid(x) * y
+
+
+def checked_gate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    \"""The gated values, of tensors of one shape.\"""
+    assert x.shape == y.shape
+    return torch.sigmoid(x) * y
+
+
+"""
+)
 
 
 class Replacing(Primitive):
@@ -246,6 +265,11 @@ class Replace(Replacing):
     index=0)` or `transpose("dense.weight")`, also one inside another. What it does not name keeps
     the original's name and shape. From then on the new module's own modules can be selected.
 
+    With a `pattern`, a function takes the place of what `find` finds of it in the selected modules:
+    it is called with what the pattern's parameters stand for, by their names, or by position where
+    the names differ. The schedule goes on with the model as rewritten; of modules that share a text
+    those that are not selected keep it.
+
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
         -->
@@ -265,7 +289,7 @@ class Replace(Replacing):
     Raises:
         SR206 the new module is no class or function that a file can import, or does not take the
         arguments; SR306 the module was changed before; SR308 weights would be lost, be there twice
-        or be made of nothing.
+        or be made of nothing; SR309 the pattern is not found, or cannot be replaced where it is.
 
     Source: Slapo, arXiv 2302.08005, section 3.1.
     """
@@ -298,20 +322,55 @@ class Replace(Replacing):
 +        )
 """,
         ),
+        Example(
+            GATE,
+            GATING + "def schedule(s):\n    s.replace(checked_gate, gate)\n",
+            """\
+-import torch
++from .modules import checked_gate
+-        return torch.sigmoid(self.gate(x)) * self.up(x)
++        return checked_gate(self.gate(x), self.up(x))
+""",
+        ),
     )
     refusals = (
+        Refusal(
+            GATE, GATING + "def schedule(s):\n    s.replace(checked_gate, torch.relu)\n", "SR206"
+        ),
         Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].replace(lambda *a: None)\n', "SR206"),
         Refusal(GATE, PACKED + 'def schedule(s):\n    s["gated"].replace(PackedGate)\n', "SR308"),
     )
 
     def signature(self) -> inspect.Signature:
-        """`replace(new_mod, *, args=None, weights=None)`."""
+        """`replace(new_mod, pattern=None, *, args=None, weights=None)`."""
 
         def replace(
             new_mod: type | Callable[..., Any],
+            pattern: Callable[..., Any] | type | str | None = None,
             *,
             args: str | None = None,
             weights: Mapping[str, str | Weight] | None = None,
         ) -> None: ...
 
         return signature_of(replace)
+
+    def rewrites(
+        self,
+        call: Call,
+        nodes: list[Node],
+        states: Mapping[str, ModuleState],
+        line_length: int,
+    ) -> Rewrite | None:
+        """A call of the new function in the place of each match of a pattern."""
+        if call.arguments["pattern"] is None:
+            return None
+        return replaced(call, nodes, states, line_length)
+
+    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+        """Records the new class; of a pattern, all is done."""
+        return state if call.arguments["pattern"] is not None else super().apply(call, node, state)
+
+    def replacement(self, call: Call, node: Node) -> nn.Module | None:
+        """The new module, so that later calls can select what it holds."""
+        whole = call.arguments["pattern"] is None
+        return super().replacement(call, node) if whole else None

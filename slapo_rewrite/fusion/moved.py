@@ -1,0 +1,179 @@
+"""A match as a function or method of its own: its statements moved, its operands as parameters."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from dataclasses import dataclass, field
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.expressions import formatted, parenthesised
+from slapo_rewrite.edit.splice import Edit, apply_edits
+from slapo_rewrite.patterns.search import Match
+from slapo_rewrite.patterns.values import Graph, Value
+
+_SYMBOLS = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.MatMult: "@",
+    ast.Pow: "**",
+    ast.FloorDiv: "//",
+    ast.Mod: "%",
+}
+
+
+@dataclass
+class Moved:
+    """The statements of a match as the body of a function.
+
+    Attributes:
+        lines: The body.
+        arguments: What each of the function's parameters is given, by its name.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    arguments: dict[str, str] = field(default_factory=dict)
+
+    def written(self, head: str, docstring: str, indent: int, line_length: int) -> str:
+        """The function's text, to stand at `indent` columns."""
+        body = "\n".join([f'"""{docstring}"""', *self.lines])
+        text = f"{head}({', '.join(self.arguments)}):\n{textwrap.indent(body, '    ')}\n"
+        return textwrap.dedent(" " * indent + formatted(text, indent, line_length))
+
+
+def moved(match: Match, graph: Graph, at: errors.Span | None, method: bool) -> Moved:
+    """Takes the statements of a match out.
+
+    Args:
+        match: The match.
+        graph: The values of its function.
+        at: The line of the schedule that asks.
+        method: Whether the new function is a method: it sees the module's attributes by itself.
+
+    Raises:
+        NoMatch: They need a local variable that holds something else where the result is.
+    """
+    return _Moving(match, graph, at, method).run()
+
+
+class _Moving:
+    def __init__(self, match: Match, graph: Graph, at: errors.Span | None, method: bool) -> None:
+        self.match, self.graph, self.at, self.method = match, graph, at, method
+        self.file = match.file
+        self.moved = Moved()
+        self.inner = {id(node) for node in match.nodes}
+        self.operands = {id(value): name for name, value in match.values.items()}
+        self.texts = {
+            match.operands[name]: name
+            for name, value in match.values.items()
+            if match.operands[name].startswith("self.") and not (method and value.is_leaf)
+        }
+        self.found: dict[str, str] = {}
+
+    def run(self) -> Moved:
+        replaced = self.match.replaced
+        lines = [line for s in replaced.removed for line in self._lines(s)]
+        node = replaced.node
+        if isinstance(node, ast.AugAssign):
+            symbol = _SYMBOLS[type(node.op)]
+            left = self._text(node.target, node)
+            right = parenthesised(self._text(node.value, node))
+            lines.append(f"return {parenthesised(left)} {symbol} {right}")
+        elif isinstance(node, ast.stmt):
+            lines += [*self._lines(node), f"return {replaced.target.removesuffix(' = ')}"]
+        else:
+            assert isinstance(node, ast.expr)
+            statement = self.match.root.site.statement
+            assert statement is not None
+            text = self._text(node, statement)
+            lines.append(f"return ({text})" if "\n" in text else f"return {text}")
+        order = [name for name in self.match.operands if name in self.found]
+        order += [name for name in self.found if name not in order]
+        self.moved.lines = lines
+        self.moved.arguments = {name: self.found[name] for name in order}
+        return self.moved
+
+    def _lines(self, statement: ast.stmt) -> list[str]:
+        """A statement with its comments, as it stands in the new function."""
+        text = self._text(statement, statement)
+        start, end = self.file.span(statement)
+        rest = self.file.text[end:].partition("\n")[0].strip()
+        above: list[str] = []
+        line = statement.lineno - 1
+        while self.file.line(line).lstrip().startswith("#"):
+            above.insert(0, self.file.line(line).strip())
+            line -= 1
+        first, *others = text.splitlines()
+        column = start - self.file.text.rfind("\n", 0, start) - 1
+        others = [o[min(column, len(o) - len(o.lstrip())) :] for o in others]
+        lines = [first, *others]
+        if rest.startswith("#"):
+            lines[-1] += f"  {rest}"
+        return [*above, *lines]
+
+    def _text(self, node: ast.AST, statement: ast.stmt) -> str:
+        """A node's text with the operands' names in the places of the operands."""
+        begin, end = self.file.span(node)
+        edits: list[Edit] = []
+        self._visit(node, statement, edits)
+        shifted = [Edit(e.start - begin, e.end - begin, e.text, (), "") for e in edits]
+        return apply_edits(self.file.text[begin:end], shifted)[0]
+
+    def _visit(self, node: ast.AST, statement: ast.stmt, edits: list[Edit]) -> None:
+        if isinstance(node, ast.stmt):
+            statement = node
+        if isinstance(node, ast.expr) and (name := self._parameter(node, statement)) is not None:
+            edits.append(Edit(*self.file.span(node), name, (), ""))
+            return
+        for child in ast.iter_child_nodes(node):
+            self._visit(child, statement, edits)
+
+    def _parameter(self, node: ast.expr, statement: ast.stmt) -> str | None:
+        """The parameter that an expression is in the new function; None where it stays."""
+        for name, value in self.match.values.items():
+            if value.node is node and value.inside is None and not value.is_leaf:
+                return self._operand(name)
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if text in self.texts:
+            return self._operand(self.texts[text])
+        if not self.method and text.startswith("self."):
+            return self._given(node.attr if isinstance(node, ast.Attribute) else text, text, node)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            held = self.graph.names.get(statement, {}).get(node.id)
+            if held is None or id(held) in self.inner:
+                return None
+            if id(held) in self.operands:
+                return self._operand(self.operands[id(held)])
+            if held.operation == "self":
+                return None
+            return self._local(node, held)
+        return None
+
+    def _operand(self, name: str) -> str:
+        self.found[name] = self.match.operands[name]
+        return name
+
+    def _local(self, node: ast.Name, held: Value) -> str | None:
+        last = self.match.root.site.statement
+        now = self.graph.names.get(last, {}).get(node.id) if last is not None else None
+        if now is not held:
+            raise errors.NoMatch(
+                f"`{node.id}` is needed here, and holds something else where the result is",
+                at=self.file.at(node),
+                also=[self.at] if self.at else [],
+            )
+        return self._given(node.id, node.id, node)
+
+    def _given(self, name: str, text: str, node: ast.expr) -> str:
+        """A further parameter."""
+        if self.found.get(name, text) != text or name in self.match.operands:
+            raise errors.NoMatch(
+                f"two different things would be called `{name}` in the new function",
+                at=self.file.at(node),
+                also=[self.at] if self.at else [],
+                hint=f"give the pattern a parameter for `{text}`",
+            )
+        self.found[name] = text
+        return name

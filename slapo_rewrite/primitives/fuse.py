@@ -1,0 +1,241 @@
+"""`fuse`: a computation as one: a kernel, a compiled function, a method of its own."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.rewritten import Rewrite
+from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.fusion.engine import Calling, Claim, Engine
+from slapo_rewrite.fusion.looking import look, scopes_for
+from slapo_rewrite.fusion.moved import moved
+from slapo_rewrite.fusion.registry import rules
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.patterns.search import Match
+from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
+from slapo_rewrite.primitives.find import MLP, MODEL, found
+from slapo_rewrite.primitives.matched import carried_out, nothing_found
+
+COMPILERS = (None, "inductor", "triton")
+BIAS_GELU = (
+    MODEL
+    + """\
+def bias_gelu(x, bias):
+    return F.gelu(x + bias)
+
+
+def schedule(s):
+"""
+)
+
+
+class Fuse(Rewriting):
+    """Make one of the operations that a pattern finds in the selected modules.
+
+    With `compiler="inductor"` they become a function of the model file that `torch.compile`
+    compiles, with the pattern's operands as parameters; with `"triton"` the kernel that one of the
+    tool's rules knows for them is called; without a compiler they become a method. The function or
+    method is called what the pattern is called, or `name`.
+
+    Rewrite:
+        y = self.up(x)
+        y = self.bias + y
+        return x + self.down(self.act(y))
+        -->
+        y = self.up(x)
+        return x + self.down(bias_gelu(y, self.bias, self.act))
+
+    Shapes:
+        Unchanged.
+
+    Numerics:
+        Exact without a compiler; else the compiler's or the rule's affair.
+
+    State:
+        Unchanged.
+
+    Raises:
+        SR105 the name is taken; SR206 there is no such compiler; SR210 the pattern is no pure
+        computation; SR309 it is not found, or there is no kernel for it.
+
+    Source: Slapo, arXiv 2302.08005, section 3.3 (`fuse`).
+    """
+
+    name = "fuse"
+    examples = (
+        Example(
+            MLP,
+            BIAS_GELU + '    s.fuse(bias_gelu, compiler="inductor")\n',
+            """\
++@torch.compile
++def bias_gelu(x, bias, act):
++    \"""The part of `MLP.forward` that computes `bias_gelu`, compiled.\"""
++    y = bias + x
++    return act(y)
+-        y = self.bias + y
+-        return x + self.down(self.act(y))
++        return x + self.down(bias_gelu(y, self.bias, self.act))
+""",
+        ),
+        Example(
+            MLP,
+            BIAS_GELU + '    s.fuse(bias_gelu, name="activate")\n',
+            """\
+-        y = self.bias + y
+-        return x + self.down(self.act(y))
++        return x + self.down(self.activate(y))
++    def activate(self, x):
++        \"""The part of `forward` that computes `bias_gelu`.\"""
++        y = self.bias + x
++        return self.act(y)
+""",
+        ),
+    )
+    refusals = (
+        Refusal(MLP, BIAS_GELU + '    s.fuse(bias_gelu, compiler="nvfuser")\n', "SR206"),
+        Refusal(MLP, BIAS_GELU + '    s.fuse(lambda x: F.relu(x), name="relu")\n', "SR309"),
+        Refusal(MLP, BIAS_GELU + '    s.fuse(bias_gelu, name="forward")\n', "SR105"),
+    )
+
+    def signature(self) -> inspect.Signature:
+        """`fuse(pattern, compiler=None, name=None)`."""
+
+        def fuse(
+            pattern: Callable[..., Any] | type | str,
+            compiler: str | None = None,
+            name: str | None = None,
+        ) -> None: ...
+
+        return signature_of(fuse)
+
+    def rewrites(
+        self,
+        call: Call,
+        nodes: list[Node],
+        states: Mapping[str, ModuleState],
+        line_length: int,
+    ) -> Rewrite:
+        """The matches as functions, methods or kernels."""
+        compiler, at = call.arguments["compiler"], call.directive.at
+        if compiler not in COMPILERS:
+            raise errors.BadArgument(
+                f"`compiler` must be one of {', '.join(map(repr, COMPILERS))}, not {compiler!r}",
+                at=at,
+            )
+        name = name_of(call)
+        matches = found(call, nodes, states)
+        if not matches:
+            raise nothing_found(name, matches.nearest, at)
+        engine = Engine(call.tree, call.sources, states, call.directive, line_length)
+        if compiler == "triton":
+            claims = [self._kernel(call, match) for match in matches]
+        else:
+            names: dict[tuple[str, str], object] = {}
+            claims = [self._claim(call, engine, match, name, names) for match in matches]
+        return carried_out(engine, claims, [])
+
+    def _claim(
+        self,
+        call: Call,
+        engine: Engine,
+        match: Match,
+        name: str,
+        names: dict[tuple[str, str], object],
+    ) -> Claim:
+        """A match as a function or method; `names` holds what is in those so far."""
+        node, at, file = call.tree.nodes[match.path], call.directive.at, call.sources.main
+        scopes = scopes_for([node], call.sources)
+        graph = next(
+            s.graph for s in scopes if s.function == match.function and s.graph.file is match.file
+        )
+        if match.file is not file or not match.replaced.whole:  # the engine refuses it
+            return Claim(match, node, Calling(name, name, ()), {}, name)
+        method = call.arguments["compiler"] is None
+        function = engine.sharing.function_of(match.replaced.node)
+        owner = engine.sharing.owner_of(function)
+        if method and owner is None:
+            raise errors.NoMatch(
+                f"`{match.function}` is no method, so `{name}` cannot be one",
+                at=match.place,
+                also=[at] if at else [],
+                hint='make it a function: compiler="inductor"',
+            )
+        body = moved(match, graph, at, method)
+        plain = shown = name if call.arguments["name"] or not method else f"_{name}"
+        content, number = (tuple(body.lines), tuple(body.arguments)), 2
+        while names.setdefault((owner or "" if method else "", shown), content) != content:
+            shown, number = f"{plain}_{number}", number + 1
+        self._check_name(call, shown, owner, match)
+        said = call.arguments["pattern"]
+        what = said if isinstance(said, str) else getattr(said, "__name__", shown)
+        what = shown if what == "<lambda>" else what
+        called = tuple(body.arguments)
+        where = f"{owner}.{match.function}" if owner else match.function
+        if method:
+            doc = f"The part of `{match.function}` that computes `{what}`."
+            body.arguments = {"self": "", **body.arguments}
+            text = body.written(f"def {shown}", doc, 4, engine.line_length)
+            del body.arguments["self"]
+            expression = Calling(shown, f"{file.name}.self.{shown}", called)
+            return Claim(match, node, expression, body.arguments, shown, method=text, moved=True)
+        doc = f"The part of `{where}` that computes `{what}`, compiled."
+        head = f"@{engine.speller('torch.compile')}\ndef {shown}"
+        text = body.written(head, doc, 0, engine.line_length)
+        expression = Calling(shown, f"{file.name}.{shown}", called)
+        return Claim(match, node, expression, body.arguments, shown, function=text, moved=True)
+
+    def _check_name(self, call: Call, name: str, owner: str | None, match: Match) -> None:
+        """A name must be free where the function or method goes."""
+        file, node = call.sources.main, call.tree.nodes[match.path]
+        compiled = call.arguments["compiler"] is not None
+        taken = name in file.names if compiled else hasattr(node.live, name)
+        if taken:
+            where = file.path.name if compiled else f"`{owner}`"
+            raise errors.NameTaken(
+                f"`{name}` means something already in {where}",
+                at=call.directive.at,
+                hint='choose another: fuse(..., name="...")',
+            )
+
+    def _kernel(self, call: Call, match: Match) -> Claim:
+        """The rule's claim of the same operations."""
+        node = call.tree.nodes[match.path]
+        known = [rule for rule in rules().values() if rule.kernels]
+        for rule in known:
+            for claim in look(rule, [node], call.sources).claims:
+                if claim.match.replaced.node is match.replaced.node:
+                    return claim
+        names = ", ".join(rule.name for rule in known)
+        raise errors.NoMatch(
+            f"no rule has a kernel for what `{name_of(call)}` finds",
+            at=match.place,
+            also=[call.directive.at] if call.directive.at else [],
+            hint=f'the rules with kernels are {names}; compiler="inductor" compiles anything',
+        )
+
+
+def name_of(call: Call) -> str:
+    """What a function or method for a call's pattern is called.
+
+    Raises:
+        BadArgument: The pattern has no name, or the given one is none.
+    """
+    given, pattern, at = call.arguments["name"], call.arguments["pattern"], call.directive.at
+    name = given if given is not None else getattr(pattern, "__name__", type(pattern).__name__)
+    if isinstance(name, str) and name.isidentifier() and not isinstance(given or pattern, str):
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    if isinstance(given, str) and given.isidentifier():
+        return given
+    if given is None and call.arguments["compiler"] == "triton":
+        return "the pattern"
+    if given is not None:
+        raise errors.BadArgument(f"{given!r} is no name", at=at)
+    raise errors.BadArgument(
+        "the pattern has no name for what it finds",
+        at=at,
+        hint='give one: fuse(..., name="...")',
+    )

@@ -1,0 +1,113 @@
+"""What `apply`, `fuse` and `replace` do with matches, and `replace` alone with a function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.rewritten import Rewrite
+from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.fusion.engine import Calling, Claim, Engine, Left
+from slapo_rewrite.fusion.looking import spots
+from slapo_rewrite.fusion.spelling import SCHEDULE
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.patterns.search import Match, Miss
+from slapo_rewrite.primitives.base import Call, function_of
+from slapo_rewrite.primitives.find import found
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def carried_out(engine: Engine, claims: Sequence[Claim], left: Sequence[Left]) -> Rewrite:
+    """What claims give that one line of the schedule makes.
+
+    Args:
+        engine: Carries them out.
+        claims: The matches.
+        left: Matches that are left as they are, since the rule would have it so.
+
+    Raises:
+        NoMatch: One cannot be carried out, or there is none.
+    """
+    kept, stopped = engine.sorted_out(claims)
+    hard = [each for each in stopped if not each.harmless]
+    if hard or not kept:
+        raise engine.refused([*hard, *stopped, *left][0])
+    return engine.rewrite(kept, ())
+
+
+def nothing_found(name: str, nearest: Miss | None, at: errors.Span | None) -> errors.NoMatch:
+    """The error for a computation that stands nowhere."""
+    if nearest is None:
+        return errors.NoMatch(f"`{name}` matches nothing here, nor anything near", at=at)
+    places = list(spots(nearest))
+    return errors.NoMatch(
+        f"`{name}` matches nothing; nearest is `{nearest.path or 'the model'}`, "
+        f"{nearest.function}: {nearest.stop.reason}",
+        at=places[0],
+        also=[*places[1:], *([at] if at else [])],
+        hint=nearest.stop.hint,
+    )
+
+
+def replaced(
+    call: Call, nodes: list[Node], states: Mapping[str, ModuleState], line_length: int
+) -> Rewrite:
+    """A call of the new function in the place of each match.
+
+    Raises:
+        BadArgument: The function does not take what the pattern's parameters stand for.
+        NoMatch: There is no match, or it cannot be replaced.
+    """
+    new, at = call.arguments["new_mod"], call.directive.at
+    for name in ("args", "weights"):
+        if call.arguments[name] is not None:
+            raise errors.BadArgument(
+                f"`{name}` is for a module; what takes the place of a pattern is a function", at=at
+            )
+    function = function_of(call, new, "what takes the place of a pattern")
+    matches = found(call, nodes, states)
+    if not matches:
+        said = getattr(call.arguments["pattern"], "__name__", str(call.arguments["pattern"]))
+        raise nothing_found(said, matches.nearest, at)
+    engine = Engine(call.tree, call.sources, states, call.directive, line_length)
+    origin = f"{function.module or SCHEDULE}.{function.name}"
+    claims = [_claim(call, match, new, origin) for match in matches]
+    return carried_out(engine, claims, [])
+
+
+def _claim(call: Call, match: Match, new: Callable[..., Any], origin: str) -> Claim:
+    """A call with the match's operands: by name, by position where the names differ."""
+    name, at = origin.rpartition(".")[2], call.directive.at
+    parameters = inspect.signature(new).parameters.values()
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        raise errors.BadArgument(f"`{name}` must name each of its parameters", at=at)
+    needed = [p for p in parameters if p.default is p.empty]
+    taken = [p for p in parameters if p.name in match.operands]
+    operands = dict(match.operands)
+    lost = [n for n in operands if n not in {p.name for p in taken}]
+    by_name = {p.name for p in needed} <= operands.keys()
+    if not by_name or any(not match.values[n].is_leaf for n in lost):
+        taken = [p for p in parameters if p.kind in _BY_POSITION][: len(operands)]
+        if len(taken) < len(operands) or len(needed) > len(operands):
+            raise errors.BadArgument(
+                f"`{name}` takes {_listed(p.name for p in parameters)}, and the pattern gives "
+                f"{_listed(operands)}",
+                at=at,
+                hint="give both the same parameters",
+            )
+        operands = dict(zip((p.name for p in taken), operands.values(), strict=True))
+    # What stands behind a parameter that is left out is given by name.
+    every = list(parameters)
+    plain = [p for p, q in zip(taken, every, strict=False) if p is q and p.kind in _BY_POSITION]
+    others = [p.name for p in taken if p not in plain]
+    expression = Calling(name, origin, tuple(p.name for p in plain), tuple(others))
+    node = call.tree.nodes[match.path]
+    values = dict(zip(operands, match.values.values(), strict=True))
+    return Claim(match, node, expression, operands, name, values=values)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "nothing"

@@ -1,0 +1,120 @@
+"""Fused models against their originals, outputs and every gradient, on one rank and on two."""
+
+from __future__ import annotations
+
+import pytest
+
+from slapo_rewrite.schedule.load import bundled
+from tests.numbers import Case, compare, prepare
+from tests.processes import run
+
+PARTS = '''\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gate = nn.Linear(width, 2 * width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        residual = x
+        x = self.norm(x)
+        gated = F.silu(self.gate(x))  # in float32
+        x = self.down(gated * self.up(x))
+        x = x * 0.5
+        return x + residual
+
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width) for _ in range(4)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+'''
+SCHEDULE = '''\
+import torch
+import torch.nn.functional as F
+
+
+def model(m):
+    return m.Net(8)
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 3, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def swiglu(gate, up):
+    return F.silu(gate) * up
+
+
+def half_residual(x, residual):
+    return x * 0.5 + residual
+
+
+def scaled_sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Half of one, and all of the other."""
+    return torch.add(other, one, alpha=0.5)
+
+
+def schedule(s):
+    blocks = s["blocks"]
+    s["blocks.0"].fuse(swiglu, compiler="triton")
+    s["blocks.1"].fuse(swiglu)
+    s["blocks.2"].fuse(swiglu, name="gate_and_up")
+    blocks[1:].replace(scaled_sum, half_residual)
+    for name in ("gate", "up"):
+        s[f"blocks.*.{name}"].shard(["weight", "bias"], axis=0)
+        s[f"blocks.*.{name}"].sync("bwd_post", "all_reduce")
+    s["blocks.*.down"].shard("weight", axis=1)
+    s["blocks.*.down"].sync("fwd_post", "all_reduce")
+    blocks[:2].checkpoint()
+'''
+
+
+def fused(name: str, *lines: str) -> str:
+    """A bundled schedule that fuses first."""
+    text = bundled()[name].read_text()
+    head, end, body = text.partition('    """Splits')
+    doc, quotes, rest = body.partition('"""\n')
+    return head + end + doc + quotes + "".join(f"    {line}\n" for line in lines) + rest
+
+
+CASES = {
+    "parts": Case(PARTS, SCHEDULE),
+    **{
+        name: Case(
+            f"transformers.models.{name}.modeling_{name}",
+            fused(name, "s.apply_all()", "ckpt_ratio, sequence_parallel = 0.5, True"),
+        )
+        for name in ("llama", "gpt2")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("fused")
+    prepare(made, CASES)
+    assert "swiglu" in (made / "llama_out" / "kernels.py").read_text()
+    return made
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_numbers_are_the_originals(folder, world):
+    run(compare, world, folder, CASES)
