@@ -8,7 +8,7 @@ from slapo_rewrite.schedule.load import bundled
 from tests.numbers import Case, compare, prepare
 from tests.processes import run
 
-PARTS = '''\
+PARTS = """\
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -40,7 +40,7 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-'''
+"""
 SCHEDULE = '''\
 import torch
 import torch.nn.functional as F
