@@ -27,7 +27,14 @@ class Link:
         return self.latency + size / self.bandwidth
 
     def all_reduce(self, size: float, ranks: int) -> float:
-        """Seconds that `ranks` processes take to sum `size` bytes in a ring: none for one alone."""
+        """Seconds that `ranks` processes take to sum `size` bytes in a ring; none for one."""
+        return self._ring(2 * size, ranks)
+
+    def all_gather(self, size: float, ranks: int) -> float:
+        """Seconds that they take to give one another their parts of `size` bytes."""
+        return self._ring(size, ranks)
+
+    def _ring(self, size: float, ranks: int) -> float:
         if ranks == 1:
             return 0.0
-        return self.latency + size * 2 * (ranks - 1) / ranks / self.bandwidth
+        return self.latency + size * (ranks - 1) / ranks / self.bandwidth

@@ -73,7 +73,8 @@ class Bytes:
         weight: The parameter itself.
         gradient: What is summed over the micro-batches and the replicas.
         optimizer: Its states, the float32 copy of the parameter among them.
-        is_partitioned: Whether the replicas share the optimizer's states (ZeRO 1).
+        is_partitioned: Whether each replica has a part of the optimizer's states, and changes that
+            part of the parameters (ZeRO 1).
     """
 
     weight: float = 2
@@ -91,7 +92,8 @@ class Event(NamedTuple):
     """What one stage does for a while.
 
     Attributes:
-        what: `forward`, `backward`, `activation`, `gradient`, `ties`, `gradients`, `optimizer`.
+        what: `forward`, `backward`, a transfer (`activation`, `gradient`), a sum (`ties`,
+            `gradients`), `optimizer`, or the gathering of the `weights` that the replicas changed.
         number: Which micro-batch; which tie.
         start: Seconds since the step's beginning.
         end: Likewise.
@@ -177,11 +179,11 @@ def simulate(
         data=data or Link(),
         replicas=replicas,
         ties=ties,
-        gradient=(memory or Bytes()).gradient,
+        memory=memory or Bytes(),
     )
     run.to_the_end()
     for stage, timeline in zip(stages, run.timelines, strict=True):
-        weights = (memory or Bytes()).of(stage.parameters, replicas)
+        weights = run.memory.of(stage.parameters, replicas)
         timeline.memory = weights + timeline.live * stage.held
     return Step(max(run.clocks), run.timelines)
 
@@ -196,7 +198,7 @@ class _Run:
     data: Link
     replicas: int
     ties: Sequence[Tie]
-    gradient: float
+    memory: Bytes
 
     def __post_init__(self) -> None:
         self.clocks = [0.0] * len(self.stages)
@@ -250,15 +252,20 @@ class _Run:
             elif name == "ReduceTiedGrads":
                 yield from self._reductions_of_ties(number)
             elif name == "ReduceGrads":
-                seconds = self.data.all_reduce(stage.parameters * self.gradient, self.replicas)
+                size = stage.parameters * self.memory.gradient
+                seconds = self.data.all_reduce(size, self.replicas)
                 yield _Operation("gradients", 0, seconds, (number,))
             elif name == "OptimizerStep":
                 yield _Operation("optimizer", 0, stage.optimizer, (number,))
+                if self.memory.is_partitioned and self.replicas > 1:
+                    size = stage.parameters * self.memory.weight
+                    seconds = self.data.all_gather(size, self.replicas)
+                    yield _Operation("weights", 0, seconds, (number,))
 
     def _reductions_of_ties(self, number: int) -> Iterator[_Operation]:
         for index, tie in enumerate(self.ties):
             if number in tie.stages:
-                size = tie.parameters * self.gradient
+                size = tie.parameters * self.memory.gradient
                 seconds = self.pipeline.all_reduce(size, len(tie.stages))
                 yield _Operation("ties", index, seconds, tie.stages)
 

@@ -14,8 +14,8 @@ WAITS, OTHER = ".", "*"
 
 def summary(step: Step) -> str:
     """A table with a row for each stage: what its time goes into, and its memory."""
-    kinds = ("forward", "backward", "transfers", "reductions", "optimizer")
-    of = {"transfers": ("activation", "gradient"), "reductions": ("ties", "gradients")}
+    kinds = ("forward", "backward", "transfers", "replicas", "ties", "optimizer")
+    of = {"transfers": ("activation", "gradient"), "replicas": ("gradients", "weights")}
     table = Table(title=f"{step.seconds * 1e3:.1f} ms, bubble {step.bubble:.1%}", box=None)
     for column in ("stage", *kinds, "waits", "live", "memory"):
         table.add_column(column, justify="right")

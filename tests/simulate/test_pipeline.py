@@ -77,10 +77,11 @@ def test_replicas_sum_the_gradients_and_share_the_states():
         simulate([stage], 1, data=Link(0.5, 20), replicas=replicas) for replicas in (1, 4)
     )
     assert alone.seconds == 2
-    assert four.seconds == 2 + 0.5 + 10 * 4 * 2 * 3 / 4 / 20
+    summed, gathered = 0.5 + 10 * 4 * 2 * 3 / 4 / 20, 0.5 + 10 * 2 * 3 / 4 / 20
+    assert four.seconds == 2 + summed + gathered
     assert [step.stages[0].memory for step in (alone, four)] == [10 * 18 + 7, 10 * 9 + 7]
     whole = simulate([stage], 1, replicas=4, memory=Bytes(4, 4, 8, is_partitioned=False))
-    assert whole.stages[0].memory == 10 * 16 + 7
+    assert whole.stages[0].memory == 10 * 16 + 7 and whole.stages[0].seconds("weights") == 0
 
 
 @settings(deadline=None, max_examples=50)
