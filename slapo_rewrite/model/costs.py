@@ -37,7 +37,7 @@ class Cost:
         held: Bytes kept for the backward pass.
         held_whole: Those of them that are whole.
         given: Bytes of the result of the element before it.
-        sent: Bytes of its result.
+        sent: Bytes of its result; of several, of the first.
     """
 
     parameters: dict[str, int] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class _Counter(TorchDispatchMode):
             return lambda *_: self.called.append(number)
 
         def leave(number: int) -> Callable[..., None]:
-            return lambda element, inputs, outputs: self._results[number].extend(_tensors(outputs))
+            return lambda *told: self._results[number].extend(_tensors(told[-1])[:1])
 
         hooks = [e.register_forward_pre_hook(enter(i)) for i, e in enumerate(elements)]
         hooks += [e.register_forward_hook(leave(i)) for i, e in enumerate(elements)]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from slapo_rewrite.model.costs import costs_of
-from tests.simulate.shapes import SHAPES
+from tests.simulate.shapes import PUBLISHED, SHAPES
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -39,6 +39,13 @@ def test_an_embedding_reads_what_it_looks_up():
     first = SHAPES["Llama-1B"].costs(sequences=1)[0]
     assert first.flops == 0
     assert first.moved < 10 * first.sent
+
+
+def test_of_several_results_the_first_goes_on():
+    # Its layers return their attention's weights beside the hidden states.
+    layer = PUBLISHED["GPT-Neo-1.3B"].costs(sequences=1)[1]
+    assert layer.sent == 512 * 2048 * 4
+    assert layer.moved_whole < layer.moved / 4
 
 
 class Twice(nn.Module):

@@ -1,7 +1,7 @@
 """The models that stages are cut of, as configurations: nothing is downloaded."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import transformers
@@ -18,17 +18,19 @@ class Shape:
         elements: Their paths.
         length: Tokens in a sequence.
         parameters: How many it has, in millions.
+        dtype: What it computes in.
     """
 
     make: Callable[[], torch.nn.Module]
     elements: list[str]
     length: int
     parameters: int
+    dtype: torch.dtype = torch.bfloat16
 
     def costs(self, sequences: int = 8) -> list[Cost]:
-        """What the elements cost in bfloat16."""
+        """What the elements cost."""
         with torch.device("meta"):
-            model = self.make().to(torch.bfloat16)
+            model = self.make().to(self.dtype)
         ids = torch.zeros(sequences, self.length, dtype=torch.long)
         inputs = {"input_ids": ids, "labels": ids}
         return costs_of(model, inputs, self.elements)
@@ -87,3 +89,32 @@ SHAPES = {
         1236,
     ),
 }
+
+# As their times were published, as far as that is known.
+PUBLISHED = {
+    "BERT-large": replace(SHAPES["BERT-large"], dtype=torch.float32),
+    "GPT-Neo-1.3B": Shape(
+        lambda: transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig()),
+        ["transformer.wte", *layers("transformer.h", 24), "lm_head"],
+        512,
+        1316,
+        torch.float32,
+    ),
+}
+
+# Large enough to need several GPUs.
+LLAMA_33B = Shape(
+    lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=5120,
+            num_hidden_layers=64,
+            num_attention_heads=40,
+            num_key_value_heads=8,
+            intermediate_size=27648,
+            vocab_size=152064,
+        )
+    ),
+    ["model.embed_tokens", *layers("model.layers", 64), "lm_head"],
+    4096,
+    32762,
+)
