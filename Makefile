@@ -44,4 +44,5 @@ bench: $(READY)
 	$(BIN)/python benchmark/readability.py
 	$(BIN)/python benchmark/rewrite_time.py
 	$(BIN)/python -m benchmark.traffic
+	$(BIN)/python -m benchmark.pipeline_simulation
 	$(BIN)/python benchmark/construction_sites.py

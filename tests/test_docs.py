@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from benchmark import readability, report, rewrite_time
+from benchmark import pipeline_simulation, readability, report, rewrite_time
 from slapo_rewrite import cli
 from slapo_rewrite.emit.rewrite import Project, rewrite
 from slapo_rewrite.primitives import registry
@@ -125,7 +125,9 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) <= 250
 
 
-@pytest.mark.parametrize("measured", [readability, rewrite_time], ids=lambda m: m.NAME)
+@pytest.mark.parametrize(
+    "measured", [readability, rewrite_time, pipeline_simulation], ids=lambda m: m.NAME
+)
 def test_figures_are_those_of_the_result_files(measured):
     text = measured.table(report.read(measured.NAME))
     assert report.marked(measured.NAME, text) in report.README.read_text()
