@@ -24,8 +24,10 @@ class Fingerprints:
         if node.path not in self._known:
             held = tuple((n, self.of(child)) for n, child in node.children.items())
             attributes = {n: v for n, v in vars(node.live).items() if not n.startswith("_")}
-            # What counts the layers tells no layer from another.
+            # What counts the layers tells no layer from another; an option of torch's modules does.
             indices = {int(name) for name in node.path.split(".") if name.isdigit()}
+            if node.cls.__module__.startswith("torch."):
+                indices = set()
             own = tuple(
                 (n, "index" if type(v) is int and v in indices else _seen(v))
                 for n, v in attributes.items()
