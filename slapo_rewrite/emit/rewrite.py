@@ -423,8 +423,8 @@ def idle_imports(
             if isinstance(node, ast.ImportFrom):
                 lead = f"from {file.resolve_import(node)} import"
             new = formatted(f"{lead} {names}", 0, line_length)
-        else:  # the line break before goes as well
-            start, new = max(0, start - 1), ""
+        else:  # with its line break
+            start, end, new = (start - 1, end, "") if start else (0, end + 1, "")
         removed.append(Edit(start, end, new, causes, "import what is used, no more"))
     return removed
 
