@@ -17,7 +17,6 @@ from slapo_rewrite.source.index import SourceFile
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _CLOSED = (*_SCOPES, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _TAKING_TURNS = (*_CLOSED, ast.IfExp, ast.BoolOp)
-_COMPUTING = (ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript)
 
 
 def inline_edits(
@@ -136,17 +135,6 @@ class _Body:
         if self.arguments_of_several():
             raise self.refused("it takes `*args`", self.forward)
 
-    @property
-    def changes_in_place(self) -> bool:
-        """Whether it may change a tensor that it was given."""
-        return any(
-            isinstance(node, ast.AugAssign)
-            or (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store))
-            or (isinstance(node, ast.Attribute) and re.search(r"[^_]_$", node.attr))
-            for statement in self.forward.body
-            for node in ast.walk(statement)
-        )
-
     def arguments_of_several(self) -> bool:
         """Whether it takes any number of positional arguments."""
         return self.forward.args.vararg is not None
@@ -186,14 +174,10 @@ class _Site:
                 raise self.refused("whether it is called depends on what is around", node, hint)
         value = innermost.value
         for node in ast.walk(value) if value is not None else ():
-            if not isinstance(node, ast.expr) or within(node, self.call):
+            if not isinstance(node, ast.Call) or within(node, self.call) or within(self.call, node):
                 continue
-            if within(self.call, node) or not _after(self.call, node):
-                continue
-            if isinstance(node, ast.Call):
+            if (node.lineno, node.col_offset) < (self.call.lineno, self.call.col_offset):
                 raise self.refused("something else is called before it here", node, hint)
-            if isinstance(node, _COMPUTING) and self.body.changes_in_place:
-                raise self.refused("it changes what something before it here reads", node, hint)
         return innermost
 
     def written(self) -> tuple[str, int, int]:
@@ -203,8 +187,7 @@ class _Site:
         replaced: dict[ast.Name, str] = {}
         lead: list[str] = []
         for name, value in given.items():
-            last = not any(self._computes(v) and _after(v, value) for v in given.values())
-            self._pass(name, value, names, replaced, lead, last)
+            self._pass(name, value, names, replaced, lead)
         for name in (*self.body.loads, *self.body.stores):
             for node in (*self.body.loads.get(name, ()), *self.body.stores.get(name, ())):
                 if name == self.body.me:
@@ -334,12 +317,8 @@ class _Site:
         names: dict[str, str],
         replaced: dict[ast.Name, str],
         lead: list[str],
-        last: bool,
     ) -> None:
-        """Puts an argument where the body reads it, or binds it to a name before.
-
-        What computes something, which may draw random numbers, does so in the order of before.
-        """
+        """Puts an argument where the body reads it, or binds it to a name before."""
         text = self.file.segment(value)
         loads = self.body.loads.get(name, [])
         first = self.body.statements[0]
@@ -350,41 +329,27 @@ class _Site:
             binds = isinstance(first, ast.Assign) and any(
                 isinstance(t, ast.Name) and t.id == name for t in first.targets
             )
-            simple = isinstance(value, (ast.Name, ast.Constant)) or (
-                len(early) == 1 and last and self._comes_first(early[0])
-            )
+            simple = isinstance(value, (ast.Name, ast.Constant)) or len(early) == 1
             if binds and simple and early:
                 replaced.update({n: self._fitting(text, value, n) for n in early})
                 return
         elif isinstance(value, (ast.Name, ast.Constant)):
             replaced.update({n: self._fitting(text, value, n) for n in loads})
             return
-        elif len(loads) == 1 and last and self._comes_first(loads[0]):
-            replaced[loads[0]] = self._fitting(text, value, loads[0])
-            return
+        elif (
+            len(loads) == 1
+            and within(first, loads[0])
+            and not isinstance(first, (ast.For, ast.While, ast.If, ast.With, ast.Try))
+        ):
+            closed = [n for n in ast.walk(first) if isinstance(n, _TAKING_TURNS)]
+            if not any(within(c, loads[0]) for c in closed):
+                replaced[loads[0]] = self._fitting(text, value, loads[0])
+                return
         elif not loads and isinstance(value, ast.Attribute):
             return
         target = names.get(name, name)
         if target != text:
             lead.append(f"{target} = {text}")
-
-    def _computes(self, value: ast.expr) -> bool:
-        """Whether an argument at the call is more than a name."""
-        return within(self.call, value) and not isinstance(
-            value, (ast.Name, ast.Constant, ast.Attribute)
-        )
-
-    def _comes_first(self, node: ast.Name) -> bool:
-        """Whether the body reads a name once, whatever happens, and computes nothing before."""
-        first = self.body.statements[0]
-        if hasattr(first, "body") or not within(first, node):
-            return False
-        return not any(
-            within(other, node)
-            if isinstance(other, _TAKING_TURNS)
-            else isinstance(other, ast.Call) and not within(other, node) and _after(node, other)
-            for other in ast.walk(first)
-        )
 
     def _fitting(self, text: str, value: ast.expr, node: ast.Name) -> str:
         """An argument's text as it can stand where a name stood."""
@@ -473,8 +438,3 @@ class _Site:
             and (isinstance(node, whole) or (isinstance(node, ast.Call) and self.call in node.args))
             for node in ast.walk(self.statement)
         )
-
-
-def _after(node: ast.expr, other: ast.expr) -> bool:
-    """Whether an expression begins behind another one."""
-    return (node.lineno, node.col_offset) > (other.lineno, other.col_offset)

@@ -136,14 +136,6 @@ class PartWriter:
     ) -> None:
         """`self.mlp(x)  ->  checkpoint(self.mlp, x, use_reentrant=False)`."""
         (call,), (statement,) = wanted.calls.calls, wanted.calls.run
-        for argument in (*call.args, *(k.value for k in call.keywords)):
-            if isinstance(argument, ast.GeneratorExp):
-                raise errors.Unsupported(
-                    "this call is given a generator, which would be gone through twice",
-                    at=self.file.at(argument),
-                    also=[c.at for c in wanted.causes[:1] if c.at],
-                    hint="give it a list",
-                )
         function = self.imports.outside(CHECKPOINT, "checkpoint", wanted.causes)
         options = ", ".join(self._options(change, wanted.causes))
         start = self.file.span(call)[0]

@@ -103,8 +103,8 @@ def _matches(
 
 
 def _take(rule: Rule, found: Found, looked: Looked) -> None:
-    template = read(rule.replacement(found))
-    claim = Claim(found.match, found.node, template, rule.operands(found), rule.name)
+    expression = rule.expression(found) or read(rule.replacement(found))
+    claim = Claim(found.match, found.node, expression, rule.operands(found), rule.name)
     reason = rule.refuses(found)
     if reason is None:
         looked.claims.append(claim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import functools
 from collections.abc import Callable, Mapping
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from slapo_rewrite.edit.examples import Example, Refusal
+from slapo_rewrite.fusion.engine import Calling
+from slapo_rewrite.model.facts import method_of
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match
@@ -81,6 +84,18 @@ class Found:
             found = getattr(found, name, None)
         return found
 
+    def buffer(self, name: str) -> ast.expr | None:
+        """The expression that a buffer of the module is registered with; None where not known."""
+        found = method_of(self.sources, type(self.node.live), "__init__")
+        for call in ast.walk(found[1]) if found is not None else ():
+            match call:
+                case ast.Call(
+                    func=ast.Attribute(ast.Name("self"), "register_buffer"),
+                    args=[ast.Constant(value), made, *_],
+                ) if value == name:
+                    return made
+        return None
+
 
 class Rule:
     """A computation that can be written better: one file of `rules/fusions`.
@@ -116,6 +131,10 @@ class Rule:
     def replacement(self, found: Found) -> Callable[..., Any]:
         """The function whose expression is written."""
         return found.alternative.replacement
+
+    def expression(self, found: Found) -> Calling | None:
+        """A call whose arguments depend on the match; None where `replacement` says it all."""
+        return None
 
     def operands(self, found: Found) -> Mapping[str, str]:
         """The text of each parameter of the replacement, by name."""

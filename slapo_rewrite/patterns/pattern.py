@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import types
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ class Pattern:
         first = {name: found[name] for name in self.parameters if name in found}
         return first | dict(sorted((found.items() - first.items()), key=lambda item: item[0]))
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """How many operations it has, those of functions that it calls among them."""
         return sum(not value.is_leaf and value.inner is None for value in self.values())

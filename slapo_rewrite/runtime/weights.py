@@ -235,13 +235,10 @@ class WeightMap:
     Attributes:
         weights: What each of the module's tensors is made of, by its name there.
         shapes: The shapes of the original's tensors, by their names and in its order.
-        taken: The originals that go into others.
-        absent: The originals that the last state dict lacked, by what was to be made.
     """
 
     def __init__(self, weights: Mapping[str, Weight], shapes: Shapes) -> None:
         self.weights, self.shapes = dict(weights), dict(shapes)
-        self.absent: dict[str, list[str]] = {}
         self.taken = {n for weight in self.weights.values() for n in weight.names()}
 
     def to_new(self, named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -256,9 +253,7 @@ class WeightMap:
         }
         for name, weight in self.weights.items():
             sources = [named.get(prefix + source) for source in weight.names()]
-            if is_number(sources[0]):
-                result[prefix + name] = named[prefix + weight.names()[0]]
-            elif all(map(self._is_original, weight.names(), sources)):
+            if all(map(self._is_original, weight.names(), sources)):
                 full = [(0, size) for size in weight.shape(self.shapes)]
                 tensor = weight.read(
                     lambda source: named[prefix + source].detach(), self.shapes, full
@@ -267,15 +262,6 @@ class WeightMap:
             elif prefix + name in named:
                 result[prefix + name] = named[prefix + name]
         return result
-
-    def lacking(self, named: Mapping[str, Tensor], prefix: str) -> list[str]:
-        """The originals that are missing of tensors of which others are there."""
-        found: dict[str, None] = {}
-        for weight in self.weights.values():
-            absent = [n for n in weight.names() if prefix + n not in named]
-            if len(absent) < len(weight.names()):
-                found |= dict.fromkeys(prefix + name for name in absent)
-        return list(found)
 
     def are_original(self, named: Mapping[str, Tensor], prefix: str) -> bool:
         """Whether the tensors below `prefix` are the original's."""
@@ -325,9 +311,7 @@ class WeightMap:
         made: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             value = named.get(prefix + name)
-            if is_number(value):
-                made |= dict.fromkeys(weight.names(), named[prefix + name])
-            elif value is not None:
+            if value is not None:
                 for source in weight.names():
                     if source not in made:
                         made[source] = value.new_zeros(self.shapes[source])
@@ -338,11 +322,6 @@ class WeightMap:
         order = [prefix + name for name in self.shapes if prefix + name in here]
         ordered = {name: here[name] for name in [*order, *here]}
         return dict(_in_place(named, own, ordered))
-
-
-def is_number(tensor: Tensor | None) -> bool:
-    """Whether a tensor is one number, which is of the whole of what it belongs to."""
-    return tensor is not None and tensor.dim() == 0
 
 
 def _in_place(
@@ -444,7 +423,6 @@ def map_weights(
     taking = module.register_load_state_dict_pre_hook(_take_originals)
     # A sharded layer's own hook cuts what this one makes.
     module._load_state_dict_pre_hooks.move_to_end(taking.id, last=False)
-    module.register_load_state_dict_post_hook(_name_originals)
     module.register_state_dict_post_hook(_mark_as_mapped)
     if _standing is None:
         return module
@@ -467,41 +445,13 @@ def unsaved_buffers(
 
 
 def _take_originals(
-    module: Any,
-    state_dict: dict[str, Any],
-    prefix: str,
-    metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    wrong: list[str],
+    module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: object
 ) -> None:
     """Before loading: makes the module's tensors of the original's."""
-    module.weight_map.absent = {}
-    if "mapped" in metadata:
-        return
-    new = module.weight_map.to_new(state_dict, prefix)
-    for name, weight in module.weight_map.weights.items():
-        sources = [prefix + source for source in weight.names()]
-        if prefix + name not in new:
-            absent = [source for source in sources if source not in state_dict]
-            module.weight_map.absent[prefix + name] = absent
-            if absent:
-                unexpected += [source for source in sources if source in state_dict]
-            else:
-                wrong.append(f"size mismatch for {' or '.join(sources)}")
-    state_dict.clear()
-    state_dict.update(new)
-
-
-def _name_originals(module: Any, incompatible: Any) -> None:
-    """After loading: names what is missing as the original does."""
-    for name, absent in module.weight_map.absent.items():
-        if name in incompatible.missing_keys:
-            missing = incompatible.missing_keys
-            place = missing.index(name)
-            del missing[place]
-            missing[place:place] = [n for n in absent if n not in missing]
+    if "mapped" not in metadata:
+        new = module.weight_map.to_new(state_dict, prefix)
+        state_dict.clear()
+        state_dict.update(new)
 
 
 def _mark_as_mapped(

@@ -129,13 +129,10 @@ def obstacle(run: tuple[ast.stmt, ...], inputs: Iterable[str]) -> Obstacle | Non
     for statement in statements(run):
         if (found := _leaving(run, statement)) or (found := _changing(statement, given)):
             return found
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement in run:
+            # From here on the name means a value of the run's own.
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            if _shows(statement.value, given):
-                given |= {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
-            elif statement in run:
-                # From here on the name means a value of the run's own.
-                given -= {t.id for t in targets if isinstance(t, ast.Name)}
+            given -= {t.id for t in targets if isinstance(t, ast.Name)}
     return None
 
 
@@ -182,16 +179,6 @@ def _changing(statement: ast.stmt, given: set[str]) -> Obstacle | None:
                 if attr not in _MUTATING:
                     hint = f"call `{attr.rstrip('_')}`, or {hint}"
                 return Obstacle(node, words.format(ast.unparse(changed)), hint)
-            case ast.Call(keywords=keywords) if out := next(
-                (k.value for k in keywords if k.arg == "out" and _root(k.value) in given), None
-            ):
-                hint = "name calls on one side of it"
-                return Obstacle(node, words.format(ast.unparse(out)), hint)
-            case ast.Call(func=ast.Attribute(attr=name), args=[first, *_]) if _root(
-                first
-            ) in given and re.search(r"[^_]_$", name):
-                hint = f"call `{name.rstrip('_')}`, or name calls on one side of it"
-                return Obstacle(node, words.format(ast.unparse(first)), hint)
             case ast.Call(args=[first, *_], keywords=keywords) if _root(first) in given and any(
                 k.arg == "inplace" and isinstance(k.value, ast.Constant) and k.value.value is True
                 for k in keywords
@@ -200,35 +187,11 @@ def _changing(statement: ast.stmt, given: set[str]) -> Obstacle | None:
     return None
 
 
-# What may give the same memory again, as a method of a tensor or as a function.
-_VIEWS = {
-    "chunk", "contiguous", "detach", "expand", "expand_as", "flatten", "movedim", "narrow",
-    "permute", "reshape", "reshape_as", "select", "split", "squeeze", "swapaxes", "t", "to",
-    "transpose", "type_as", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as",
-}  # fmt: skip
-
-
-def _shows(value: ast.expr, given: set[str]) -> bool:
-    """Whether a value may be one of those given, or a view of it."""
-    if isinstance(value, ast.IfExp):
-        return _shows(value.body, given) or _shows(value.orelse, given)
-    if isinstance(value, ast.Tuple | ast.List):
-        return any(_shows(element, given) for element in value.elts)
-    name = _root(value)
-    return name in given and (name != "self" or isinstance(value, ast.Name))
-
-
 def _root(node: ast.expr) -> str | None:
-    """The name that an attribute, an element or a view is one of."""
-    while True:
-        match node:
-            case ast.Attribute(value=inner) | ast.Subscript(value=inner) | ast.Starred(value=inner):
-                node = inner
-            case ast.Call(func=ast.Attribute(value=inner, attr=attr), args=args) if attr in _VIEWS:
-                is_function = isinstance(inner, ast.Name) and inner.id in ("torch", "F")
-                node = args[0] if is_function and args else inner
-            case _:
-                return node.id if isinstance(node, ast.Name) else None
+    """The name that an attribute or element is one of."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def _own_nodes(statement: ast.stmt) -> Iterator[ast.expr]:

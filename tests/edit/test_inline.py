@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from textwrap import indent
 
 import pytest
-import torch
 
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.verify.run import verify
@@ -202,67 +200,3 @@ def test_what_is_not_called_any_more_is_not_scheduled(tmp_path):
     lines = INLINE + '    blocks["mlp"].sync("fwd_post", "all_reduce")\n'
     text = refused(tmp_path, source("x = self.mlp(x, x)"), SCHEDULE + lines, "SR306")
     assert "is inlined, so it is not called any more" in text
-
-
-DRAWING = """\
-import torch
-from torch import nn
-
-
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, SIGNATURE):
-BODY
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Dropout(0.5), nn.Dropout(0.3)
-        self.inner = Inner()
-
-    def forward(self, x):
-CALL
-"""
-
-
-@pytest.mark.parametrize(
-    ("signature", "body", "call"),
-    [
-        (
-            "x",
-            "x = torch.stack([x * i for i in range(3)])\nreturn x",
-            "return self.inner(self.a(x))",
-        ),
-        ("x, f=0", "x = x if f else self.drop(x)\nreturn x", "return self.inner(self.a(x))"),
-        ("p, q", "return self.drop(q) * p", "return self.inner(self.a(x), self.b(x))"),
-        ("p", "return self.drop(p.ones) + p", "return self.inner(self.a(x))"),
-        ("p, q", "r = q - p\nreturn r + q", "return self.inner(self.a(x), self.b(x))"),
-        ("p, q", "return p.add_(1) + q", "y = x * 1\nreturn self.inner(y, y * 2)"),
-    ],
-)
-def test_what_is_drawn_or_changed_keeps_its_order(tmp_path, signature, body, call):
-    """Random numbers are drawn once each, and in the order of before."""
-    body = body.replace("p.ones", "torch.ones(2, 8)")
-    before = DRAWING.replace("SIGNATURE", signature).replace("BODY", indent(body, " " * 8))
-    before = before.replace("CALL", indent(call, " " * 8))
-    schedule = SCHEDULE.replace('    blocks = s["blocks.*"]\n', '    s.inline("inner")\n')
-    output = rewritten(tmp_path, before, schedule)
-    found = []
-    for text in (before, output.files[output.model_file]):
-        names: dict = {}
-        exec(text, names)
-        torch.manual_seed(0)
-        found.append(names["Net"]()(torch.arange(16.0).view(2, 8)))
-    assert torch.equal(*found), output.files[output.model_file]
-
-
-def test_what_is_read_before_a_change_in_place_is_refused(tmp_path):
-    before = DRAWING.replace("SIGNATURE", "p").replace("BODY", "        p += 1\n        return p")
-    before = before.replace("CALL", "        y = x * 1\n        return y * 2 + self.inner(y)")
-    schedule = SCHEDULE.replace('    blocks = s["blocks.*"]\n', '    s.inline("inner")\n')
-    text = refused(tmp_path, before, schedule, "SR305")
-    assert "it changes what something before it here reads" in text

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-
 import pytest
-import torch
 
 from slapo_rewrite.emit.explain import explain
 from slapo_rewrite.emit.write import write
@@ -324,50 +320,3 @@ def test_what_goes_cannot_have_been_scheduled(tmp_path):
     lines = f'    s["blocks.0.mlp.both"].shard("weight", axis=0)\n{REPLACED}'
     text = refused(tmp_path, MODEL, SCHEDULE + lines, "SR306")
     assert "`blocks.0.mlp` cannot be replaced after `blocks.0.mlp.both` in it was changed" in text
-
-
-TURNED = """\
-
-class Turned(nn.Module):
-    def __init__(self, width, out, bias):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width, out))
-
-    def forward(self, x):
-        return x @ self.weight
-
-
-def schedule(s):
-"""
-
-
-def test_an_original_whose_class_changes_itself(tmp_path):
-    """What stands for one instance is made of the original, not of what others become."""
-    lines = """\
-    s["blocks.0.mlp"].replace(PlainMLP, weights=MLP)
-    s["blocks.1.mlp.both"].replace(Turned, weights={"weight": transpose("weight")})
-"""
-    schedule = SCHEDULE.replace("\ndef schedule(s):\n", TURNED)
-    output = rewritten(tmp_path, MODEL, schedule + lines)
-    write(tmp_path / "changing", output.files)
-    names: dict = {}
-    exec(MODEL, names)
-    torch.manual_seed(0)
-    before = names["Net"]()
-    after, loading = imported(tmp_path, "changing")
-    model = after.Net()
-    model.load_state_dict(before.state_dict())
-    ids = torch.arange(10).view(2, 5)
-    torch.testing.assert_close(model(ids), before(ids))
-    full = loading.full_state_dict(model)
-    assert list(full) == list(before.state_dict())
-    assert all(torch.equal(full[n], t) for n, t in before.state_dict().items())
-
-
-def imported(folder, name):
-    """The model module of an output, and its `loading`."""
-    sys.path.insert(0, str(folder))
-    try:
-        return tuple(importlib.import_module(f"{name}.{m}") for m in ("source_0", "loading"))
-    finally:
-        sys.path.remove(str(folder))

@@ -2,7 +2,6 @@
 """Between the original's full tensors and the parts that this rank holds."""
 
 import json
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -61,13 +60,8 @@ def to_local(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]
         model: The model, which says how its parameters are divided.
         named: Tensors shaped like the original's parameters, by parameter name:
             parameters, gradients, optimiser moments. Parts are left as they are.
-
-    Raises:
-        ValueError: A module's tensor is made of several, and some of them are missing.
     """
     for prefix, weight_map in weight_maps(model).items():
-        if lacking := weight_map.lacking(named, prefix):
-            raise ValueError(f"these go together with others that are there: {lacking}")
         named = weight_map.to_new(named, prefix)
     divided = shards(model)
     return {
@@ -100,8 +94,7 @@ def gathered(part: Tensor, shard: Shard | None) -> Tensor:
     """The full tensor, from this rank's part of it."""
     if hasattr(part, "full_tensor"):  # FSDP2 divides parts further, over the replicas
         part = part.full_tensor()
-    # A number for the whole parameter, an optimiser's count of steps, is no part.
-    return part if shard is None or part.dim() == 0 else shard.gather(part)
+    return part if shard is None else shard.gather(part)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -125,30 +118,19 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
     if world_size() == 1:
         return make()
     generator = default_generator(device)
-    state, others = generator.get_state(), random.getstate()
+    state = generator.get_state()
     model = make()
     generator.set_state(state)
-    random.setstate(others)
     with world_of_one(), Recording(device) as recording:
-        whole = made_tensors(make())
+        whole = make().state_dict()
     divided, filled = shards(model), set()
-    saved = model.state_dict().keys()
-    for name, tensor in made_tensors(model).items():
-        # A buffer that is not saved may be smaller where parts need less of it.
-        fits = name in saved or tensor.shape == whole[name].shape
-        if fits and id(tensor) not in filled:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in filled:
             full = recording.value(whole[name])
             tensor.data.copy_(divided[name].cut(full) if name in divided else full)
             del full  # before the next one is worked out
             filled.add(id(tensor))
     return model
-
-
-def made_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a model's constructor makes: parameters, and buffers saved or not."""
-    own = dict(model.named_buffers(remove_duplicate=False))
-    own |= model.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}
 
 
 def load_pretrained(

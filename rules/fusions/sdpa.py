@@ -1,0 +1,269 @@
+"""Attention written out in tensor operations, as torch's own operation.
+
+Shapes: B batch, N heads, T tokens, S tokens attended to, H channels of a head.
+"""
+
+import ast
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slapo_rewrite.edit.expressions import parenthesised
+from slapo_rewrite.fusion import Alternative, Calling, Example, Found, Numerics, Refusal, Rule
+
+
+def scaled(q: Tensor, k: Tensor, scale: Any) -> Tensor:
+    return torch.matmul(q, k.transpose(-2, -1)) * scale
+
+
+def divided(q: Tensor, k: Tensor, scale: Any) -> Tensor:
+    return torch.matmul(q, k.transpose(-2, -1)) / scale
+
+
+def added(scores: Tensor, mask: Tensor) -> Tensor:
+    return scores + mask
+
+
+def hidden_where_zero(scores: Tensor, mask: Tensor) -> Tensor:
+    return scores.masked_fill(mask == 0, float("-inf"))
+
+
+def hidden_where_true(scores: Tensor, mask: Tensor) -> Tensor:
+    return scores.masked_fill(mask, float("-inf"))
+
+
+def hidden_where_false(scores: Tensor, mask: Tensor) -> Tensor:
+    return scores.masked_fill(~mask, float("-inf"))
+
+
+def softmax(scores: Tensor, q: Tensor) -> Tensor:
+    return F.softmax(scores, dim=-1)
+
+
+def float32_softmax(scores: Tensor, q: Tensor) -> Tensor:
+    return F.softmax(scores.float(), dim=-1).type_as(q)
+
+
+Scores, Softmax = Callable[[Tensor, Tensor, Any], Tensor], Callable[[Tensor, Tensor], Tensor]
+
+
+def unmasked(scores: Scores, softmax: Softmax) -> list[Callable[..., Tensor]]:
+    def with_dropout(
+        q: Tensor, k: Tensor, v: Tensor, scale: Any, p: float, training: bool
+    ) -> Tensor:
+        return torch.matmul(F.dropout(softmax(scores(q, k, scale), q), p, training), v)
+
+    def without(q: Tensor, k: Tensor, v: Tensor, scale: Any) -> Tensor:
+        return torch.matmul(softmax(scores(q, k, scale), q), v)
+
+    return [with_dropout, without]
+
+
+def masked(
+    scores: Scores, hidden: Callable[[Tensor, Tensor], Tensor], softmax: Softmax
+) -> list[Callable[..., Tensor]]:
+    def with_dropout(
+        q: Tensor, k: Tensor, v: Tensor, scale: Any, mask: Tensor, p: float, training: bool
+    ) -> Tensor:
+        weights = softmax(hidden(scores(q, k, scale), mask), q)
+        return torch.matmul(F.dropout(weights, p, training), v)
+
+    def without(q: Tensor, k: Tensor, v: Tensor, scale: Any, mask: Tensor) -> Tensor:
+        return torch.matmul(softmax(hidden(scores(q, k, scale), mask), q), v)
+
+    return [with_dropout, without]
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+# How a mask is written for the operation, which takes true for what is seen.
+MASKS: dict[Callable[..., Tensor], str] = {
+    added: "{}",
+    hidden_where_zero: "{} != 0",
+    hidden_where_true: "~{}",
+    hidden_where_false: "{}",
+}
+# What gives a mask another shape or dtype.
+SHAPING = ("view", "reshape", "unsqueeze", "bool", "to", "byte", "float", "int", "type")
+SPELLINGS = list(itertools.product((scaled, divided), (softmax, float32_softmax)))
+PATTERNS = {
+    pattern: (scores, hidden)
+    for hidden in (*MASKS, None)
+    for scores, weights in SPELLINGS
+    for pattern in (masked(scores, hidden, weights) if hidden else unmasked(scores, weights))
+}
+
+MODEL = """\
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.drop = nn.Dropout(0.0)
+        self.heads = heads
+        self.register_buffer("seen", torch.tril(torch.ones(16, 16)).view(1, 1, 16, 16))
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        # No token sees what comes after it.
+        scores = scores.masked_fill(self.seen[:, :, :T, :T] == 0, float("-inf"))
+        weights = self.drop(F.softmax(scores, dim=-1))
+        y = weights @ v  # (B, N, T, H)
+        return y.transpose(1, 2).reshape(B, T, C)
+"""
+SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Attention(16, 4)
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 6, 16)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s.apply("sdpa")
+"""
+
+
+class Sdpa(Rule):
+    """Compute attention by torch's `scaled_dot_product_attention`.
+
+    A mask that is a lower triangle by its construction, cut to the tokens, becomes `is_causal`.
+
+    Rewrite:
+        scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        y = self.drop(F.softmax(scores + mask, dim=-1)) @ v
+        -->
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=self.drop.p if self.training else 0.0
+        )
+
+    Shapes:
+        q (B, N, T, H), k and v (B, N, S, H), mask like (B, N, T, S) -> (B, N, T, H)
+
+    Numerics:
+        Reseeded: dropout draws other numbers; without it, the same formula rounded elsewhere. A
+        row whose tokens are all hidden is not a number by the operations, and may be zero.
+
+    State:
+        Unchanged: a mask's buffer stays.
+
+    Raises:
+        SR309 the weights are used elsewhere too, or are no plain softmax of scaled products.
+
+    Source: Dao et al. 2022, arXiv:2205.14135; torch.nn.functional.scaled_dot_product_attention.
+    """
+
+    name = "sdpa"
+    numerics = Numerics.RESEEDED
+    pays = "the scores, (B, N, T, S), are never written to memory"
+    rank = 90
+    alternatives = tuple(Alternative(pattern, fused) for pattern in PATTERNS)
+    examples = (
+        Example(
+            MODEL,
+            SCHEDULE,
+            """\
+-import math
+-        scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+-        scores = scores.masked_fill(self.seen[:, :, :T, :T] == 0, float("-inf"))
+-        weights = self.drop(F.softmax(scores, dim=-1))
+-        y = weights @ v  # (B, N, T, H)
++        y = F.scaled_dot_product_attention(
++            q, k, v, dropout_p=self.drop.p if self.training else 0.0, is_causal=True
++        )  # (B, N, T, H)
+""",
+        ),
+    )
+    refusals = (
+        Refusal(MODEL.replace("return y.", "return weights.sum() * y."), SCHEDULE, "SR309"),
+        Refusal(MODEL.replace("dim=-1", "dim=-2"), SCHEDULE, "SR309"),
+    )
+
+    def expression(self, found: Found) -> Calling:
+        """The call, with the keywords that it needs."""
+        given = self.operands(found)
+        keywords = ("attn_mask", "dropout_p", "is_causal", "scale")
+        origin = "torch.nn.functional.scaled_dot_product_attention"
+        return Calling(self.name, origin, ("q", "k", "v"), tuple(k for k in keywords if k in given))
+
+    def operands(self, found: Found) -> Mapping[str, str]:
+        """The text of what is given; what torch takes by itself is left out."""
+        scores, hidden = PATTERNS[found.alternative.pattern]
+        given = dict(found.operands)
+        if hidden is hidden_where_zero and is_causal(found):
+            given["is_causal"] = "True"
+        elif hidden is not None:
+            mask = given["mask"]
+            given["attn_mask"] = (
+                mask if hidden is added else MASKS[hidden].format(parenthesised(mask))
+            )
+        if "p" in given:
+            given["dropout_p"] = f"{given['p']} if {given['training']} else 0.0"
+        if scores is divided:
+            given["scale"] = f"1.0 / {parenthesised(given['scale'])}"
+        if is_usual(given["scale"], given["q"], given["k"]):
+            del given["scale"]
+        return given
+
+
+def is_usual(scale: str, q: str, k: str) -> bool:
+    """Whether a scale is one over the root of the channels of a head, which torch takes."""
+    sizes = [f"{x}{size}" for x in (q, k) for size in (".size(-1)", ".shape[-1]", ".size(dim=-1)")]
+    text = ast.unparse(ast.parse(scale, mode="eval"))
+    for size in sizes:
+        if text in (f"{size} ** -0.5", f"1 / {size} ** 0.5", f"1.0 / {size} ** 0.5"):
+            return True
+        if re.fullmatch(rf"1(\.0)? / (math|np|numpy)\.sqrt\({re.escape(size)}\)", text):
+            return True
+    return False
+
+
+def is_causal(found: Found) -> bool:
+    """Whether the mask is a buffer that is made as a lower triangle, cut to its first tokens."""
+    match found.value("mask").node:
+        case ast.Subscript(
+            value=ast.Attribute(value=ast.Name("self"), attr=name),
+            slice=ast.Tuple(
+                elts=[*_, ast.Slice(None, ast.Name(one)), ast.Slice(None, ast.Name(other))]
+            ),
+        ) if one == other:
+            made = found.buffer(name)
+            return made is not None and is_lower_triangle(made)
+    return False
+
+
+def is_lower_triangle(made: ast.expr) -> bool:
+    """Whether an expression is `torch.tril(torch.ones(...))` in another shape or dtype."""
+    match made:
+        case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr="tril"), args=[full]):
+            return isinstance(full, ast.Call) and ast.unparse(full.func) == "torch.ones"
+        case ast.Call(func=ast.Attribute(value=inner, attr=method)) if method in SHAPING:
+            return is_lower_triangle(inner)
+        case ast.Subscript(value=inner, slice=ast.Tuple(elts=elts)):
+            return all(ast.unparse(e) in ("None", ":", "...") for e in elts) and is_lower_triangle(
+                inner
+            )
+    return False
