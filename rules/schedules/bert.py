@@ -58,6 +58,8 @@ def schedule(
             layers["*.{attention.self,intermediate}"].sync("fwd_pre", "all_gather", axis=1)
             layers["*.{attention.output,output}.dense"].sync("fwd_post", "reduce_scatter", axis=1)
             s["bert.encoder"].sync("fwd_post", "all_gather", axis=1)
+        else:  # once for queries, keys and values together
+            layers["*.attention.self"].sync("bwd_post", "all_reduce")
         if parallel_loss:
             s["cls.predictions.decoder"].sync("bwd_post", "all_reduce")
         s.infer_sync()

@@ -65,6 +65,8 @@ def schedule(
             layers["*.{self_attn,mlp}"].sync("fwd_pre", "all_gather", axis=1)
             layers["*.{self_attn.o_proj,mlp.down_proj}"].sync("fwd_post", "reduce_scatter", axis=1)
             s["model"].sync("fwd_post", "all_gather", axis=1)
+        else:  # once for all layers that are handed the same rows
+            layers["*.{self_attn,mlp}"].sync("bwd_post", "all_reduce")
         if parallel_loss:
             s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()

@@ -106,7 +106,7 @@ class _Following:
         indivisible: Indivisible | None = None
         for world in WORLD_SIZES:
             try:
-                with _pretended_group(world):
+                with pretended_group(world):
                     followed = self._search(Guess())
                 return self._with_replicas(followed)
             except Indivisible as error:
@@ -145,7 +145,7 @@ class _Following:
             repeats=frozenset(followed.may_repeat),
         )
         try:
-            with _pretended_group(world):
+            with pretended_group(world):
                 further = self._search(guess)
         except (CannotFollow, Indivisible):
             return followed
@@ -280,7 +280,7 @@ def _gather_of(want: torch.Tensor, have: torch.Tensor) -> str:
 
 
 @contextlib.contextmanager
-def _pretended_group(world: int) -> Iterator[None]:
+def pretended_group(world: int) -> Iterator[None]:
     """A process group of `world` ranks of which this process is the first and only one."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
