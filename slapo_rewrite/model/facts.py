@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import types
 from typing import Any
 
@@ -18,6 +19,7 @@ from slapo_rewrite.source.facts import (
     Constant,
     Fact,
     Function,
+    Property,
     Submodule,
     Tensor,
     dotted,
@@ -30,6 +32,9 @@ _RANDOM = (
     *("Dropout", "RReLU", "FractionalMaxPool", "MultiheadAttention", "Transformer"),
     *("RNN", "LSTM", "GRU"),
 )
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class NodeFacts:
@@ -97,25 +102,41 @@ def runs(cls: type) -> str:
 
 
 def submodule(live: nn.Module) -> Submodule:
-    """A live module as a fact; one with hooks is more than its class says."""
-    hooked = live._forward_hooks or live._forward_pre_hooks or live._backward_hooks
+    """A live module as a fact; one with hooks, say, is more than its class says."""
+    cls = type(live)
+    kinds: set[type] = {type(inner) for inner in live.modules()}
+    plain = cls.__call__ is nn.Module.__call__ and "forward" not in vars(live)
+    plain = plain and not any(getattr(live, name) for name in _HOOKS)
     return Submodule(
-        f"hooked {runs(type(live))}" if hooked else runs(type(live)),
-        any(_draws(type(inner)) for inner in live.modules()),
-        not hooked and not any(True for _ in (*live.parameters(), *live.buffers())),
+        runs(cls) if plain else f"hooked {runs(cls)}",
+        any(map(_draws, kinds)),
+        not any(True for _ in (*live.parameters(), *live.buffers())),
+        plain,
         tuple(live._modules),
         getattr(live, "slapo_path", None),
     )
 
 
+@functools.cache
 def _draws(cls: type) -> bool:
-    """Whether a module's own `forward` may draw random numbers."""
+    """Whether an instance's own methods may draw random numbers."""
     name = runs(cls)
     if name.startswith("torch.nn."):
         return any(part in name for part in _RANDOM)
-    code = getattr(getattr(cls, "forward", None), "__code__", None)
-    names = code.co_names if code is not None else ("dropout",)
-    return any("dropout" in n or "rand" in n or n == "bernoulli" for n in names)
+    own = [c for c in cls.__mro__ if not c.__module__.startswith("torch.")]
+    return any(_names_random(f, 0) for c in own for f in vars(c).values())
+
+
+def _names_random(function: object, depth: int) -> bool:
+    """Whether a function, or one that it names, names what draws random numbers."""
+    function = inspect.unwrap(function) if callable(function) else function
+    if not isinstance(function, types.FunctionType) or depth > 3:
+        return False
+    names = function.__code__.co_names
+    if any("dropout" in n or "rand" in n or n == "bernoulli" for n in names):
+        return True
+    named = (function.__globals__.get(name) for name in names)
+    return any(_names_random(f, depth + 1) for f in named if isinstance(f, types.FunctionType))
 
 
 _MISSING = object()
@@ -132,7 +153,7 @@ def _attribute(owner: Any, name: str) -> Any:
     elif name in getattr(owner, "__dict__", {}):
         return vars(owner)[name]
     found = next((vars(c)[name] for c in type(owner).__mro__ if name in vars(c)), _MISSING)
-    return found if is_plain(found) else _MISSING
+    return found if is_plain(found) or isinstance(found, property) else _MISSING
 
 
 def _fact(value: Any) -> Fact | None:
@@ -142,6 +163,8 @@ def _fact(value: Any) -> Fact | None:
         return Tensor()
     if is_plain(value):
         return Constant(value)
+    if isinstance(value, property):
+        return Property()
     if isinstance(value, functools.partial) and not value.args:
         inner = _fact(value.func)
         plain = all(is_plain(v) for v in value.keywords.values())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slapo_rewrite.patterns.effects import is_expression, own_calls, plain_calls, stored, writes
 from slapo_rewrite.patterns.listed import Given, Listed, numbered
 from slapo_rewrite.patterns.operations import Operation, by_module, draws, draws_by_name
-from slapo_rewrite.patterns.values import Graph, Use, Value
-from slapo_rewrite.source.facts import Constant, Function, Submodule, names_of
+from slapo_rewrite.patterns.values import Exit, Graph, Use, Value
+from slapo_rewrite.source.facts import Constant, Function, Property, Submodule, names_of
 from slapo_rewrite.source.index import SourceFile
 
 MAX_DEPTH = 4
@@ -49,6 +51,10 @@ class Calls(Listed):
 
     def expr(self, node: ast.expr) -> Value:
         """What an expression gives."""
+        raise NotImplementedError
+
+    def hold(self, name: str, value: Value) -> None:
+        """Binds a local name, or an attribute as `self.path`."""
         raise NotImplementedError
 
     # What is called ---------------------------------------------------------------------------
@@ -114,6 +120,8 @@ class Calls(Listed):
         fact = self.facts.look(path)
         if self.pattern and isinstance(fact, Constant):
             return self.constant(fact.value, node)
+        if isinstance(fact, Property):
+            return self.make("property", [], node, literal=path, pure=False)
         if isinstance(fact, Submodule | Function):  # it is to be called, in a pattern as well
             return self.leaf("attribute", path, node)
         return self.attribute(path, node, isinstance(fact, Constant))
@@ -132,6 +140,8 @@ class Calls(Listed):
         assert callee.value is not None
         if callee.value.operation.startswith("new "):
             return self._instance(callee.value, given, node)
+        if callee.value.operation == "opaque" and writes(callee.value.node):
+            self.overwrite(callee.value, node)
         arguments = [("function", callee.value), *numbered(given)]
         return self.make("call", arguments, node, random=True, pure=False)
 
@@ -143,15 +153,24 @@ class Calls(Listed):
         found = self.named_operation(name, given, node)
         if found is not None:
             return found
+        if name == "builtins.setattr" and len(given) == 3 and given[0][1].operation == "self":
+            self.hold(f"self.{joined(given[0][1], str(given[1][1].literal))}", given[2][1])
+        if name.startswith("torch.") and name.rpartition(".")[2].startswith("set_"):
+            self.graph.exits.append(Exit(node, self.next(), total=True))
         if name in by_module():
             return self.make(f"new {name}", numbered(given), node)
         home, _, last = name.rpartition(".")
         if home == self.file.name and last in self.file.functions:
             function = self.file.functions[last]
             value = self.make(
-                f"call {name}", numbered(given), node, random=draws(function), pure=False
+                f"call {name}",
+                numbered(given),
+                node,
+                random=draws(function, self.file.functions),
+                pure=False,
             )
             value.look_through = lambda: self._through(value, self.file, function, given)
+            self._effects(value, self.file, function, given)
             return value
         if home in ("torch", "operator", "torch.Tensor"):
             return self._unlisted(last, given, node, pure=True)
@@ -211,14 +230,16 @@ class Calls(Listed):
     # Methods of the module, submodules ----------------------------------------------------------
 
     def _own_method(self, path: str, name: str, given: Given, node: ast.AST) -> Value:
-        found = self.facts.method(path, name)
-        random = found is None or draws(found[1])
+        computed = self.facts.look(f"{path}.{name}" if path else name) == Property()
+        found = None if computed else self.facts.method(path, name)
+        random = found is None or draws(found[1], found[0].functions)
         value = self.make(f"call self.{name}", numbered(given), node, random=random, pure=False)
         if found is not None:
             marks = found[1].decorator_list
             static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in marks)
             owner = None if static else path
             value.look_through = lambda: self._through(value, *found, given, owner)
+            self._effects(value, *found, given, owner)
         return value
 
     def _module(self, path: str, module: Submodule, given: Given, node: ast.AST) -> Value:
@@ -226,14 +247,13 @@ class Calls(Listed):
             regex = self.constant(module.regex, node)
             return self.make("call_module", numbered([("", regex), *given]), node, pure=False)
         known = by_module().get(module.cls)
-        keys = {key for key, _ in given}
-        if known is not None and len(given) == 1 and keys <= {"", "input"}:
-            arguments = {"input": given[0][1]}
-            for name, default in known.parameters[1:]:
-                arguments[name] = self._option(path, known, name, default, node)
-            return self.operation(known, arguments, node, called=path, given=given)
+        inputs = self._inputs(known, given, node) if known is not None else None
+        if known is not None and inputs is not None:
+            for name, default in known.parameters[known.inputs :]:
+                inputs[name] = self._option(path, known, name, default, node)
+            return self.operation(known, inputs, node, called=path, given=given)
         own = self.attribute(path, node)
-        forward = self.facts.method(path, "forward") if module.stateless else None
+        forward = self.facts.method(path, "forward") if module.plain else None
         value = self.make(
             f"module {module.cls}",
             [("module", own), *numbered(given)],
@@ -250,8 +270,15 @@ class Calls(Listed):
                 path, module, given[0][1], node
             )
         elif forward is not None:
+            value.stateful = not module.stateless
             value.look_through = lambda: self._through(value, *forward, given, path)
+            self._effects(value, *forward, given, path)
         return value
+
+    def _inputs(self, known: Operation, given: Given, node: ast.AST) -> dict[str, Value] | None:
+        """What a call of a module of `torch.nn` is given; None where that is not what it takes."""
+        taken = Operation(known.name, known.parameters[: known.inputs])
+        return self.bound(taken, given, node)
 
     def _option(
         self, path: str, known: Operation, name: str, default: object, node: ast.AST
@@ -281,14 +308,15 @@ class Calls(Listed):
     def _instance(self, new: Value, given: Given, node: ast.AST) -> Value:
         """`nn.GELU()(x)`: a module that is made only to be called."""
         known = by_module()[new.operation.removeprefix("new ")]
-        options = [p for p in known.parameters if p[0] not in ("input", "training")]
+        options = [p for p in known.parameters[known.inputs :] if p[0] != "training"]
         maker = Operation(known.name, tuple(options))
         arguments = None if known.tensors else self.bound(maker, _unnumbered(new.arguments), node)
-        if arguments is None or len(given) != 1:
+        inputs = self._inputs(known, given, node)
+        if arguments is None or inputs is None:
             return self.make("call", [("function", new), *numbered(given)], node, pure=False)
         if "training" in known.names:
             arguments["training"] = self.leaf("training", None, node, number=True)
-        arguments["input"] = given[0][1]
+        arguments |= inputs
         ordered = {name: arguments[name] for name in known.names}
         return self.operation(known, ordered, node)
 
@@ -322,14 +350,77 @@ class Calls(Listed):
             given: The arguments.
             owner: The path of the module whose method it is; None for a plain function.
         """
+        if not is_expression(function):
+            return None
+        inner = self._followed(value, file, function, given, owner)
+        if inner is None or inner.graph.mutations or inner.stores:
+            return None
+        (returned,) = inner.graph.returned
+        used = {id(each) for each in returned.walk()}
+        idle = (each for each in inner.graph.values if id(each) not in used)
+        return returned if all(each.pure and not each.random for each in idle) else None
+
+    def _followed(
+        self,
+        value: Value,
+        file: SourceFile,
+        function: ast.FunctionDef,
+        given: Given,
+        owner: str | None,
+    ) -> Calls | None:
+        """The builder that has followed a function; None where its arguments are not known."""
         if self.depth >= MAX_DEPTH or any(key in ("*", "**") for key, _ in given):
             return None
         inner = self._inner(value, file)
         if not inner.bind_parameters(function, given, owner):
             return None
         inner.run(function)
-        returned = inner.graph.returned
-        return returned[0] if len(returned) == 1 and not inner.graph.mutations else None
+        return inner
+
+    def _effects(
+        self,
+        value: Value,
+        file: SourceFile,
+        function: ast.FunctionDef,
+        given: Given,
+        owner: str | None = None,
+    ) -> None:
+        """Notes what a call writes to: its arguments' memory, attributes of the module."""
+        reached = list(self._reached(file, function, owner))
+        for method, path in reached:
+            for name in stored(method) if path is not None else ():
+                self.hold(f"self.{path}.{name}" if path else f"self.{name}", value)
+        if not any(writes(inner) for inner, _ in reached):
+            return
+        inner = self._followed(value, file, function, given, owner)
+        if inner is None:
+            for _, argument in given:
+                self.overwrite(argument, value.node)
+        else:
+            for mutation in inner.graph.mutations:
+                self.overwrite(mutation.target, value.node)
+
+    def _reached(
+        self, file: SourceFile, function: ast.FunctionDef, owner: str | None
+    ) -> Iterator[tuple[ast.FunctionDef, str | None]]:
+        """A function, the functions of its file and the methods of its module that it calls.
+
+        With each method comes the path of its module, with each plain function None.
+        """
+        pending: list[tuple[SourceFile, ast.FunctionDef, str | None]] = [(file, function, owner)]
+        seen: set[int] = set()
+        while pending:
+            home, each, path = pending.pop()
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            yield each, path
+            named = (home.functions.get(name) for name in plain_calls(each))
+            pending += [(home, inner, None) for inner in named if inner is not None]
+            located = (
+                (self.facts.method(path, n) for n in own_calls(each)) if path is not None else ()
+            )
+            pending += [(*place, path) for place in located if place is not None]
 
     def bind_parameters(self, function: ast.FunctionDef, given: Given, owner: str | None) -> bool:
         """Gives a call's arguments to the parameters of a function; False where they do not fit."""
@@ -340,6 +431,9 @@ class Calls(Listed):
         plain = [v for key, v in given if not key]
         if len(plain) > len(names):
             return False
+        for star, literal in ((arguments.vararg, ()), (arguments.kwarg, None)):
+            if star is not None:  # what is left over for them is nothing
+                self.scope[star.arg] = self.make("rest", [], star, literal=literal)
         held = dict(zip(names, plain, strict=False))
         every = [*names, *(a.arg for a in arguments.kwonlyargs)]
         for key, value in given:

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from slapo_rewrite.patterns.calls import Calls, joined
+from slapo_rewrite.patterns.effects import writes
 from slapo_rewrite.patterns.operations import BINARY, COMPARE, DTYPES, MIRRORED, UNARY
 from slapo_rewrite.patterns.values import Binding, Value
-from slapo_rewrite.source.facts import Constant, Submodule
+from slapo_rewrite.source.facts import Constant, Submodule, Tensor
 
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _CONSTANTS = {"math.pi": 3.141592653589793, "math.e": 2.718281828459045}
 
 
@@ -21,6 +23,7 @@ class Expressions(Calls):
         """Binds a local name, or an attribute as `self.path`."""
         self.scope[name] = value
         self.bindings.append((name, value))
+        self.stores = self.stores or name.startswith("self.")
         if self.through is None and self.statement is not None:
             self.graph.bound.append(Binding(name, value, self.statement, self.next(), walrus))
         if name in self.captured:
@@ -105,7 +108,8 @@ class Expressions(Calls):
         base = self.expr(node.value)
         if base.operation == "name":
             return self._named(f"{base.literal}.{node.attr}", node)
-        if base.operation in ("self", "attribute"):
+        of_tensor = base.operation == "attribute" and self.facts.look(str(base.literal)) == Tensor()
+        if base.operation in ("self", "attribute") and not of_tensor:
             return self.load_attribute(joined(base, node.attr), node)
         return self.member(base, node.attr, node)
 
@@ -158,7 +162,10 @@ class Expressions(Calls):
         read = dict.fromkeys(n.id for n in ast.walk(node) if isinstance(n, ast.Name))
         values = [self.scope[name] for name in read if name in self.scope]
         random = any(isinstance(n, ast.Call) for n in ast.walk(node))
-        return self.make("opaque", counted(values), node, random=random, pure=False)
+        value = self.make("opaque", counted(values), node, random=random, pure=False)
+        if isinstance(node, _COMPREHENSIONS) and writes(node):
+            self.overwrite(value, node)
+        return value
 
 
 def counted(values: Iterable[Value]) -> list[tuple[str, Value]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from slapo_rewrite.patterns.calls import joined
 from slapo_rewrite.patterns.expressions import Expressions, counted
 from slapo_rewrite.patterns.operations import BINARY
-from slapo_rewrite.patterns.values import Graph, Value
+from slapo_rewrite.patterns.values import Exit, Graph, Value
 from slapo_rewrite.source.facts import Facts, Resolver, Submodule, names_of
 from slapo_rewrite.source.index import SourceFile
 
@@ -103,6 +103,7 @@ class Flow(Expressions):
                     returned = self.expr(statement.value)
                     self.read(returned, statement, "returned")
                     self.graph.returned.append(returned)
+                self.leave(statement)
                 return False
             case ast.Expr():
                 self._effect(statement.value)
@@ -119,6 +120,7 @@ class Flow(Expressions):
             case ast.Break() | ast.Continue():
                 if self.exits:
                     self.exits[-1].append(dict(self.scope))
+                self.leave(statement)
                 return False
             case ast.Raise():
                 self._read_all(statement, "raised")
@@ -136,6 +138,10 @@ class Flow(Expressions):
                     elif isinstance(target, ast.Subscript):
                         self.overwrite(self.expr(target.value), statement)
         return True
+
+    def leave(self, statement: ast.stmt) -> None:
+        """Notes that a statement leaves the function, or a turn of a loop."""
+        self.graph.exits.append(Exit(statement, self.next()))
 
     def _read_all(self, statement: ast.stmt, why: str) -> None:
         for child in ast.iter_child_nodes(statement):
@@ -199,10 +205,17 @@ class Flow(Expressions):
         if isinstance(expr, ast.Constant):
             return
         value = self.expr(expr)
-        if isinstance(expr, ast.Call) and isinstance(expr.func, ast.Attribute):
-            owner = value.arguments[0][1] if value.arguments else None
-            if owner is not None and value.overwrites is None and value.called is None:
-                self.overwrite(owner, expr)
+        known = value.overwrites is not None or value.called is not None
+        if not isinstance(expr, ast.Call) or known or value.look_through is not None:
+            return
+        touched = [argument for _, argument in value.arguments]
+        if value.operation.startswith("call builtins."):
+            return
+        if not value.operation.startswith("call "):  # a method, of the first
+            touched = touched[:1]
+        for argument in touched:
+            if not argument.number:
+                self.overwrite(argument, expr)
 
     def _import(self, statement: ast.Import | ast.ImportFrom) -> None:
         base = self.file.resolve_import(statement) if isinstance(statement, ast.ImportFrom) else ""

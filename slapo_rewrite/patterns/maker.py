@@ -28,6 +28,7 @@ class Maker:
         captured: Local names that inner functions read.
         bindings: Every binding of a name so far.
         exits: What names held where the loops around were left early.
+        stores: Whether an attribute of the module is given a value.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Maker:
         self.captured: set[str] = set()
         self.bindings: list[tuple[str, Value]] = []
         self.exits: list[list[dict[str, Value]]] = []
+        self.stores = False
         self.regions: tuple[Arm, ...] = through.regions if through else ()
         self.statement: ast.stmt | None = through.statement if through else None
         self._prefix = through.order if through else ()
@@ -95,8 +97,12 @@ class Maker:
             inside=self.through.site if self.through else None,
             **more,
         )
-        if operation in ("parameter", "attribute"):
+        if operation == "parameter":
             value.bases = frozenset([(operation, literal)])
+        elif operation == "attribute":  # and what holds it
+            names = str(literal).split(".")
+            paths = (".".join(names[:n]) for n in range(1, len(names) + 1))
+            value.bases = frozenset((operation, path) for path in paths)
         return value
 
     def constant(self, literal: object, node: ast.AST) -> Value:

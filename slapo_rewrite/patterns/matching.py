@@ -32,6 +32,8 @@ class Stop:
         hint: What can be done.
         matched: How many of the pattern's operations matched.
         complete: Whether all of the pattern matched, and what stopped it is what lies between.
+        between: Whether a branch or a loop lies between that might hold what is looked for.
+        hidden: Whether it was inside a call that is looked through.
     """
 
     reason: str
@@ -40,11 +42,13 @@ class Stop:
     hint: str | None = None
     matched: int = 0
     complete: bool = False
+    between: bool = False
+    hidden: bool = False
 
     @property
-    def reach(self) -> tuple[int, bool]:
-        """How far it came; further is greater."""
-        return self.matched, self.complete
+    def reach(self) -> tuple[int, bool, bool, bool]:
+        """How far it came; further is greater, and what a call hides counts less."""
+        return self.matched, self.complete, self.between, not self.hidden
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,10 @@ class Matcher:
     def _differs(
         self, wanted: Value, value: Value, so_far: Pairing, held: Value | None = None
     ) -> None:
+        hidden = value.inside is not None
+        if self.nearest is not None and self.nearest.reach >= (so_far.matched, True):
+            return
+        between = False
         spots = [Spot(value.file, value.node, f"{described(value)} here")]
         reason = f"the pattern has {described(wanted)} where the model has {described(value)}"
         hint = None
@@ -223,6 +231,7 @@ class Matcher:
         elif value.operation in ("choice", "merge", "loop"):
             ways = [inner.operation for _, inner in value.arguments]
             if wanted.operation in ways or value.operation == "loop":
+                between = True
                 reason = f"{region(value.node)} lies between: there are several values there"
         elif wanted.operation == value.operation == "constant":
             hint = "what may vary is a parameter of the pattern"
@@ -231,7 +240,7 @@ class Matcher:
         elif {"*0", "*1", "*2", "**1", "**2"} & {name for name, _ in value.arguments}:
             hint = "a star-argument hides the operands"
         where = Spot(wanted.file, wanted.node, described(wanted))
-        self.stop(Stop(reason, tuple(spots), where, hint, so_far.matched))
+        self.stop(Stop(reason, tuple(spots), where, hint, so_far.matched, False, between, hidden))
 
 
 def outermost(wanted: Value, pairing: Pairing) -> Value:

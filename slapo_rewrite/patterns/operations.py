@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -26,6 +26,7 @@ class Operation:
         parameters: Its parameters and their defaults; the name of one that takes all further
             positional arguments begins with a star.
         module: The class of `torch.nn` whose call it is.
+        inputs: How many of the parameters such a call is given, from the first.
         free: Parameters that are sizes and rates: a pattern that is a class matches any.
         tensors: Parameters that the module holds as its own.
         commutes: Whether the first two operands may change places.
@@ -37,6 +38,7 @@ class Operation:
     name: str
     parameters: tuple[tuple[str, object], ...]
     module: str = ""
+    inputs: int = 1
     free: frozenset[str] = frozenset()
     tensors: frozenset[str] = frozenset()
     commutes: bool = False
@@ -225,6 +227,14 @@ _OTHERS = (
         "enable_gqa=False",
         draws=True,
     ),
+    _operation(
+        "cross_entropy",
+        "input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, "
+        "reduction='mean', label_smoothing=0.0",
+        module="CrossEntropyLoss",
+        inputs=2,
+        free="ignore_index",
+    ),
     _operation("where", "condition, input, other"),
     _operation("masked_fill", "input, mask, value"),
     _operation("clamp", "input, min=None, max=None"),
@@ -315,7 +325,10 @@ COMPARE: dict[type[ast.cmpop], str] = {
 # A comparison with its operands exchanged.
 MIRRORED = {"gt": "lt", "ge": "le"}
 
-_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal_", "uniform_", "exponential_")
+_RANDOM = (
+    *("rand", "dropout", "bernoulli", "multinomial", "normal_", "uniform_", "exponential_"),
+    *("manual_seed", "rng_state", "fork_rng"),
+)
 
 
 def draws_by_name(name: str) -> bool:
@@ -324,13 +337,25 @@ def draws_by_name(name: str) -> bool:
     return any(part in last for part in _RANDOM) or last == "normal"
 
 
-def draws(function: ast.AST) -> bool:
-    """Whether a function calls something that draws random numbers, as far as names tell."""
-    return any(draws_by_name(name) for name in _called(function))
+def draws(function: ast.AST, others: Mapping[str, ast.FunctionDef], depth: int = 3) -> bool:
+    """Whether a function calls something that draws random numbers, as far as names tell.
+
+    Args:
+        function: The function.
+        others: Functions that it may call.
+        depth: How far they are followed.
+    """
+    names = _called(function)
+    return any(map(draws_by_name, names)) or (
+        depth > 0 and any(draws(others[n], others, depth - 1) for n in names if n in others)
+    )
 
 
-def _called(function: ast.AST) -> Iterable[str]:
+@functools.lru_cache(maxsize=4096)
+def _called(function: ast.AST) -> frozenset[str]:
+    found = set()
     for node in ast.walk(function):
         match node:
             case ast.Call(func=ast.Name(id=name)) | ast.Call(func=ast.Attribute(attr=name)):
-                yield name
+                found.add(name)
+    return frozenset(found)

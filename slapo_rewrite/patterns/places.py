@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from slapo_rewrite.patterns.matching import Pairing, Spot, Stop
 from slapo_rewrite.patterns.pattern import Pattern
@@ -37,6 +38,8 @@ class Judge(Standing):
         """Why the match cannot be one call at the place of its result; None where it can."""
         checks = (
             self._hidden,
+            self._within,
+            self._idle,
             self._nameless,
             self._written,
             self._used_elsewhere,
@@ -45,6 +48,8 @@ class Judge(Standing):
             self._rebound,
             self._repeated,
             self._bound_inside,
+            self._changed,
+            self._left,
         )
         return next((stop for check in checks if (stop := check()) is not None), None)
 
@@ -73,6 +78,32 @@ class Judge(Standing):
                     _spot(result.inside, "in this call"),
                     _spot(result, "here"),
                 )
+        return None
+
+    def _within(self) -> Stop | None:
+        """All of it in the call of one module that holds state: it is that module's own."""
+        site = self.place.value.site
+        if not site.stateful or any(v.site is not site for v in self.nodes):
+            return None
+        stop = self._stop(
+            f"all of it is computed in the call of `{site.called}`",
+            _spot(site, "this call"),
+            wanted=self.pattern.roots[0],
+        )
+        return replace(stop, hint="look for it in that module")
+
+    def _idle(self) -> Stop | None:
+        """One of several results that nobody else reads."""
+        if len(self.results) == 1:
+            return None
+        ours = {id(node) for node in (*self.pairing.nodes, *self.pairing.calls)}
+        for result in self.results:
+            if all(use.by is not None and id(use.by) in ours for use in result.site.uses):
+                stop = self._stop(
+                    f"the value of {described(result)} is returned, and nobody reads it",
+                    _spot(result.site, "computed here"),
+                )
+                return replace(stop, hint="leave it out of what the pattern returns")
         return None
 
     def _nameless(self) -> Stop | None:
@@ -111,7 +142,7 @@ class Judge(Standing):
         return Spot(self.graph.file, use.node, f"{use.why} here" if use.why else "used here")
 
     def _branched(self) -> Stop | None:
-        around = self.place.value.regions
+        around = self.place.value.site.regions
         for wanted, value in self.pairing.held.items():
             if wanted.is_leaf:
                 continue
@@ -181,6 +212,14 @@ class Judge(Standing):
             return None
         moments = [*(value.order for value in drawn), self.place.moment]
         first, last = min(moments), max(moments)
+        for way in self.graph.exits:
+            if first < way.order < last:
+                return self._stop(
+                    "random numbers would be drawn on one way only",
+                    Spot(self.graph.file, way.node, "a way out in between"),
+                    _spot(drawn[0], "after this"),
+                    wanted=self.pattern.roots[0],
+                )
         for value in self.graph.values:
             if value.random and first < value.order < last and value not in self.moved:
                 return self._stop(
@@ -213,6 +252,46 @@ class Judge(Standing):
                     said if names else f"the value of {described(value)} {said}",
                     _spot(value, "computed here"),
                     _spot(self.place.value.site, "something else here"),
+                )
+        return None
+
+    def _changed(self) -> Stop | None:
+        """An operand that is read later than before, and may hold something else then."""
+        held = self.pairing.held.items()
+        read = [v for w, v in held if w.operation == "parameter" and v.operation == "attribute"]
+        for value in (*self.operands, *(v for v in read if "." in str(v.literal))):
+            change = next(self._changes(value), None)
+            if change is not None:
+                return self._stop(
+                    f"{described(value)} may be changed in between",
+                    _spot(value, "read here"),
+                    Spot(self.graph.file, change, "changed here"),
+                    wanted=self.pattern.roots[0],
+                )
+        return None
+
+    def _changes(self, value: Value) -> Iterator[ast.AST]:
+        """What may change an operand between where it is read now and the place."""
+        computed = value.operation == "property"
+        for other in self.graph.values:
+            between = value.order < other.order <= self.end and other not in self.moved
+            touched = computed or bool(other.bases & value.bases - _FREE)
+            if between and touched and not other.pure:
+                yield other.site.node
+        for bound in self.graph.bound if computed else ():
+            if value.order < bound.order <= self.end and bound.name.startswith("self."):
+                yield bound.statement
+
+    def _left(self) -> Stop | None:
+        """What is computed earlier, past a way out; and what changes all that follows."""
+        for way in self.graph.exits:
+            early = self.place.moment < way.order < self.end
+            if early or (way.total and self.start < way.order < self.end):
+                return self._stop(
+                    "a statement lies between after which others may not run, or run otherwise",
+                    Spot(self.graph.file, way.node, "this statement"),
+                    _spot(self.place.value.site, "the result"),
+                    wanted=self.pattern.roots[0],
                 )
         return None
 
@@ -259,6 +338,10 @@ class Judge(Standing):
             if isinstance(node, ast.Name) and then.get(node.id) is not now.get(node.id):
                 return node.id, node
         return None
+
+
+# What shapes and numbers, which share memory with nothing, are said to share it with.
+_FREE: frozenset[object] = frozenset([("free",)])
 
 
 def _spot(value: Value, note: str) -> Spot:

@@ -16,7 +16,7 @@ from slapo_rewrite.patterns.pattern import Pattern
 from slapo_rewrite.patterns.places import Judge
 from slapo_rewrite.patterns.standing import Replaced, places, text_of
 from slapo_rewrite.patterns.values import Graph, Value
-from slapo_rewrite.source.facts import Facts, NoFacts, Submodule
+from slapo_rewrite.source.facts import Facts, NoFacts, Property, Submodule
 from slapo_rewrite.source.index import SourceFile
 
 SEQUENTIAL = "torch.nn.Sequential"
@@ -210,7 +210,7 @@ def scopes_of(path: str, facts: Facts) -> list[Scope]:
         if name in found:
             continue
         if method:
-            located = facts.method("", name)
+            located = None if facts.look(name) == Property() else facts.method("", name)
         else:
             located = (home, home.functions[name]) if home and name in home.functions else None
         if located is None:

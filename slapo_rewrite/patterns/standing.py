@@ -240,8 +240,7 @@ class Standing:
                 return Target(result, name)
             return Target(result, fresh, result.site.node)
         held = [name for name in self._holding(result) if self._is_read(name, result)]
-        unread = "_" if "_" not in {node.id for node in self.graph.loads} else fresh
-        return Target(result, held[0] if held else unread, several=len(held) > 1)
+        return Target(result, held[0] if held else "_", several=len(held) > 1)
 
     def _is_nested(self, result: Value) -> bool:
         """Whether the text of a result is part of that of another, and goes with it."""
@@ -259,17 +258,16 @@ class Standing:
 
     def _is_read(self, name: str, result: Value) -> bool:
         """Whether anything but the match reads a result by this name."""
-        own = {
-            id(inner)
-            for value in self.nodes
-            if value is not self.place.value or not isinstance(value.node, ast.Tuple)
-            for inner in ast.walk(value.site.node)
-        }
-        own |= {id(inner) for s in self._aliases for inner in ast.walk(s)}
         return any(
-            node.id == name and id(node) not in own and self.may_be(value, result.site)
+            node.id == name and id(node) not in self._own and self.may_be(value, result.site)
             for node, value in self.graph.loads.items()
         )
+
+    @functools.cached_property
+    def _own(self) -> set[int]:
+        """The nodes of the text of the match, and of what gives its results other names."""
+        computed = [v.site.node for v in self.nodes if not isinstance(v.site.node, ast.Tuple)]
+        return {id(inner) for node in (*computed, *self._aliases) for inner in ast.walk(node)}
 
     @functools.cached_property
     def _aliases(self) -> list[ast.stmt]:

@@ -63,6 +63,8 @@ class Value:
         look_through: Gives what the called function returns, in terms of the arguments.
         inside: The call in the function's own text through whose body this value was reached.
         commutes: Whether the first two arguments may change places.
+        lazy: Whether nothing has read it yet: a merge of values.
+        stateful: Whether it is the call of a module that holds parameters or buffers.
     """
 
     operation: str
@@ -86,6 +88,7 @@ class Value:
     inside: Value | None = None
     commutes: bool = False
     lazy: bool = False
+    stateful: bool = False
 
     def __repr__(self) -> str:
         return f"<{self.operation} {self.literal!r}>" if self.is_leaf else f"<{self.operation}>"
@@ -138,6 +141,21 @@ class Mutation:
 
 
 @dataclass(frozen=True, eq=False)
+class Exit:
+    """A statement after which others may not run, or run otherwise.
+
+    Attributes:
+        node: The statement, or the call.
+        order: When.
+        total: Whether all that follows may compute otherwise: gradients are turned off, say.
+    """
+
+    node: ast.AST
+    order: tuple[int, ...]
+    total: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class Binding:
     """A local name, or an attribute as `self.path`, is given a value.
 
@@ -169,6 +187,7 @@ class Graph:
         names: What each name holds before a statement.
         after: What each name holds after a statement.
         bound: Each binding of a name to a value, in order.
+        exits: Each way out of the function, or out of a turn of a loop, in order.
         loads: What each name that is read holds there.
     """
 
@@ -180,6 +199,7 @@ class Graph:
     names: dict[ast.stmt, dict[str, Value]] = field(default_factory=dict)
     after: dict[ast.stmt, dict[str, Value]] = field(default_factory=dict)
     bound: list[Binding] = field(default_factory=list)
+    exits: list[Exit] = field(default_factory=list)
     loads: dict[ast.Name, Value] = field(default_factory=dict)
 
     def overwritten(

@@ -27,6 +27,11 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Property:
+    """An attribute that is computed each time it is read."""
+
+
+@dataclass(frozen=True)
 class Function:
     """A function: its dotted name, or the module's own method of that name.
 
@@ -49,6 +54,7 @@ class Submodule:
         cls: The dotted name of the class whose `forward` runs, `torch.nn.Linear` say.
         random: Whether it may draw random numbers.
         stateless: Whether neither it nor a module below holds parameters or buffers.
+        plain: Whether a call runs the `forward` of its class and nothing else.
         children: Names of its submodules.
         regex: The paths that it stands for, in a pattern.
     """
@@ -56,11 +62,12 @@ class Submodule:
     cls: str
     random: bool = True
     stateless: bool = False
+    plain: bool = False
     children: tuple[str, ...] = ()
     regex: str | None = None
 
 
-Fact = Constant | Tensor | Function | Submodule
+Fact = Constant | Tensor | Property | Function | Submodule
 
 
 class Facts(Protocol):

@@ -1,0 +1,86 @@
+"""What calling a function does besides giving a value, as far as its text tells."""
+
+from __future__ import annotations
+
+import ast
+import functools
+
+# Decorators under which a call still runs the function's body, and nothing else.
+_TRANSPARENT = {"staticmethod", "jit.script", "torch.jit.script", "torch.compile", "override"}
+# What has to be left out of a function for a call of it to be no more than the value it gives.
+_REFUSED = (
+    *(ast.Yield, ast.YieldFrom, ast.Await, ast.Raise, ast.Assert, ast.Global, ast.Nonlocal),
+    *(ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef),
+)
+_CACHED = functools.lru_cache(maxsize=4096)
+
+
+@_CACHED
+def is_expression(function: ast.FunctionDef) -> bool:
+    """Whether a function, by its syntax, is one value: no early way out, nothing else is done."""
+    names = (ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in function.decorator_list)
+    if not all(name in _TRANSPARENT for name in names):
+        return False
+    if not (function.body and isinstance(function.body[-1], ast.Return)):
+        return False
+    inner = [node for statement in function.body for node in ast.walk(statement)]
+    return sum(isinstance(node, ast.Return) for node in inner) == 1 and not any(
+        isinstance(node, (*_REFUSED, ast.FunctionDef)) for node in inner
+    )
+
+
+@_CACHED
+def writes(node: ast.AST) -> bool:
+    """Whether anything in a text may write to memory that it was given."""
+    return any(_writes(inner) for inner in ast.walk(node))
+
+
+def _writes(node: ast.AST) -> bool:
+    match node:
+        case ast.AugAssign():
+            return True
+        case ast.Subscript(ctx=ast.Store() | ast.Del()):
+            return True
+        case ast.Attribute(value=owner, ctx=ast.Store()):
+            return not (isinstance(owner, ast.Name) and owner.id == "self")
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), keywords=keywords):
+            in_place = name.endswith("_") and not name.endswith("__")
+            return in_place or any(k.arg in ("out", "inplace") for k in keywords)
+    return False
+
+
+@_CACHED
+def stored(function: ast.FunctionDef) -> tuple[str, ...]:
+    """The attributes of its own module that a method gives new values."""
+    return tuple(
+        dict.fromkeys(
+            node.attr
+            for node in ast.walk(function)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        )
+    )
+
+
+@_CACHED
+def plain_calls(function: ast.FunctionDef) -> tuple[str, ...]:
+    """The functions that a function calls by a plain name."""
+    calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
+    return tuple(dict.fromkeys(func.id for func in calls if isinstance(func, ast.Name)))
+
+
+@_CACHED
+def own_calls(function: ast.FunctionDef) -> tuple[str, ...]:
+    """The methods of its own module that a method calls."""
+    return tuple(
+        dict.fromkeys(
+            node.func.attr
+            for node in ast.walk(function)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "self"
+        )
+    )
