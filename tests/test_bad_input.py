@@ -145,6 +145,7 @@ def test_empty_match(run: Run):
 def test_unknown_parameter(run: Run):
     text = run('s["head"].shard("wieght", axis=0)')
     assert "`head` (Linear) has no parameter `wieght`" in text and "did you mean `weight`?" in text
+    assert 's[...]["head"], and name `weight`' in run('s.shard("head.weight", axis=0)')
     assert "is made without its optional `bias`" in run('s["head"].shard("bias", axis=0)')
 
 

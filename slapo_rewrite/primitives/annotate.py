@@ -11,7 +11,14 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.edit.state import Annotation, ModuleState
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
+from slapo_rewrite.primitives.base import (
+    Call,
+    Example,
+    Primitive,
+    Refusal,
+    parameter_hint,
+    signature_of,
+)
 from slapo_rewrite.primitives.shard import MLP, MODEL
 
 
@@ -102,8 +109,7 @@ def schedule(s):
                 at=at,
                 hint="a buffer is another one after each `model.to(...)`"
                 if is_buffer
-                else errors.did_you_mean(str(name), node.parameters)
-                or f"it has {', '.join(node.parameters) or 'none of its own'}",
+                else parameter_hint(str(name), node, node.parameters),
             )
         if not isinstance(key, str) or not key.isidentifier() or keyword.iskeyword(key):
             raise errors.BadArgument(f"{key!r} is no name for an attribute", at=at)

@@ -175,6 +175,24 @@ def signature_of(function: Any) -> inspect.Signature:
     return inspect.signature(function)
 
 
+def parameter_hint(name: str, node: Node, known: Iterable[str]) -> str:
+    """What to write in the place of a name that is no parameter of a module.
+
+    Args:
+        name: What was given.
+        node: The module.
+        known: The names that it could be.
+    """
+    path, _, own = name.rpartition(".")
+    inner: Node | None = node
+    for part in path.split(".") if path else ():
+        inner = inner.children.get(part) if inner is not None else None
+    if path and inner is not None and own in {**inner.parameters, **inner.buffers}:
+        return f'select the module that has it: s[...]["{path}"], and name `{own}` alone'
+    names = list(known)
+    return errors.did_you_mean(name, names) or f"it has {', '.join(names) or 'none of its own'}"
+
+
 def check_called(call: Call, node: Node) -> None:
     """Refuses a container that holds modules and is never called itself.
 

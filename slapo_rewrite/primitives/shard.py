@@ -12,7 +12,14 @@ from slapo_rewrite.edit.state import ModuleState, Share
 from slapo_rewrite.edit.state import Shard as ShardState
 from slapo_rewrite.model.layers import base_of
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
+from slapo_rewrite.primitives.base import (
+    Call,
+    Example,
+    Primitive,
+    Refusal,
+    parameter_hint,
+    signature_of,
+)
 
 MLP = """\
 import torch
@@ -253,8 +260,7 @@ class Shard(Primitive):
                     else f"has no parameter `{name}`, and no integer attribute"
                 ),
                 at=at,
-                hint=errors.did_you_mean(name, [*node.parameters, *_attributes(node)])
-                or f"it has {', '.join(node.parameters) or 'none of its own'}",
+                hint=parameter_hint(name, node, [*node.parameters, *_attributes(node)]),
             )
         for earlier in state.shards:
             if earlier.name == name:

@@ -200,6 +200,12 @@ def test_attributes_outlive_everything_else(tmp_path):
     [
         (['s["head"].annotate("wieght", "tag", 1)'], "SR203", "did you mean `weight`"),
         (['s["head"].annotate("bias", "tag", 1)'], "SR203", "it has weight"),
+        (
+            ['s["blocks.0"].annotate("norm.weight", "tag", 1)'],
+            "SR203",
+            'select the module that has it: s[...]["norm"], and name `weight` alone',
+        ),
+        (['s["blocks.0"].annotate("nrom.weight", "tag", 1)'], "SR203", "none of its own"),
         (['s["blocks.0.norm"].annotate("seen", "tag", 1)'], "SR203", "it is a buffer"),
         (['s["head"].annotate("weight", "shape", 1)'], "SR206", "attribute `shape` already"),
         (['s["head"].annotate("weight", "a b", 1)'], "SR206", "no name for an attribute"),
