@@ -429,10 +429,13 @@ def nodes_at(lineages: Lineages, class_name: str, key: Key) -> Iterator[Found]:
             for node in ast.walk(statement):
                 if not isinstance(node, (ast.Call, ast.Subscript)):
                     continue
-                # Of a method call, Python tells the place from the method's name on.
-                starts = [node.col_offset]
-                if isinstance(node, ast.Call):
-                    starts.append(getattr(node.func, "end_col_offset", -1))
+                starts = [(node.lineno, node.col_offset)]
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    # Of a method that stands on another line than what it is called on, Python
+                    # tells the place from its name on.
+                    ending = node.func.end_col_offset or 0
+                    length = len(node.func.attr.encode())
+                    starts.append((node.func.end_lineno or node.lineno, ending - length))
                 end = (node.end_lineno, node.end_col_offset)
-                if end == (end_line, end_column) and node.lineno == line and column in starts:
+                if end == (end_line, end_column) and (line, column) in starts:
                     yield method, statement, node

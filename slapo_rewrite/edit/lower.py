@@ -27,9 +27,11 @@ from slapo_rewrite.model.follow import (
     Border,
     CannotFollow,
     CannotRun,
+    CannotStandIn,
     Draw,
     Followed,
     ShardedParameter,
+    StandIn,
     Whole,
     follow,
     out_of_step,
@@ -38,6 +40,9 @@ from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.layers import Layer, base_of
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.source.index import SourceFile
+
+# The runs of a whole model, by the layers that it is watched for.
+Records = dict[frozenset[str], Whole]
 
 # Modes in the order of the data: a gradient is summed inside of what is gathered.
 ORDER = ("fwd_pre", "bwd_post", "fwd_post")
@@ -66,6 +71,7 @@ def lower(
     number: int,
     sources: Sources,
     step_inputs: Callable[[], dict[str, Any]],
+    small: Callable[[], tuple[Any, dict[str, Any]]],
     line_length: int,
 ) -> Lowered:
     """The edits that carry out what was asked.
@@ -76,12 +82,13 @@ def lower(
         number: How many directives asked for it.
         sources: The source files.
         step_inputs: Makes the keyword arguments of one training step.
+        small: Makes a small model with weights, and the keyword arguments of a step of it.
         line_length: The file's own.
 
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
-    return _Lowering(tree, dict(states), number, sources, line_length).run(step_inputs)
+    return _Lowering(tree, dict(states), number, sources, line_length).run(step_inputs, small)
 
 
 class _Lowering:
@@ -99,25 +106,38 @@ class _Lowering:
         self.desks = Desks(tree, sources)
         self.warnings: list[str] = []
 
-    def run(self, step_inputs: Callable[[], dict[str, Any]]) -> Lowered:
+    def run(
+        self,
+        step_inputs: Callable[[], dict[str, Any]],
+        small: Callable[[], tuple[Any, dict[str, Any]]],
+    ) -> Lowered:
         """Everything, in order."""
         follow_ties(self.tree, self.states)
         annotate_ties(self.tree, self.states)
         alike, every = Alike(self.tree, self.states), self.states
         self.inference = Inference(self.tree, every)
         self.desks.siblings(alike.siblings)
+
+        def followed_itself(asked: Asked, records: Records) -> Followed:
+            return follow(self.tree, asked, step_inputs(), self.desks.holds, records)
+
         with alike.reduced():
             self.states = few = {path: every[path] for path in every if path in self.tree.nodes}
             try:
                 with alike.shortened():
-                    followed: Followed | None = self._follow(step_inputs)
+                    followed: Followed | None = self._follow(followed_itself)
             except CannotRun:
                 followed = None
         if followed is None:
             # Some models count their layers by the configuration: run all of them.
             self.states = every
-            followed = self._follow_whole(step_inputs)
-            self.states = {path: self.states[path] for path in few}
+            try:
+                followed = self._follow(followed_itself)
+                self.states = {path: self.states[path] for path in few}
+            except CannotRun as error:
+                self.states = few
+                with alike.reduced():
+                    followed = self._follow_small(small, error)
         self.states, inferred = named(self.states, self.number)
         with alike.reduced():
             asked = self._asked()
@@ -205,39 +225,31 @@ class _Lowering:
             borders.sort(key=lambda b: ORDER.index(b.mode))
         return found
 
-    def _follow(self, step_inputs: Callable[[], dict[str, Any]]) -> Followed:
+    def _follow(self, run: Callable[[Asked, Records], Followed]) -> Followed:
         """What follows from the sharded sizes, once the syncs left to be inferred are there.
 
+        Args:
+            run: Follows a model with what is asked.
+
         Raises:
-            CannotRun: The model does not run on the meta device.
+            CannotRun: The model does not run.
             UnfollowableSize: Something does not fit.
         """
         refused: CannotFollow | None = None
-        records: dict[frozenset[str], Whole] = {}
+        records: Records = {}
         for states in self.inference.starts(self.states, self._asked().layers):
             repaired: dict[str, ModuleState] | None = states
             while repaired is not None:
                 self.states = repaired
                 asked = self._asked()
                 try:
-                    return self._follow_once(asked, step_inputs, records)
+                    return run(asked, records) if _needs_following(asked) else Followed()
                 except CannotFollow as error:
                     failed = error
                     repaired = self.inference.repaired(self.states, asked.layers, error.remedy)
             refused = refused or failed
         assert refused is not None
         raise self._unfollowable(refused) from None
-
-    def _follow_once(
-        self,
-        asked: Asked,
-        step_inputs: Callable[[], dict[str, Any]],
-        records: dict[frozenset[str], Whole],
-    ) -> Followed:
-        known = any(b.operation != "function" for found in asked.borders.values() for b in found)
-        if not (asked.layers or asked.parameters or asked.attributes or known):
-            return Followed()
-        return follow(self.tree, asked, step_inputs(), self.desks.holds, records)
 
     def _unfollowable(self, error: CannotFollow) -> errors.UnfollowableSize:
         """The error as a user sees it."""
@@ -257,17 +269,29 @@ class _Lowering:
             str(error), at=places[0] if places else None, also=places[1:], hint=error.hint
         )
 
-    def _follow_whole(self, step_inputs: Callable[[], dict[str, Any]]) -> Followed:
-        """The same with every layer; a model that does not run is warned of."""
+    def _follow_small(
+        self, small: Callable[[], tuple[Any, dict[str, Any]]], error: CannotRun
+    ) -> Followed:
+        """The same of a small model in its place; where there is none, that is warned of."""
+        before = self.states
         try:
-            return self._follow(step_inputs)
-        except CannotRun as error:
-            self.inference.refuse(f"the model does not run: {str(error).splitlines()[0]}")
-            self.warnings.append(
-                "the model does not run on the meta device, so sizes inside `forward` were not "
-                f"followed ({str(error).splitlines()[0]}); `--verify` tells whether they had to be"
+            stand_in = StandIn(self.tree, self.states, small)
+            return self._follow(lambda a, r: stand_in.follow(a, self.desks.holds, r))
+        except CannotStandIn as why:
+            instead = (
+                f"a small model cannot stand for it: {why}; `verify_model(m)` in the schedule may "
+                "make one with an element of each kind"
             )
-            return Followed()
+        except CannotRun as why:
+            instead = f"nor does a small one run: {str(why).splitlines()[0]}"
+        self.states = before
+        reason = f"{str(error).splitlines()[0]}; {instead}"
+        self.inference.refuse(f"the model does not run on the meta device: {reason}")
+        self.warnings.append(
+            "the model does not run on the meta device, so sizes inside `forward` were not "
+            f"followed ({reason}); `--verify` tells whether they had to be"
+        )
+        return Followed()
 
     def _warn_of(self, draw: Draw, world: int) -> None:
         """Says which random numbers bring the ranks out of step, unless they are forked."""
@@ -306,6 +330,12 @@ class _Lowering:
             if causes:
                 return causes[0].at
         return None
+
+
+def _needs_following(asked: Asked) -> bool:
+    """Whether anything that is asked has to be held against a run."""
+    known = any(b.operation != "function" for found in asked.borders.values() for b in found)
+    return bool(asked.layers or asked.parameters or asked.attributes or known)
 
 
 def _border(sync: Sync, number: int) -> Border:

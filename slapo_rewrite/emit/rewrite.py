@@ -153,8 +153,12 @@ def rewrite(
         def inputs() -> dict[str, Any]:
             return training_inputs(project.schedule, project.tree.root.live)
 
+        def small() -> tuple[Any, dict[str, Any]]:
+            model = twin.build_small(project.schedule.module, project.module)
+            return model, training_inputs(project.schedule, model)
+
         count = len(plan.directives)
-        lowered = lower(project.tree, plan.states, count, project.sources, inputs, length)
+        lowered = lower(project.tree, plan.states, count, project.sources, inputs, small, length)
         name, desks = project.file.path.name, lowered.desks
         definitions, moved = project.schedule, list[Change]()
         if more := [*lowered.edits.pop(SCHEDULE, ())]:

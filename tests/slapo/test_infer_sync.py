@@ -88,7 +88,7 @@ def test_what_cannot_be_mended_is_refused_as_ever(tmp_path):
 
 
 def test_a_model_that_does_not_run_is_refused(tmp_path):
-    source = SOURCE.replace("return self.block(", "x.numpy()\n        return self.block(")
+    source = SOURCE.replace("return self.block(", "raise ValueError\n        return self.block(")
     assert "cannot be inferred" in refused(tmp_path, source, SCHEDULE + INFER, "SR305")
 
 

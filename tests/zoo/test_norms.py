@@ -103,7 +103,7 @@ CASES = {
     "var": Case(source(), SCHEDULE + NORMS),
     "twice": Case(source(RMS.replace("x.pow(2)", "(x * x)"), TWICE), SCHEDULE + NORMS),
     "std": Case(source(layer=STD), SCHEDULE + NORMS),
-    "inferred": Case(
+    "norms_inferred": Case(
         source(),
         SCHEDULE[: SCHEDULE.index("    s[")]
         + '    s["{q,k}"].shard(["weight", "bias"], axis=0)\n'

@@ -6,13 +6,15 @@ shapes at each call tells which axes are partitions, and an operation that was t
 `split`, `expand`, an index) tells which of its arguments must shrink with them. An argument that
 is made of attributes of a module (`self.num_heads`) makes one of them this rank's share; any other
 is changed where it stands, to -1 or to its `part_size`; what can be neither is refused with its
-line. On the way `Flow` judges whether each operation is right on parts and partial sums.
+line. On the way `Flow` judges whether each operation is right on parts and partial sums. In the
+place of a model that does not run without values, its small twin is followed.
 """
 
 from slapo_rewrite.model.follow.draws import out_of_step
 from slapo_rewrite.model.follow.record import Whole
 from slapo_rewrite.model.follow.search import follow
 from slapo_rewrite.model.follow.sizes import Attribute
+from slapo_rewrite.model.follow.stand_in import CannotStandIn, StandIn
 from slapo_rewrite.model.follow.vocabulary import (
     SPOKEN,
     ArgumentChange,
@@ -38,12 +40,14 @@ __all__ = [
     "Border",
     "CannotFollow",
     "CannotRun",
+    "CannotStandIn",
     "Draw",
     "Followed",
     "ParallelLoss",
     "Place",
     "Remedy",
     "ShardedParameter",
+    "StandIn",
     "Statistic",
     "Whole",
     "follow",

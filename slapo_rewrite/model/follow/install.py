@@ -33,11 +33,11 @@ from slapo_rewrite.model.tree import Node
 
 
 @contextlib.contextmanager
-def installed(run: Run) -> Iterator[None]:
+def installed(run: Run, device: torch.device) -> Iterator[None]:
     """The model with sharded layers, split parameters and marked integers, during a run."""
     undo: list[Callable[[], None]] = []
     try:
-        with torch.device("meta"):
+        with device:
             for path, layer in run.asked.layers.items():
                 _install_layer(run, run.tree.nodes[path], layer, undo)
             for path, shards in run.asked.parameters.items():
@@ -112,7 +112,7 @@ def _install_parameters(
         total = sum(shard.parts)
         whole = [shape[shard.axis] * p // total for p in shard.parts]
         shape[shard.axis] = sum(-(-b // world) for b in whole)
-        new: Any = torch.empty(shape, dtype=old.dtype, device="meta")
+        new: Any = torch.zeros(shape, dtype=old.dtype)
         part = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
         held[shard.name] = part
         run.blocks[id(part)] = {shard.axis: tuple(whole)}

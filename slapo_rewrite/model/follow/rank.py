@@ -93,7 +93,9 @@ class Rank(TorchFunctionMode):
         except (RuntimeError, ValueError, IndexError) as error:
             raise _unfit(run, name or str(func), args, kwargs, error) from error
         if shapes(output):
-            _take_in(run, name, run.next_entry(func), args, kwargs, output, blocks)
+            entry = run.next_entry(func)
+            entry.choose(tensors(output))
+            _take_in(run, name, entry, args, kwargs, output, blocks)
         elif name == "__setitem__":
             _assigned(run, args)
         return output
@@ -177,7 +179,7 @@ def _check(run: Run, entry: Entry, outputs: list[torch.Tensor], args: Any, kwarg
 
 def _check_numbers(run: Run, name: str, entry: Entry, args: Any, kwargs: Any) -> None:
     """A number that is a value, a scale say, is the whole model's."""
-    here = list(numbers((args, kwargs)))
+    here = list(numbers((args, kwargs), not run.has_values))
     for want, have in zip(entry.numbers, here, strict=False):
         if want != have and (name in _ARITHMETIC or isinstance(want, float)):
             raise CannotFollow(
@@ -212,10 +214,16 @@ def _check_made(
 
 def _assigned(run: Run, args: Any) -> None:
     """`x[...] = y` makes `x` what `y` is."""
-    if len(args) == 3 and isinstance(args[2], torch.Tensor):
-        state = run.flow.of(args[2])
-        if state.kind != run.flow.of(args[0]).kind:
-            run.flow.set(args[0], state)
+    if len(args) != 3 or not isinstance(args[2], torch.Tensor):
+        return
+    target, value = args[0], args[2]
+    state = run.flow.of(value)
+    if state.kind != run.flow.of(target).kind:
+        run.flow.set(target, state)
+    for axis, packed in run.blocks.get(id(value), {}).items():
+        place = axis + target.dim() - value.dim()
+        if place >= 0 and sum(packed) == run.whole_shape(target)[place]:
+            run.blocks.setdefault(id(target), {}).setdefault(place, packed)
 
 
 def _hand_on(

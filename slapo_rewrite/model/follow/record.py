@@ -8,15 +8,15 @@ the meta device has not, are answered here for both runs alike.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.model.follow.sizes import Shape, numbers, shapes
+from slapo_rewrite.model.follow.sizes import Shape, numbers, shapes, tensors
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Tree
 
@@ -29,13 +29,33 @@ _MAKING = {
 
 @dataclass
 class Entry:
-    """One recorded operation of the whole model."""
+    """One recorded operation of the whole model.
+
+    Attributes:
+        function: What was called.
+        inputs: The shapes of the tensors that it was given.
+        outputs: The shapes of those that it returned.
+        numbers: The numbers that it was given.
+        key: What stood between the brackets of an index.
+        chosen: What it returned, where that has values and they are no floating-point numbers.
+    """
 
     function: Callable[..., Any]
     inputs: list[Shape]
     outputs: list[Shape]
     numbers: list[float]
     key: tuple[Any, ...] = ()
+    chosen: list[torch.Tensor | None] = field(default_factory=list)
+
+    def choose(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Lets what a rank has chosen, indices and masks, be what the whole model chose.
+
+        A rank's values are not the model's, and `forward` may go another way by them. Views have
+        what they are views of.
+        """
+        for chosen, output in zip(self.chosen, outputs, strict=False):
+            if chosen is not None and chosen.shape == output.shape and not output._is_view():
+                output.copy_(chosen)
 
 
 class Whole(TorchFunctionMode):
@@ -52,6 +72,7 @@ class Whole(TorchFunctionMode):
         self.entries: list[Entry] = []
         self.result: Any = None
         self.depth = 0
+        self.has_values = device_of(tree.root.live).type != "meta"
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -81,13 +102,26 @@ class Whole(TorchFunctionMode):
             return answer
         if self.depth:
             return func(*args, **kwargs)
-        inputs, given = shapes((args, kwargs)), list(numbers((args, kwargs)))
+        inputs, given = shapes((args, kwargs)), list(numbers((args, kwargs), not self.has_values))
         output = carry_out(func, args, kwargs)
         outputs = shapes(output)
         if outputs:
             key = key_of(args[1]) if getattr(func, "__name__", "") == "__getitem__" else ()
-            self.entries.append(Entry(func, inputs, outputs, given, key))
+            self.entries.append(
+                Entry(func, inputs, outputs, given, key, _chosen(output) if self.has_values else [])
+            )
         return output
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's tensors are."""
+    found = (t.device for t in (*model.parameters(), *model.buffers()))
+    return next(found, torch.device("meta"))
+
+
+def _chosen(output: Any) -> list[torch.Tensor | None]:
+    """Copies of indices and masks."""
+    return [None if t.is_floating_point() else t.detach().clone() for t in tensors(output)]
 
 
 def with_values(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

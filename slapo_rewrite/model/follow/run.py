@@ -17,7 +17,7 @@ from torch import nn
 from slapo_rewrite.model.follow.flow import Flow, Misuse
 from slapo_rewrite.model.follow.packing import Blocks
 from slapo_rewrite.model.follow.places import calling_frame, place_in_traceback, place_of
-from slapo_rewrite.model.follow.record import Entry
+from slapo_rewrite.model.follow.record import Entry, device_of
 from slapo_rewrite.model.follow.sizes import Attribute, Shape, Size, fits, tensors
 from slapo_rewrite.model.follow.vocabulary import (
     Asked,
@@ -68,6 +68,7 @@ class Run:
         followed: What has followed so far.
         wanted: What is taken for granted.
         editable: Whether a file may be changed.
+        has_values: Whether the model is a small one that computes with values.
         flow: Which tensors are whole, parts or partial sums.
         position: How many operations fitted.
         depth: How many sharded layers the run is inside of; operations there are not held against
@@ -99,6 +100,7 @@ class Run:
             for border in borders
             if border.partial_gradient is None and (path, border.number) not in wanted.summed
         )
+        self.has_values = device_of(tree.root.live).type != "meta"
         self.position = 0
         self.depth = 0
         self.origins: dict[int, str] = {}

@@ -21,7 +21,7 @@ from slapo_rewrite.model.follow.flow import PART, PARTIAL, Misuse, gather_line
 from slapo_rewrite.model.follow.install import installed
 from slapo_rewrite.model.follow.places import place_in_traceback
 from slapo_rewrite.model.follow.rank import Rank
-from slapo_rewrite.model.follow.record import Whole
+from slapo_rewrite.model.follow.record import Whole, device_of
 from slapo_rewrite.model.follow.replicas import fewer_heads
 from slapo_rewrite.model.follow.run import Guess, Run
 from slapo_rewrite.model.follow.sizes import tensors
@@ -50,7 +50,7 @@ def follow(
     """What in the model depends on the sharded sizes.
 
     Args:
-        tree: The model on the meta device; it is left as it was.
+        tree: The model, on the meta device or a small one with weights; it is left as it was.
         asked: What is sharded and synchronised.
         inputs: Keyword arguments of one training step.
         editable: Whether a file may be changed.
@@ -58,11 +58,12 @@ def follow(
             tree and inputs stay; takes the run that is made here.
 
     Raises:
-        CannotRun: The whole model does not run on the meta device.
+        CannotRun: The whole model does not run.
         CannotFollow: Something does not fit the sharded sizes.
     """
-    given = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     model = tree.root.live
+    device = device_of(model)
+    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     training = model.training
     model.train()
     try:
@@ -95,7 +96,7 @@ class _Following:
         records: dict[frozenset[str], Whole],
     ) -> None:
         self.tree, self.asked, self.inputs, self.editable = tree, asked, inputs, editable
-        self.model = tree.root.live
+        self.model, self.device = tree.root.live, device_of(tree.root.live)
         self.sources: dict[tuple[str, str], str | None] = {}
         watched = frozenset(asked.layers)
         if watched not in records:
@@ -121,7 +122,7 @@ class _Following:
     def _recorded(self) -> Whole:
         whole = Whole(self.tree, self.asked.layers)
         try:
-            with torch.enable_grad(), torch.device("meta"), whole.watching(), whole:
+            with torch.enable_grad(), self.device, whole.watching(), whole:
                 result = self.model(**self.inputs)
         except Exception as error:
             raise CannotRun(f"{type(error).__name__}: {error}") from error
@@ -211,7 +212,7 @@ class _Following:
 
     def _run_as_rank(self, run: Run) -> None:
         try:
-            with installed(run), torch.enable_grad(), torch.device("meta"), Rank(run):
+            with installed(run, self.device), torch.enable_grad(), self.device, Rank(run):
                 got = self.model(**self.inputs)
         except CannotFollow as error:
             error.position, error.repeats = run.position, frozenset(run.repeats)

@@ -83,22 +83,24 @@ def fits(whole: list[Shape], here: list[Shape]) -> bool:
     )
 
 
-def numbers(value: Any) -> Iterator[float]:
+def numbers(value: Any, of_tensors: bool = True) -> Iterator[float]:
     """The numbers in nested lists, tuples and mappings, in order; not those of a `torch.Size`.
 
-    A tensor without axes that is not on the meta device counts as a number.
+    Args:
+        value: What they are in.
+        of_tensors: Whether a tensor without axes that is not on the meta device counts as one.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield value
     elif isinstance(value, torch.Tensor):
-        if value.dim() == 0 and not value.is_meta:
+        if of_tensors and value.dim() == 0 and not value.is_meta:
             yield float(value.detach())
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from numbers(item)
+            yield from numbers(item, of_tensors)
     elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         for item in value:
-            yield from numbers(item)
+            yield from numbers(item, of_tensors)
 
 
 def product(values: Iterable[int]) -> int:

@@ -245,7 +245,7 @@ class Followed:
 
 
 class CannotRun(Exception):
-    """The whole model does not run on the meta device, so nothing can be said."""
+    """The whole model does not run, on the meta device say, so nothing can be said."""
 
 
 class CannotFollow(Exception):

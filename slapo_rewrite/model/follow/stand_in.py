@@ -1,0 +1,201 @@
+"""A small model that is followed in the place of one that does not run without values.
+
+Some models ask for values: how many tokens an expert got, whether any token attends to all. The
+small twin that verification runs has them. It is made of the same classes, so what follows from
+its sizes, attributes of classes and places in files, holds for the model as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_rewrite.model.follow.packing import ratio_of
+from slapo_rewrite.model.follow.record import Whole
+from slapo_rewrite.model.follow.search import follow
+from slapo_rewrite.model.follow.vocabulary import (
+    Asked,
+    CannotFollow,
+    Followed,
+    LayerKey,
+    layer_key,
+)
+from slapo_rewrite.model.tree import Node, Tree
+
+
+class CannotStandIn(Exception):
+    """The small model is not made as the model is."""
+
+
+class StandIn:
+    """Follows a small model, and says what that means for the model it stands for.
+
+    Args:
+        tree: The model that it stands for.
+        treated: What was asked of each of its module paths.
+        make: Makes the small model, with weights, and the keyword arguments of a training step.
+
+    Attributes:
+        paths: The module that each of the small model's stands for.
+
+    Raises:
+        CannotStandIn: There is none, or it is not made as the model is.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        treated: Mapping[str, Hashable],
+        make: Callable[[], tuple[nn.Module, dict[str, Any]]],
+    ) -> None:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                small, self.inputs = make()
+        except Exception as error:
+            raise CannotStandIn(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        self.tree, self.small, self.treated = tree, Tree(small), treated
+        self.paths: dict[str, str] = {}
+        self._pair(tree.root, self.small.root)
+
+    def _pair(self, node: Node, like: Node) -> None:
+        if node.cls is not like.cls:
+            raise CannotStandIn(
+                f"`{node.path or 's'}` is a {node.cls.__name__} in the model and a "
+                f"{like.cls.__name__} in the small one"
+            )
+        self.paths[like.path] = node.path
+        if isinstance(node.live, (nn.ModuleList, nn.ModuleDict)):
+            self._pair_elements(node, like)
+            return
+        if node.children.keys() != like.children.keys():
+            raise CannotStandIn(f"`{node.path or 's'}` holds other modules in the small model")
+        for name, child in node.children.items():
+            self._pair(child, like.children[name])
+
+    def _pair_elements(self, node: Node, like: Node) -> None:
+        """Has every kind of element, and every treatment, stood for by an element."""
+        found: dict[Any, Node] = {}
+        for child in node.children.values():
+            key = (_made_of(child), child.kind, self._treatment(child))
+            found.setdefault(key, child)
+        waiting = list(found.values())
+        for element in like.children.values():
+            fitting = [c for c in found.values() if _made_of(c) == _made_of(element)]
+            if not fitting:
+                raise CannotStandIn(f"nothing in `{node.path}` is made like `{element.path}`")
+            chosen = next((c for c in fitting if c in waiting), fitting[0])
+            waiting = [c for c in waiting if c is not chosen]
+            self._pair(chosen, element)
+        if waiting:
+            raise CannotStandIn(f"the small model has no element that is like `{waiting[0].path}`")
+
+    def _treatment(self, node: Node) -> Hashable:
+        """What is asked of a module and of those in it."""
+        start = len(node.path)
+        return tuple(
+            (inner.path[start:], self.treated[inner.path])
+            for inner in node.walk()
+            if inner.path in self.treated
+        )
+
+    def follow(
+        self,
+        asked: Asked,
+        editable: Callable[[str], bool],
+        records: dict[frozenset[str], Whole],
+    ) -> Followed:
+        """What follows in the model, as `follow` says it.
+
+        Raises:
+            CannotStandIn: Parts are given by sizes that the small model has not.
+            CannotRun: The small model does not run.
+            CannotFollow: Something does not fit the sharded sizes.
+        """
+        try:
+            found = follow(self.small, self._asked(asked), self.inputs, editable, records)
+        except CannotFollow as error:
+            raise self._meant(error) from error
+        return self._translated(found)
+
+    def _asked(self, asked: Asked) -> Asked:
+        packed = [dict(layer.keywords).get("parts", 1) for layer in asked.layers.values()]
+        packed += [shard.parts for shards in asked.parameters.values() for shard in shards]
+        if any(len(set(ratio_of(parts))) > 1 for parts in packed):
+            raise CannotStandIn("parts of different sizes may be of other sizes in the small model")
+
+        def those_in(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {own: values[path] for own, path in self.paths.items() if path in values}
+
+        return Asked(
+            those_in(asked.layers),
+            those_in(asked.parameters),
+            those_in(asked.borders),
+            frozenset(own for own, path in self.paths.items() if path in asked.heads),
+            those_in(asked.attributes),
+            frozenset(own for own, path in self.paths.items() if path in asked.forked),
+        )
+
+    def _translated(self, found: Followed) -> Followed:
+        """The same in the words of the model; sizes of the small one are left out."""
+        paths = self.paths
+        keys: dict[LayerKey, LayerKey] = {
+            layer_key(self.small.nodes[own]): layer_key(self.tree.nodes[path])
+            for own, path in paths.items()
+        }
+        return replace(
+            found,
+            heads={keys[key]: name for key, name in found.heads.items()},
+            units={keys[key]: name for key, name in found.units.items()},
+            replicated={keys[key]: name for key, name in found.replicated.items()},
+            arguments={replace(a, source=self._path(a.source)) for a in found.arguments},
+            shared={(paths[p], n): self._path(source) for (p, n), source in found.shared.items()},
+            summed=frozenset((paths[path], number) for path, number in found.summed),
+            nested={paths[path] for path in found.nested},
+            losses={
+                place: replace(loss, owner=paths[loss.owner], head=paths[loss.head])
+                for place, loss in found.losses.items()
+            },
+            statistics={replace(s, owner=paths[s.owner]) for s in found.statistics},
+            draws=set(),
+            even=set(),
+        )
+
+    def _path(self, path: str | None) -> str | None:
+        return None if path is None else self.paths[path]
+
+    def _meant(self, error: CannotFollow) -> CannotFollow:
+        """The error with the model's paths."""
+
+        def named(text: str) -> str:
+            for own, path in self.paths.items():
+                if own != path:
+                    text = text.replace(f"`{own}`", f"`{path}`")
+            return text
+
+        return CannotFollow(
+            f"{named(str(error))} (found in the small model that verification runs)",
+            error.place,
+            self._path(error.path),
+            named(error.hint) if error.hint else None,
+            sync=(self.paths[error.sync[0]], error.sync[1]) if error.sync else None,
+            remedy=replace(error.remedy, path=self.paths[error.remedy.path])
+            if error.remedy
+            else None,
+        )
+
+
+def _made_of(node: Node) -> Hashable:
+    """A module's class, the names and axes of its parameters, and what it holds, all the way down.
+
+    Of a list or a dictionary, how many there are of each kind does not count.
+    """
+    inside: Hashable = tuple((name, _made_of(child)) for name, child in node.children.items())
+    if isinstance(node.live, (nn.ModuleList, nn.ModuleDict)):
+        inside = frozenset(_made_of(child) for child in node.children.values())
+    own = tuple((name, parameter.dim()) for name, parameter in node.parameters.items())
+    return node.cls, own, inside
