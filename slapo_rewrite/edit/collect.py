@@ -156,9 +156,6 @@ class _Collection:
             for again in state.checkpointed_parts:
                 assert again.part is not None
                 self._part(node, RecomputePart(again.part, again.kept), again.cause)
-        for node in converted_models(self.tree) if self.states else ():
-            first = [c for state in self.states.values() for c in state.causes()]
-            keep_checkpoints(self.desks, node, ORIGINAL, united(first)[:1])
         self._sizes(layers, parameters, followed)
         for loss in followed.losses.values():
             self._loss(loss)
@@ -166,6 +163,9 @@ class _Collection:
             self._statistic(statistic)
         for path, layer in layers.items():
             self._read_sizes(self.tree.nodes[path], layer)
+        for node in converted_models(self.tree) if self.states else ():
+            first = [c for state in self.states.values() for c in state.causes()]
+            keep_checkpoints(self.desks, node, ORIGINAL, united(first)[:1])
 
     def _caller(self, node: Node) -> tuple[Node, str]:
         """The module whose methods call another one, and the path from it to that one."""

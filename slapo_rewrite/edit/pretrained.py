@@ -32,7 +32,8 @@ def keep_checkpoints(desks: Desks, node: Node, kind: str, causes: tuple[Directiv
         home = desks.of(above.cls)
         own = [c for c in above.cls.__mro__ if home and desks.of(c) is home]
         base = next((c for c in reversed(own) if is_pretrained(c)), None)
-        if home and base:
+        stays = home is not None and desks.is_other(home) and not home.places.changes
+        if home and base and not stays:
             key = ("mixin", base.__name__)
             known = home.places.changes.get(above.path, {}).get(key)
             what = known if kind == ORIGINAL and known else MixIn("pretrained", kind)

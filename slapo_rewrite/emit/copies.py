@@ -21,7 +21,8 @@ from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive
-from slapo_rewrite.model.join import Sources
+from slapo_rewrite.model.join import Sources, find_site
+from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.source.index import SourceFile
 
 # A definition: the module whose file holds it, and its name there; '' for the module itself.
@@ -55,6 +56,37 @@ class Copies:
     def name(self, file: SourceFile) -> str:
         """The name of a file in the output folder."""
         return f"{self.desks.stem(file)}.py"
+
+    def check_made(self, tree: Tree) -> None:
+        """Every instance of a class that changed must be made by a file of the output.
+
+        Raises:
+            UnfollowableConstruction: Something makes one that knows the original's class alone.
+        """
+        for node in tree.nodes.values():
+            home = self.files.get(node.cls.__module__)
+            if home in (None, self.sources.main) or node.owner is None:
+                continue
+            if self._sees(node.cls.__module__, node.cls.__name__):
+                self._check_made(node)
+
+    def _check_made(self, node: Node) -> None:
+        site = find_site(self.sources, node)
+        root: ast.expr | None = site.callee
+        while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
+            root = root.func if isinstance(root, ast.Call) else root.value
+        imports = dict(_imported(self.sources, site.file))
+        target = imports.get(root.id) if isinstance(root, ast.Name) else None
+        if site.file.name in self.files and (target is None or target[0] in self.files):
+            return
+        causes = self._causes(node.cls.__module__)
+        raise errors.UnfollowableConstruction(
+            f"`{node.path}` is a `{node.cls.__name__}`, which changes, and is made here by what "
+            "knows the original's class alone",
+            at=site.file.at(site.value),
+            also=[c.at for c in causes[:1] if c.at],
+            hint=f"write the construction out: {node.cls.__name__}(...), imported by its name",
+        )
 
     # Which files ----------------------------------------------------------------------------
 
@@ -361,7 +393,7 @@ def _definitions(file: SourceFile) -> dict[str, ast.stmt]:
     """What binds each name of a file's module level, imports apart."""
     found: dict[str, ast.stmt] = {**file.classes, **file.functions}
     for statement in file.tree.body:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
+        if isinstance(statement, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef):
             continue
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -169,6 +169,7 @@ def rewrite(
         for reference, why in project.references.items():
             imports.refer(reference, why)
         copies = Copies(project.sources, desks, lowered.edits)
+        copies.check_made(project.tree)
         if single_file:
             check_single(copies, lowered.edits)
         used = used_helpers(copies, desks)
