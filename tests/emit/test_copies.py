@@ -348,6 +348,42 @@ def test_a_star_is_refused(tmp_path):
     assert "by a star" in shown and "model.py:5" in shown and "import the names" in shown
 
 
+REGISTRY = """from .blocks import Block
+
+
+class Auto:
+    known = {"block": Block}
+
+    @classmethod
+    def make(cls, *args):
+        return cls.known["block"](*args)
+
+
+class Late:
+    @staticmethod
+    def make(*args):
+        import importlib
+
+        return importlib.import_module("{p}.blocks").Block(*args)
+"""
+
+
+@pytest.mark.parametrize("name", ["Auto", "Late"])
+def test_what_makes_a_class_that_changes(name, tmp_path):
+    """A registry that names the class is copied with it; one that looks it up cannot know of it."""
+    text = MODEL.replace("from .blocks import Block", f"from .registry import {name}")
+    text = text.replace("[Block(dim", f"[{name}.make(dim")
+    registry = REGISTRY.replace("{p}", f"pack_{tmp_path.name}")
+    package = Package(tmp_path, model=text, blocks=BLOCKS, parts=PARTS, registry=registry)
+    if name == "Auto":
+        out = package.written(package.rewritten())
+        assert (out / "registry.py").is_file()
+        assert type(imported(out, "model").Model().blocks[0]).__module__ == f"{out.name}.blocks"
+    else:
+        shown = package.refused(SCHEDULE, "SR103")
+        assert "knows the original's class alone" in shown and "model.py:12" in shown
+
+
 def test_names_that_clash(tmp_path):
     """A helper module has the name already."""
     package = Package(

@@ -8,6 +8,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.verify.run import verify
+from tests.rewriting import changed_lines, rewritten
 
 MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
 
@@ -48,15 +49,69 @@ def schedule(s, entered: str = "mlp"):
 """
 
 
-def test_the_routing_weights_get_summands_of_their_gradient(tmp_path):
-    """They scale what each rank's part of the experts gives, beside the experts' first argument."""
+def test_a_sync_in_a_forward_that_a_decorator_passes_over(tmp_path):
+    """Which function computes the experts is chosen by the configuration."""
     path = tmp_path / "s.py"
     path.write_text(SCHEDULE)
     with pytest.raises(errors.UnfollowableSize) as caught:
         rewrite(MIXTRAL, str(path), ["entered=mlp.experts"])
     words = caught.value.render()
-    assert "gradient is a summand on each rank, and nothing adds it up" in words
-    assert "self.experts(hidden_states, top_k_index, top_k_weights)" in words
+    assert "`MixtralExperts.forward` does not run" in words
+    assert "    def forward(" in words and 'layers[f"*.{entered}"].sync("bwd_post"' in words
+
+
+def test_a_sync_in_a_forward_that_a_decorator_calls(tmp_path):
+    source = """
+import functools
+
+from torch import nn
+
+
+def traced(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+    return call
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+
+    @traced
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = Head()
+
+    def forward(self, x):
+        return self.head(x)
+"""
+    schedule = """
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(3, 8)}
+
+
+def schedule(s):
+    s["head.a"].shard(["weight", "bias"], axis=0)
+    s["head.b"].shard("weight", axis=1)
+    s["head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
+"""
+    assert "+        return all_reduce(self.b(self.a(x).relu()))" in changed_lines(
+        rewritten(tmp_path, source, schedule)
+    )
 
 
 @pytest.mark.processes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class Whole(TorchFunctionMode):
     Attributes:
         entries: The operations.
         result: What the model returned.
+        ran: The code of wrapped `forward`s that ran.
     """
 
     def __init__(self, tree: Tree, layers: Mapping[str, Layer]) -> None:
@@ -71,6 +73,7 @@ class Whole(TorchFunctionMode):
         self.tree, self.layers = tree, layers
         self.entries: list[Entry] = []
         self.result: Any = None
+        self.ran: set[CodeType] = set()
         self.depth = 0
         self.has_values = device_of(tree.root.live).type != "meta"
 

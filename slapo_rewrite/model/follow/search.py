@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from slapo_rewrite.model.follow.vocabulary import (
     Indivisible,
     Remedy,
 )
+from slapo_rewrite.model.follow.wrapped import never_run, noting, wrapped_forwards
 from slapo_rewrite.model.tree import Tree
 
 # World sizes that are tried until one divides every head count.
@@ -98,10 +100,14 @@ class _Following:
         self.tree, self.asked, self.inputs, self.editable = tree, asked, inputs, editable
         self.model, self.device = tree.root.live, device_of(tree.root.live)
         self.sources: dict[tuple[str, str], str | None] = {}
-        watched = frozenset(asked.layers)
+        wrapped = wrapped_forwards(tree, asked)
+        watched = frozenset({*asked.layers, *wrapped})
         if watched not in records:
-            records[watched] = self._recorded()
+            records[watched] = self._recorded({f.code for f in wrapped.values()})
         self.whole = records[watched]
+        for path, forward in wrapped.items():
+            if forward.code not in self.whole.ran:
+                raise never_run(tree.nodes[path], forward)
 
     def run(self) -> Followed:
         indivisible: Indivisible | None = None
@@ -119,10 +125,16 @@ class _Following:
         assert indivisible is not None
         raise CannotFollow(str(indivisible), indivisible.place, hint=indivisible.hint)
 
-    def _recorded(self) -> Whole:
+    def _recorded(self, wrapped: Collection[CodeType]) -> Whole:
         whole = Whole(self.tree, self.asked.layers)
         try:
-            with torch.enable_grad(), self.device, whole.watching(), whole:
+            with (
+                torch.enable_grad(),
+                self.device,
+                noting(wrapped, whole.ran),
+                whole.watching(),
+                whole,
+            ):
                 result = self.model(**self.inputs)
         except Exception as error:
             raise CannotRun(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,70 @@
+"""Whether a `forward` that a decorator wraps runs at all: what is written into it may be idle.
+
+A decorator may put another function in the place of the one that stands in the file, and choose it
+by the configuration, as transformers does for experts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+from slapo_rewrite.model.follow.vocabulary import Asked, CannotFollow, Place
+from slapo_rewrite.model.tree import Node, Tree
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A `forward` as it stands in a file, and the number of the first sync that is asked of it."""
+
+    code: CodeType
+    sync: int
+
+
+def wrapped_forwards(tree: Tree, asked: Asked) -> dict[str, Forward]:
+    """The `forward`s that a decorator wraps, of the modules with collectives at their borders."""
+    found = {}
+    for path, borders in asked.borders.items():
+        known = [b for b in borders if b.operation not in ("function", "keep")]
+        forward: Any = inspect.getattr_static(tree.nodes[path].cls, "forward", None)
+        inner = inspect.unwrap(forward) if callable(forward) else None
+        code = getattr(inner, "__code__", None) if inner is not forward else None
+        if known and code is not None and path not in asked.layers:
+            found[path] = Forward(code, known[0].number)
+    return found
+
+
+@contextlib.contextmanager
+def noting(wanted: Collection[CodeType], ran: set[CodeType]) -> Iterator[None]:
+    """Notes which of these functions run meanwhile."""
+    if not wanted:
+        yield
+        return
+    before = sys.getprofile()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code in wanted:
+            ran.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def never_run(node: Node, forward: Forward) -> CannotFollow:
+    """The refusal of a collective in a `forward` that does not run."""
+    line = forward.code.co_firstlineno
+    return CannotFollow(
+        f"`{node.cls.__name__}.forward` does not run: a decorator puts another function in its "
+        "place, so that a collective in it would do nothing",
+        Place(forward.code.co_filename, line, line, 4, 4 + len("def forward")),
+        hint="put the sync on the module that calls it, or on one inside it",
+        sync=(node.path, forward.sync),
+    )
