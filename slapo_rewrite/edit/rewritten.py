@@ -34,9 +34,11 @@ class Rewrite:
         references: What the new text uses from elsewhere.
         absorbed: Paths of modules that were called where the new text calls them no more.
         notes: What was done and left undone, for the record.
+        classes: New classes of the file that take the place of modules, by their paths.
     """
 
     edits: list[Edit]
     references: tuple[Reference, ...] = ()
     absorbed: tuple[str, ...] = ()
     notes: tuple[Mapping[str, object], ...] = field(default=())
+    classes: Mapping[str, str] = field(default_factory=dict)

@@ -58,7 +58,7 @@ def place_edits(
         by_statement.setdefault(writing.statement, []).append(writing)
     edits = {s: list(_changed(file, s, here, line_length)) for s, here in by_statement.items()}
     gone = {s: writing for writing in writings for s in writing.replaced.removed}
-    edits |= {s: [_removed(file, s, writing)] for s, writing in gone.items()}
+    edits |= {s: [removed(file, s, w.cause, w.why, w.moved)] for s, w in gone.items()}
     return edits
 
 
@@ -120,8 +120,14 @@ def _with_parentheses(text: str, begin: int, end: int) -> tuple[int, int]:
         begin, end = len(left) - 1, end + after + 1
 
 
-def _removed(file: SourceFile, statement: ast.stmt, writing: Writing) -> Edit:
-    """A statement gone with its lines; the comments on them stay."""
+def removed(
+    file: SourceFile, statement: ast.stmt, cause: Directive, why: str, moved: bool = False
+) -> Edit:
+    """A statement gone with its lines; the comments on them stay, unless they go with it.
+
+    Raises:
+        Unsupported: It shares its line with another.
+    """
     start, end = file.span(statement)
     first = file.text.rfind("\n", 0, start) + 1
     stop = file.text.find("\n", end)
@@ -131,16 +137,16 @@ def _removed(file: SourceFile, statement: ast.stmt, writing: Writing) -> Edit:
         raise errors.Unsupported(
             "a statement that has to go shares its line with another",
             at=file.at(statement),
-            also=[writing.cause.at] if writing.cause.at else [],
+            also=[cause.at] if cause.at else [],
             hint="give each statement a line of its own",
         )
     indent = file.text[first:start]
     kept = "".join(f"{indent}{comment}\n" for comment in _comments(file.text[first:stop]))
-    if writing.moved:
+    if moved:
         kept, first = "", _above(file.text, first)
     if not kept and _blank_before(file.text, first) and _blank_after(file.text, stop):
         stop = file.text.find("\n", stop + 1)
-    return Edit(first, stop + 1, kept, (writing.cause,), writing.why)
+    return Edit(first, stop + 1, kept, (cause,), why)
 
 
 def _above(text: str, first: int) -> int:

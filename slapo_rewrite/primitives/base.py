@@ -32,6 +32,7 @@ class Call:
         arguments: By name.
         sources: The files that the model's classes come from.
         tree: The module tree.
+        done: What it changed in the source, once that is done.
     """
 
     directive: Directive
@@ -39,6 +40,7 @@ class Call:
     arguments: dict[str, Any]
     sources: Sources
     tree: Tree
+    done: Rewrite | None = None
 
 
 class Primitive:

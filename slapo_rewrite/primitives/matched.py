@@ -16,6 +16,7 @@ from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match, Miss
 from slapo_rewrite.primitives.base import Call, function_of
 from slapo_rewrite.primitives.find import found
+from slapo_rewrite.primitives.held import in_place_of
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -62,16 +63,25 @@ def replaced(
         NoMatch: There is no match, or it cannot be replaced.
     """
     new, at = call.arguments["new_mod"], call.directive.at
-    for name in ("args", "weights"):
-        if call.arguments[name] is not None:
-            raise errors.BadArgument(
-                f"`{name}` is for a module; what takes the place of a pattern is a function", at=at
-            )
     function = function_of(call, new, "what takes the place of a pattern")
     matches = found(call, nodes, states)
     if not matches:
         said = getattr(call.arguments["pattern"], "__name__", str(call.arguments["pattern"]))
         raise nothing_found(said, matches.nearest, at)
+    if isinstance(new, type):
+        if not isinstance(call.arguments["pattern"], str):
+            raise errors.Unsupported(
+                "a module class takes the place of calls side by side, of which a regular "
+                "expression says the paths",
+                at=at,
+                hint="for any other computation give a function, or replace the whole module",
+            )
+        return in_place_of(call, matches, function, states, line_length)
+    for name in ("args", "weights", "name"):
+        if call.arguments[name] is not None:
+            raise errors.BadArgument(
+                f"`{name}` is for a module, and `{function.name}` is a function", at=at
+            )
     engine = Engine(call.tree, call.sources, states, call.directive, line_length)
     origin = f"{function.module or SCHEDULE}.{function.name}"
     claims = [_claim(call, match, new, origin) for match in matches]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.edit.state import ModuleState, Replacement
+from slapo_rewrite.edit.state import Function, ModuleState, Replacement
 from slapo_rewrite.model.substitute import (
     CannotBuild,
     Misfit,
@@ -27,6 +27,7 @@ from slapo_rewrite.primitives.base import (
     function_of,
     signature_of,
 )
+from slapo_rewrite.primitives.held import class_of, weights_beside
 from slapo_rewrite.primitives.matched import replaced
 from slapo_rewrite.primitives.shard import MLP, MODEL
 from slapo_rewrite.runtime.weights import Original, Weight, weight_of
@@ -100,7 +101,9 @@ class Gate(nn.Module):
 
 
 GATING = (
-    MODEL.replace("m.MLP(8)", "m.SplitGate(8)")
+    MODEL.replace("m.MLP(8)", "m.SplitGate(8)").replace(
+        "import torch\n", "import torch\nfrom torch import nn\n", 1
+    )
     + """\
 def gate(x, y):
     return torch.sigmoid(x) * y
@@ -140,6 +143,10 @@ class Replacing(Primitive):
             return None  # one module at several paths
         return self._built(call, node)
 
+    def _class(self, call: Call, node: Node) -> Any:
+        """What makes the new module."""
+        return call.arguments[self.new]
+
     def _built(self, call: Call, node: Node) -> nn.Module | None:
         """The new module on the meta device; None where that cannot be made, and need not be.
 
@@ -147,7 +154,8 @@ class Replacing(Primitive):
             BadArgument: Its constructor does not take the arguments.
             WeightsMisfit: It cannot be made, and its weights are to be mapped.
         """
-        new, arguments = call.arguments[self.new], call.arguments.get("args")
+        new, arguments = self._class(call, node), call.arguments.get("args")
+        arguments = None if call.done is not None else arguments
         at, name = call.directive.at, getattr(new, "__name__", "the new module")
         try:
             return built_in_place(call.sources, node, new, arguments)
@@ -268,7 +276,9 @@ class Replace(Replacing):
     With a `pattern`, a function takes the place of what `find` finds of it in the selected modules:
     it is called with what the pattern's parameters stand for, by their names, or by position where
     the names differ. The schedule goes on with the model as rewritten; of modules that share a text
-    those that are not selected keep it.
+    those that are not selected keep it. Where the pattern is a regular expression that finds
+    several linear layers called on one operand, a module class takes the place of all of them: one
+    of `name` gives their results along the last axis, and its weights are made of theirs.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
@@ -332,6 +342,29 @@ class Replace(Replacing):
 +        return checked_gate(self.gate(x), self.up(x))
 """,
         ),
+        Example(
+            GATE,
+            GATING.replace("m.SplitGate", "m.Gate")
+            + 'def schedule(s):\n    s["gated"].replace(nn.Linear, "gate|up", name="gate_up")\n',
+            """\
++from .weights import concat, map_weights
++class PackedSplitGate(SplitGate):
++    \"""A `SplitGate` with `gate` and `up` in one `gate_up`.\"""
++    def __init__(self, width):
++        super().__init__(width)
++        self.gate_up = nn.Linear(width, 2 * width, bias=False)
++        del self.gate, self.up
++    def forward(self, x):
++        gate, up = self.gate_up(x).chunk(2, dim=-1)
++        return torch.sigmoid(gate) * up
+-        self.gated = SplitGate(width)
++        self.gated = map_weights(
++            lambda: PackedSplitGate(width),
++            original=lambda: SplitGate(width),
++            weights={"gate_up.weight": concat("gate.weight", "up.weight")},
++        )
+""",
+        ),
     )
     refusals = (
         Refusal(
@@ -342,12 +375,13 @@ class Replace(Replacing):
     )
 
     def signature(self) -> inspect.Signature:
-        """`replace(new_mod, pattern=None, *, args=None, weights=None)`."""
+        """`replace(new_mod, pattern=None, *, name=None, args=None, weights=None)`."""
 
         def replace(
             new_mod: type | Callable[..., Any],
             pattern: Callable[..., Any] | type | str | None = None,
             *,
+            name: str | None = None,
             args: str | None = None,
             weights: Mapping[str, str | Weight] | None = None,
         ) -> None: ...
@@ -366,11 +400,31 @@ class Replace(Replacing):
             return None
         return replaced(call, nodes, states, line_length)
 
+    def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
+        """The modules selected, or those that a pattern was found in."""
+        if call.done is None or not call.done.classes:
+            return nodes
+        return [call.tree.nodes[path] for path in call.done.classes]
+
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
-        """Records the new class; of a pattern, all is done."""
-        return state if call.arguments["pattern"] is not None else super().apply(call, node, state)
+        """Records the new class, which a pattern may have asked for."""
+        if call.done is None:
+            return super().apply(call, node, state)
+        if node.path not in call.done.classes:
+            return state
+        check_free(call, node, state)
+        weights, module = weights_beside(call, node), self._built(call, node)
+        if module is not None:
+            check_fit(call, node, module, weights)
+        target = Function(call.done.classes[node.path], call.sources.main.name)
+        new = Replacement(target, None, tuple(weights.items()), call.directive)
+        return replace(state, replacement=new)
+
+    def _class(self, call: Call, node: Node) -> Any:
+        return class_of(call, node) if call.done is not None else super()._class(call, node)
 
     def replacement(self, call: Call, node: Node) -> nn.Module | None:
         """The new module, so that later calls can select what it holds."""
-        whole = call.arguments["pattern"] is None
-        return super().replacement(call, node) if whole else None
+        if call.done is not None and node.path not in call.done.classes:
+            return None
+        return super().replacement(call, node)

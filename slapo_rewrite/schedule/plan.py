@@ -70,12 +70,12 @@ class Plan:
             tuple(node.path for node in nodes),
         )
         arguments = primitive.bind(args, kwargs, at)
-        call = Call(directive, self.schedule.module, arguments, self.sources, self.tree)
+        done = self.done.get(directive.number)
+        call = Call(directive, self.schedule.module, arguments, self.sources, self.tree, done)
         if isinstance(primitive, Question):
             return primitive.answer(call, nodes, self.states)
-        if directive.number in self.done:
-            absorbed = self.done[directive.number].absorbed
-            self.idle |= dict.fromkeys(absorbed, directive)
+        if done is not None:
+            self.idle |= dict.fromkeys(done.absorbed, directive)
         else:
             rewrite = primitive.rewrites(call, list(nodes), self.states, self.line_length)
             if rewrite is not None:
@@ -92,7 +92,7 @@ class Plan:
                     if node.path in self.tree.nodes
                     else "select from `s` again",
                 )
-            if primitive.needs_calls:
+            if primitive.needs_calls and done is None:
                 self._check_called(node, directive)
             state = self.states.get(node.path, EMPTY)
             # States are shared, so that one object is one state.

@@ -94,7 +94,51 @@ def fused(name: str, *lines: str) -> str:
     return head + end + doc + quotes + "".join(f"    {line}\n" for line in lines) + rest
 
 
+PACKED = """\
+from torch import nn
+from transformers import LlamaConfig
+
+
+def model(m):
+    return m.LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=53,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            attention_bias=True,
+        )
+    )
+
+
+verify_model = model
+
+
+def schedule(s):
+    layers = s["model.layers"]
+    layers[1:]["self_attn"].replace(nn.Linear, "[qkv]_proj", name="qkv_proj")
+    s["model.layers.*.mlp"].replace(nn.Linear, "(gate|up)_proj", name="gate_up_proj")
+    s.apply_all()
+    layers[0]["self_attn.{q_proj,k_proj,v_proj}"].shard(["weight", "bias"], axis=0)
+    layers[0]["self_attn.{q_proj,k_proj,v_proj}"].sync("bwd_post", "all_reduce")
+    packed = layers[1:]["self_attn.qkv_proj"]
+    packed.shard(["weight", "bias"], axis=0, parts=[32, 8, 8])
+    packed.sync("bwd_post", "all_reduce")
+    layers["*.self_attn.o_proj"].shard("weight", axis=1)
+    layers["*.self_attn.o_proj"].sync("fwd_post", "all_reduce")
+    mlps = s["model.layers.*.mlp"]
+    mlps["gate_up_proj"].shard("weight", axis=0, parts=2)
+    mlps["gate_up_proj"].sync("bwd_post", "all_reduce")
+    mlps["down_proj"].shard("weight", axis=1)
+    mlps["down_proj"].sync("fwd_post", "all_reduce")
+    layers[:2].checkpoint()
+"""
+
 CASES = {
+    "packed": Case("transformers.models.llama.modeling_llama", PACKED),
     "parts": Case(PARTS, SCHEDULE),
     **{
         name: Case(
