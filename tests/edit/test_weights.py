@@ -237,7 +237,7 @@ def test_instances_of_a_class_of_the_schedule_may_differ(tmp_path):
     )
     output = rewritten(tmp_path, MODEL, SCHEDULE + REPLACED + lines)
     assert "class TensorParallelPlainMLP(PlainMLP):" in output.files["modules.py"]
-    assert "            TensorParallelPlainMLP(width, 2 * width)," in changed_lines(output)
+    assert "lambda: TensorParallelPlainMLP(width, 2 * width)," in changed_lines(output)
     write(tmp_path / "out", output.files)
     number = (
         output.files["modules.py"].splitlines().index("class TensorParallelPlainMLP(PlainMLP):")
