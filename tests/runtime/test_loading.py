@@ -6,7 +6,7 @@ import resource
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from slapo_rewrite.runtime import loading
@@ -219,6 +219,24 @@ def check_load_pretrained(folder):
         loading.load_pretrained(model, folder / "other.safetensors")
 
 
+def check_save_pretrained(folder):
+    """Full tensors, tied ones once, and without what the model leaves out."""
+    _, model = models()
+    model._keys_to_ignore_on_save = {"scale"}
+    for size in (10**9, 400):
+        loading.save_pretrained(model, folder / str(size), max_shard_size=size)
+        full = loading.full_state_dict(model)
+        for tied in ("scale", "head.weight", "head.bias"):
+            del full[tied]
+        files = sorted((folder / str(size)).glob("*.safetensors"))
+        stored = [load_file(file) for file in files]
+        assert (len(files) == 1) == (size == 10**9)
+        assert sorted(name for file in stored for name in file) == sorted(full)
+        assert all(torch.equal(t, full[n]) for file in stored for n, t in file.items())
+        most = max(sum(t.nbytes for t in file.values()) for file in stored if len(file) > 1)
+        assert most <= size
+
+
 def largest_use():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -243,6 +261,7 @@ def check_starting(folder):
         check_build_holds_a_part()
     check_build_is_alike()
     check_load_pretrained(folder)
+    check_save_pretrained(folder / "saved")
 
 
 @pytest.mark.processes
