@@ -242,3 +242,39 @@ def test_bounds_that_are_half_shares_are_not_taken_for_whole_ones(tmp_path):
     text = lines_changed(tmp_path, body, PACKED.replace("PARTS", "3"), ".flatten(2)")
     for cut in ("[...,:part_size(C)]", "[...,part_size(C):part_size(C+h)]"):
         assert cut in text.replace(" ", "")
+
+
+EACH = "q, k, v = (TAKEN for t in (self.q(x), self.k(x), self.v(x)))"
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        "torch.reshape(t, (B, T, self.num_heads, -1)).transpose(1, 2)",
+        "torch.unflatten(t, -1, (self.num_heads, -1)).transpose(1, 2)",
+    ],
+)
+def test_functions_of_torch_regroup_as_methods_do(taken, tmp_path):
+    body = EACH.replace("TAKEN", taken)
+    assert lines_changed(tmp_path, body, THREE, ".flatten(2)") == HALF
+
+
+@pytest.mark.parametrize(
+    ("taken", "words"),
+    [
+        ("torch.stack(t.chunk(self.num_heads, -1), 1)", "pieces are heads"),
+        ("torch.stack(torch.split(t, self.head_dim, -1), 1)", "pieces are heads"),
+        ("torch.stack(t.tensor_split(self.num_heads, -1), 1)", "pieces are heads"),
+        ("torch.stack(t.tensor_split((4, 8, 12), -1), 1)", "pieces are heads"),
+        ("torch.stack([t.narrow(-1, 4 * i, 4) for i in range(4)], 1)", "picks from a split axis"),
+        (
+            "(t + t.select(-1, 0)[..., None]).view(B, T, self.num_heads, -1).transpose(1, 2)",
+            "picks from a split axis",
+        ),
+    ],
+)
+def test_what_takes_a_part_apart_otherwise_is_refused(taken, words, tmp_path):
+    """The first elements of a rank's part are not those of the whole."""
+    source = SOURCE.replace("BODY", EACH.replace("TAKEN", taken)).replace("MERGED", ".flatten(2)")
+    text = refused(tmp_path, source, SCHEDULE + THREE + ROW, "SR104")
+    assert words in text and "q, k, v = (" in text

@@ -40,11 +40,42 @@ def split(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def chunk(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
-    """`chunk`: the number of pieces stays; they must be the parts that were sharded."""
-    tensor, _, axis = _bound(args, kwargs, "chunks")
+    """`chunk` and `tensor_split`: the pieces must be the parts that were sharded, in number."""
+    tensor, count, axis = _bound(
+        args, kwargs, "chunks", "sections", "indices", "indices_or_sections"
+    )
     if entry.inputs[0][axis] != tensor.shape[axis]:
         _check_parts(run, tensor, axis, entry.inputs[0][axis], [s[axis] for s in entry.outputs])
+        if not isinstance(count, int):
+            raise _picked(run, tensor, axis, entry.inputs[0][axis])
     return args, kwargs, None
+
+
+def pick(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
+    """`narrow` and `select`: not along a split axis."""
+    tensor = args[0]
+    axis = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensor.dim()
+    if entry.inputs[0][axis] != tensor.shape[axis]:
+        raise _picked(run, tensor, axis, entry.inputs[0][axis])
+    return args, kwargs, None
+
+
+def pick_across(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
+    """`hsplit` and its like, whose axis depends on how many there are: not of a part."""
+    for axis, (whole, here) in enumerate(zip(entry.inputs[0], args[0].shape, strict=True)):
+        if whole != here:
+            raise _picked(run, args[0], axis, whole)
+    return args, kwargs, None
+
+
+def _picked(run: Run, tensor: torch.Tensor, axis: int, whole: int) -> CannotFollow:
+    return CannotFollow(
+        f"this picks from a split axis, which has {tensor.shape[axis]} of {whole} elements on a "
+        "rank",
+        run.place(),
+        run.origins.get(id(tensor)),
+        "gather the value before, or split it with `split` or `chunk`",
+    )
 
 
 def join(run: Run, entry: Entry, args: Any, kwargs: Any) -> Blocks | None:
@@ -83,7 +114,8 @@ def _check_parts(
         "was not sharded in these parts",
         run.place(),
         path,
-        f"shard it with parts={wanted}, so that every rank has its share of each",
+        f"shard it with parts={wanted}, so that every rank has its share of each; if the "
+        "pieces are heads, of which a rank has some, regroup with `unflatten` or `view` instead",
     )
 
 

@@ -33,8 +33,7 @@ def view(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     if not sizes or not all(isinstance(s, int) for s in sizes) or entry.inputs[0] == here:
         return args, kwargs, None
     shape, blocks = _regrouped(run, tensor, entry.inputs[0], entry.outputs[0], sizes)
-    sizes = _fitted(run, tensor, sizes, shape, first=0)
-    return (tensor, *sizes), {}, blocks
+    return (tensor, tuple(_fitted(run, tensor, sizes, shape, first=0))), {}, blocks
 
 
 def unflatten(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
