@@ -32,6 +32,8 @@ class Step:
         batch: Sequences a step.
         tokens: Tokens of a sequence.
         targets: Tokens that a decoder predicts of a sequence, where it has a sequence of its own.
+        causal: Whether tokens look back only.
+        liger: Whether Liger has kernels for it.
     """
 
     name: str
@@ -43,24 +45,27 @@ class Step:
     batch: int
     tokens: int
     targets: int = 0
+    causal: bool = False
+    liger: bool = False
 
     @property
     def step_tokens(self) -> int:
         """Tokens of a step, of encoder and decoder together."""
         return self.batch * (self.tokens + self.targets)
 
-    def build(self, module: ModuleType, attention: str) -> nn.Module:
-        """The model in bfloat16, ready to be trained.
+    def build(self, module: ModuleType, attention: str, dtype: torch.dtype = DTYPE) -> nn.Module:
+        """The model, ready to be trained.
 
         Args:
             module: The original, or what it was rewritten to.
             attention: The attention implementation, by transformers' name.
+            dtype: Of its weights.
         """
         import transformers
 
         config = getattr(transformers, self.config)(**self.sizes, use_cache=False)
         config._attn_implementation = attention
-        with default_dtype(DTYPE):
+        with default_dtype(dtype):
             model: nn.Module = getattr(module, self.model)(config)
         return model.train()
 
@@ -106,6 +111,38 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def flops_per_token(step: Step) -> float:
+    """Floating-point operations of a token, forwards and backwards, by matrix products.
+
+    Six for each weight of a product that the token goes through; and of attention twelve for each
+    feature and token that is looked at, of a decoder's half the tokens. Nothing is recomputed.
+    """
+    sizes = step.sizes
+    if step.config == "T5Config":
+        hidden, inner, layers = sizes["d_model"], sizes["d_ff"], sizes["num_layers"]
+        feed = 2 * hidden * inner
+        source = layers * (4 * hidden**2 + feed + 2 * hidden**2)  # with the decoder's keys, values
+        target = layers * (4 * hidden**2 + feed + 2 * hidden**2) + hidden * sizes["vocab_size"]
+        source_looks = 12 * layers * hidden * step.tokens
+        target_looks = 12 * layers * hidden * (step.targets / 2 + step.tokens)
+        both = step.tokens * (6 * source + source_looks)
+        both += step.targets * (6 * target + target_looks)
+        return both / (step.tokens + step.targets)
+    hidden = sizes.get("hidden_size") or sizes["n_embd"]
+    layers = sizes.get("num_hidden_layers") or sizes["n_layer"]
+    inner = sizes.get("intermediate_size", 4 * hidden)
+    if step.config == "LlamaConfig":
+        shared = sizes["num_key_value_heads"] / sizes["num_attention_heads"]
+        weights = layers * (2 * hidden**2 * (1 + shared) + 3 * hidden * inner)
+    else:
+        weights = layers * (4 * hidden**2 + 2 * hidden * inner)
+    weights += hidden * sizes["vocab_size"]
+    if step.config == "BertConfig":
+        weights += hidden**2  # the head's own layer
+    looks = 12 * layers * hidden * step.tokens
+    return 6 * weights + (looks / 2 if step.causal else looks)
+
+
 def _hugging_face(family: str) -> str:
     return f"transformers.models.{family}.modeling_{family}"
 
@@ -136,6 +173,7 @@ STEPS = (
         {"vocab_size": 50257, "n_embd": 1024, "n_layer": 24, "n_head": 16},
         batch=16,
         tokens=1024,
+        causal=True,
     ),
     Step(
         "Llama-3.2-1B",
@@ -155,6 +193,8 @@ STEPS = (
         },
         batch=8,
         tokens=4096,
+        causal=True,
+        liger=True,
     ),
     Step(
         "T5-base",

@@ -1,0 +1,569 @@
+"""How long does a training step take on a GPU, before and after rewriting?
+
+    python -m benchmark.train_step --prepare DIR       where slapo-rewrite is installed
+    python -m benchmark.train_step --run DIR           where the GPU is; under nine minutes
+    python -m benchmark.train_step --publish FILE      puts a result file into README.md
+
+Preparing writes the rewritten models, of the transformers that is imported: the machine with the
+GPU needs that version, torch and triton, and nothing else. For a version that is not installed,
+unpack its wheel and name the folder in PYTHONPATH.
+
+In one process a model, and all of them from the same weights: eager attention, SDPA, SDPA with
+`torch.compile`, Liger where it is installed and knows the model, ours, ours with `torch.compile`,
+and SDPA once more, as the control: what differs by no more than twice the two SDPA runs do is the
+same. Rounds of 8 steps with fused AdamW go through the variants forwards and backwards in turn, on
+4 batches that rotate, timed by events on the device. Before that, loss and gradients are compared
+with float32; after it comes a pass for peak memory, and one at each variant's own largest batch.
+The roofline is measured first and last; where it moves by more than 3% the run makes no claim.
+
+`--tiny` tries all of it out on a CPU. Writes `benchmark/results/train_step.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.util
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmark import kernels, report
+from benchmark.steps import STEPS, Step, flops_per_token
+
+NAME = "train_step"
+PREPARED = "prepared.json"
+KNOBS = ("tensor_parallel=false", "fuse=true")
+PEAK_FLOPS = 989e12  # of an H100 or H200, dense bfloat16
+WARM_UP, STEPS_A_ROUND, BATCHES = 6, 8, 4
+ERROR_LIMIT = 1.1  # times eager's
+ERROR_TOKENS = 512  # of one sequence
+LARGEST_S = 10  # for finding a variant's largest batch, at least
+COMPILE_S = 30  # no compilation begins with less time left
+EAGER, BASE, CONTROL, OURS = "eager attention", "SDPA", "SDPA again", "ours"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a step.
+
+    Attributes:
+        name: What it is called in tables.
+        attention: The attention implementation, by transformers' name.
+        rewritten: Whether it is our output.
+        compiled: Whether `torch.compile` runs it.
+        liger: Whether Liger's kernels are put into it.
+    """
+
+    name: str
+    attention: str
+    rewritten: bool = False
+    compiled: bool = False
+    liger: bool = False
+
+
+VARIANTS = (
+    Variant(EAGER, "eager"),
+    Variant(BASE, "sdpa"),
+    Variant("Liger, SDPA", "sdpa", liger=True),
+    Variant(OURS, "sdpa", rewritten=True),
+    Variant(CONTROL, "sdpa"),
+    # Last, since compiling takes long.
+    Variant("SDPA, compiled", "sdpa", compiled=True),
+    Variant("ours, compiled", "sdpa", rewritten=True, compiled=True),
+)
+
+
+# Where the tool is.
+
+
+def prepare(folder: Path, only: str, knobs: Sequence[str]) -> None:
+    """Writes the rewritten models, and what they were made from.
+
+    Args:
+        folder: Where to.
+        only: How the names of the models begin.
+        knobs: What the bundled schedules are set to.
+    """
+    from slapo_rewrite.emit.rewrite import rewrite
+
+    made = {}
+    for step in STEPS:
+        if step.name.startswith(only):
+            output = rewrite(step.source, step.schedule, knobs)
+            place = folder / step.schedule
+            place.mkdir(parents=True, exist_ok=True)
+            for name, text in output.files.items():
+                (place / name).write_text(text, encoding="utf-8", newline="")
+            made[step.name] = {"folder": step.schedule, "model": output.model_file}
+    import transformers
+
+    record = {"transformers": transformers.__version__, "knobs": [*knobs], "models": made}
+    (folder / PREPARED).write_text(json.dumps(record, indent=1) + "\n")
+
+
+# Where the GPU is.
+
+
+def load(folder: Path, model: dict[str, str]) -> ModuleType:
+    """The module of a rewritten model."""
+    package = f"rewritten_{model['folder']}"
+    place = folder / model["folder"]
+    spec = importlib.util.spec_from_file_location(
+        package, place / "__init__.py", submodule_search_locations=[str(place)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[package] = module
+    spec.loader.exec_module(module)
+    return importlib.import_module(f"{package}.{Path(model['model']).stem}")
+
+
+def put(x: Tensor, device: str) -> Tensor:
+    """A tensor on a device; on the CPU in memory that a GPU copies from at full speed."""
+    if device != "cpu" or not x.is_cuda:
+        return x.to(device, non_blocking=True)
+    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+
+
+def with_liger(model: Any, module: ModuleType) -> dict[str, Any]:
+    """Puts Liger's kernels into a model; what it changes in the module besides, put back."""
+    liger = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    before = dict(vars(module))
+    liger.MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type](model=model)
+    changed = {name: x for name, x in vars(module).items() if before.get(name) is not x}
+    vars(module).update({name: before[name] for name in changed if name in before})
+    return changed
+
+
+class Runner:
+    """A variant's model, its optimiser and its batches.
+
+    Its tensors are in the device's memory only inside `awake`.
+
+    Args:
+        step: The training step.
+        variant: How it runs.
+        module: What defines the model.
+        state: The weights that it starts from.
+        device: Where it runs.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        variant: Variant,
+        module: ModuleType,
+        state: dict[str, Tensor],
+        device: str,
+    ) -> None:
+        self.step, self.variant, self.device = step, variant, device
+        with torch.device(device):
+            self.model = step.build(module, variant.attention)
+        self.model.load_state_dict(state)
+        self.globals = vars(module)
+        self.patches = with_liger(self.model, module) if variant.liger else {}
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-5, fused=device == "cuda" or None
+        )
+        self.call: Callable[..., Any] = self.model
+        if variant.compiled:
+            self.call = torch.compile(self.model, dynamic=False)
+        self.batches = [step.inputs(seed, device) for seed in range(BATCHES)]
+        self.done = 0
+
+    def _move(self, device: str) -> None:
+        for parameter in self.model.parameters():
+            parameter.data = put(parameter.data, device)
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                self.optimizer.state[parameter][name] = put(value, device)
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else put(buffer, device)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Inside, the model and its optimiser are on the device."""
+        self._move(self.device)
+        plain = {name: self.globals[name] for name in self.patches}
+        self.globals.update(self.patches)
+        try:
+            yield
+        finally:
+            self.globals.update(plain)
+            self.optimizer.zero_grad()
+            self._move("cpu")
+
+    def train(self, steps: int) -> None:
+        """Full steps: forwards, backwards and the optimiser."""
+        for _ in range(steps):
+            batch = self.batches[self.done % BATCHES]
+            self.call(**batch).loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.done += 1
+
+    def seconds(self) -> float:
+        """Of one step, over a round."""
+        if self.device != "cuda":
+            started = time.perf_counter()
+            self.train(STEPS_A_ROUND)
+            return (time.perf_counter() - started) / STEPS_A_ROUND
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        self.train(STEPS_A_ROUND)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / STEPS_A_ROUND
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The loss and every gradient of a batch of one sequence, without dropout."""
+        batch = {name: x[:1, :ERROR_TOKENS] for name, x in self.batches[0].items()}
+        self.model.eval()
+        try:
+            loss = self.call(**batch).loss
+            loss.backward()
+        finally:
+            self.model.train()
+        found = {"loss": loss.detach().float()}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                found[name] = parameter.grad.float()
+        self.optimizer.zero_grad()
+        return found
+
+
+def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """Of the loss, and of all gradients together, relative to their size."""
+    if missing := sorted(exact.keys() ^ found.keys()):
+        raise ValueError(f"these have a gradient in one of two models only: {missing[:3]}")
+    names = exact.keys() - {"loss"}
+    wrong = sum((found[name] - exact[name]).square().sum().item() for name in names)
+    whole = sum(exact[name].square().sum().item() for name in names)
+    loss = abs(found["loss"].item() / exact["loss"].item() - 1)
+    return {"loss": loss, "gradients": math.sqrt(wrong / whole)}
+
+
+def exact_gradients(step: Step, module: ModuleType, state: dict[str, Tensor], device: str) -> Any:
+    """What the original gives in float32."""
+    with torch.device(device):
+        model = step.build(module, "sdpa", torch.float32).eval()
+    model.load_state_dict(state)
+    batch = {name: x[:1, :ERROR_TOKENS] for name, x in step.inputs(0, device).items()}
+    loss = model(**batch).loss
+    loss.backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+class Bench:
+    """Measures one model.
+
+    Args:
+        step: The training step.
+        output: Our module.
+        options: The command's.
+        deadline: No round begins after this.
+    """
+
+    def __init__(self, step: Step, output: ModuleType, options: Any, deadline: float) -> None:
+        self.step, self.options, self.deadline = step, options, deadline
+        self.device = "cpu" if options.tiny else "cuda"
+        self.original = importlib.import_module(step.source)
+        self.output = output
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            state = step.build(self.original, "sdpa").state_dict()
+        self.state = {name: put(x, "cpu") for name, x in state.items()}
+        self.failed: dict[str, str] = {}
+
+    def run(self) -> dict[str, Any]:
+        """All of it."""
+        errors = self.errors()
+        runners = {v.name: self.started(v) for v in self.variants()}
+        rounds = self.rounds({name: r for name, r in runners.items() if r is not None})
+        peaks = {
+            name: self.peak(runner)
+            for name, runner in runners.items()
+            if runner is not None and name not in self.failed
+        }
+        del runners
+        self.free()
+        return {
+            "batch": self.step.batch,
+            "tokens": self.step.tokens,
+            "targets": self.step.targets,
+            "flops_per_token": flops_per_token(self.step),
+            "errors": errors,
+            "seconds": rounds,
+            "peak_bytes": peaks,
+            "largest": self.largest(),
+            "failed": self.failed,
+        }
+
+    def variants(self) -> list[Variant]:
+        """Those that can run here."""
+        liger = importlib.util.find_spec("liger_kernel") is not None
+        return [
+            v
+            for v in VARIANTS
+            if not (v.liger and not (liger and self.step.liger))
+            and not (v.compiled and self.options.tiny)
+        ]
+
+    def free(self) -> None:
+        """Gives memory back."""
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def made(self, variant: Variant, step: Step | None = None) -> Runner:
+        """A variant's runner."""
+        module = self.output if variant.rewritten else self.original
+        return Runner(step or self.step, variant, module, self.state, self.device)
+
+    def attempt(self, name: str, action: Callable[[], Any]) -> Any:
+        """What an action gives; None, and a note, where it fails: the others go on."""
+        try:
+            return action()
+        except Exception as error_:
+            self.failed[name] = f"{type(error_).__name__}: {error_}".partition("\n")[0][:200]
+        self.free()
+        return None
+
+    def errors(self) -> dict[str, dict[str, float]]:
+        """Of eager attention and of ours, against float32, before anything is timed."""
+        exact = exact_gradients(self.step, self.original, self.state, self.device)
+
+        def wrong(variant: Variant) -> dict[str, float]:
+            runner = self.made(variant)
+            with runner.awake():
+                return error(runner.gradients(), exact)
+
+        found: dict[str, dict[str, float]] = {}
+        for variant in VARIANTS:
+            if variant.name in (EAGER, BASE, OURS):
+                figures = self.attempt(f"{variant.name}, errors", lambda v=variant: wrong(v))
+                if figures is not None:
+                    found[variant.name] = figures
+        return found
+
+    def started(self, variant: Variant) -> Runner | None:
+        """A runner that is warm; None where it fails."""
+        if time.monotonic() + variant.compiled * COMPILE_S > self.deadline:
+            self.failed[variant.name] = "out of time"
+            return None
+
+        def start() -> Runner:
+            runner = self.made(variant)
+            with runner.awake():
+                runner.train(WARM_UP)
+            return runner
+
+        runner: Runner | None = self.attempt(variant.name, start)
+        return runner
+
+    def rounds(self, runners: dict[str, Runner]) -> dict[str, list[float]]:
+        """Seconds of a step in every round, the variants in turn, every other round backwards."""
+        seconds: dict[str, list[float]] = {name: [] for name in runners}
+        for number in range(self.options.rounds):
+            if time.monotonic() > self.deadline and number >= 2:
+                break
+            order = list(runners) if number % 2 == 0 else list(runners)[::-1]
+            for name in order:
+                with runners[name].awake():
+                    runners[name].train(2)  # what moving it evicted is warm again
+                    seconds[name].append(runners[name].seconds())
+        return seconds
+
+    def peak(self, runner: Runner) -> int:
+        """The most memory that a step holds, of one variant alone."""
+        if self.device != "cuda":
+            return 0
+        self.free()
+        with runner.awake():
+            torch.cuda.reset_peak_memory_stats()
+            runner.train(1)
+            return torch.cuda.max_memory_allocated()
+
+    def largest(self) -> dict[str, dict[str, float]]:
+        """The largest batch, of powers of two times the usual, and tokens a second at it."""
+        found: dict[str, dict[str, float]] = {}
+        for variant in VARIANTS:
+            if variant.name not in (BASE, OURS):
+                continue
+            batch, until = self.step.batch, max(self.deadline, time.monotonic() + LARGEST_S)
+            while time.monotonic() < until:
+                step = replace(self.step, batch=batch)
+                try:
+                    found[variant.name] = self.at(step, variant)
+                except torch.OutOfMemoryError:
+                    self.free()
+                    break
+                self.free()
+                if self.device != "cuda":
+                    break
+                batch *= 2
+        return found
+
+    def at(self, step: Step, variant: Variant) -> dict[str, float]:
+        """A variant at a batch of its own."""
+        runner = self.made(variant, step)
+        with runner.awake():
+            runner.train(2)
+            return {"batch": step.batch, "tokens_per_s": step.step_tokens / runner.seconds()}
+
+
+# Reports.
+
+
+def ratios(row: dict[str, Any], name: str) -> list[float]:
+    """How many times as fast as SDPA, round by round."""
+    base = row["seconds"].get(BASE, [])
+    return [b / mine for b, mine in zip(base, row["seconds"].get(name, []), strict=False)]
+
+
+def threshold(row: dict[str, Any]) -> float | None:
+    """What a speed-up must exceed to be claimed; None where the control did not run."""
+    control = ratios(row, CONTROL)
+    return 1 + 2 * abs(statistics.median(control) - 1) if control else None
+
+
+def verdict(row: dict[str, Any], steady: bool) -> str:
+    """What may be said of ours against SDPA."""
+    mine, least = ratios(row, OURS), threshold(row)
+    if not mine or least is None:
+        return "not measured"
+    if not steady:
+        return "no claim: the machine changed"
+    errors = row["errors"]
+    if OURS not in errors or EAGER not in errors:
+        return "no claim: gradients were not compared"
+    if errors[OURS]["gradients"] > ERROR_LIMIT * errors[EAGER]["gradients"]:
+        return "no claim: gradients are less exact than eager's"
+    ratio = statistics.median(mine)
+    if abs(ratio - 1) <= least - 1:
+        return "no difference"
+    return f"{ratio:.2f} times SDPA"
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results for the README."""
+    rows, memory = [], []
+    for name, row in results["steps"].items():
+        tokens = row["batch"] * (row["tokens"] + row["targets"])
+        for variant, seconds in row["seconds"].items():
+            if not seconds:
+                continue
+            speed = tokens / statistics.median(seconds)
+            spread = (max(seconds) - min(seconds)) / statistics.median(seconds)
+            rows.append(
+                [
+                    f"{name}, {variant}",
+                    f"{speed:.0f}",
+                    f"{spread:.1%}",
+                    f"{statistics.median(ratios(row, variant)):.3f}",
+                    f"{speed * row['flops_per_token'] / PEAK_FLOPS:.1%}",
+                    f"{row['peak_bytes'].get(variant, 0) / 2**30:.1f}",
+                ]
+            )
+        for variant, most in row["largest"].items():
+            memory.append([f"{name}, {variant}", most["batch"], f"{most['tokens_per_s']:.0f}"])
+    header = ["equal batch", "tokens a second", "spread", "over SDPA", "MFU", "peak GiB"]
+    text = report.rendered(header, rows)
+    text += "\n" + report.rendered(["own largest batch", "batch", "tokens a second"], memory)
+    said = [f"{n}: {verdict(row, results['steady'])}" for n, row in results["steps"].items()]
+    for name, row in results["steps"].items():
+        said += [f"{name}, {variant} failed: {why}" for variant, why in row["failed"].items()]
+    machine = results["machine"]
+    on = (machine["gpu"] or {"name": "a CPU, to try the script out"})["name"]
+    return f"{text}\nOn {on}. {'; '.join(said)}.\n"
+
+
+def run(options: Any) -> dict[str, Any]:
+    """All models, one after the other."""
+    import transformers
+
+    prepared = json.loads((options.run / PREPARED).read_text())
+    if prepared["transformers"] != transformers.__version__:
+        sys.exit(
+            f"benchmark.train_step: {options.run} was prepared for transformers "
+            f"{prepared['transformers']}, and {transformers.__version__} is installed; prepare it "
+            "again with that version first in PYTHONPATH"
+        )
+    device = "cpu" if options.tiny else "cuda"
+    clock = kernels.Clock(device, 2 if options.tiny else 10)
+    results: dict[str, Any] = {
+        "machine": kernels.machine(device),
+        "tiny": options.tiny,
+        "prepared": {name: prepared[name] for name in ("transformers", "knobs")},
+        "optimizer": "torch.optim.AdamW" + ("" if options.tiny else ", fused"),
+        "roofline": {"first": kernels.roofline(clock, options.tiny)},
+        "steps": {},
+    }
+    steps = [s for s in STEPS if s.name in prepared["models"] and s.name.startswith(options.only)]
+    started = time.monotonic()
+    for number, step in enumerate(steps, 1):
+        print(step.name, file=sys.stderr)
+        deadline = started + options.seconds * number / len(steps)
+        output = load(options.run, prepared["models"][step.name])
+        bench = Bench(step.tiny() if options.tiny else step, output, options, deadline)
+        results["steps"][step.name] = bench.run()
+        bench.free()
+        if options.output:
+            options.output.write_text(json.dumps(results, indent=1) + "\n")
+    last = results["roofline"]["last"] = kernels.roofline(clock, options.tiny)
+    results["steady"] = all(
+        abs(last[name] / value - 1) <= kernels.STEADY
+        for name, value in results["roofline"]["first"].items()
+    )
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prepares, or measures and writes down."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--prepare", type=Path, metavar="DIR", help="write the rewritten models")
+    action.add_argument("--run", type=Path, metavar="DIR", help="measure them")
+    action.add_argument("--publish", type=Path, metavar="FILE", help="put results into README.md")
+    parser.add_argument("--set", action="append", metavar="KNOB=VALUE", help="for --prepare")
+    parser.add_argument("--only", default="", help="models whose names begin so")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=300, help="no round begins after this")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, on the CPU")
+    parser.add_argument("--output", type=Path, help="the result file, instead of the usual one")
+    options = parser.parse_args(arguments)
+    if options.prepare:
+        prepare(options.prepare, options.only, options.set or KNOBS)
+        return
+    if options.publish:
+        results = json.loads(options.publish.read_text())
+        report.write(NAME, results, table(results))
+        return
+    if not options.tiny and not torch.cuda.is_available():
+        sys.exit("benchmark.train_step: there is no GPU here; --tiny tries it out on the CPU")
+    results = run(options)
+    if options.output or options.tiny or options.only:
+        if options.output:
+            options.output.write_text(json.dumps(results, indent=1) + "\n")
+        print(table(results))
+    else:
+        report.write(NAME, results, table(results))
+
+
+if __name__ == "__main__":
+    main()
