@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -16,26 +17,33 @@ PACKAGE = "slapo_rewrite.rules.fusions"
 @functools.cache
 def rules() -> dict[str, Rule]:
     """Every rule by its name, those that `apply_all` tries first before the others."""
-    folder = rules_folder() / "fusions"
+    folder = _package(PACKAGE, rules_folder())
     found: list[Rule] = []
     for path in sorted(folder.glob("*.py")):
         if path.stem != "__init__":
-            found += _defined(path)
+            found += _defined(f"{PACKAGE}.{path.stem}")
     return {rule.name: rule for rule in sorted(found, key=lambda r: (-r.rank, r.name))}
 
 
-def _defined(path: Path) -> list[Rule]:
-    """The rules of a file; in a checkout `rules/` lies beside the package, not inside."""
-    name = f"{PACKAGE}.{path.stem}"
+def _package(name: str, rules_folder: Path) -> Path:
+    """The folder of a package in `rules/`, which in a checkout lies beside ours, not inside."""
+    above, _, last = name.rpartition(".")
+    folder = _package(above, rules_folder) / last if above != "slapo_rewrite" else rules_folder
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
+        spec = importlib.util.spec_from_file_location(
+            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
         assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return folder
+
+
+def _defined(name: str) -> list[Rule]:
+    """The rules of a module."""
     return [
         value()
-        for value in vars(sys.modules[name]).values()
+        for value in vars(importlib.import_module(name)).values()
         if isinstance(value, type)
         and issubclass(value, Rule)
         and "name" in vars(value)

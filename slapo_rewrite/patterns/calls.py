@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from slapo_rewrite.patterns.effects import is_expression, own_calls, plain_calls, stored, writes
 from slapo_rewrite.patterns.listed import Given, Listed, numbered
@@ -12,6 +15,9 @@ from slapo_rewrite.patterns.operations import Operation, by_module, draws, draws
 from slapo_rewrite.patterns.values import Exit, Graph, Use, Value
 from slapo_rewrite.source.facts import Constant, Function, Property, Submodule, names_of
 from slapo_rewrite.source.index import SourceFile
+
+# Where rules are, whose functions their patterns may share.
+RULES = "slapo_rewrite.rules."
 
 MAX_DEPTH = 4
 # Functions that compute from numbers, or look at a value without keeping it.
@@ -160,17 +166,18 @@ class Calls(Listed):
         if name in by_module():
             return self.make(f"new {name}", numbered(given), node)
         home, _, last = name.rpartition(".")
-        if home == self.file.name and last in self.file.functions:
-            function = self.file.functions[last]
+        file = self._defining(home)
+        if file is not None and last in file.functions:
+            function = file.functions[last]
             value = self.make(
                 f"call {name}",
                 numbered(given),
                 node,
-                random=draws(function, self.file.functions),
+                random=draws(function, file.functions),
                 pure=False,
             )
-            value.look_through = lambda: self._through(value, self.file, function, given)
-            self._effects(value, self.file, function, given)
+            value.look_through = lambda: self._through(value, file, function, given)
+            self._effects(value, file, function, given)
             return value
         if home in ("torch", "operator", "torch.Tensor"):
             return self._unlisted(last, given, node, pure=True)
@@ -187,6 +194,12 @@ class Calls(Listed):
         )
         self._written(value, given, node)
         return value
+
+    def _defining(self, home: str) -> SourceFile | None:
+        """The file of a module whose functions are looked through: for patterns, rules' as well."""
+        if home == self.file.name:
+            return self.file
+        return imported_file(home) if self.pattern and home.startswith(RULES) else None
 
     def _method(self, name: str, on: Value, given: Given, node: ast.AST) -> Value:
         given = [("", on), *given]
@@ -458,6 +471,13 @@ class Calls(Listed):
     def read(self, value: Value, node: ast.AST, why: str) -> None:
         """Notes that a statement reads a value."""
         self.use(value, Use(node, None, why, self.next()))
+
+
+@functools.cache
+def imported_file(name: str) -> SourceFile | None:
+    """The file of a module that is imported; None where it has none."""
+    path = getattr(sys.modules.get(name), "__file__", None)
+    return SourceFile.read(Path(path), name) if path else None
 
 
 def _unnumbered(arguments: Given) -> Given:

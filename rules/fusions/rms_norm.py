@@ -1,0 +1,173 @@
+"""Root mean square normalisation in one kernel."""
+
+import torch
+from torch import Tensor
+
+from slapo_rewrite.fusion import Alternative, Example, Numerics, Refusal, Rule
+from slapo_rewrite.runtime.kernels.rms_norm import rms_norm
+
+
+def normalised(x: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def scaled(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * normalised(x, eps).to(x.dtype)
+
+
+def scaled_in_float32(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (weight * normalised(x, eps)).to(x.dtype)
+
+
+def scaled_as_float32(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (normalised(x, eps) * weight.to(torch.float32)).to(x.dtype)
+
+
+def offset(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (normalised(x, eps) * (1.0 + weight.float())).type_as(x)
+
+
+def scaled_after_the_cast(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return normalised(x, eps).type_as(x) * weight
+
+
+def plain_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(x, weight, eps)
+
+
+def output_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(x, weight, eps, cast="output")
+
+
+def offset_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(x, weight, eps, offset=1.0, cast="output")
+
+
+MODEL = """\
+import torch
+from torch import nn
+
+
+class Norm(nn.Module):
+    def __init__(self, width, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+"""
+SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Norm(8)
+
+
+def inputs(model):
+    return {"hidden_states": torch.randn(2, 3, 8)}
+
+
+def loss(outputs):
+    return outputs.pow(3).mean()
+
+
+def schedule(s):
+    s.apply("rms_norm")
+"""
+GEMMA = """\
+import torch
+from torch import nn
+
+
+class Norm(nn.Module):
+    def __init__(self, dim, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(dim))
+
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        output = self._norm(x.float())
+        output = output * (1.0 + self.weight.float())
+        return output.type_as(x)
+"""
+
+
+class RmsNorm(Rule):
+    """Compute a root mean square norm in one kernel, forward and backward.
+
+    Where the normalised rows leave float32, and whether one is added to the weight, stays as it is.
+
+    Rewrite:
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+        -->
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+    Shapes:
+        x (..., D), weight (D,) -> (..., D)
+
+    Numerics:
+        Reassociated: statistics in float32, as before; sums in another order.
+
+    State:
+        Unchanged.
+
+    Raises:
+        SR309 another norm, a cast at another point, or a value inside is used elsewhere too.
+
+    Source: Zhang & Sennrich 2019, arXiv:1910.07467.
+    """
+
+    name = "rms_norm"
+    numerics = Numerics.REASSOCIATED
+    pays = "reads and writes each row once in the place of six times"
+    rank = 30
+    alternatives = (
+        Alternative(scaled, plain_kernel),
+        Alternative(scaled_in_float32, output_kernel),
+        Alternative(scaled_as_float32, output_kernel),
+        Alternative(offset, offset_kernel),
+        Alternative(scaled_after_the_cast, plain_kernel),
+    )
+    examples = (
+        Example(
+            MODEL,
+            SCHEDULE,
+            """\
++from .kernels import rms_norm
+-        input_dtype = hidden_states.dtype
+-        hidden_states = hidden_states.to(torch.float32)
+-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+-        return self.weight * hidden_states.to(input_dtype)
++        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+""",
+        ),
+        Example(
+            GEMMA,
+            SCHEDULE.replace('"hidden_states"', '"x"'),
+            """\
++from .kernels import rms_norm
+-        output = self._norm(x.float())
+-        output = output * (1.0 + self.weight.float())
+-        return output.type_as(x)
++        return rms_norm(x, self.weight, self.eps, offset=1.0, cast="output")
+""",
+        ),
+    )
+    refusals = (
+        Refusal(MODEL.replace("mean(-1", "mean(-2"), SCHEDULE, "SR309"),
+        Refusal(MODEL.replace("self.weight * h", "variance * self.weight * h"), SCHEDULE, "SR309"),
+    )
