@@ -418,6 +418,16 @@ class _Collection:
             for path, node in self.tree.nodes.items()
             if any(home.lineages.holds(c, place.line) for c in self.desks.lineage(node.cls, home))
         ]
+        if not paths:
+            source = self.states.get(change.source or "")
+            text = home.file.line(place.line)
+            also = [s.cause.at for s in source.shards if s.cause.at] if source else []
+            raise errors.UnfollowableSize(
+                "this number would be a rank's share, and stands in a function of no class",
+                at=errors.Span(home.file.display, place.line, place.column + 1, 1, text),
+                also=also[:1],
+                hint="keep the size in an integer attribute of the module, and pass it",
+            )
         below = [path for path in paths if path in holders]
         for path in below or paths:
             causes = [s.cause for s in self.states[change.source].shards] if change.source else []

@@ -384,6 +384,16 @@ def test_what_makes_a_class_that_changes(name, tmp_path):
         assert "knows the original's class alone" in shown and "model.py:12" in shown
 
 
+def test_a_size_in_a_function_of_another_file(tmp_path):
+    """All callers share the function, those with whole values too."""
+    parts = PARTS.replace("self.split(", "split(").replace(
+        "class Core",
+        "def split(x):\n    return x.view(*x.shape[:2], 8, 4).transpose(1, 2)\n\n\nclass Core",
+    )
+    shown = Package(tmp_path, model=MODEL, blocks=BLOCKS, parts=parts).refused(SCHEDULE, "SR104")
+    assert "in a function of no class" in shown and "parts.py:14" in shown
+
+
 def test_names_that_clash(tmp_path):
     """A helper module has the name already."""
     package = Package(
