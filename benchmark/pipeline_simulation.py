@@ -26,9 +26,9 @@ from slapo_rewrite.simulate.pipeline import Stage, Step, simulate
 from slapo_rewrite.simulate.stages import (
     Device,
     Split,
-    backward_seconds,
     forward_seconds,
     made_of,
+    step_seconds,
 )
 from tests.simulate.engine import compared
 from tests.simulate.shapes import LLAMA_33B, PUBLISHED, SHAPES
@@ -48,7 +48,7 @@ LATENCY = 30e-6
 NVLINK = {"V100": Link(LATENCY, 130e9), "A100": Link(LATENCY, 230e9)}
 
 # What the large table takes for granted: an H200 in machines of eight.
-H200 = Device(flops=700e12, bandwidth=4.3e12)
+H200 = Device()
 CAPACITY = 130e9
 WITHIN, BETWEEN = Link(20e-6, 370e9), Link(20e-6, 45e9)
 IN_MACHINE = 8
@@ -128,8 +128,7 @@ def cuts() -> list[dict[str, Any]]:
     rows = []
     for model, shape in SHAPES.items():
         costs = shape.costs()
-        both = forward_seconds(costs, H200), backward_seconds(costs, H200)
-        seconds = [f + b for f, b in zip(*both, strict=True)]
+        seconds = step_seconds(costs, H200)
         parameters = [sum(cost.parameters.values()) for cost in costs]
         for stages in (2, 4, 8):
             ends = {
@@ -156,8 +155,7 @@ def step_of(
 ) -> tuple[Step, int]:
     """A step on so many GPUs, one sequence a micro-batch, and how many of these it has."""
     split = Split(tensor, link(tensor), [1, *[2] * (len(costs) - 2), 1])
-    both = forward_seconds(costs, H200, split), backward_seconds(costs, H200, split)
-    ends = stage_ends([f + b for f, b in zip(*both, strict=True)], pipe)
+    ends = stage_ends(step_seconds(costs, H200, split), pipe)
     stages, ties = made_of(costs, ends, H200, split=split, replicas=replicas, recomputes=recomputes)
     step = simulate(
         stages,

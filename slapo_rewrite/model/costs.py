@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
+
+from slapo_rewrite.model.tree import is_container
 
 # What gives a view without saying so, or memory that nothing has been written to yet.
 _FREE = {"aten::_unsafe_view", "aten::empty", "aten::empty_like"}
@@ -50,6 +53,42 @@ class Cost:
     sent: float = 0
 
 
+def elements_of(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
+    """Paths of the modules that a model calls one after the other, between which it can be cut.
+
+    These are the items of its lists and what stands beside the lists, as far as they have
+    parameters and are called once.
+
+    Args:
+        model: On the meta device.
+        inputs: Keyword arguments of one training step.
+    """
+    called: list[str] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, path=path: called.append(path))
+        for path, module in _pieces(model)
+        if list(module.parameters())
+    ]
+    try:
+        _run(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    counts = Counter(called)
+    return [path for path in called if counts[path] == 1]
+
+
+def _pieces(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules below one that have no lists of their own, and the items of those lists."""
+    for name, child in module.named_children():
+        inner = f"{path}.{name}" if path else name
+        is_item = is_container(type(module)) and not is_container(type(child))
+        if is_item or not any(is_container(type(below)) for below in child.modules()):
+            yield inner, child
+        else:
+            yield from _pieces(child, inner)
+
+
 def costs_of(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> list[Cost]:
     """What each element of a model costs, everything else the model does included.
 
@@ -62,15 +101,18 @@ def costs_of(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) 
     Raises:
         ValueError: The elements are not called in this order, each of them once.
     """
-    inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), dict(inputs))
     elements = [model.get_submodule(path) for path in paths]
     counter = _Counter(model, len(paths))
     with counter.follows(elements), _AsOnGPU(), counter:
-        model(**inputs)
+        _run(model, inputs)
     if counter.called != list(range(len(paths))):
         called = [paths[number] for number in counter.called]
         raise ValueError(f"`forward` calls {called}, and not each of {list(paths)} once")
     return counter.costs()
+
+
+def _run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    model(**tree_map_only(Tensor, lambda tensor: tensor.to("meta"), dict(inputs)))
 
 
 class _Counter(TorchDispatchMode):

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Device:
-    """What one GPU does, as a model's operators get it and not as the data sheet has it.
+    """What one GPU does, as a model's operators get it: by default an H200 in bfloat16.
 
     Attributes:
         flops: Of matrix products, a second.
         bandwidth: Bytes of memory read or written, a second.
     """
 
-    flops: float
-    bandwidth: float
+    flops: float = 700e12
+    bandwidth: float = 4.3e12
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,12 @@ def backward_seconds(
     split = split or Split(1, Link(), [0] * len(costs))
     half = Device(device.flops / 2, device.bandwidth / 2)
     return forward_seconds(costs, half, split)
+
+
+def step_seconds(costs: Sequence[Cost], device: Device, split: Split | None = None) -> list[float]:
+    """Seconds that each element takes for a micro-batch, there and back: what to cut stages by."""
+    both = forward_seconds(costs, device, split), backward_seconds(costs, device, split)
+    return [forward + backward for forward, backward in zip(*both, strict=True)]
 
 
 def made_of(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_rewrite.model.costs import costs_of
+from slapo_rewrite.model.costs import costs_of, elements_of
 from tests.simulate.shapes import PUBLISHED, SHAPES
 
 
@@ -67,3 +67,37 @@ def test_elements_are_called_in_their_order(paths):
     assert cost.flops == 3 * 2 * 2 * 4 * 4
     assert sum(cost.parameters.values()) == 40
     assert not model.a._forward_hooks and not model.b._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_model_can_be_cut_between_its_layers_and_what_stands_beside_them(name):
+    model, inputs = SHAPES[name].built(sequences=2)
+    found = elements_of(model, inputs)
+    assert [path for path in found if path in SHAPES[name].elements] == SHAPES[name].elements
+    assert not [path for path in found if path.count(".") > 3]
+    assert len(costs_of(model, inputs, found)) == len(found)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.again = nn.ModuleList([nn.Linear(4, 4)])
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4)))
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        for _ in range(2):
+            x = self.again[0](x)
+        return self.head(x)
+
+
+def test_elements_are_those_with_parameters_that_are_called_once():
+    with torch.device("meta"):
+        model = Mixed()
+    found = elements_of(model, {"x": torch.ones(2, 4)})
+    assert found == ["body.0", "body.2.0", "head"]
+    costs = costs_of(model, {"x": torch.ones(2, 4)}, found)
+    assert [cost.flops / 64 for cost in costs] == [1, 3, 1]

@@ -8,7 +8,7 @@ short time, and counted to every stage.
 import itertools
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.pipeline import Stage, simulate
 from tests.processes import run
 
 WIDTH = 8
-SHORT = Stage(0.01, 0.02)
-STAGES = {
-    "equal": [Stage(0.03, 0.06)] * 4,
-    "dear first": [Stage(0.05, 0.1), *[Stage(0.03, 0.06)] * 3],
-    "dear last": [*[Stage(0.02, 0.05)] * 3, Stage(0.06, 0.09)],
-    "all different": [Stage(0.05, 0.04), Stage(0.02, 0.09), Stage(0.06, 0.03), Stage(0.03, 0.06)],
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages that wait, and for how long each transfer between them keeps both from going on."""
+
+    stages: Sequence[Stage]
+    transfer: float = 0.0
+
+    def of(self, count: int) -> "Pipeline":
+        """The same with fewer stages."""
+        return Pipeline([*self.stages[: count - 1], self.stages[-1]], self.transfer)
+
+
+SHORT = Pipeline([Stage(0.01, 0.02)] * 4)
+DIFFERENT = [Stage(0.05, 0.04), Stage(0.02, 0.09), Stage(0.06, 0.03), Stage(0.03, 0.06)]
+PIPELINES = {
+    "equal": Pipeline([Stage(0.03, 0.06)] * 4),
+    "dear first": Pipeline([Stage(0.05, 0.1), *[Stage(0.03, 0.06)] * 3]),
+    "dear last": Pipeline([*[Stage(0.02, 0.05)] * 3, Stage(0.06, 0.09)]),
+    "all different": Pipeline(DIFFERENT),
+    "all different, slow link": Pipeline(DIFFERENT, transfer=0.02),
 }
 
 
@@ -50,22 +67,23 @@ class Row:
 
 def compared(count: int, micro_batches: int, steps: int) -> list[Row]:
     """Steps of real processes beside simulated ones, for pipelines of `count` stages."""
-    pipelines = {name: [*stages[: count - 1], stages[-1]] for name, stages in STAGES.items()}
-    ranks = run(
-        seconds_of_steps, count, [[SHORT] * count, *pipelines.values()], micro_batches, steps
-    )
+    pipelines = {name: pipeline.of(count) for name, pipeline in PIPELINES.items()}
+    short = SHORT.of(count)  # before the others and after them, since other work comes and goes
+    ranks = run(seconds_of_steps, count, [short, *pipelines.values(), short], micro_batches, steps)
     # A step ends when it ends on all ranks.
-    short, *measured = (
+    before, *measured, after = (
         min(map(max, zip(*seconds, strict=True))) for seconds in zip(*ranks, strict=True)
     )
     slots = micro_batches + count - 1
-    engine = max(0.0, short / slots - SHORT.forward - SHORT.backward)
+    engine = max(
+        0.0, min(before, after) / slots - short.stages[0].forward - short.stages[0].backward
+    )
     rows = []
-    for (name, waiting), seconds in zip(pipelines.items(), measured, strict=True):
-        stages = [Stage(s.forward + engine / 2, s.backward + engine / 2) for s in waiting]
+    for (name, pipeline), seconds in zip(pipelines.items(), measured, strict=True):
+        stages = [Stage(s.forward + engine / 2, s.backward + engine / 2) for s in pipeline.stages]
         dearest = max(stage.forward + stage.backward for stage in stages)
-        predicted = simulate(stages, micro_batches).seconds
-        rows.append(Row(name, seconds, predicted, slots * dearest, engine))
+        step = simulate(stages, micro_batches, pipeline=Link(pipeline.transfer))
+        rows.append(Row(name, seconds, step.seconds, slots * dearest, engine))
     return rows
 
 
@@ -97,7 +115,7 @@ class Waiting(nn.Module):
 
 
 def seconds_of_steps(
-    pipelines: Sequence[Sequence[Stage]], micro_batches: int, steps: int
+    pipelines: Sequence[Pipeline], micro_batches: int, steps: int
 ) -> list[list[float]]:
     """Seconds that the steps of each pipeline take.
 
@@ -107,6 +125,7 @@ def seconds_of_steps(
         warnings.simplefilter("ignore")  # its imports use what torch will take away
         import deepspeed
         from deepspeed.pipe import LayerSpec, PipelineModule
+        from deepspeed.runtime.pipe import p2p
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes half a minute to build
     deepspeed.init_distributed("gloo", verbose=False)
     count = dist.get_world_size()
@@ -128,11 +147,22 @@ def seconds_of_steps(
     batches = itertools.repeat((torch.ones(1, WIDTH), torch.zeros(1, WIDTH)))
     (layer,) = module.forward_funcs
     engine.train_batch(batches)  # the first one also says what shapes there are
-    return [
-        [_seconds_of_step(engine, batches) for _ in range(steps)]
-        for stages in pipelines
-        for layer.stage in [stages[dist.get_rank()]]
-    ]
+    send, receive = p2p.send, p2p.recv
+    seconds = []
+    for pipeline in pipelines:
+        layer.stage = pipeline.stages[dist.get_rank()]
+        p2p.send, p2p.recv = (_slower(f, pipeline.transfer) for f in (send, receive))
+        seconds.append([_seconds_of_step(engine, batches) for _ in range(steps)])
+    return seconds
+
+
+def _slower(transfer: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def slower(*args: Any, **kwargs: Any) -> Any:
+        result = transfer(*args, **kwargs)
+        time.sleep(seconds)
+        return result
+
+    return slower
 
 
 def _seconds_of_step(engine: Any, batches: Iterator[Any]) -> float:

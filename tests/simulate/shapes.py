@@ -27,13 +27,16 @@ class Shape:
     parameters: int
     dtype: torch.dtype = torch.bfloat16
 
-    def costs(self, sequences: int = 8) -> list[Cost]:
-        """What the elements cost."""
+    def built(self, sequences: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+        """The model on the meta device, and inputs of a step."""
         with torch.device("meta"):
             model = self.make().to(self.dtype)
         ids = torch.zeros(sequences, self.length, dtype=torch.long)
-        inputs = {"input_ids": ids, "labels": ids}
-        return costs_of(model, inputs, self.elements)
+        return model, {"input_ids": ids, "labels": ids}
+
+    def costs(self, sequences: int = 8) -> list[Cost]:
+        """What the elements cost."""
+        return costs_of(*self.built(sequences), self.elements)
 
 
 def layers(path: str, count: int) -> list[str]:

@@ -8,7 +8,7 @@ from tests.simulate.engine import compared
 @pytest.mark.processes
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_step_takes_as_long_as_it_is_said_to(count):
-    rows = compared(count, micro_batches=count + 2, steps=2)
+    rows = compared(count, micro_batches=4, steps=2)
     for row in rows:
         assert row.predicted == pytest.approx(row.measured, rel=0.05), row
     # The formula for equal stages would not do.
