@@ -101,7 +101,8 @@ class Claim:
         """The statements that go and the expression that is replaced, by path and identity."""
         replaced = self.match.replaced
         # Contexts (`ast.Load()`) are one object everywhere.
-        every = (n for outer in (replaced.node, *replaced.removed) for n in ast.walk(outer))
+        gone = (replaced.node, *replaced.removed, *(node for node, _ in replaced.reads))
+        every = (n for outer in gone for n in ast.walk(outer))
         return {(self.node.path, id(n)) for n in every if isinstance(n, (ast.expr, ast.stmt))}
 
     def called(self) -> list[str]:

@@ -57,6 +57,11 @@ def place_edits(
     for writing in writings:
         by_statement.setdefault(writing.statement, []).append(writing)
     edits = {s: list(_changed(file, s, here, line_length)) for s, here in by_statement.items()}
+    for writing in writings:
+        for node, name in _reads(file, writing, inside=False):
+            edits[_statement(file, node)] = [
+                Edit(*file.span(node), name, (writing.cause,), writing.why)
+            ]
     gone = {s: writing for writing in writings for s in writing.replaced.removed}
     edits |= {s: [removed(file, s, w.cause, w.why, w.moved)] for s, w in gone.items()}
     return edits
@@ -71,7 +76,16 @@ def _changed(
     start, end = file.span(statement)
     inner: list[Edit] = []
     comments: list[str] = []
+    lead: list[str] = []
+    indent = _column(file, start)
     for writing in writings:
+        for node, name in _reads(file, writing, inside=True):
+            begin, stop = file.span(node)
+            inner.append(Edit(begin - start, stop - start, name, (), why))
+        if writing.replaced.above:
+            text = writing.replaced.target + writing.text
+            lead.append(formatted(text, indent, line_length))
+            continue
         begin, stop, text = _expression(file, statement, writing)
         inner.append(Edit(begin - start, stop - start, text, (), why))
         if not writing.moved:
@@ -80,12 +94,26 @@ def _changed(
         yield from (Edit(e.start + start, e.end + start, e.text, causes, why) for e in inner)
         return
     text, _ = apply_edits(file.text[start:end], inner)
-    indent = _column(file, start)
     lines = text.splitlines()
     if len(lines) > 1 or indent + len(lines[0]) > line_length:
         text = formatted(text, indent, line_length)
-    above = "".join(f"{comment}\n{' ' * indent}" for comment in comments)
+    above = "".join(f"{line}\n{' ' * indent}" for line in (*comments, *lead))
     yield Edit(start, end, above + text, causes, why)
+
+
+def _reads(file: SourceFile, writing: Writing, *, inside: bool) -> Iterator[tuple[ast.AST, str]]:
+    """The expressions that become names of results, in the statement of the call or elsewhere."""
+    start, end = file.span(writing.statement)
+    for node, name in writing.replaced.reads:
+        begin, stop = file.span(node)
+        if (start <= begin and stop <= end) is inside:
+            yield node, name
+
+
+def _statement(file: SourceFile, node: ast.AST) -> ast.stmt:
+    """The innermost statement that holds an expression."""
+    holders = [s for s in ast.walk(file.tree) if isinstance(s, ast.stmt) and node in ast.walk(s)]
+    return holders[-1]
 
 
 def _expression(file: SourceFile, statement: ast.stmt, writing: Writing) -> tuple[int, int, str]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 import torch.nn.functional as F
 
+from slapo_rewrite.edit.splice import apply_edits
+from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.fusion.places import Writing, place_edits
 from tests.finding import forward, selection
 
 INIT = "self.norm = nn.LayerNorm(4)\nself.fc = nn.Linear(4, 4)\nself.drop = nn.Dropout(0.1)"
@@ -124,3 +129,27 @@ def test_stopped(tmp_path, pattern, body, reason):
         return
     assert not found, str(found)
     assert reason in str(found)
+
+
+WRITTEN = [
+    ("x = x + y  # sum\nx = x + self.fc(F.gelu(x))\nreturn x",
+     "# sum\nnormed, x = both(x, y)\nx = x + self.fc(normed)\nreturn x"),
+    ("h = x + y\nr = h\nh = F.gelu(h)\nreturn self.fc(h) + r",
+     "h, r = both(x, y)\nreturn self.fc(h) + r"),
+    ("n = h = x + y\nb = n * 2\nn = self.fc(F.gelu(h))\nreturn n + h + b",
+     "normed, h_2 = both(x, y)\nn = h = h_2\nb = n * 2\nn = self.fc(normed)\nreturn n + h + b"),
+    ("h = x + y\nreturn F.gelu(h), h", "return both(x, y)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "expected"), WRITTEN, ids=[body for body, _ in WRITTEN])
+def test_how_it_is_written(tmp_path, body, expected):
+    s = selection(tmp_path, forward(body, init=INIT))
+    (match,) = s.find(both)
+    statement = match.root.site.statement
+    cause = Directive(0, "apply", None, "", ())
+    writing = Writing(match.replaced, statement, "both(x, y)", cause, "")
+    edits = place_edits(match.file, [writing], 100)
+    text, _ = apply_edits(match.file.text, [e for each in edits.values() for e in each])
+    written = text[text.index("z):") + len("z):") :]
+    assert textwrap.dedent(written).strip() == expected
