@@ -5,21 +5,20 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slapo_rewrite.patterns.effects import is_expression, own_calls, plain_calls, stored, writes
-from slapo_rewrite.patterns.listed import Given, Listed, numbered
+from slapo_rewrite.patterns.effects import writes
+from slapo_rewrite.patterns.listed import Given, numbered
 from slapo_rewrite.patterns.operations import Operation, by_module, draws, draws_by_name
-from slapo_rewrite.patterns.values import Exit, Graph, Use, Value
-from slapo_rewrite.source.facts import Constant, Function, Property, Submodule, names_of
+from slapo_rewrite.patterns.through import Through
+from slapo_rewrite.patterns.values import Exit, Value
+from slapo_rewrite.source.facts import Constant, Function, Property, Submodule
 from slapo_rewrite.source.index import SourceFile
 
 # Where rules are, whose functions their patterns may share.
 RULES = "slapo_rewrite.rules."
 
-MAX_DEPTH = 4
 # Functions that compute from numbers, or look at a value without keeping it.
 _PLAIN = {"len", "int", "float", "bool", "str", "isinstance", "hasattr", "range", "min", "max"}
 _PLAIN |= {"tuple", "list", "type", "abs", "sum", "round", "enumerate", "zip", "getattr"}
@@ -48,20 +47,8 @@ class Callee:
     value: Value | None = None
 
 
-class Calls(Listed):
+class Calls(Through):
     """Makes values of calls."""
-
-    def run(self, function: ast.FunctionDef) -> None:
-        """Follows the statements of a function."""
-        raise NotImplementedError
-
-    def expr(self, node: ast.expr) -> Value:
-        """What an expression gives."""
-        raise NotImplementedError
-
-    def hold(self, name: str, value: Value) -> None:
-        """Binds a local name, or an attribute as `self.path`."""
-        raise NotImplementedError
 
     # What is called ---------------------------------------------------------------------------
 
@@ -332,145 +319,6 @@ class Calls(Listed):
         arguments |= inputs
         ordered = {name: arguments[name] for name in known.names}
         return self.operation(known, ordered, node)
-
-    # Looking through a call -----------------------------------------------------------------------
-
-    def _inner(self, value: Value, file: SourceFile) -> Calls:
-        """A builder for what is reached through a call; nothing in it counts as a use."""
-        return type(self)(
-            Graph(file, None),
-            self.facts,
-            self.resolve if file is self.file else names_of(file),
-            through=value,
-            depth=self.depth + 1,
-            pattern=self.pattern,
-        )
-
-    def _through(
-        self,
-        value: Value,
-        file: SourceFile,
-        function: ast.FunctionDef,
-        given: Given,
-        owner: str | None = None,
-    ) -> Value | None:
-        """What a function returns for these arguments; None where that is not one value.
-
-        Args:
-            value: The call.
-            file: The file of the function.
-            function: The function.
-            given: The arguments.
-            owner: The path of the module whose method it is; None for a plain function.
-        """
-        if not is_expression(function):
-            return None
-        inner = self._followed(value, file, function, given, owner)
-        if inner is None or inner.graph.mutations or inner.stores:
-            return None
-        (returned,) = inner.graph.returned
-        used = {id(each) for each in returned.walk()}
-        idle = (each for each in inner.graph.values if id(each) not in used)
-        return returned if all(each.pure and not each.random for each in idle) else None
-
-    def _followed(
-        self,
-        value: Value,
-        file: SourceFile,
-        function: ast.FunctionDef,
-        given: Given,
-        owner: str | None,
-    ) -> Calls | None:
-        """The builder that has followed a function; None where its arguments are not known."""
-        if self.depth >= MAX_DEPTH or any(key in ("*", "**") for key, _ in given):
-            return None
-        inner = self._inner(value, file)
-        if not inner.bind_parameters(function, given, owner):
-            return None
-        inner.run(function)
-        return inner
-
-    def _effects(
-        self,
-        value: Value,
-        file: SourceFile,
-        function: ast.FunctionDef,
-        given: Given,
-        owner: str | None = None,
-    ) -> None:
-        """Notes what a call writes to: its arguments' memory, attributes of the module."""
-        reached = list(self._reached(file, function, owner))
-        for method, path in reached:
-            for name in stored(method) if path is not None else ():
-                self.hold(f"self.{path}.{name}" if path else f"self.{name}", value)
-        if not any(writes(inner) for inner, _ in reached):
-            return
-        inner = self._followed(value, file, function, given, owner)
-        if inner is None:
-            for _, argument in given:
-                self.overwrite(argument, value.node)
-        else:
-            for mutation in inner.graph.mutations:
-                self.overwrite(mutation.target, value.node)
-
-    def _reached(
-        self, file: SourceFile, function: ast.FunctionDef, owner: str | None
-    ) -> Iterator[tuple[ast.FunctionDef, str | None]]:
-        """A function, the functions of its file and the methods of its module that it calls.
-
-        With each method comes the path of its module, with each plain function None.
-        """
-        pending: list[tuple[SourceFile, ast.FunctionDef, str | None]] = [(file, function, owner)]
-        seen: set[int] = set()
-        while pending:
-            home, each, path = pending.pop()
-            if id(each) in seen:
-                continue
-            seen.add(id(each))
-            yield each, path
-            named = (home.functions.get(name) for name in plain_calls(each))
-            pending += [(home, inner, None) for inner in named if inner is not None]
-            located = (
-                (self.facts.method(path, n) for n in own_calls(each)) if path is not None else ()
-            )
-            pending += [(*place, path) for place in located if place is not None]
-
-    def bind_parameters(self, function: ast.FunctionDef, given: Given, owner: str | None) -> bool:
-        """Gives a call's arguments to the parameters of a function; False where they do not fit."""
-        arguments = function.args
-        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
-        if owner is not None and names:
-            self.scope[names.pop(0)] = self.leaf("self", owner, function)
-        plain = [v for key, v in given if not key]
-        if len(plain) > len(names):
-            return False
-        for star, literal in ((arguments.vararg, ()), (arguments.kwarg, None)):
-            if star is not None:  # what is left over for them is nothing
-                self.scope[star.arg] = self.make("rest", [], star, literal=literal)
-        held = dict(zip(names, plain, strict=False))
-        every = [*names, *(a.arg for a in arguments.kwonlyargs)]
-        for key, value in given:
-            if key and (key not in every or key in held):
-                return False
-            if key:
-                held[key] = value
-        defaults = dict(zip(reversed(names), reversed(arguments.defaults), strict=False))
-        defaults |= {
-            a.arg: d
-            for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-            if d is not None
-        }
-        for name in every:
-            if name not in held:
-                if name not in defaults:
-                    return False
-                held[name] = self.expr(defaults[name])
-        self.scope |= held
-        return True
-
-    def read(self, value: Value, node: ast.AST, why: str) -> None:
-        """Notes that a statement reads a value."""
-        self.use(value, Use(node, None, why, self.next()))
 
 
 @functools.cache

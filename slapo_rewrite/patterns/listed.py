@@ -58,6 +58,8 @@ class Listed(Maker):
         if name in CASTS and len(given) == 1:
             dtype = self.leaf("name", f"torch.{CASTS[name]}", node)
             name, given = "to", [*given, ("", dtype)]
+        elif name == "to" and any(map(_is_device, given)):
+            return None
         elif name == "type" and len(given) == 2 and given[1][1].operation != "constant":
             name = "to"
         elif name == "square" and len(given) == 1:
@@ -186,6 +188,13 @@ class Listed(Maker):
             return self.constant(function(*operands), node)
         except (ArithmeticError, ValueError):
             return None
+
+
+def _is_device(given: tuple[str, Value]) -> bool:
+    """Whether an argument of `to` says where, and not as what."""
+    key, value = given
+    text = value.operation == "constant" and isinstance(value.literal, str)
+    return key == "device" or text or (value.operation == "member" and value.literal == "device")
 
 
 def numbered(given: Given) -> list[tuple[str, Value]]:

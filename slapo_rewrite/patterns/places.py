@@ -64,7 +64,7 @@ class Judge(Standing):
 
     def _hidden(self) -> Stop | None:
         for wanted, value in self.pairing.held.items():
-            if wanted.operation == "parameter" and value.inside and not value.is_leaf:
+            if wanted.operation == "parameter" and value.inside and not _is_readable(value):
                 return self._stop(
                     f"`{wanted.literal}` would be computed inside a call that is looked through",
                     _spot(value.inside, "in this call"),
@@ -332,8 +332,10 @@ class Judge(Standing):
             return (str(value.literal), value.node) if lost else None
         then = self.graph.names.get(value.statement, {}) if value.statement else {}
         if value.operation == "attribute":
-            key = f"self.{value.literal}"
-            return (key, value.node) if then.get(key) is not now.get(key) else None
+            names = str(value.literal).split(".")
+            keys = [f"self.{'.'.join(names[:n])}" for n in range(1, len(names) + 1)]
+            again = (key for key in keys if then.get(key) is not now.get(key))
+            return next(((key, value.node) for key in again), None)
         for node in ast.walk(value.node) if self.moves(value) else ():
             if isinstance(node, ast.Name) and then.get(node.id) is not now.get(node.id):
                 return node.id, node
@@ -342,6 +344,12 @@ class Judge(Standing):
 
 # What shapes and numbers, which share memory with nothing, are said to share it with.
 _FREE: frozenset[object] = frozenset([("free",)])
+
+
+def _is_readable(value: Value) -> bool:
+    """Whether what is read inside a call can be written outside of it."""
+    of_file = value.operation == "name" and not str(value.literal).startswith("torch.")
+    return value.is_leaf and not of_file
 
 
 def _spot(value: Value, note: str) -> Spot:

@@ -273,5 +273,7 @@ def described(value: Value) -> str:
             return "a call"
         case "tuple":
             return "a tuple"
+        case "member":
+            return f"`.{value.literal}`"
     name = value.operation.removeprefix("call ").removeprefix("module ")
     return f"`{name.rpartition('.')[2]}`" if name else "a call"

@@ -70,7 +70,8 @@ class Find(Question):
     expression, for calls of submodules by their path. What counts is how the data goes: local
     names, temporaries, unrelated statements in between, the spelling of an operation
     (`nn.GELU()(x)`, `F.gelu(x)`, an activation of transformers), keywords and the order of
-    commutative operands make no difference.
+    commutative operands make no difference. Calls of functions and submodules whose body is one
+    value are looked through: a norm class of the file may be part of a larger pattern.
 
     A match is what one call could stand for, at the place of its result. So there is none where a
     value inside is used elsewhere too, where a branch or a loop lies between, where an operand is

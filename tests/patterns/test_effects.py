@@ -55,6 +55,10 @@ def bias_gelu(x, bias):
     return F.gelu(x + bias)
 
 
+def linear_gelu(x, weight, bias):
+    return F.gelu(F.linear(x, weight, bias))
+
+
 def dropped(x, p, training, r):
     return F.dropout(x, p, training) + r
 
@@ -75,6 +79,7 @@ STOPPED = [
     (bias_gelu, "a = y + self.scale\nself.scale += 3.0\nreturn F.gelu(a)", "bound again"),
     (bias_gelu, "a = y + self.scale\nself.rescale()\nreturn F.gelu(a)", "bound again"),
     (bias_gelu, "a = y + self.computed\nself.rescale()\nreturn F.gelu(a)", "may be changed"),
+    (linear_gelu, "h = self.fc(x)\nself.fc = z\nreturn F.gelu(h)", "`self.fc` is bound again"),
     (bias_gelu, "a = x.state + y\nb = x.update(z)\nreturn F.gelu(a) + b", "may be changed"),
     (bias_gelu, "a = x.pop() + y\nb = x.pop()\nreturn F.gelu(a) + b", "may be changed"),
     (bias_gelu, "a = self.cache.state + y\nself.cache.update(z)\nreturn F.gelu(a)", "overwritten"),
@@ -202,6 +207,12 @@ def test_a_call_that_is_its_value(tmp_path):
     )
     source = f"{text.partition(chr(10))[2]}\n\n\n" + forward("return helper(x, y)")
     assert "forward" in {m.function for m in selection(tmp_path, source).find(bias_gelu)}
+
+
+def test_a_constant_of_another_function_is_no_operand(tmp_path):
+    text = "BIAS = 2.0\n\n\ndef helper(u):\n    return F.gelu(u + BIAS)\n\n\n"
+    found = selection(tmp_path, text + forward("return helper(x)")).find(bias_gelu)
+    assert [match.function for match in found] == ["helper"]
 
 
 NORM = """

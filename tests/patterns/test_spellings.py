@@ -86,6 +86,7 @@ DIFFERENT = [
     ["x ** 2", "x ** 3", "2 ** x"],
     ["x.transpose(1, 2)", "x.transpose(-1, -2)", "x.transpose(0, 1)"],
     ["x * 1", "x * True"],
+    ["x.to(y.dtype)", "x.to(y.device)", "x.to('cpu')", "x.type_as(y)"],
     ["x.mean(-1)", "x.mean(-1, keepdim=True)"],
 ]
 # fmt: on
