@@ -28,6 +28,7 @@ def explain(out: Path, place: str | None) -> str:
     ]
     if place is None:
         lines += [line for change in content["changes"] for line in _change(out, content, change)]
+        lines += [line for note in content.get("rules", ()) for line in _rule(content, note)]
         return "\n".join(lines) or "nothing was changed"
     name, number = _place(out, content, place)
     text = _line(out, name, number)
@@ -75,6 +76,17 @@ def _change(out: Path, content: dict[str, Any], change: dict[str, Any]) -> list[
     if span:
         where += f":{span[0]}" + (f"-{span[1]}" if span[1] > span[0] else "")
     return [f"{where}  {change['why']}", *_causes(content, change)]
+
+
+def _rule(content: dict[str, Any], note: dict[str, Any]) -> list[str]:
+    """What became of a rule that a line of the schedule asked for."""
+    cause = content["directives"][note["directive"]]
+    lead = f"rule `{note['rule']}` of {content['schedule']['name']}:{cause['line']}"
+    found = [f"{lead}: applied in {', '.join(note['applied'])}"] if "applied" in note else []
+    found += [f"{lead}: left {path}: {why}" for path, why in note.get("left", {}).items()]
+    if "nearest" in note:
+        found.append(f"{lead}: matches nothing; nearest is {note['nearest']}")
+    return found or [f"{lead}: matches nothing, nor anything near"]
 
 
 def _causes(content: dict[str, Any], change: dict[str, Any]) -> list[str]:

@@ -60,6 +60,7 @@ def written(
     helpers: Mapping[str, Iterable[Directive]],
     single_file: bool,
     copies: Mapping[str, SourceFile],
+    rules: Mapping[int, Iterable[Mapping[str, object]]],
 ) -> str:
     """The text of `rewrite.json`.
 
@@ -73,7 +74,9 @@ def written(
         helpers: Helper files, with what caused them.
         single_file: Whether the helpers are part of the model file.
         copies: The other files that are rewritten, by their names in the output.
+        rules: What became of the rules that a directive asked for, by its number.
     """
+    applied = [{"directive": n, **note} for n, notes in rules.items() for note in notes]
     content = {
         "tool": {"name": "slapo-rewrite", "version": __version__, "digest": tool_digest()},
         "source": {
@@ -109,6 +112,7 @@ def written(
             }
             for name, causes in sorted(helpers.items())
         ],
+        **({"rules": applied} if applied else {}),
         "verification": None,
         "written": {n: packed(t) for n, t in sorted(files.items()) if n.endswith(".py")},
     }

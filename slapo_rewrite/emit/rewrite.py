@@ -222,6 +222,7 @@ def rewrite(
             by_file,
             single_file,
             {copies.name(f): f for f in copies.files.values() if f is not project.file},
+            plan.notes,
         )
     return Output(dict(sorted(files.items())), originals, name, lowered.warnings, project.seconds)
 

@@ -40,9 +40,9 @@ MODEL = PLAIN.replace("m.MLP(8)", "m.GatedMLP(8)")
 class Apply(Rewriting):
     """Apply a rule in the selected modules and below.
 
-    A rule is a computation and what is written in its place, `slapo-rewrite rules` lists them. What
-    comes later in the schedule sees the source as it is then; a module that was called inside of
-    what was replaced is no longer called, so it cannot be scheduled any more.
+    A rule is a computation and what is written in its place; `slapo-rewrite primitives` lists them.
+    What comes later in the schedule sees the source as it is then; a module that was called inside
+    of what was replaced is no longer called, so it cannot be scheduled any more.
 
     Rewrite:
         gated = F.silu(self.gate(x))
@@ -106,7 +106,7 @@ class Apply(Rewriting):
         engine = Engine(call.tree, call.sources, states, call.directive, line_length)
         if not looked.claims and not looked.left:
             raise nothing_found(rule.name, looked.nearest, at)
-        return carried_out(engine, looked.claims, looked.left)
+        return carried_out(engine, looked.claims, looked.left, rules=[(rule.name, looked)])
 
 
 def rule_named(call: Call) -> Rule:

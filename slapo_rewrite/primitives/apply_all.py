@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.state import ModuleState
 from slapo_rewrite.fusion.engine import Claim, Engine, Left
-from slapo_rewrite.fusion.looking import below, look
+from slapo_rewrite.fusion.looking import Looked, below, look
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.apply import GATED, MODEL
 from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
+from slapo_rewrite.primitives.matched import noted
 
 
 class ApplyAll(Rewriting):
@@ -20,7 +21,7 @@ class ApplyAll(Rewriting):
 
     Rules are tried in a fixed order, those that save more first; of two that want the same text,
     the first has it. A rule that matches nothing, or that may not be applied somewhere, is left
-    out there.
+    out there: `slapo-rewrite explain OUT` says why.
 
     Rewrite:
         gated = F.silu(self.gate(x))
@@ -72,17 +73,19 @@ class ApplyAll(Rewriting):
         nodes: list[Node],
         states: Mapping[str, ModuleState],
         line_length: int,
-    ) -> Rewrite | None:
+    ) -> Rewrite:
         """What all rules give."""
         inner = below(nodes)
         engine = Engine(call.tree, call.sources, states, call.directive, line_length)
         claims: list[Claim] = []
         left: list[Left] = []
+        every: list[tuple[str, Looked]] = []
         for rule in rules().values():
             if rule.pays:
                 looked = look(rule, inner, call.sources)
+                every.append((rule.name, looked))
                 claims += looked.claims
                 left += looked.left
         kept, stopped = engine.sorted_out(claims)
-        left += stopped
-        return engine.rewrite(kept, ()) if kept else None
+        notes = noted(every, kept, [*left, *stopped])
+        return engine.rewrite(kept, notes) if kept else Rewrite([], notes=notes)

@@ -8,9 +8,9 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.edit.state import ModuleState, general
 from slapo_rewrite.fusion.engine import Calling, Claim, Engine, Left
-from slapo_rewrite.fusion.looking import spots
+from slapo_rewrite.fusion.looking import Looked, spots
 from slapo_rewrite.fusion.spelling import SCHEDULE
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match, Miss
@@ -21,13 +21,19 @@ from slapo_rewrite.primitives.held import in_place_of
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def carried_out(engine: Engine, claims: Sequence[Claim], left: Sequence[Left]) -> Rewrite:
+def carried_out(
+    engine: Engine,
+    claims: Sequence[Claim],
+    left: Sequence[Left],
+    rules: Sequence[tuple[str, Looked]] = (),
+) -> Rewrite:
     """What claims give that one line of the schedule makes.
 
     Args:
         engine: Carries them out.
         claims: The matches.
         left: Matches that are left as they are, since the rule would have it so.
+        rules: What was looked for by a rule's name, for the record.
 
     Raises:
         NoMatch: One cannot be carried out, or there is none.
@@ -36,7 +42,30 @@ def carried_out(engine: Engine, claims: Sequence[Claim], left: Sequence[Left]) -
     hard = [each for each in stopped if not each.harmless]
     if hard or not kept:
         raise engine.refused([*hard, *stopped, *left][0])
-    return engine.rewrite(kept, ())
+    return engine.rewrite(kept, noted(rules, kept, [*left, *stopped]))
+
+
+def noted(
+    rules: Sequence[tuple[str, Looked]], kept: Sequence[Claim], left: Sequence[Left]
+) -> tuple[Mapping[str, object], ...]:
+    """What became of each rule, for the record: where it was applied, and why not elsewhere."""
+    notes = []
+    for name, looked in rules:
+        paths = [general(claim.node.path) for claim in kept if claim.what == name]
+        note: dict[str, object] = {"rule": name}
+        if paths:
+            note["applied"] = list(dict.fromkeys(paths))
+        reasons = {
+            general(each.claim.node.path): each.reason for each in left if each.claim.what == name
+        }
+        if reasons:
+            note["left"] = reasons
+        if not paths and not reasons and (miss := looked.nearest) is not None:
+            where = f"{general(miss.path) or 'the model'}, {miss.function}"
+            found = f"{miss.stop.matched} of {miss.size} operations found"
+            note["nearest"] = f"{where}: {miss.stop.reason} ({found})"
+        notes.append(note)
+    return tuple(notes)
 
 
 def nothing_found(name: str, nearest: Miss | None, at: errors.Span | None) -> errors.NoMatch:

@@ -1,4 +1,4 @@
-"""What `slapo-rewrite primitives` prints."""
+"""What `slapo-rewrite primitives` prints: the primitives, and the rules that `apply` takes."""
 
 from __future__ import annotations
 
@@ -6,32 +6,54 @@ import inspect
 import textwrap
 
 from slapo_rewrite import errors, primitives
+from slapo_rewrite.edit.examples import Example
+from slapo_rewrite.fusion.registry import rules
+from slapo_rewrite.fusion.rule import Rule
 
 
 def listing() -> str:
-    """Every primitive with its first line."""
-    found = primitives.registry()
-    width = max(map(len, found))
-    return "\n".join(
-        f"{name:<{width}}  {(inspect.getdoc(type(primitive)) or '').splitlines()[0]}"
-        for name, primitive in found.items()
-    )
+    """Every primitive and every rule with its first line."""
+    found, known = primitives.registry(), rules()
+    width = max(map(len, (*found, *known)))
+    lines = [f"{name:<{width}}  {_first_line(found[name])}" for name in found]
+    lines += ["", 'rules, for .apply("NAME"); .apply_all() takes those with a star:']
+    lines += [
+        f"{name:<{width}}  {'*' if rule.pays else ' '} {_first_line(rule)}"
+        for name, rule in sorted(known.items())
+    ]
+    return "\n".join(lines)
 
 
 def page(name: str) -> str:
-    """One primitive: signature, documentation, a worked example.
+    """One primitive or rule: its documentation, a worked example.
 
     Raises:
         UnknownPrimitive: There is none of this name.
     """
-    found = primitives.registry()
+    found, known = primitives.registry(), rules()
+    if name in known:
+        return _rule_page(known[name])
     if name not in found:
         raise errors.UnknownPrimitive(
-            f"there is no primitive `{name}`", hint=errors.did_you_mean(name, found)
+            f"there is no primitive `{name}`", hint=errors.did_you_mean(name, (*found, *known))
         )
     primitive = found[name]
     parts = [f"{name}{primitive.signature()}", inspect.getdoc(type(primitive)) or ""]
-    for example in primitive.examples:
+    return _joined(parts, primitive.examples)
+
+
+def _rule_page(rule: Rule) -> str:
+    facts = [f"numerics: {rule.numerics.value}"]
+    facts += [f"kernels: {', '.join(rule.kernels)}"] if rule.kernels else []
+    facts.append(
+        f"apply_all: takes it: {rule.pays}" if rule.pays else "apply_all: leaves it: ask for it"
+    )
+    parts = [f'apply("{rule.name}")', inspect.getdoc(type(rule)) or "", "\n".join(facts)]
+    return _joined(parts, rule.examples)
+
+
+def _joined(parts: list[str], examples: tuple[Example, ...]) -> str:
+    for example in examples:
         parts += [
             "Example: this source",
             textwrap.indent(example.source, "    "),
@@ -42,3 +64,7 @@ def page(name: str) -> str:
             if text:
                 parts += [what, textwrap.indent(text, "    ")]
     return "\n\n".join(part.rstrip("\n") for part in parts)
+
+
+def _first_line(value: object) -> str:
+    return (inspect.getdoc(type(value)) or "").partition("\n")[0]

@@ -26,6 +26,7 @@ class Plan:
         states: What was asked of each module path; a path that is not in it was not touched.
         order: The position of each path in the tree.
         idle: Modules that are not called any more, and which directive did that.
+        notes: What became of the rules that a directive asked for, by its number.
 
     Args:
         tree: The module tree.
@@ -48,6 +49,7 @@ class Plan:
         self.directives: list[Directive] = []
         self.states: dict[str, ModuleState] = {}
         self.idle: dict[str, Directive] = {}
+        self.notes: dict[int, tuple[Mapping[str, object], ...]] = {}
         self.order = {path: number for number, path in enumerate(tree.nodes)}
 
     def call(
@@ -78,8 +80,11 @@ class Plan:
             self.idle |= dict.fromkeys(done.absorbed, directive)
         else:
             rewrite = primitive.rewrites(call, list(nodes), self.states, self.line_length)
-            if rewrite is not None:
+            if rewrite is not None and rewrite.edits:
                 raise Again(directive, rewrite)
+            done = rewrite
+        if done is not None and done.notes:
+            self.notes[directive.number] = done.notes
         self.directives.append(directive)
         decided: dict[tuple[int, int], ModuleState] = {}
         grafts: dict[str, Any] = {}
