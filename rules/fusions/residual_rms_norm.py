@@ -127,7 +127,6 @@ class ResidualRmsNorm(Rule):
 
     name = "residual_rms_norm"
     numerics = Numerics.REASSOCIATED
-    pays = "the sum is read back neither by the norm nor by its gradient"
     rank = 40
     alternatives = (
         Alternative(plain, plain_kernel),
