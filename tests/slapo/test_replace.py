@@ -76,7 +76,7 @@ def test_by_a_function_that_gives_a_sequential(tmp_path):
     weights = '{"0.weight": "weight", "0.bias": "bias"}'
     lines = f'    s["fc"].replace(activated, weights={weights})\n    assert "fc.0" in s\n'
     output = rewritten(tmp_path, MODEL, SCHEDULE + lines)
-    assert "+            activated(8, 8),\n" in changed_lines(output)
+    assert "+            lambda: activated(8, 8),\n" in changed_lines(output)
     assert "def activated(features, outputs):" in output.files["modules.py"]
 
 
