@@ -272,7 +272,8 @@ class Calls(Through):
         elif forward is not None:
             value.stateful = not module.stateless
             value.look_through = lambda: self._through(value, *forward, given, path)
-            self._effects(value, *forward, given, path)
+            if not module.cls.startswith("torch.nn."):  # those write to their own buffers alone
+                self._effects(value, *forward, given, path)
         return value
 
     def _inputs(self, known: Operation, given: Given, node: ast.AST) -> dict[str, Value] | None:
