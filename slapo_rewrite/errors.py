@@ -220,6 +220,12 @@ class NoMatch(RewriteError):
     code = "SR309"
 
 
+class CannotCut(RewriteError):
+    """A place where no pipeline stage can end, or a value that cannot go from one to the next."""
+
+    code = "SR310"
+
+
 class OutputEdited(RewriteError):
     """The output folder holds hand edits, or files that the tool did not write."""
 

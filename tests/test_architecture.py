@@ -16,6 +16,7 @@ LAYERS = (
     {"__main__"},
     {"cli"},
     {"verify", "tune", "emit"},
+    {"stages"},
     {"schedule"},
     {"primitives"},
     {"fusion"},
@@ -27,7 +28,7 @@ LAYERS = (
     {"errors"},
     {"runtime"},
 )
-MAY_IMPORT_TORCH = {"model", "verify", "tune", "runtime"}
+MAY_IMPORT_TORCH = {"model", "stages", "verify", "tune", "runtime"}
 HEAVY = {"torch", "transformers"}
 
 

@@ -219,6 +219,7 @@ class ModuleState:
     annotations: tuple[Annotation, ...] = ()
     decompose: Decompose | None = None
     inlined: Inlined | None = None
+    cut: Directive | None = field(default=None, compare=False)  # changes nothing of the module
 
     def causes(self) -> tuple[Directive, ...]:
         """The directives that split the module or communicate at its border."""

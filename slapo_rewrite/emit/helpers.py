@@ -142,12 +142,13 @@ def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, P
     if KERNELS in wanted:
         found[KERNELS] = kernels.picked(wanted.pop(KERNELS))
     for module in sorted(wanted.keys() - {MODULES}):
-        found[module] = _runtime(module).pick(wanted[module] | SURFACE.get(module, set()))
+        found[module] = runtime_library(module).pick(wanted[module] | SURFACE.get(module, set()))
     return found
 
 
 @functools.cache
-def _runtime(module: str) -> Library:
+def runtime_library(module: str) -> Library:
+    """A runtime module, whose definitions can be taken out one by one."""
     return Library((RUNTIME / f"{module}.py").read_text(encoding="utf-8"))
 
 
@@ -156,7 +157,7 @@ def _close(wanted: dict[str, set[str]]) -> None:
     waiting = [m for m in wanted if m not in (MODULES, KERNELS)]
     while waiting:
         module = waiting.pop()
-        for other, names in _runtime(module).pick(wanted[module]).helpers.items():
+        for other, names in runtime_library(module).pick(wanted[module]).helpers.items():
             if not names <= wanted.get(other, set()):
                 wanted.setdefault(other, set()).update(names)
                 waiting.append(other)
@@ -164,7 +165,7 @@ def _close(wanted: dict[str, set[str]]) -> None:
 
 def _shards_something(names: set[str]) -> bool:
     """Whether a parameter is cut anywhere, so that there is something to gather."""
-    return "record_shard" in _runtime("tensor_parallel").closure(names)
+    return "record_shard" in runtime_library("tensor_parallel").closure(names)
 
 
 def _copied(schedule: ScheduleFile, names: set[str]) -> Picked:

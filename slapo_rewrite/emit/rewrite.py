@@ -31,6 +31,7 @@ from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.copies import Copies
 from slapo_rewrite.emit.helpers import helper_files, inlined_helpers
+from slapo_rewrite.emit.stages import stage_files
 from slapo_rewrite.model import twin
 from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.tree import Tree, build_model, uncompiled
@@ -39,6 +40,7 @@ from slapo_rewrite.schedule.load import Again, ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection
 from slapo_rewrite.source.index import SourceFile, locate
+from slapo_rewrite.stages.program import Cut
 
 
 @dataclass
@@ -194,6 +196,11 @@ def rewrite(
             f"# Written by slapo-rewrite {__version__} for {name}; rewrite.json says from what."
         )
         helpers = {} if single_file else helper_files(used, definitions, header)
+    cuts = [Cut(path, state.cut) for path, state in plan.states.items() if state.cut]
+    if cuts:
+        with project.timed("stages"):
+            files = {**texts, **helpers}
+            helpers |= stage_files(project, cuts, files, used, header, single_file)
     with project.timed("write"):
         files = {**texts, **helpers}
         if not single_file:
@@ -207,6 +214,9 @@ def rewrite(
         for desk in desks:
             for module, because in desk.imports.causes().items():
                 causes[module] = united(causes.get(module, ()), because)
+        if cuts:
+            causes["pipeline"] = united(*((cut.cause,) for cut in cuts))
+            causes.setdefault("delayed", causes["pipeline"])
         by_file = {
             n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers
         }

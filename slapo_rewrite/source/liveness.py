@@ -57,6 +57,11 @@ def part_of(function: Function, run: Sequence[ast.stmt]) -> Part:
     return Part(tuple(inputs), tuple(outputs), tuple(sorted(unsure)))
 
 
+def live_after(function: Function, statement: ast.stmt) -> frozenset[str]:
+    """The local names whose values are still needed after a statement, at any depth."""
+    return _Backward(local_names(function)).through(function)[statement]
+
+
 def local_names(function: Function) -> frozenset[str]:
     """The names that a function binds, its parameters among them."""
     bound: set[str] = set()

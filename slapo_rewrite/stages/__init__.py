@@ -1,0 +1,1 @@
+"""Pipeline stages: the model's own `forward`, written out and cut."""

@@ -1,0 +1,113 @@
+"""From cuts in a schedule to the text of `pipeline.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.model.tree import Tree, build_model
+from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.stages.flatten import Flattening
+from slapo_rewrite.stages.plan import Planner, trains
+from slapo_rewrite.stages.program import Cut, divided, with_calls_apart
+from slapo_rewrite.stages.trial import Trial, imported
+from slapo_rewrite.stages.write import Text, forward_text, held_by, loss_text, ties_of
+
+
+def pipeline(
+    files: Mapping[str, str], original: SourceFile, schedule: Any, cuts: Sequence[Cut]
+) -> Text:
+    """The stages of a rewritten model.
+
+    Args:
+        files: The output's other files.
+        original: The model's file, as it was.
+        schedule: The schedule's module.
+        cuts: Where stages end.
+
+    Raises:
+        CannotCut: They cannot end there.
+    """
+    name = original.path.name
+    with imported(files, name) as module:
+        return _pipeline(files, original.edited(files[name]), schedule, cuts, module)
+
+
+def _pipeline(
+    files: Mapping[str, str],
+    file: SourceFile,
+    schedule: Any,
+    cuts: Sequence[Cut],
+    module: ModuleType,
+) -> Text:
+    model = build_model(schedule.model, module)
+    tree = Tree(model)
+    at = cuts[0].cause.at
+    order = {path: number for number, path in enumerate(tree.nodes)}
+    cuts = sorted(cuts, key=lambda cut: order[cut.path])
+    if type(model).__module__ != module.__name__:
+        raise errors.CannotCut(
+            f"the model's class {type(model).__name__} is not defined in {file.path.name}", at=at
+        )
+    trial = Trial(schedule, module, model, at)
+    inside = ways(tree, cuts)
+    world = vars(module)
+    flat = Flattening(model, file, world, inside, trial.part, at).flat(trial.inputs)
+    flat = with_calls_apart(flat, lambda text: trains(model, text))
+    program = divided(flat, cuts, model)
+    stages = Planner(program, trial.seen(program), model, [c.cause.at for c in cuts]).stages()
+    if not stages.labels:
+        raise errors.CannotCut(
+            "the loss needs nothing that the step is given, and the engine wants labels", at=at
+        )
+    texts = [forward_text(stages, stage, trial.depth) for stage in stages.stages]
+    texts.append(loss_text(stages, trial.depth))
+    trial.check([run(text, world) for text in texts], stages)
+    held = held_by(stages, model)
+    return Text(
+        stages,
+        held,
+        ties_of(held, model, at),
+        type(model),
+        file,
+        flat.settings,
+        "tensor_parallel.py" in files,
+        "loading.py" in files,
+    )
+
+
+def run(text: str, world: Mapping[str, Any]) -> Any:
+    """The function that a text defines, among the names of the model's file."""
+    scene = dict(world)
+    exec(compile(text, "<stage>", "exec"), scene)
+    return scene["loss" if text.startswith("def loss") else "forward"]
+
+
+def ways(tree: Tree, cuts: Sequence[Cut]) -> set[str]:
+    """The modules on the way to the cuts, whose `forward` has to be written out.
+
+    Raises:
+        CannotCut: One of them is a layer, or called by torch.
+    """
+    found: set[str] = set()
+    for cut in cuts:
+        node = tree.nodes[cut.path].parent
+        while node is not None and node.path:
+            if not node.is_container:
+                found.add(node.path)
+                if node.parent is not None and node.name.isdigit():
+                    raise errors.CannotCut(
+                        f"a stage cannot end inside the layer `{node.path}`",
+                        at=cut.cause.at,
+                        hint=f'cut after it: s["{node.path}"].cut_pipeline_stage()',
+                    )
+            elif node.cls.__name__ == "Sequential":
+                raise errors.CannotCut(
+                    f"a stage cannot end inside `{node.path}`, an nn.Sequential",
+                    at=cut.cause.at,
+                    hint="cut before or after it, or let `forward` loop over a ModuleList",
+                )
+            node = node.parent
+    return found

@@ -1,0 +1,399 @@
+"""A flat `forward` as pieces: where it is cut, and which value each piece reads and binds."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.edit.text import accessor
+from slapo_rewrite.errors import Span
+from slapo_rewrite.source.liveness import part_of
+from slapo_rewrite.stages.flatten import Flat, Line
+
+# A name, and the number of the piece that gave it this value; -1 for an argument of `forward`.
+Version = tuple[str, int]
+ARGUMENT = -1
+# How many layers of a list a cut leaves before it, for a model of another depth.
+Depth = Callable[[str, int], int]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A module that a stage ends after.
+
+    Attributes:
+        path: Its path.
+        cause: Who asks.
+    """
+
+    path: str
+    cause: Directive
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Some rounds of a loop over a list of layers.
+
+    Attributes:
+        listed: The list, as the text spells it.
+        first: The first layer.
+        stop: The layer after the last one; None for all that follow.
+    """
+
+    listed: str
+    first: int
+    stop: int | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A statement, or some rounds of a loop.
+
+    Attributes:
+        text: Its source; of a loop, the whole loop's.
+        at: Where it comes from.
+        stage: The stage that it belongs to.
+        layers: Which rounds of the loop it is; None for all, and for other statements.
+        reads: The values that it needs.
+        binds: The names that it binds and that are needed later.
+    """
+
+    text: str
+    at: Span
+    stage: int
+    layers: Layers | None = None
+    reads: tuple[Version, ...] = ()
+    binds: tuple[str, ...] = ()
+
+    @property
+    def node(self) -> ast.stmt:
+        """The statement as parsed."""
+        return ast.parse(self.text).body[0]
+
+    def source(self, depth: Depth | None = None) -> str:
+        """The text, a loop with the rounds that it has here.
+
+        Args:
+            depth: Says where the cuts are in a model of another depth.
+        """
+        if self.layers is None:
+            return self.text
+        first, stop = self.layers.first, self.layers.stop
+        if depth is not None:
+            first = depth(self.layers.listed, first)
+            stop = None if stop is None else depth(self.layers.listed, stop)
+        return sliced(self.text, first, stop)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A flat `forward` in pieces.
+
+    Attributes:
+        parameters: What it is given.
+        pieces: The statements.
+        loss: The loss, as text.
+        loss_reads: The values that the loss is made of.
+        stages: How many there are.
+    """
+
+    parameters: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+    loss: str
+    loss_reads: tuple[Version, ...]
+    stages: int
+
+
+def divided(flat: Flat, cuts: Sequence[Cut], model: Any) -> Program:
+    """Cuts a flat `forward`.
+
+    Raises:
+        CannotCut: A module after which no stage can end.
+    """
+    statements = [ast.parse(line.text).body[0] for line in flat.lines]
+    ends: dict[int, dict[int | None, Cut]] = {}
+    for cut in cuts:
+        number, layer = place_of(cut, statements, flat, model)
+        same = ends.setdefault(number, {})
+        if layer in same:
+            raise errors.CannotCut(
+                f"a stage ends after `{cut.path}` already",
+                at=cut.cause.at,
+                also=[c.at for c in [same[layer].cause] if c.at and c is not cut.cause],
+                hint="cut once",
+            )
+        same[layer] = cut
+    pieces: list[Piece] = []
+    stage = 0
+    for number, line in enumerate(flat.lines):
+        after = ends.get(number, {})
+        inside = sorted(layer for layer in after if layer is not None)
+        first = 0
+        for stop in inside:
+            layers = Layers(loop_list(statements[number]) or "", first, stop)
+            pieces.append(Piece(line.text, line.at, stage, layers))
+            first, stage = stop, stage + 1
+        rest = Layers(loop_list(statements[number]) or "", first, None) if inside else None
+        pieces.append(Piece(line.text, line.at, stage, rest))
+        stage += None in after
+    return linked(flat, pieces, stage + 1)
+
+
+def with_calls_apart(flat: Flat, trains: Callable[[str], bool]) -> Flat:
+    """The same with the last modules called on lines of their own, apart from the loss.
+
+    `return mse_loss(self.last(x), y)`  ->  `last_output = self.last(x)`, and the loss of that.
+
+    Args:
+        flat: A flat `forward`.
+        trains: Whether a text calls a module with parameters.
+    """
+    lines, loss = list(flat.lines), flat.loss
+    if trains(loss):
+        at = lines[-1].at if lines else None
+        assert at is not None
+        more, loss = _apart(loss, trains)
+        lines += [Line(text, at) for text in more]
+    else:
+        number = max((n for n, line in enumerate(lines) if trains(line.text)), default=-1)
+        if number >= 0 and isinstance(ast.parse(lines[number].text).body[0], ast.Assign):
+            more, text = _apart(lines[number].text, trains)
+            lines[number : number + 1] = [
+                *(Line(each, lines[number].at) for each in more),
+                replace(lines[number], text=text),
+            ]
+    return replace(flat, lines=lines, loss=loss)
+
+
+def _apart(text: str, trains: Callable[[str], bool]) -> tuple[list[str], str]:
+    """Assignments of the outermost calls of modules with parameters, and the text without them."""
+    statement = ast.parse(text).body[0]
+    if isinstance(statement, ast.Assign) and _trained(statement.value, trains):
+        return [], text
+    waiting: list[ast.AST] = [statement]
+    edits: dict[ast.AST, str] = {}
+    names = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
+    while waiting:
+        node = waiting.pop(0)
+        if function := _trained(node, trains):
+            *_, last = re.findall(r"[a-zA-Z]\w*", function)
+            name = f"{last}_output"
+            while name in names:
+                name += "_"
+            names.add(name)
+            edits[node] = name
+        else:
+            waiting += ast.iter_child_nodes(node)
+    return [f"{new} = {ast.unparse(node)}" for node, new in edits.items()], rewritten(text, edits)
+
+
+def _trained(node: ast.AST, trains: Callable[[str], bool]) -> str | None:
+    """The module with parameters that a call calls, as the text spells it."""
+    function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return function if function.startswith("self.") and trains(function) else None
+
+
+def place_of(
+    cut: Cut, statements: Sequence[ast.stmt], flat: Flat, model: Any
+) -> tuple[int, int | None]:
+    """The statement that a cut stands after, and how many rounds of a loop stand before it.
+
+    Raises:
+        CannotCut: It is not called in sequence.
+    """
+    also = [cut.cause.at] if cut.cause.at else []
+
+    def refused(message: str, number: int | None = None, hint: str | None = None) -> Exception:
+        places = [*([flat.lines[number].at] if number is not None else []), *also]
+        first = places[0] if places else None
+        return errors.CannotCut(message, at=first, also=places[1:], hint=hint)
+
+    parent, _, name = cut.path.rpartition(".")
+    if name.isdigit():
+        for number, statement in enumerate(statements):
+            if isinstance(statement, ast.For) and loop_list(statement) == accessor(parent):
+                if statement.orelse:
+                    raise refused("a loop with `else` cannot be divided", number)
+                total = len(model.get_submodule(parent))
+                if int(name) + 1 == total:
+                    return number, None
+                return number, int(name) + 1
+    wanted = accessor(cut.path)
+    found = [
+        (number, node)
+        for number, statement in enumerate(statements)
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == wanted
+    ]
+    if not found and any(
+        isinstance(n, ast.Call) and ast.unparse(n.func) == wanted
+        for n in ast.walk(ast.parse(flat.loss))
+    ):
+        raise refused(f"after `{cut.path}` there is nothing but the loss", hint="take the cut out")
+    if not found:
+        listed = accessor(parent)
+        for number, statement in enumerate(statements):
+            for node in ast.walk(statement):
+                if name.isdigit() and isinstance(node, ast.expr) and ast.unparse(node) == listed:
+                    raise refused(
+                        f"`{cut.path}` is not called in a loop over `{parent}`",
+                        number,
+                        "a stage ends between the rounds of `for layer in self.layers`, also with "
+                        "`enumerate` or a slice up to a number of layers",
+                    )
+        raise refused(
+            f"no stage can end after `{cut.path}`: training does not call it by this name",
+            hint="cut after a module that `forward` calls as `self.name(...)`, or after a layer",
+        )
+    number, call = found[0]
+    if len(found) > 1:
+        raise refused(
+            f"`{cut.path}` is called {len(found)} times: which of them is meant cannot be said",
+            found[1][0],
+            "cut after another module",
+        )
+    statement = statements[number]
+    if hasattr(statement, "body"):
+        kind = "loop that is not over layers" if isinstance(statement, ast.For) else "branch"
+        raise refused(
+            f"`{cut.path}` is called inside a {kind}", number, "cut before or after all of it"
+        )
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Call) and node is not call and call in ast.walk(node):
+            called = ast.unparse(node.func)
+            if called.startswith("self."):
+                raise refused(
+                    f"what `{cut.path}` gives goes right into `{called}(...)`",
+                    number,
+                    "bind it to a name first, on a line of its own",
+                )
+    return number, None
+
+
+def linked(flat: Flat, pieces: Sequence[Piece], stages: int) -> Program:
+    """The pieces, each with the values that it reads and binds."""
+    body = "\n".join(piece.text for piece in pieces)
+    text = f"def forward(self, {', '.join(flat.parameters)}):\n"
+    text += "".join(f"    {line}\n" for line in f"{body}\nreturn {flat.loss}".splitlines())
+    function = ast.parse(text).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    current: dict[str, int] = dict.fromkeys(flat.parameters, ARGUMENT)
+    found = []
+    *statements, last = function.body
+    for number, (piece, statement) in enumerate(zip(pieces, statements, strict=True)):
+        part = part_of(function, [statement])
+        reads = tuple((n, current[n]) for n in part.inputs if n in current)
+        found.append(replace(piece, reads=reads, binds=part.outputs))
+        current.update(dict.fromkeys(part.outputs, number))
+    inputs = part_of(function, [last]).inputs
+    loss_reads = tuple((n, current[n]) for n in inputs if n in current)
+    return Program(flat.parameters, tuple(found), flat.loss, loss_reads, stages)
+
+
+# Loops over layers ------------------------------------------------------------------------------
+
+
+def loop_parts(loop: ast.For) -> tuple[ast.expr, ast.expr | None, ast.Name | None] | None:
+    """The list that a loop runs over, where its slice ends, and what counts its rounds.
+
+    Returns:
+        None for a loop over something else.
+    """
+    listed, counter = loop.iter, None
+    match listed:
+        case ast.Call(func=ast.Name(id="enumerate"), args=[inner], keywords=[]):
+            if not (isinstance(loop.target, ast.Tuple) and len(loop.target.elts) == 2):
+                return None
+            listed, counter = inner, loop.target.elts[0]
+    stop = None
+    match listed:
+        case ast.Subscript(value=inner, slice=ast.Slice(lower=None, upper=upper, step=None)):
+            listed, stop = inner, upper
+    plain = isinstance(listed, ast.Attribute) and ast.unparse(listed).startswith("self.")
+    if not plain or not (counter is None or isinstance(counter, ast.Name)):
+        return None
+    return listed, stop, counter if isinstance(counter, ast.Name) else None
+
+
+def loop_list(statement: ast.stmt) -> str | None:
+    """The list that a loop runs over, as the text spells it."""
+    parts = loop_parts(statement) if isinstance(statement, ast.For) else None
+    return ast.unparse(parts[0]) if parts else None
+
+
+def sliced(text: str, first: int, stop: int | None) -> str:
+    """A loop over some of its layers."""
+    loop = ast.parse(text).body[0]
+    assert isinstance(loop, ast.For)
+    parts = loop_parts(loop)
+    assert parts is not None
+    listed, end, counter = parts
+    until = str(stop) if stop is not None else None
+    upper = until or (ast.unparse(end) if end is not None else "")
+    lower = str(first) if first else ""
+    chosen = f"{ast.unparse(listed)}[{lower}:{upper}]" if lower or upper else ast.unparse(listed)
+    target = loop.target
+    counted = counter is not None and any(
+        isinstance(n, ast.Name) and n.id == counter.id for s in loop.body for n in ast.walk(s)
+    )
+    if counter is not None and not counted:
+        assert isinstance(target, ast.Tuple)
+        target = target.elts[1]
+    elif counter is not None:
+        chosen = f"enumerate({chosen}, start={first})" if first else f"enumerate({chosen})"
+    edits = {loop.target: ast.unparse(target), loop.iter: chosen}
+    return rewritten(text, edits)
+
+
+# Text -------------------------------------------------------------------------------------------
+
+
+def rewritten(text: str, edits: Mapping[Any, str]) -> str:
+    """A text in which nodes of its tree read otherwise."""
+    lines = text.encode().splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    data = text.encode()
+    for node, new in sorted(edits.items(), key=lambda item: -_offset(item[0], starts)):
+        begin = _offset(node, starts)
+        end = starts[node.end_lineno - 1] + node.end_col_offset
+        data = data[:begin] + new.encode() + data[end:]
+    return data.decode()
+
+
+def _offset(node: ast.AST, starts: Sequence[int]) -> int:
+    return starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined,no-any-return]
+
+
+def respelled(text: str, names: Mapping[str, str]) -> str:
+    """A statement that reads other names."""
+    tree = ast.parse(text)
+    return rewritten(
+        text,
+        {
+            node: names[node.id]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names
+        },
+    )
+
+
+def module_reads(text: str) -> Iterator[list[str]]:
+    """What a text reads of the model, each as its attributes one after the other."""
+    inner: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Attribute) or node in inner:
+            continue
+        steps, base = [node.attr], node.value
+        while isinstance(base, ast.Attribute):
+            inner.add(base)
+            steps.append(base.attr)
+            base = base.value
+        if isinstance(base, ast.Name) and base.id == "self":
+            yield steps[::-1]

@@ -1,0 +1,190 @@
+"""Runs a small model: what its values are, and whether its stages compute the same."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_rewrite import errors
+from slapo_rewrite.errors import Span
+from slapo_rewrite.model import twin
+from slapo_rewrite.stages.plan import Seen, Stages
+from slapo_rewrite.stages.program import ARGUMENT, Program, Version
+
+_PACKAGE = "slapo_rewrite_trial"
+
+
+@contextlib.contextmanager
+def imported(files: Mapping[str, str], model_file: str) -> Iterator[ModuleType]:
+    """The model's module as it was rewritten, imported from a folder that is there meanwhile."""
+    before = set(sys.modules)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            if name.endswith(".py"):
+                Path(folder, name).write_text(text, encoding="utf-8", newline="")
+        spec = importlib.util.spec_from_file_location(
+            _PACKAGE, Path(folder, "__init__.py"), submodule_search_locations=[folder]
+        )
+        assert spec is not None and spec.loader is not None
+        package = importlib.util.module_from_spec(spec)
+        sys.modules[_PACKAGE] = package
+        try:
+            spec.loader.exec_module(package)
+            yield importlib.import_module(f"{_PACKAGE}.{Path(model_file).stem}")
+        finally:
+            for name in set(sys.modules) - before:
+                if name.split(".")[0] == _PACKAGE:
+                    del sys.modules[name]
+
+
+class Trial:
+    """One training step of a small model.
+
+    Attributes:
+        model: The model.
+        inputs: What the step gives it.
+        expected: Its loss.
+        part: Which attribute or element of what it returns that is; None for all of it.
+
+    Args:
+        schedule: The schedule's module.
+        module: The rewritten model's module.
+        full: The model at its full size, which says how deep its lists are.
+        cause: The schedule's line, for refusals.
+    """
+
+    def __init__(self, schedule: Any, module: ModuleType, full: nn.Module, cause: Span | None):
+        self.full, self.cause = full, cause
+        try:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                self.model = twin.build_small(schedule, module)
+                self.inputs = apart(twin.step_inputs(schedule, self.model))
+        except Exception as error:
+            raise errors.CannotCut(
+                f"no small model to cut can be run: {error}",
+                at=cause,
+                hint="define verify_model(m) and inputs(model) in the schedule",
+            ) from error
+        self.world = vars(module)
+        self.model.train()
+        with self.seeded():
+            outputs = self.model(**self.inputs)
+        try:
+            self.expected = twin.loss_of(schedule, outputs)
+        except ValueError as error:
+            raise errors.CannotCut(str(error), at=cause) from error
+        self.part = self.part_of(outputs)
+
+    @contextlib.contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Random numbers that are the same every time."""
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            yield
+
+    def part_of(self, outputs: Any) -> str | int | None:
+        """Where the loss stands in what the model returns."""
+        if outputs is self.expected:
+            return None
+        if isinstance(outputs, Mapping):
+            parts: list[tuple[Any, Any]] = list(outputs.items())
+        elif isinstance(outputs, tuple | list):
+            parts = list(enumerate(outputs))
+        else:
+            parts = list(vars(outputs).items()) if hasattr(outputs, "__dict__") else []
+        for name, part in parts:
+            if part is self.expected:
+                return name  # type: ignore[no-any-return]
+        raise errors.CannotCut(
+            "the loss is not a part of what the model returns",
+            at=self.cause,
+            hint="let the model itself work out its loss from labels, and loss(outputs) in the "
+            "schedule pick it",
+        )
+
+    def depth(self, listed: str, number: int) -> int:
+        """Where the small model is cut, after so many layers of the full one's list."""
+        path = listed.removeprefix("self.")
+        small, full = (m.get_submodule(path) for m in (self.model, self.full))
+        return round(number * len(small) / len(full))  # type: ignore[arg-type]
+
+    def seen(self, program: Program) -> dict[Version, Seen]:
+        """What the values of a program are."""
+        scene = {**self.world, "self": self.model, **self.inputs}
+        found = {(n, ARGUMENT): described(scene.get(n)) for n in program.parameters}
+        with self.seeded():
+            for number, piece in enumerate(program.pieces):
+                exec(compile(piece.source(self.depth), "<stage>", "exec"), scene)
+                for name in piece.binds:
+                    found[name, number] = described(scene.get(name))
+        return found
+
+    def check(self, functions: Sequence[Callable[..., Any]], stages: Stages) -> None:
+        """The stages one after the other must give the model's loss and gradients.
+
+        Raises:
+            CannotCut: They do not.
+        """
+        wanted = gradients(self.model, self.expected)
+        with self.seeded():
+            given: Any = tuple(self.inputs[name] for name, _ in stages.stages[0].given)
+            *forwards, loss = functions
+            for function in forwards:
+                given = function(self.model, given[0] if len(given) == 1 else given)
+                given = given if isinstance(given, tuple) else (given,)
+            labels = tuple(self.inputs[name] for name in stages.labels)
+            result = loss(
+                self.model,
+                given[0] if len(given) == 1 else given,
+                labels[0] if len(labels) == 1 else labels,
+            )
+        close = torch.allclose(result, self.expected, rtol=1e-5, atol=1e-6)
+        had = gradients(self.model, result) if close else {}
+        for name, gradient in wanted.items():
+            if name not in had or not torch.allclose(had[name], gradient, rtol=1e-3, atol=1e-6):
+                close = False
+        if not close:
+            raise errors.CannotCut(
+                "the stages do not compute what the model computes: its `forward` does more than "
+                "its statements say",
+                at=self.cause,
+                hint="cut elsewhere, or write the modules on the way to the cut more plainly",
+            )
+
+
+def apart(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs with a decoder's length unlike the encoder's, so that the two are told apart."""
+    ids, targets = inputs.get("input_ids"), inputs.get("decoder_input_ids")
+    if not (isinstance(ids, Tensor) and isinstance(targets, Tensor) and ids.shape == targets.shape):
+        return inputs
+    return {
+        name: value[:, :-4].contiguous() if name.startswith(("decoder_", "labels")) else value
+        for name, value in inputs.items()
+    }
+
+
+def described(value: object) -> Seen:
+    """What a value is."""
+    if not isinstance(value, Tensor):
+        return Seen("other")
+    like = (tuple(value.shape), value.dtype)
+    kind = "float" if value.is_floating_point() else "int"
+    return Seen("grad" if value.requires_grad else kind, like, not value.is_contiguous())
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """The gradient of each parameter that takes part."""
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=True)
+    return {n: g for n, g in zip(named, found, strict=True) if g is not None}

@@ -1,0 +1,308 @@
+"""What is known of a value before the model runs: that it is constant, or never None."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_OPERATORS: Mapping[type[ast.operator | ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+# Attributes of a module that are not what they were when it was made.
+CHANGING = {"training"}
+
+
+@dataclass(frozen=True)
+class Something:
+    """A value that is known when the model runs.
+
+    Attributes:
+        is_given: Whether it is never None: a tensor that the step is given, a module's result.
+        kind: Its class, where it is known.
+    """
+
+    is_given: bool = False
+    kind: type | None = None
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value in every training step.
+
+    Attributes:
+        value: None, a boolean, a number, a text, or a tuple of these.
+        is_setting: Whether the model's settings say it, not its text.
+    """
+
+    value: Any
+    is_setting: bool = False
+
+
+@dataclass(frozen=True)
+class Fields:
+    """An object that a call with keywords makes, of which only attributes are read.
+
+    Attributes:
+        cls: Its class.
+        texts: The expression that each attribute is.
+        values: What is known of each.
+    """
+
+    cls: type
+    texts: Mapping[str, str]
+    values: Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Further keyword arguments (`**kwargs`), all of them known by name."""
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Value] = field(default_factory=dict)
+
+
+Value = Something | Constant | Fields | Extra
+NONE = Constant(None)
+
+
+def is_module(value: object) -> bool:
+    """Whether a value is a module of the model."""
+    return hasattr(type(value), "named_parameters")
+
+
+def is_literal(value: object) -> bool:
+    """Whether a value can be written out."""
+    if isinstance(value, tuple):
+        return all(is_literal(v) for v in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+@dataclass
+class Names:
+    """What the names of a function stand for.
+
+    Attributes:
+        me: What the function calls its module.
+        live: The module, as it is built.
+        path: Of the module in the model.
+        values: What is known of local names.
+        world: The names of the file.
+        settings: What decisions rest on so far: attributes of the model, by path.
+    """
+
+    me: str | None
+    live: Any
+    path: str
+    values: dict[str, Value]
+    world: Mapping[str, Any]
+    settings: dict[str, Any]
+
+    def chain(self, node: ast.expr) -> list[str] | None:
+        """The attributes that an expression reads one after the other, from the module on."""
+        steps: list[str] = []
+        while isinstance(node, ast.Attribute):
+            steps.append(node.attr)
+            node = node.value
+        is_me = isinstance(node, ast.Name) and node.id == self.me and self.me is not None
+        return steps[::-1] if is_me else None
+
+    def object_at(self, steps: list[str]) -> Any:
+        """What attributes of the module lead to.
+
+        Raises:
+            AttributeError: There is none.
+        """
+        found = self.live
+        for step in steps:
+            if isinstance(getattr(type(found), step, None), property) and is_module(found):
+                raise AttributeError(step)  # whatever it does is done when the model runs
+            found = getattr(found, step)
+        return found
+
+    def global_at(self, node: ast.expr) -> Any:
+        """What a name of the file, or an attribute of one, stands for; None where it is local."""
+        if isinstance(node, ast.Attribute):
+            return getattr(self.global_at(node.value), node.attr, None)
+        if isinstance(node, ast.Name) and node.id not in self.values:
+            return self.world.get(node.id, getattr(self.world.get("__builtins__"), node.id, None))
+        return None
+
+    def decided(self, test: ast.expr) -> bool | None:
+        """How a test comes out in every training step; None where that is not known."""
+        read: dict[str, Any] = {}
+        value = self.value(test, read)
+        if isinstance(value, Constant):
+            self.settings.update(read)
+            return bool(value.value)
+        return True if isinstance(value, Fields) else None
+
+    def value(self, node: ast.expr, read: dict[str, Any] | None = None) -> Value:
+        """What is known of an expression.
+
+        Args:
+            node: The expression.
+            read: Takes up the settings that it reads.
+        """
+        read = {} if read is None else read
+        match node:
+            case ast.Constant(value=value):
+                return Constant(value) if is_literal(value) else Something(True)
+            case ast.Name(id=name):
+                return self.values.get(name, Something())
+            case ast.Attribute():
+                return self._attribute(node, read)
+            case ast.Subscript(value=base, slice=ast.Constant(value=int(index))):
+                return self._item(self.value(base, read), index)
+            case ast.Tuple(elts=elts):
+                parts = [self.value(e, read) for e in elts]
+                if all(isinstance(p, Constant) for p in parts):
+                    return Constant(tuple(p.value for p in parts if isinstance(p, Constant)))
+                return Something(True)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                inner = self.value(operand, read)
+                return Constant(not inner.value) if isinstance(inner, Constant) else Something()
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                return self._choice(test, body, orelse, read)
+            case ast.BoolOp():
+                return self._all_or_any(node, read)
+            case ast.Compare(left=left, ops=[op], comparators=[right]):
+                return self._compared(self.value(left, read), op, self.value(right, read))
+            case ast.BinOp(left=left, op=op, right=right):
+                return self._compared(self.value(left, read), op, self.value(right, read))
+            case ast.Call():
+                return self._call(node, read)
+        return Something()
+
+    def _attribute(self, node: ast.Attribute, read: dict[str, Any]) -> Value:
+        steps = self.chain(node)
+        if steps is None:
+            base = self.value(node.value, read)
+            if isinstance(base, Fields):
+                return base.values.get(node.attr, NONE)
+            return Something()
+        try:
+            found = self.object_at(steps)
+        except AttributeError:
+            return Something()
+        if found is not None and not isinstance(found, bool | int | float | str):
+            return Something(True, type(found))
+        if steps[-1] in CHANGING:
+            return Something()
+        read[".".join([self.path, *steps] if self.path else steps)] = found
+        return Constant(found, is_setting=True)
+
+    def _item(self, base: Value, index: int) -> Value:
+        if isinstance(base, Fields):
+            name = self.field_at(base, index)
+            return base.values[name] if name else Something()
+        if isinstance(base, Constant) and isinstance(base.value, tuple):
+            return Constant(base.value[index]) if index < len(base.value) else Something()
+        return Something()
+
+    @staticmethod
+    def field_at(fields: Fields, index: int) -> str | None:
+        """The attribute that a number means: those that are None are not counted."""
+        order = list(getattr(fields.cls, "__dataclass_fields__", fields.texts))
+        there = [n for n in order if fields.values.get(n, NONE) != NONE]
+        return there[index] if 0 <= index < len(there) else None
+
+    def _choice(
+        self, test: ast.expr, body: ast.expr, orelse: ast.expr, read: dict[str, Any]
+    ) -> Value:
+        one, other = self.value(body, read), self.value(orelse, read)
+        if one == other:
+            return one
+        known = self.value(test, read)
+        if isinstance(known, Constant):
+            return one if known.value else other
+        return Something()
+
+    def _all_or_any(self, node: ast.BoolOp, read: dict[str, Any]) -> Value:
+        stops = isinstance(node.op, ast.Or)
+        unsure = False
+        value: Value = Something()
+        for operand in node.values:
+            value = self.value(operand, read)
+            truth = truth_of(value)
+            if truth is stops:
+                # What stands before it may end the evaluation with another value, as true or false.
+                return value if not unsure else Something()
+            unsure |= truth is None
+        return Something() if unsure else value
+
+    def _compared(self, left: Value, op: ast.operator | ast.cmpop, right: Value) -> Value:
+        if isinstance(left, Constant) and isinstance(right, Constant):
+            function = _OPERATORS.get(type(op))
+            try:
+                result = function(left.value, right.value) if function else None
+            except TypeError:
+                return Something()
+            return Constant(result) if function and is_literal(result) else Something()
+        if isinstance(op, ast.Is | ast.IsNot) and NONE in (left, right):
+            other = right if left == NONE else left
+            if isinstance(other, Fields | Extra) or (
+                isinstance(other, Something) and other.is_given
+            ):
+                return Constant(isinstance(op, ast.IsNot))
+        return Something()
+
+    def _call(self, node: ast.Call, read: dict[str, Any]) -> Value:
+        match node:
+            case ast.Call(func=ast.Name(id="isinstance"), args=[of, classes]):
+                return self._is_instance(self.value(of, read), self.global_at(classes))
+            case ast.Call(func=ast.Name(id="hasattr"), args=[of, ast.Constant(value=str(name))]):
+                steps = [self.me] if isinstance(of, ast.Name) and of.id == self.me else None
+                steps = self.chain(of) if steps is None else []
+                if steps is not None:
+                    return Constant(hasattr(self.object_at(steps), name))
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=name), attr="get" | "pop"),
+                args=[ast.Constant(value=str(key)), *default],
+            ):
+                extra = self.values.get(name)
+                if isinstance(extra, Extra):
+                    otherwise = self.value(default[0], read) if default else NONE
+                    return extra.values.get(key, otherwise)
+        steps = self.chain(node.func)
+        if steps:
+            try:
+                return Something(is_module(self.object_at(steps)))
+            except AttributeError:
+                pass
+        return Something()
+
+    def _is_instance(self, value: Value, classes: Any) -> Value:
+        try:
+            match value:
+                case Constant(value=constant):
+                    return Constant(isinstance(constant, classes))
+                case Fields(cls=kind) | Something(kind=type() as kind):
+                    return Constant(issubclass(kind, classes))
+        except TypeError:
+            pass
+        return Something()
+
+
+def truth_of(value: Value) -> bool | None:
+    """Whether a value counts as true, where that is known."""
+    if isinstance(value, Constant):
+        return bool(value.value)
+    return True if isinstance(value, Fields) else None

@@ -1,0 +1,453 @@
+"""The text of `pipeline.py`."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import black
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.text import accessor
+from slapo_rewrite.errors import Span
+from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.stages.plan import Stage, Stages
+from slapo_rewrite.stages.program import Depth, module_reads, rewritten
+
+
+def forward_text(stages: Stages, stage: Stage, depth: Depth | None = None) -> str:
+    """A stage's `forward`."""
+    takes = [stages.spelled(v) for v in stage.given]
+    gives = ", ".join(stages.spelled(v) for v in stage.hands_on)
+    argument, unpacked = arguments(takes, "inputs")
+    returned = ", ".join(
+        f"{stages.spelled(v)}.contiguous()"
+        if v in stages.scattered and v not in stage.given and stage is not stages.stages[-1]
+        else stages.spelled(v)
+        for v in stage.hands_on
+    )
+    body = [*unpacked, *stages.lines(stage, depth, gives), f"return {returned}"]
+    return defined(f"def forward(self, {argument}):", body)
+
+
+def loss_text(stages: Stages, depth: Depth | None = None) -> str:
+    """The method that makes the loss of what the last stage gives."""
+    outputs = [stages.spelled(v) for v in stages.stages[-1].hands_on]
+    first, unpacked = arguments(outputs, "outputs")
+    second, more = arguments(stages.labels, "labels")
+    lines = stages.lines(stages.tail, depth, stages.program.loss)
+    last = lines[-1] if lines else ""
+    result = stages.program.loss
+    if f"\n{last}".rpartition(f"\n{result} = ")[2] != f"\n{last}" and result.isidentifier():
+        lines[-1] = f"\n{last}".replace(f"\n{result} = ", "\nreturn ", 1).strip("\n")
+        result = ""  # given right away
+    body = [*unpacked, *more, *lines, *([f"return {result}"] if result else [])]
+    return defined(f"def loss(self, {first}, {second}):", body)
+
+
+def arguments(names: Sequence[str], together: str) -> tuple[str, list[str]]:
+    """A parameter for one value or for a tuple of several, and how that is taken apart."""
+    if len(names) == 1:
+        return names[0], []
+    return together, [f"{', '.join(names)} = {together}"]
+
+
+def defined(head: str, body: Iterable[str]) -> str:
+    """A function; names that are bound with others and never read begin with an underscore."""
+    text = "\n".join([head, textwrap.indent("\n".join(body), "    ")])
+    tree = ast.parse(text)
+    read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    idle = {
+        target: f"_{target.id}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for several in node.targets
+        if isinstance(several, ast.Tuple)
+        for target in several.elts
+        if isinstance(target, ast.Name) and target.id not in read and target.id[0] != "_"
+    }
+    return rewritten(text, idle)
+
+
+# What a stage holds -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one stage holds.
+
+    Attributes:
+        text: The expression for it: `self.bert.embeddings`, `self.bert.encoder.layer[6:]`.
+        path: Of the module or parameter, or of the list that the layers are in.
+        value: The module, layers or parameter.
+    """
+
+    text: str
+    path: str
+    value: Any
+
+    @property
+    def tensors(self) -> list[Any]:
+        """Its parameters and buffers."""
+        if hasattr(self.value, "parameters"):
+            return [*self.value.parameters(), *self.value.buffers()]
+        return [self.value]
+
+
+def held_by(stages: Stages, model: Any) -> list[list[Held]]:
+    """What each stage holds, in the model's order; what training leaves alone is with the last."""
+    found = [_used(stages, number, model) for number in range(len(stages.stages))]
+    there = {id(t) for stage in found for h in stage for t in h.tensors}
+    names = dict(model.named_modules())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in there:
+            path, above = name, name.rpartition(".")[0]
+            while above and not _tensors(names[above]) & there:
+                path, above = above, above.rpartition(".")[0]
+            value = names.get(path, tensor)
+            found[-1].append(Held(accessor(path), path, value))
+            there |= {id(t) for t in found[-1][-1].tensors}
+    return found
+
+
+def _tensors(module: Any) -> set[int]:
+    return {id(t) for t in (*module.parameters(), *module.buffers())}
+
+
+def _used(stages: Stages, number: int, model: Any) -> list[Held]:
+    stage = stages.stages[number]
+    gives = ", ".join(stages.spelled(v) for v in stage.hands_on)
+    texts = stages.lines(stage, None, gives)
+    if number + 1 == len(stages.stages):
+        texts += [*stages.lines(stages.tail, None, stages.program.loss), stages.program.loss]
+    found: dict[str, Held] = {}
+    for text in texts:
+        slices = {
+            ast.unparse(node.value): ast.unparse(node)
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
+        }
+        for steps in module_reads(text):
+            path = _longest(model, steps)
+            if path:
+                spelled = accessor(path)
+                if spelled in slices:
+                    spelled = held_slice(slices[spelled])
+                found[spelled] = Held(spelled, path, eval(spelled, {"self": model}))
+    order = {name: n for n, (name, _) in enumerate(model.named_modules())}
+    return sorted(found.values(), key=lambda held: order.get(held.path, len(order)))
+
+
+def held_slice(text: str) -> str:
+    """Layers of a list, to the end where a setting of the model says how far."""
+    node = ast.parse(text, mode="eval").body
+    assert isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
+    first, stop = node.slice.lower, node.slice.upper
+    upper = ast.unparse(stop) if isinstance(stop, ast.Constant) else ""
+    lower = ast.unparse(first) if first else ""
+    listed = ast.unparse(node.value)
+    return f"{listed}[{lower}:{upper}]" if lower or upper else listed
+
+
+def _longest(model: Any, steps: Sequence[str]) -> str:
+    """The path to a module that is called, to a list of them, or to a tensor.
+
+    Empty for what is another attribute of a module that is written out: its config, say.
+    """
+    found, path = model, list[str]()
+    for step in steps:
+        inner = getattr(found, "_modules", {}).get(step)
+        if inner is None:
+            tensors = {**found._parameters, **found._buffers}
+            if tensors.get(step) is not None:
+                return ".".join([*path, step])
+            return "" if hasattr(found, step) and _is_written_out(found, step) else ".".join(path)
+        found = inner
+        path.append(step)
+    return ".".join(path)
+
+
+def _is_written_out(module: Any, step: str) -> bool:
+    """Whether reading this attribute does not need what the module holds."""
+    return step in vars(module) or callable(getattr(type(module), step, None))
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameters that the same stages hold.
+
+    Attributes:
+        key: What the tie is called.
+        names: By stage, the parameters' names there.
+    """
+
+    key: str
+    names: dict[int, tuple[str, ...]]
+
+
+def ties_of(held: Sequence[Sequence[Held]], model: Any, at: Span | None) -> Tie | None:
+    """The parameters that more than one stage holds.
+
+    Raises:
+        CannotCut: They make more groups than DeepSpeed can keep in step.
+    """
+    spelled: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        spelled.setdefault(id(parameter), []).append(name)
+    where: dict[int, dict[int, str]] = {}
+    for number, stage in enumerate(held):
+        for part in stage:
+            for tensor in part.tensors:
+                names = spelled.get(id(tensor), [])
+                own = [n for n in names if f"{n}.".startswith(f"{part.path}.")]
+                if own:
+                    where.setdefault(id(tensor), {}).setdefault(number, own[0])
+    groups: dict[tuple[int, ...], list[dict[int, str]]] = {}
+    for by_stage in where.values():
+        if len(by_stage) > 1:
+            groups.setdefault(tuple(by_stage), []).append(by_stage)
+    if len(groups) > 1:
+        (one, other), *_ = [tuple(g[0] for g in list(groups.values())[:2])]
+        raise errors.CannotCut(
+            f"`{next(iter(one.values()))}` and `{next(iter(other.values()))}` are shared by "
+            "different stages, and DeepSpeed ties a stage to one group of others only",
+            at=at,
+            hint="cut so that the same stages share both",
+        )
+    for stage_numbers, group in groups.items():
+        key = next(iter(group[0].values())).rpartition(".")[0].rpartition(".")[2] or "shared"
+        return Tie(key, {n: tuple(by_stage[n] for by_stage in group) for n in stage_numbers})
+    return None
+
+
+# The file ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Text:
+    """Everything that `pipeline.py` is made of.
+
+    Attributes:
+        stages: The stages.
+        held: What each of them holds.
+        tie: The parameters that several hold.
+        model: The model's class.
+        file: The file that defines it.
+        settings: Attributes of the model that branches were left out for.
+        has_shards: Whether weights are divided over a tensor-parallel group as well.
+        gathers: Whether the output has functions that put divided weights together.
+    """
+
+    stages: Stages
+    held: Sequence[Sequence[Held]]
+    tie: Tie | None
+    model: type
+    file: SourceFile
+    settings: Mapping[str, Any]
+    has_shards: bool
+    gathers: bool
+
+    def name(self, number: int) -> str:
+        """What a stage's class is called."""
+        return f"{self.model.__name__}Stage{number}"
+
+    def classes(self) -> str:
+        """The stages as classes."""
+        return "\n\n\n".join(self._class(n) for n in range(len(self.stages.stages)))
+
+    def _class(self, number: int) -> str:
+        stage = self.stages.stages[number]
+        held = self.held[number]
+        paths = [h.text.removeprefix("self.") for h in held]
+        lines = [
+            f"class {self.name(number)}({self.model.__name__}):",
+            *_docstring(f"Stage {number}: {_listed([f'`{p}`' for p in paths])}."),
+            "",
+            "    def __init__(self, *args, **kwargs):",
+            "        with Recording(torch.get_default_device()) as recording:",
+            "            super().__init__(*args, **kwargs)",
+        ]
+        if self.settings:
+            lines.append("        check_settings(self, SETTINGS)")
+        lines += [
+            f"        keep(self, recording, {', '.join(h.text for h in held)})",
+            "",
+            textwrap.indent(forward_text(self.stages, stage), "    "),
+        ]
+        if number + 1 == len(self.stages.stages):
+            lines += ["", textwrap.indent(loss_text(self.stages), "    ")]
+        return "\n".join(lines)
+
+    def functions(self) -> str:
+        """`build`, `batch`, `to_full` and `load_full`."""
+        count = len(self.stages.stages)
+        names = ", ".join(self.name(n) for n in range(count))
+        given = [name for name, _ in self.stages.stages[0].given]
+        inputs = given[0] if len(given) == 1 else f"({', '.join(given)})"
+        labels = self.stages.labels
+        answer = labels[0] if len(labels) == 1 else f"({', '.join(labels)})"
+        taken = [p for p in self.stages.program.parameters if p in {*given, *labels}]
+        state = "full_state_dict({})" if self.gathers else "{}.state_dict()"
+        specs = "".join(f"{self._spec(n)},\n" for n in range(count))
+        groups = "    set_group(model_parallel_group(topology))\n" if self.has_shards else ""
+        once = "    count_once(module, layers, STAGES)\n" if self.tie else ""
+        return f'''\
+STAGES = ({names})
+
+
+def build(*args, num_stages=None, topology=None, **kwargs):
+    """A `PipelineModule` of the stages, for `deepspeed.initialize`.
+
+    Each rank makes the weights of its own stage only, the same as the whole model
+    would have from the same seed.
+
+    Args:
+        *args: Those of `{self.model.__name__}`.
+        num_stages: {count}, if it is given.
+        topology: Which ranks hold which stage; without it, each stage is held by as
+            many ranks as there are, in data parallel.
+        **kwargs: Those of `{self.model.__name__}`.
+
+    Raises:
+        ValueError: A number of stages that the model is not cut into.
+    """
+    asked = num_stages if topology is None else topology.get_dim("pipe")
+    if asked not in (None, len(STAGES)) or num_stages not in (None, asked):
+        raise ValueError(
+            f"the model is cut into {{len(STAGES)}} stages, not {{asked}}: "
+            "change the cuts in the schedule, or the topology"
+        )
+
+    def loss(outputs, labels):
+        return stage_of(module, STAGES).loss(outputs, labels)
+
+{groups}    layers = [{specs}]
+    module = PipelineModule(
+        layers,
+        num_stages=None if topology else len(STAGES),
+        topology=topology,
+        loss_fn=loss,
+        partition_method="uniform",
+    )
+{once}    return module
+
+
+def batch({", ".join(taken)}):
+    """The model's arguments as the inputs and labels that the engine takes."""
+    return {inputs}, {answer}
+
+
+def to_full(module):
+    """The original's state dict, on every rank. Every rank calls it."""
+    return gathered(module, {state.format("stage_of(module, STAGES)")})
+
+
+def load_full(module, full):
+    """Takes the original's state dict; do it before `deepspeed.initialize`."""
+    stage = stage_of(module, STAGES)
+    stage.load_state_dict({{n: t for n, t in full.items() if has_place(stage, n)}})
+'''
+
+    def _spec(self, number: int) -> str:
+        name = self.name(number)
+        if self.tie is None or number not in self.tie.names:
+            return f"LayerSpec({name}, *args, **kwargs)"
+        names = self.tie.names[number]
+        tied = repr(names[0]) if len(names) == 1 else repr(list(names))
+        return f"TiedLayerSpec({self.tie.key!r}, {name}, *args, tied_weight_attr={tied}, **kwargs)"
+
+    def head(self) -> str:
+        """What stands before the classes."""
+        if not self.settings:
+            return ""
+        return (
+            "# The stages leave out what the model does where these are something else.\n"
+            f"SETTINGS = {dict(self.settings)!r}\n"
+        )
+
+    def written(self, header: str, helpers: str, imported: Mapping[str, set[str]]) -> str:
+        """The whole file.
+
+        Args:
+            header: A comment that says what made it.
+            helpers: Definitions that it uses.
+            imported: What these import: names by module, '' for the module itself.
+        """
+        body = f"{self.head()}\n\n{self.classes()}\n\n\n{self.functions()}\n\n{helpers}\n"
+        imports = {module: set(names) for module, names in imported.items()}
+        self._add_imports(body, imports)
+        count = len(self.stages.stages)
+        text = (
+            f'{header}\n"""`{self.model.__name__}` in {count} stages, for DeepSpeed\'s pipeline '
+            f'engine."""\n\n{_import_text(imports)}\n\n{body}'
+        )
+        return black.format_str(text, mode=black.Mode())
+
+    def _add_imports(self, body: str, imports: dict[str, set[str]]) -> None:
+        tree = ast.parse(body)
+        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        bound = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        bound |= {
+            n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        }
+        bound |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+        specs = {"PipelineModule", "LayerSpec", "TiedLayerSpec"} & names
+        imports.setdefault("deepspeed.pipe", set()).update(specs)
+        if self.has_shards:
+            imports.setdefault(".tensor_parallel", set()).add("set_group")
+        imports.setdefault(".delayed", set()).add("Recording")
+        if self.gathers:
+            imports.setdefault(".loading", set()).add("full_state_dict")
+        known = {n for module in imports.values() for n in module} | specs
+        known |= {m.split(".")[0] for m, found in imports.items() if "" in found}
+        for name in sorted(names - bound - known - set(dir(builtins)) - {"self"}):
+            origin = self._origin(name)
+            if origin is not None:
+                module, wanted = origin
+                imports.setdefault(module, set()).add(wanted)
+
+    def _origin(self, name: str) -> tuple[str, str] | None:
+        """Where a name of the model's file comes from: a module, and what is imported of it."""
+        for node in ast.walk(self.file.tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for alias in node.names:
+                    if (alias.asname or alias.name.split(".")[0]) != name:
+                        continue
+                    shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
+                    if isinstance(node, ast.Import):
+                        return shown, ""
+                    return "." * node.level + (node.module or ""), shown
+        if name in self.file.names:
+            return f".{self.file.path.stem}", name
+        return None
+
+
+def _import_text(imports: Mapping[str, set[str]]) -> str:
+    groups: list[list[str]] = [[], [], []]
+    own = sys.stdlib_module_names
+    for module in sorted(imports):
+        if "" in imports[module]:
+            groups[module.split(".")[0] not in own].append(f"import {module}")
+    for module in sorted(imports):
+        group = groups[2 if module.startswith(".") else module.split(".")[0] not in own]
+        if names := sorted(imports[module] - {""}):
+            group.append(f"from {module} import {', '.join(names)}")
+    return "\n\n".join("\n".join(group) for group in groups if group)
+
+
+def _docstring(text: str) -> list[str]:
+    if len(text) <= 78:
+        return [f'    """{text}"""']
+    first, _, rest = text.partition(": ")
+    wrapped = textwrap.wrap(rest[0].upper() + rest[1:] if rest[0].isalpha() else rest, 84)
+    return [f'    """{first}.', "", *(f"    {line}" for line in wrapped), '    """']
+
+
+def _listed(items: Sequence[str]) -> str:
+    *first, last = items
+    return f"{', '.join(first)} and {last}" if first else last
