@@ -129,7 +129,8 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
-        bytes_ = moved(func, [*args, *kwargs.values()], results)
+        given = [*args, *(x for name, x in kwargs.items() if name != "out")]  # not read
+        bytes_ = moved(func, given, results)
         if bytes_ is not None:
             self.add(func._schema.name.removeprefix("aten::"), bytes_)
         return results

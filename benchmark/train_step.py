@@ -5,8 +5,8 @@
     python -m benchmark.train_step --publish FILE      puts a result file into README.md
 
 Preparing writes the rewritten models, of the transformers that is imported: the machine with the
-GPU needs that version, torch and triton, and nothing else. For a version that is not installed,
-unpack its wheel and name the folder in PYTHONPATH.
+GPU needs that version, torch and triton, and nothing else. For another version than the installed
+one, `pip install --target FOLDER transformers==VERSION`, and put the folder first in PYTHONPATH.
 
 In one process a model, and all of them from the same weights: eager attention, SDPA, SDPA with
 `torch.compile`, Liger where it is installed and knows the model, ours, ours with `torch.compile`,

@@ -89,6 +89,7 @@ class Bytes(Counter):
         (lambda x, y: x + y, [(4, 8), (8,)], [128 + 32 + 128]),
         (lambda x: x * x, [(4, 8)], [256]),  # the same tensor twice is read once
         (lambda x: x.expand(4, 8).clone(), [(1, 8)], [32 + 128]),
+        (lambda x, y: torch.mul(x, 2, out=y), [(4, 8), (4, 8)], [256]),
         (lambda x: torch.empty_like(x), [(4, 8)], []),
         (lambda x: torch.zeros_like(x), [(4, 8)], [128]),
         (lambda x, i: nn.functional.embedding(i, x), [(99, 8), None], [16 + 128]),

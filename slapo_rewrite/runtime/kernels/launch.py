@@ -89,8 +89,8 @@ def row_tile(columns: int) -> tuple[int, int, int]:
     """Rows and columns that a program holds at a time, whole rows, and its warps.
 
     16 elements a thread are two loads of 16 bytes in half precision. Chosen for an
-    H100/H200: as compiled for it, no thread runs out of registers up to 8,192 columns.
-    Not measured yet.
+    H100/H200: as compiled for it, threads have registers enough up to 4,096 columns,
+    and but for some bytes of the backward passes at 8,192. Not measured yet.
     """
     block_d = block_size(columns)
     block_m = max(2048 // block_d, 1)

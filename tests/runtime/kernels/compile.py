@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import subprocess
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -65,9 +69,26 @@ def launches(launched: list[str]) -> Any:
         source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=aligned)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert "ld.global" in compiled.asm["ptx"]
+        assert not stack_bytes(compiled.asm["cubin"]), f"{self.fn.__name__} lacks registers"
         launched.append(self.fn.__name__)
 
     return run
+
+
+def stack_bytes(binary: bytes) -> int:
+    """Bytes for each thread that a kernel keeps outside registers."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        done = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    found = re.search(r"STACK:(\d+)", done.stdout)
+    assert found, done.stdout
+    return int(found[1])
 
 
 def calls(dtype: torch.dtype, d: int = 1024, v: int = 32000) -> dict[str, Callable[[Any], Any]]:
