@@ -36,6 +36,7 @@ class Stage:
         sent: Bytes that one micro-batch sends on to the next stage. Their gradient comes back.
         parameters: How many this process holds.
         held: Bytes that one micro-batch keeps from its forward pass to its backward pass.
+        working: Bytes that a pass needs beside these while it runs.
         optimizer: Seconds for the optimizer's step.
     """
 
@@ -44,6 +45,7 @@ class Stage:
     sent: float = 0.0
     parameters: int = 0
     held: float = 0.0
+    working: float = 0.0
     optimizer: float = 0.0
 
     def __post_init__(self) -> None:
@@ -112,7 +114,8 @@ class Timeline:
     Attributes:
         events: What it does, in order; between them it waits.
         live: The most micro-batches that it holds activations of.
-        memory: The most bytes that it needs: these activations, parameters, gradients, optimizer.
+        memory: The most bytes that it needs: for these activations and for a pass, parameters,
+            gradients and the optimizer's states.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -165,6 +168,10 @@ def simulate(
         replicas: How many copies of the pipeline there are (data parallelism).
         ties: Parameters that several stages hold.
         memory: What a parameter needs.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+        ValueError: There is no such pipeline.
     """
     if not stages or micro_batches < 1 or replicas < 1:
         raise ValueError("a pipeline has at least one stage, one micro-batch and one replica")
@@ -184,7 +191,7 @@ def simulate(
     run.to_the_end()
     for stage, timeline in zip(stages, run.timelines, strict=True):
         weights = run.memory.of(stage.parameters, replicas)
-        timeline.memory = weights + timeline.live * stage.held
+        timeline.memory = weights + timeline.live * stage.held + stage.working
     return Step(max(run.clocks), run.timelines)
 
 

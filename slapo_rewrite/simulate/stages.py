@@ -106,6 +106,7 @@ def made_of(
         for name in parameters:
             holders.setdefault(name, []).append(number)
         count = sum(parameters.values()) // ranks
+        held = [_on_each(cost.held, cost.held_whole, ranks) for cost in part]
         states = (memory or Bytes()).of(count, replicas)
         stages.append(
             Stage(
@@ -113,9 +114,8 @@ def made_of(
                 backward=sum(backward[start:end]) + recomputes * sum(forward[start:end]),
                 sent=part[-1].sent if end < len(costs) else 0,
                 parameters=count,
-                held=sum(
-                    c.given if recomputes else _on_each(c.held, c.held_whole, ranks) for c in part
-                ),
+                held=sum(cost.given for cost in part) if recomputes else sum(held),
+                working=max(held) if recomputes else 0.0,
                 optimizer=2 * states / device.bandwidth,  # everything is read and written once
             )
         )

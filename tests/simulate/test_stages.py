@@ -48,6 +48,9 @@ def test_what_is_recomputed_is_not_held():
     assert again.forward == held.forward
     assert again.backward == held.backward + held.forward
     assert again.held == 3 * 8
+    assert (held.working, again.working) == (0, 50)  # one element at a time
+    step = simulate([again, again], 4, memory=Bytes(0, 0, 0))
+    assert [timeline.memory for timeline in step.stages] == [2 * 24 + 50, 24 + 50]
 
 
 def test_stages_can_be_run():
