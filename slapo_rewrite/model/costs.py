@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from slapo_rewrite.model.follow.record import answer_to, carry_out, with_values
 from slapo_rewrite.model.tree import is_container
 
 # What gives a view without saying so, or memory that nothing has been written to yet.
@@ -103,7 +104,7 @@ def costs_of(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) 
     """
     elements = [model.get_submodule(path) for path in paths]
     counter = _Counter(model, len(paths))
-    with counter.follows(elements), _AsOnGPU(), counter:
+    with counter.follows(elements), counter:
         _run(model, inputs)
     if counter.called != list(range(len(paths))):
         called = [paths[number] for number in counter.called]
@@ -112,7 +113,9 @@ def costs_of(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) 
 
 
 def _run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    model(**tree_map_only(Tensor, lambda tensor: tensor.to("meta"), dict(inputs)))
+    on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), dict(inputs))
+    with _OnMeta():
+        model(**on_meta)
 
 
 class _Counter(TorchDispatchMode):
@@ -208,11 +211,16 @@ def _size(tensors: list[Tensor]) -> int:
     return sum(x.nbytes for x in tensors)
 
 
-class _AsOnGPU(TorchFunctionMode):
-    """Makes one operator of what is one on a GPU, and several on the meta device."""
+class _OnMeta(TorchFunctionMode):
+    """Answers what asks for values, and makes one operator of what is one on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _ON_GPU.get(func, func)(*args, **(kwargs or {}))
+        kwargs = with_values(func, args, kwargs or {})
+        if (answer := answer_to(func, args)) is not None:
+            return answer
+        if func in _ON_GPU:
+            return _ON_GPU[func](*args, **kwargs)
+        return carry_out(func, args, kwargs)
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
