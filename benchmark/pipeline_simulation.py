@@ -83,7 +83,7 @@ def published() -> list[dict[str, Any]]:
         costs = PUBLISHED[model].costs(sequences=1)
         given, *others = times
         for ranks in others:
-            predicted, slower = (
+            (speed, predicted), (_, slower) = (
                 predict(costs, MEMORY[gpu], replace(NVLINK[gpu], latency=latency), times, ranks)
                 for latency in (LATENCY, 2 * LATENCY)
             )
@@ -94,6 +94,7 @@ def published() -> list[dict[str, Any]]:
                     "gpu": gpu,
                     "given_ranks": given,
                     "given_ms": times[given],
+                    "teraflops": speed / 1e12,
                     "ranks": ranks,
                     "published_ms": times[ranks],
                     "predicted_ms": 1e3 * predicted,
@@ -106,12 +107,12 @@ def published() -> list[dict[str, Any]]:
 
 def predict(
     costs: list[Cost], memory: float, link: Link, times: dict[int, float], ranks: int
-) -> float:
-    """Seconds of a forward pass, with the device's speed taken from the first of `times`."""
+) -> tuple[float, float]:
+    """The device's speed, by the first of `times`, and seconds of a forward pass with it."""
     given, milliseconds = next(iter(times.items()))
     flops = sum(cost.flops for cost in costs)
     speed = flops / given / (milliseconds / 1e3 - without_products(costs, memory, link, given))
-    return flops / ranks / speed + without_products(costs, memory, link, ranks)
+    return speed, flops / ranks / speed + without_products(costs, memory, link, ranks)
 
 
 def without_products(costs: list[Cost], memory: float, link: Link, ranks: int) -> float:
@@ -252,8 +253,8 @@ def formula_line(found: dict[str, float]) -> str:
 def published_table(rows: list[dict[str, Any]]) -> str:
     """Tensor parallelism."""
     header = [
-        "forward pass of", "given, ms", "ranks", "published, ms", "predicted, ms", "difference",
-        "latency that fits, µs",
+        "forward pass of", "given, ms", "so TFLOP/s", "ranks", "published, ms", "predicted, ms",
+        "difference", "latency that fits, µs",
     ]  # fmt: skip
     return report.rendered(
         header,
@@ -261,6 +262,7 @@ def published_table(rows: list[dict[str, Any]]) -> str:
             [
                 f"{row['model']}, {row['gpu']}",
                 f"{row['given_ms']} on {row['given_ranks']}",
+                f"{row['teraflops']:.1f}",
                 row["ranks"],
                 row["published_ms"],
                 f"{row['predicted_ms']:.1f}",
