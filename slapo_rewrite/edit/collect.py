@@ -52,7 +52,7 @@ from slapo_rewrite.edit.state import (
     Share,
     Sync,
 )
-from slapo_rewrite.edit.text import returns
+from slapo_rewrite.edit.text import accessor, returns
 from slapo_rewrite.model.follow import (
     ArgumentChange,
     Asked,
@@ -76,6 +76,9 @@ from slapo_rewrite.model.layers import (
     summing_base,
 )
 from slapo_rewrite.model.tree import Node, Tree
+
+# Beginnings of the names of methods that read parameters and compute nothing with them.
+_NOT_COMPUTING = ("__init__", "_init", "_tie", "tie_", "get_", "set_", "reset_", "resize_")
 
 
 def collect(
@@ -511,6 +514,8 @@ class _Collection:
 
     def _share(self, node: Node, name: str, causes: tuple[Directive, ...]) -> None:
         """Adds up the gradients of a parameter: its class does, or a layer of ours."""
+        if self._share_from_outside(node, name, causes):
+            return
         base = summing_base(node.cls)
         home = self.desks.of(node.cls)
         if base is node.cls:
@@ -541,6 +546,31 @@ class _Collection:
                 at=causes[0].at if causes else None,
                 hint=f"copy class `{node.cls.__name__}` into {self.file.path.name}",
             )
+
+    def _share_from_outside(self, node: Node, name: str, causes: tuple[Directive, ...]) -> bool:
+        """Adds up the gradients of a parameter where a module above reads it; whether one does."""
+        above = node.parent
+        while above is not None:
+            path = node.path[len(above.path) + 1 if above.path else 0 :]
+            read, called = accessor(f"{path}.{name}"), accessor(path)
+            home = self.desks.of(above.cls)
+            methods = home.lineages.methods(above.cls.__name__) if home else ()
+            methods = (m for m in methods if not m.name.startswith(_NOT_COMPUTING))
+            nodes = [n for m in methods for n in ast.walk(m)]
+            reads = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr == name]
+            if home and any(ast.unparse(n) == read for n in reads):
+                if any(isinstance(n, ast.Call) and ast.unparse(n.func) == called for n in nodes):
+                    raise errors.Unsupported(
+                        f"`{node.path}.{name}` is used on parts, and `{above.cls.__name__}` reads "
+                        "it beside calling the module: where its gradients are to be added up is "
+                        "not known",
+                        at=causes[0].at if causes else None,
+                    )
+                what = ShareParameter(f"{path}.{name}")
+                home.places.add(above.path, ("gradient", what.name), what, causes)
+                return True
+            above = above.parent
+        return False
 
 
 def _sharing(cls: type, followed: Followed) -> str | None:

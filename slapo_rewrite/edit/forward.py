@@ -403,7 +403,7 @@ class ForwardWriter:
                         isinstance(node, ast.Attribute)
                         and isinstance(node.ctx, ast.Load)
                         and id(node) not in of_attributes
-                        and ast.unparse(node) == f"self.{name}"
+                        and ast.unparse(node) == accessor(name)
                     ):
                         start, end = self.file.span(node)
                         text = self.applied(

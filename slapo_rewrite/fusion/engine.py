@@ -240,8 +240,9 @@ class Engine:
     def rewrite(self, claims: Sequence[Claim], notes: tuple[Mapping[str, object], ...]) -> Rewrite:
         """The change that carries claims out."""
         edits, absorbed = self._carried_out(claims)
-        idle = {c.node.path for c in claims if _is_below(c.node.path, absorbed)}
-        live = [c for c in claims if c.node.path not in idle]
+        # A text that no module runs any more stays as it is.
+        groups = [g for g in _by_text(claims) if not all(_is_below(c, absorbed) for c in g)]
+        live = [claim for group in groups for claim in group]
         if len(live) < len(claims):
             self.speller = Speller(self.file, self.cause)
             edits, absorbed = self._carried_out(live)
@@ -377,9 +378,9 @@ def _calls(tree: ast.Module, class_name: str) -> set[str]:
     return {ast.unparse(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
 
 
-def _is_below(path: str, above: Iterable[str]) -> bool:
-    """Whether a module is one of some, or stands below one."""
-    return any(f"{path}.".startswith(f"{each}.") for each in above)
+def _is_below(claim: Claim, above: Iterable[str]) -> bool:
+    """Whether the module of a claim is one of some, or stands below one."""
+    return any(f"{claim.node.path}.".startswith(f"{each}.") for each in above)
 
 
 def _by_text(claims: Sequence[Claim]) -> list[list[Claim]]:

@@ -173,6 +173,64 @@ def test_a_function_of_the_file_is_changed_for_all_who_call_it(tmp_path):
     assert "+        return swiglu(self.gate(x), self.up(x))\n" in diff
 
 
+NORMED = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.table = nn.Embedding(16, width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, x):
+        y = self.table(x)
+        return self.head(self.norm(y + 1.0))
+"""
+NORMED_SCHEDULE = """\
+import torch
+from torch.nn import functional as F
+
+
+def model(m):
+    return m.Net(8)
+
+
+def inputs(model):
+    return {"x": torch.zeros(2, 4).long()}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def norm(x, weight, bias):
+    return F.layer_norm(x + 1.0, (8,), weight, bias)
+
+
+def shifted_norm(x, weight, bias):
+    return F.layer_norm(torch.add(x, 1.0), (8,), weight, bias)
+
+
+def schedule(s):
+    s.replace(shifted_norm, norm)
+    s["table"].shard("weight", axis=0)
+    s["table"].sync("fwd_post", "reduce_scatter", axis=1)
+    s["head"].sync("fwd_pre", "all_gather", axis=1)
+    s["head"].shard(["weight", "bias"], axis=0)
+    s["head"].sync("fwd_post", "all_gather", axis=-1)
+"""
+
+
+def test_gradients_are_summed_where_a_parameter_is_read(tmp_path):
+    diff = changed_lines(rewritten(tmp_path, NORMED, NORMED_SCHEDULE))
+    assert "all_reduce_gradient(self.norm.weight)" in diff
+    assert "all_reduce_gradient(self.norm.bias)" in diff
+
+
 def test_the_name_of_a_kernel_may_be_taken(tmp_path):
     text = PLAIN.replace("from torch import nn\n", "from torch import nn\n\nswiglu = 3\n")
     output = rewritten(tmp_path, text, schedule('s.apply("swiglu")'))
