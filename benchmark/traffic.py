@@ -27,13 +27,21 @@ from typing import Any
 from benchmark import report
 from benchmark.counted import ATTENTION, Call, count
 from benchmark.steps import STEPS, Step
-from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.emit.rewrite import Output, rewrite
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.verify.imports import import_output
 
 NAME = "traffic"
 BAR = 0.8  # of the way from SDPA to the floor
 LARGEST = 15  # rows of a breakdown
+# Every rule that is legal and known to pay.
+FUSED = """\
+from rules.schedules.{name} import model
+
+
+def schedule(s):
+    s.apply_all()
+"""
 PACKAGES = ("torch", "transformers", "triton")
 
 
@@ -44,17 +52,19 @@ class Variant:
     Attributes:
         name: What it is called in tables.
         attention: The attention implementation, by transformers' name.
-        knobs: What the bundled schedule is set to, as `name=value`; None for the original.
+        knobs: What the schedule is set to, as `name=value`; None for the original.
+        schedule: The schedule's text, for the module of a bundled one; that one itself without it.
     """
 
     name: str
     attention: str
     knobs: tuple[str, ...] | None = None
+    schedule: str | None = None
 
 
 EAGER = Variant("eager attention", "eager")
 SDPA = Variant("SDPA", "sdpa")
-OURS = Variant("ours", "sdpa", ("tensor_parallel=false", "fuse=true"))
+OURS = Variant("ours", "sdpa", (), FUSED)
 VARIANTS = (EAGER, SDPA, OURS)
 
 
@@ -96,8 +106,21 @@ def floor_bytes(step: Step) -> float:
 
 def has_knobs(step: Step, variant: Variant) -> bool:
     """Whether the bundled schedule has all of a variant's knobs."""
+    if variant.schedule is not None:
+        return True
     wanted = {knob.partition("=")[0] for knob in variant.knobs or ()}
     return wanted <= set(ScheduleFile.load(step.schedule).knobs)
+
+
+def rewritten(step: Step, variant: Variant) -> Output:
+    """A variant's output; nothing is written."""
+    knobs = variant.knobs or ()
+    if variant.schedule is None:
+        return rewrite(step.source, step.schedule, knobs)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{step.schedule}.py"
+        path.write_text(variant.schedule.format(name=step.schedule))
+        return rewrite(step.source, str(path), knobs)
 
 
 def module_of(step: Step, variant: Variant, folder: Path) -> tuple[ModuleType, ModuleType | None]:
@@ -110,7 +133,7 @@ def module_of(step: Step, variant: Variant, folder: Path) -> tuple[ModuleType, M
     """
     if variant.knobs is None:
         return importlib.import_module(step.source), None
-    output = rewrite(step.source, step.schedule, variant.knobs)
+    output = rewritten(step, variant)
     place = folder / f"{step.schedule}_{variant.name}".replace(" ", "_")
     place.mkdir()
     for name, text in output.files.items():

@@ -45,7 +45,6 @@ from benchmark.steps import STEPS, Step, flops_per_token
 
 NAME = "train_step"
 PREPARED = "prepared.json"
-KNOBS = ("tensor_parallel=false", "fuse=true")
 PEAK_FLOPS = 989e12  # of an H100 or H200, dense bfloat16
 WARM_UP, STEPS_A_ROUND, BATCHES = 6, 8, 4
 ERROR_LIMIT = 1.1  # times eager's
@@ -89,20 +88,19 @@ VARIANTS = (
 # Where the tool is.
 
 
-def prepare(folder: Path, only: str, knobs: Sequence[str]) -> None:
+def prepare(folder: Path, only: str) -> None:
     """Writes the rewritten models, and what they were made from.
 
     Args:
         folder: Where to.
         only: How the names of the models begin.
-        knobs: What the bundled schedules are set to.
     """
-    from slapo_rewrite.emit.rewrite import rewrite
+    from benchmark import traffic
 
     made = {}
     for step in STEPS:
         if step.name.startswith(only):
-            output = rewrite(step.source, step.schedule, knobs)
+            output = traffic.rewritten(step, traffic.OURS)
             place = folder / step.schedule
             place.mkdir(parents=True, exist_ok=True)
             for name, text in output.files.items():
@@ -110,7 +108,7 @@ def prepare(folder: Path, only: str, knobs: Sequence[str]) -> None:
             made[step.name] = {"folder": step.schedule, "model": output.model_file}
     import transformers
 
-    record = {"transformers": transformers.__version__, "knobs": [*knobs], "models": made}
+    record = {"transformers": transformers.__version__, "models": made}
     (folder / PREPARED).write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -509,7 +507,6 @@ def run(options: Any) -> dict[str, Any]:
     results: dict[str, Any] = {
         "machine": kernels.machine(device),
         "tiny": options.tiny,
-        "prepared": {name: prepared[name] for name in ("transformers", "knobs")},
         "optimizer": "torch.optim.AdamW" + ("" if options.tiny else ", fused"),
         "roofline": {"first": kernels.roofline(clock, options.tiny)},
         "steps": {},
@@ -540,7 +537,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     action.add_argument("--prepare", type=Path, metavar="DIR", help="write the rewritten models")
     action.add_argument("--run", type=Path, metavar="DIR", help="measure them")
     action.add_argument("--publish", type=Path, metavar="FILE", help="put results into README.md")
-    parser.add_argument("--set", action="append", metavar="KNOB=VALUE", help="for --prepare")
     parser.add_argument("--only", default="", help="models whose names begin so")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=300, help="no round begins after this")
@@ -548,7 +544,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="the result file, instead of the usual one")
     options = parser.parse_args(arguments)
     if options.prepare:
-        prepare(options.prepare, options.only, options.set or KNOBS)
+        prepare(options.prepare, options.only)
         return
     if options.publish:
         results = json.loads(options.publish.read_text())

@@ -18,10 +18,9 @@ from tests.runtime.kernels.test_benchmark import ABSENT
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A BERT rewritten to no purpose, which is enough to run it."""
+    """A rewritten BERT."""
     folder = tmp_path_factory.mktemp("prepared")
-    knob = ["--set", "tensor_parallel=false"]
-    train_step.main(["--prepare", str(folder), "--only", "BERT", *knob])
+    train_step.main(["--prepare", str(folder), "--only", "BERT"])
     return folder
 
 
@@ -55,9 +54,8 @@ def test_it_measures_every_variant(results):
     assert list(row["seconds"]) == ["eager attention", "SDPA", "ours", "SDPA again"]
     assert all(len(s) == 2 and min(s) > 0 for s in row["seconds"].values())
     assert row["largest"].keys() == {"SDPA", "ours"}
-    # The same operators on the same weights.
-    assert row["errors"]["ours"] == row["errors"]["SDPA"]
-    assert 0 < row["errors"]["ours"]["gradients"] < 0.2
+    errors = {name: error["gradients"] for name, error in row["errors"].items()}
+    assert 0 < errors["ours"] <= train_step.ERROR_LIMIT * errors["eager attention"] < 0.2
     assert "| BERT-large, ours |" in train_step.table(results)
 
 
