@@ -32,6 +32,17 @@ def scaled_after_the_cast(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normalised(x, eps).type_as(x) * weight
 
 
+def without_a_weight(x: Tensor, eps: float) -> Tensor:
+    return normalised(x, eps).to(x.dtype)
+
+
+def cast_to_half(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    x = x * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    x = x.to(weight.dtype) if weight.dtype in [torch.float16, torch.bfloat16] else x
+    return weight * x
+
+
 def plain_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(x, weight, eps)
 
@@ -42,6 +53,14 @@ def output_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def offset_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(x, weight, eps, offset=1.0, cast="output")
+
+
+def weight_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(x, weight, eps, cast="weight")
+
+
+def bare_kernel(x: Tensor, eps: float) -> Tensor:
+    return rms_norm(x, None, eps)
 
 
 MODEL = """\
@@ -100,6 +119,29 @@ class Norm(nn.Module):
         output = output * (1.0 + self.weight.float())
         return output.type_as(x)
 """
+T5 = """\
+import torch
+from torch import nn
+
+
+class Norm(nn.Module):
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden_states):
+        # Only scales, and does not shift.
+
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+
+        # convert into half-precision if necessary
+        if self.weight.dtype in [torch.float16, torch.bfloat16]:
+            hidden_states = hidden_states.to(self.weight.dtype)
+
+        return self.weight * hidden_states
+"""
 
 
 class RmsNorm(Rule):
@@ -140,6 +182,8 @@ class RmsNorm(Rule):
         Alternative(scaled_as_float32, output_kernel),
         Alternative(offset, offset_kernel),
         Alternative(scaled_after_the_cast, plain_kernel),
+        Alternative(cast_to_half, weight_kernel),
+        Alternative(without_a_weight, bare_kernel),
     )
     examples = (
         Example(
@@ -166,8 +210,23 @@ class RmsNorm(Rule):
 +        return rms_norm(x, self.weight, self.eps, offset=1.0, cast="output")
 """,
         ),
+        Example(
+            T5,
+            SCHEDULE,
+            """\
++from .kernels import rms_norm
+-        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+-        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+-        if self.weight.dtype in [torch.float16, torch.bfloat16]:
+-            hidden_states = hidden_states.to(self.weight.dtype)
+-        return self.weight * hidden_states
++        return rms_norm(hidden_states, self.weight, self.eps, cast="weight")
+""",
+        ),
     )
     refusals = (
+        Refusal(T5.replace(", torch.bfloat16", ""), SCHEDULE, "SR309"),
+        Refusal(T5.replace("if self.weight.dtype", "if hidden_states.dtype"), SCHEDULE, "SR309"),
         Refusal(MODEL.replace("mean(-1", "mean(-2"), SCHEDULE, "SR309"),
         Refusal(MODEL.replace("self.weight * h", "variance * self.weight * h"), SCHEDULE, "SR309"),
     )

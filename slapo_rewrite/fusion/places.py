@@ -63,7 +63,12 @@ def place_edits(
                 Edit(*file.span(node), name, (writing.cause,), writing.why)
             ]
     gone = {s: writing for writing in writings for s in writing.replaced.removed}
-    edits |= {s: [removed(file, s, w.cause, w.why, w.moved)] for s, w in gone.items()}
+    before: Edit | None = None
+    for statement in sorted(gone, key=lambda s: file.span(s)):
+        writing = gone[statement]
+        edit = removed(file, statement, writing.cause, writing.why, writing.moved, before)
+        edits[statement] = [edit]
+        before = edit
     return edits
 
 
@@ -149,9 +154,24 @@ def _with_parentheses(text: str, begin: int, end: int) -> tuple[int, int]:
 
 
 def removed(
-    file: SourceFile, statement: ast.stmt, cause: Directive, why: str, moved: bool = False
+    file: SourceFile,
+    statement: ast.stmt,
+    cause: Directive,
+    why: str,
+    moved: bool = False,
+    before: Edit | None = None,
 ) -> Edit:
     """A statement gone with its lines; the comments on them stay, unless they go with it.
+
+    A blank line after it goes where none parts anything from anything then.
+
+    Args:
+        file: The file.
+        statement: The statement.
+        cause: Who asks.
+        why: What happens there.
+        moved: Whether the comments go with it, those above it as well.
+        before: The edit that takes away the statement before it, if one does.
 
     Raises:
         Unsupported: It shares its line with another.
@@ -172,7 +192,9 @@ def removed(
     kept = "".join(f"{indent}{comment}\n" for comment in _comments(file.text[first:stop]))
     if moved:
         kept, first = "", _above(file.text, first)
-    if not kept and _blank_before(file.text, first) and _blank_after(file.text, stop):
+    joined = before is not None and before.end == first and not before.text
+    top = before.start if before is not None and joined else first
+    if not kept and _blank_after(file.text, stop) and _idle_after(file.text, top, stop):
         stop = file.text.find("\n", stop + 1)
     return Edit(first, stop + 1, kept, (cause,), why)
 
@@ -184,8 +206,15 @@ def _above(text: str, first: int) -> int:
     return first
 
 
-def _blank_before(text: str, first: int) -> bool:
+def _idle_after(text: str, first: int, stop: int) -> bool:
+    """Whether a blank line after removed lines is none that one would write.
+
+    There is one above them, the body begins, or a comment stands above, which is then on what is
+    below.
+    """
     above = text[:first].removesuffix("\n").rpartition("\n")[2].strip()
+    if above.startswith("#"):
+        return not text[stop:].lstrip().startswith("#")
     return not above or above.endswith(":")
 
 
