@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from slapo_rewrite.emit.helpers import RUNTIME
+from slapo_rewrite.runtime.kernels.launch import runs_triton
 from tests.runtime.kernels.compile import calls, compile_all, kernels_run, public
 
 pytest.importorskip("triton")
@@ -60,6 +61,13 @@ def test_torch_compile_traces_a_launch(name, monkeypatch):
         warnings.simplefilter("ignore")
         with pytest.raises(Traced, match="autograd_function_apply"):
             calls(torch.bfloat16)[name](function)
+
+
+def test_torch_compile_traces_the_choice_of_the_reference():
+    x = torch.ones(3, 8)
+    torch._dynamo.reset()
+    chosen = torch.compile(lambda x: x + runs_triton(x), backend="eager", fullgraph=True)
+    assert torch.equal(chosen(x), x)
 
 
 def test_every_public_function_is_tried():
