@@ -184,6 +184,7 @@ class Standing:
             s
             for s in self._statements
             if gives(s, given)
+            or unpacks(s, given)
             or (is_alias(s) and any(b.statement is s and id(b.value) in own for b in bound))
         ]
         for branch in [s for s in self._statements if isinstance(s, ast.If)]:
@@ -373,6 +374,16 @@ def gives(statement: ast.stmt, values: Iterable[Value]) -> bool:
         case _:
             return False
     return any(value.site.node is given for value in values)
+
+
+def unpacks(statement: ast.stmt, values: Iterable[Value]) -> bool:
+    """Whether a statement only gives names to some values: `first, rest = x[:n], x[n:]`."""
+    match statement:
+        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=given)):
+            sites = [value.site.node for value in values]
+            plain = len(names) == len(given) and all(isinstance(n, ast.Name) for n in names)
+            return plain and all(node in sites for node in given)
+    return False
 
 
 def given_name(statement: ast.stmt) -> str:

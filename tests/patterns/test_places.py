@@ -22,6 +22,10 @@ def summed(x, y):
     return F.gelu(x) + y
 
 
+def both(x, y):
+    return F.gelu(x) + F.relu(y)
+
+
 # Body, pattern, the text replaced, the text before the call, lines removed, operands.
 CASES = [
     ("return F.gelu(x + y)", bias_gelu, "F.gelu(x + y)", "", [], ("x", "y")),
@@ -43,6 +47,8 @@ CASES = [
      "", ["if y is not None:"], ("x", "y")),
     ("return F.gelu(x + y if y is not None else x)", chosen,
      "F.gelu(x + y if y is not None else x)", "", [], ("x", "y")),
+    ("a, b = F.gelu(x), F.relu(y)\nreturn a + b", both, "a + b", "",
+     ["a, b = F.gelu(x), F.relu(y)"], ("x", "y")),
     ("with torch.no_grad():\n    a: torch.Tensor = x + y\n    z = F.gelu(a)\nreturn z", bias_gelu,
      "F.gelu(a)", "", ["a: torch.Tensor = x + y"], ("x", "y")),
 ]  # fmt: skip
