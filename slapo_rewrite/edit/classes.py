@@ -173,6 +173,9 @@ class ClassWriter:
             elif isinstance(change, Write):
                 edits = [Edit(*edit, why, f"`{change.what}`") for edit in change.edits]
                 at(change.statement).around += edits
+                if change.after:
+                    line = (change.after, why, f"`{change.what}`")
+                    at(change.statement).after.append(line)
             elif key == FORK:
                 forward.fork(why)
             elif key[0] == "forward":

@@ -267,11 +267,13 @@ class Write:
         statement: The statement.
         edits: From where to where in the file, and what stands there then.
         what: What the new text is, in a word.
+        after: A statement to stand behind it.
     """
 
     statement: ast.stmt
     edits: tuple[tuple[int, int, str], ...]
     what: str
+    after: str = ""
 
 
 Key = tuple[Any, ...]

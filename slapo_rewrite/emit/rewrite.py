@@ -128,7 +128,12 @@ class Project:
             self.references[reference] = united(causes, [again.directive])
         self.file = self.file.edited(text)
         self.module = run_source(self.file, self.references)
-        self.tree = Tree(build_model(self.schedule.module.model, self.module))
+        try:
+            self.tree = Tree(build_model(self.schedule.module.model, self.module))
+        except errors.ModelError as error:
+            at = again.directive.at
+            error.also = (*error.also, *([at] if at else []))
+            raise
         self.sources = Sources(self.file, {SCHEDULE})
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import Write
 from slapo_rewrite.edit.desks import Desks
+from slapo_rewrite.edit.places import Places
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.settle import settle
 from slapo_rewrite.edit.splice import Edit, apply_edits
@@ -20,6 +21,7 @@ from slapo_rewrite.fusion.places import Writing, place_edits
 from slapo_rewrite.fusion.sharing import Sharing
 from slapo_rewrite.fusion.spelling import Speller
 from slapo_rewrite.model.alike import Alike
+from slapo_rewrite.model.facts import method_of
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.patterns.search import Match
@@ -83,6 +85,7 @@ class Claim:
         what: Who asks: a rule's name, or a function's.
         method: A method that the expression calls, to stand behind the one of the match.
         function: A function that the expression calls, to stand above the class of the match.
+        constructor: A statement for the end of the constructor: it makes what is called.
         moved: Whether the statements go there, with their comments.
         values: What stands for each parameter; the match's own values where None.
     """
@@ -94,6 +97,7 @@ class Claim:
     what: str
     method: str | None = None
     function: str | None = None
+    constructor: str | None = None
     moved: bool = False
     values: Mapping[str, Value] | None = None
 
@@ -205,6 +209,8 @@ class Engine:
                     )
         function = self.sharing.function_of(match.replaced.node)
         if self.sharing.owner_of(function) is None:
+            if first.constructor is not None:
+                return Left(first, f"`{function.name}` is no method, so it sees no module")
             claimed = {claim.node.path for claim in group}
             other = next((n for n in self.sharing.sharers(function) if n.path not in claimed), None)
             if other is not None:
@@ -279,6 +285,7 @@ class Engine:
                     place = ("text", statement.lineno, statement.col_offset)
                     write = Write(statement, plain, what)
                     desks.main.places.add(path, place, write, (self.cause,))
+                self._construct(by_path[path], desks.main.places)
             settled = settle(self.tree, desks, self.line_length)
         edits += settled.pop(self.file.name)
         if any(settled.values()):
@@ -290,6 +297,23 @@ class Engine:
         edits += self._functions(claims)
         edits = list(dict.fromkeys(edits))
         return edits, self._absorbed(claims, edits)
+
+    def _construct(self, claims: Sequence[Claim], places: Places) -> None:
+        """Has the constructor of a module's class make what the claims call."""
+        for claim in claims:
+            if claim.constructor is None:
+                continue
+            found = method_of(self.sources, claim.node.cls, "__init__")
+            if found is None or found[0] is not self.file:
+                raise errors.Unsupported(
+                    f"`{claim.node.cls.__name__}` has no constructor in {self.file.path.name}: "
+                    f"there is no place to make `{claim.what}`",
+                    at=self.cause.at,
+                )
+            last = found[1].body[-1]
+            place = ("text", last.lineno, last.col_offset, claim.constructor)
+            write = Write(last, (), claim.what, claim.constructor)
+            places.add(claim.node.path, place, write, (self.cause,))
 
     def _text(self, claim: Claim) -> str:
         return claim.expression.written(claim.operands, self.speller)

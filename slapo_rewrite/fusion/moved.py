@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.expressions import formatted, parenthesised
@@ -58,8 +58,18 @@ def moved(match: Match, graph: Graph, at: errors.Span | None, method: bool) -> M
     return _Moving(match, graph, at, method).run()
 
 
+def _named(match: Match) -> Match:
+    """The match with names for operands that a call gives by position."""
+    numbered = [name for name in match.operands if name.isdigit()]
+    names = dict(zip(numbered, "xyzuvw", strict=False)) if len(numbered) < 7 else {}
+    operands = {names.get(n, n): text for n, text in match.operands.items()}
+    values = {names.get(n, n): value for n, value in match.values.items()}
+    return replace(match, operands=operands, values=values)
+
+
 class _Moving:
     def __init__(self, match: Match, graph: Graph, at: errors.Span | None, method: bool) -> None:
+        match = _named(match)
         self.match, self.graph, self.at, self.method = match, graph, at, method
         self.file = match.file
         self.moved = Moved()

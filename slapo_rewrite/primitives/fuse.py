@@ -152,6 +152,13 @@ class Fuse(Rewriting):
         graph = next(
             s.graph for s in scopes if s.function == match.function and s.graph.file is match.file
         )
+        if len(match.results) > 1:
+            raise errors.Unsupported(
+                f"`{name}` returns several values: only a kernel may",
+                at=match.place,
+                also=[at] if at else [],
+                hint="fuse a pattern for each of them, or replace(function, pattern)",
+            )
         if match.file is not file or not match.replaced.whole:  # the engine refuses it
             return Claim(match, node, Calling(name, name, ()), {}, name)
         method = call.arguments["compiler"] is None

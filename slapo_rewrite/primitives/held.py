@@ -105,11 +105,14 @@ def _packed(
         pairs = zip(sizes, made, strict=True)
         before = tuple(f"self.{size} = {each.width}" for size, each in pairs)
     if arguments is None:
-        total = f"{len(left)} * {parenthesised(made[0].width)}"
+        product = isinstance(ast.parse(made[0].width, mode="eval").body, ast.BinOp)
+        product = product and "+" not in made[0].width and "-" not in made[0].width
+        width = made[0].width if product else parenthesised(made[0].width)
+        total = f"{len(left)} * {width}"
         if sizes is not None:
             total = " + ".join(f"self.{size}" for size in sizes)
         arguments = f"{made[0].inputs}, {total}{made[0].bias}"
-    cls = engine.speller(_dotted(target))
+    cls = engine.speller(dotted(target))
     held = Held(name, f"{cls}({arguments})", left, before)
     edits = side_by_side(engine, group, name, sizes)
     doc = f"A `{node.cls.__name__}` with {_listed(left)} in one `{name}`."
@@ -195,7 +198,8 @@ def module_name(call: Call) -> str:
     return given
 
 
-def _dotted(target: Function) -> str:
+def dotted(target: Function) -> str:
+    """The name by which the model file may refer to a class or function."""
     module = target.module or SCHEDULE
     module = "torch.nn" if module.startswith("torch.nn.modules.") else module
     return f"{module}.{target.name}"
@@ -212,3 +216,20 @@ def _free(name: str, engine: Engine) -> str:
 def _listed(names: Sequence[str]) -> str:
     shown = [f"`{name}`" for name in names]
     return f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def check_stateless(call: Call, node: Node) -> None:
+    """Refuses a new module whose parameters nothing says the values of.
+
+    Raises:
+        WeightsMisfit: It holds some.
+    """
+    name = module_name(call) if isinstance(call.arguments["new_mod"], type) else ""
+    held = node.children.get(name)
+    if held is not None and (tensors := list(held.live.state_dict())):
+        raise errors.WeightsMisfit(
+            f"`{held.path}` would hold `{tensors[0]}`, and nothing says what that is made of",
+            at=call.directive.at,
+            hint="give the function what the pattern's own parameters stand for, or replace the "
+            "whole module, with weights=...",
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
@@ -11,12 +12,11 @@ from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.state import ModuleState, general
 from slapo_rewrite.fusion.engine import Calling, Claim, Engine, Left
 from slapo_rewrite.fusion.looking import Looked, spots
-from slapo_rewrite.fusion.spelling import SCHEDULE
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match, Miss
 from slapo_rewrite.primitives.base import Call, function_of
 from slapo_rewrite.primitives.find import found
-from slapo_rewrite.primitives.held import in_place_of
+from slapo_rewrite.primitives.held import dotted, in_place_of, module_name
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -97,30 +97,40 @@ def replaced(
     if not matches:
         said = getattr(call.arguments["pattern"], "__name__", str(call.arguments["pattern"]))
         raise nothing_found(said, matches.nearest, at)
-    if isinstance(new, type):
-        if not isinstance(call.arguments["pattern"], str):
-            raise errors.Unsupported(
-                "a module class takes the place of calls side by side, of which a regular "
-                "expression says the paths",
-                at=at,
-                hint="for any other computation give a function, or replace the whole module",
-            )
+    is_module = isinstance(new, type)
+    if is_module and isinstance(call.arguments["pattern"], str):
         return in_place_of(call, matches, function, states, line_length)
+    if is_module and call.arguments["weights"] is not None:
+        raise errors.Unsupported(
+            "weights are mapped where a whole module is replaced, or calls side by side", at=at
+        )
     for name in ("args", "weights", "name"):
-        if call.arguments[name] is not None:
+        if call.arguments[name] is not None and not is_module:
             raise errors.BadArgument(
                 f"`{name}` is for a module, and `{function.name}` is a function", at=at
             )
     engine = Engine(call.tree, call.sources, states, call.directive, line_length)
-    origin = f"{function.module or SCHEDULE}.{function.name}"
-    claims = [_claim(call, match, new, origin) for match in matches]
+    origin = dotted(function)
+    if not is_module:
+        return carried_out(engine, [_claim(call, m, new, origin) for m in matches], [])
+    name, main = module_name(call), call.sources.main
+    made = f"self.{name} = {engine.speller(origin)}({call.arguments['args'] or ''})"
+    claims = []
+    for match in matches:
+        if hasattr(call.tree.nodes[match.path].live, name):
+            where = type(call.tree.nodes[match.path].live).__name__
+            raise errors.NameTaken(f"`{where}` has a `{name}` already", at=at)
+        claim = _claim(call, match, new, f"{main.name}.self.{name}")
+        claims.append(replace(claim, constructor=made))
     return carried_out(engine, claims, [])
 
 
 def _claim(call: Call, match: Match, new: Callable[..., Any], origin: str) -> Claim:
     """A call with the match's operands: by name, by position where the names differ."""
     name, at = origin.rpartition(".")[2], call.directive.at
-    parameters = inspect.signature(new).parameters.values()
+    called: Callable[..., Any] = getattr(new, "forward", new)
+    parameters = list(inspect.signature(called).parameters.values())
+    parameters = parameters[1:] if isinstance(new, type) else parameters
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         raise errors.BadArgument(f"`{name}` must name each of its parameters", at=at)
     needed = [p for p in parameters if p.default is p.empty]
@@ -128,7 +138,7 @@ def _claim(call: Call, match: Match, new: Callable[..., Any], origin: str) -> Cl
     operands = dict(match.operands)
     lost = [n for n in operands if n not in {p.name for p in taken}]
     by_name = {p.name for p in needed} <= operands.keys()
-    if not by_name or any(not match.values[n].is_leaf for n in lost):
+    if not by_name or any(match.values[n].operation not in ("constant", "training") for n in lost):
         taken = [p for p in parameters if p.kind in _BY_POSITION][: len(operands)]
         if len(taken) < len(operands) or len(needed) > len(operands):
             raise errors.BadArgument(
@@ -139,8 +149,9 @@ def _claim(call: Call, match: Match, new: Callable[..., Any], origin: str) -> Cl
             )
         operands = dict(zip((p.name for p in taken), operands.values(), strict=True))
     # What stands behind a parameter that is left out is given by name.
-    every = list(parameters)
-    plain = [p for p, q in zip(taken, every, strict=False) if p is q and p.kind in _BY_POSITION]
+    plain = [
+        p for p, q in zip(taken, parameters, strict=False) if p is q and p.kind in _BY_POSITION
+    ]
     others = [p.name for p in taken if p not in plain]
     expression = Calling(name, origin, tuple(p.name for p in plain), tuple(others))
     node = call.tree.nodes[match.path]

@@ -27,7 +27,7 @@ from slapo_rewrite.primitives.base import (
     function_of,
     signature_of,
 )
-from slapo_rewrite.primitives.held import class_of, weights_beside
+from slapo_rewrite.primitives.held import check_stateless, class_of, weights_beside
 from slapo_rewrite.primitives.matched import replaced
 from slapo_rewrite.primitives.shard import MLP, MODEL
 from slapo_rewrite.runtime.weights import Original, Weight, weight_of
@@ -167,7 +167,7 @@ class Replacing(Primitive):
                 hint='give its own: replace(..., args="...")' if arguments is None else None,
             ) from None
         except CannotBuild as error:
-            if not call.arguments.get("weights"):
+            if not call.arguments.get("weights") and call.done is None:
                 return None
             raise errors.WeightsMisfit(
                 f"`{name}` cannot be made in the place of `{node.path}`, so nothing is known of "
@@ -276,9 +276,10 @@ class Replace(Replacing):
     With a `pattern`, a function takes the place of what `find` finds of it in the selected modules:
     it is called with what the pattern's parameters stand for, by their names, or by position where
     the names differ. The schedule goes on with the model as rewritten; of modules that share a text
-    those that are not selected keep it. Where the pattern is a regular expression that finds
-    several linear layers called on one operand, a module class takes the place of all of them: one
-    of `name` gives their results along the last axis, and its weights are made of theirs.
+    those that are not selected keep it. A module class without parameters is made in the
+    constructor, as `name`, with `args`, and called there. Where the pattern is a regular expression
+    that finds several linear layers called on one operand, a module class takes the place of all of
+    them: one of `name` gives their results along the last axis, of weights made of theirs.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
@@ -411,6 +412,7 @@ class Replace(Replacing):
         if call.done is None:
             return super().apply(call, node, state)
         if node.path not in call.done.classes:
+            check_stateless(call, node)
             return state
         check_free(call, node, state)
         weights, module = weights_beside(call, node), self._built(call, node)

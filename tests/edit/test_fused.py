@@ -173,6 +173,65 @@ def test_a_function_of_the_file_is_changed_for_all_who_call_it(tmp_path):
     assert "+        return swiglu(self.gate(x), self.up(x))\n" in diff
 
 
+HALF = """\
+class Half(nn.Module):
+    def __init__(self, factor=0.5):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x, y):
+        return x * self.factor + y
+
+
+class Gain(nn.Module):
+    def __init__(self, factor=0.5):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x, y):
+        return x * self.gain + y
+
+
+def half(x, y):
+    return x * 0.5 + y
+
+
+"""
+
+
+def replaced(*lines: str) -> str:
+    text = schedule(*lines).replace("import torch\n", "import torch\nfrom torch import nn\n", 1)
+    return text.replace("def schedule", HALF + "def schedule")
+
+
+HALVES = source("y = self.act(x)\ny = y * 0.5\nreturn y + self.up(x)")
+
+
+def test_a_module_takes_the_place_of_a_computation(tmp_path):
+    line = 's["layers.*"].replace(Half, half, name="sum", args="0.25 * 2")'
+    diff = changed_lines(rewritten(tmp_path, HALVES, replaced(line)))
+    assert "+        self.sum = Half(0.25 * 2)\n" in diff
+    assert "+        return self.sum(y, self.up(x))\n" in diff
+
+
+def test_some_modules_hold_a_module_of_their_own(tmp_path):
+    line = 's["layers"][1:].replace(Half, half, name="sum")'
+    diff = changed_lines(rewritten(tmp_path, HALVES, replaced(line)))
+    assert "+class FusedGated(Gated):\n" in diff
+    assert "+        super().__init__(width)\n+        self.sum = Half()\n" in diff
+
+
+def test_a_module_with_parameters_is_refused(tmp_path):
+    text = refused(tmp_path, HALVES, replaced('s["layers.*"].replace(Gain, half)'), "SR308")
+    assert "`layers.0.gain` would hold `gain`" in text
+
+
+def test_a_call_by_position_is_fused_by_its_path(tmp_path):
+    diff = changed_lines(rewritten(tmp_path, PLAIN, schedule('s.fuse("layers.*.up", name="rise")')))
+    assert "+        return self.act(self.gate(x)) * self.rise(x)\n" in diff
+    assert "+        return self.up(x)\n" in diff
+
+
 NORMED = """\
 import torch
 from torch import nn
