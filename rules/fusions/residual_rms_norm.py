@@ -1,46 +1,52 @@
-"""A residual addition and the root mean square norm after it, in one kernel."""
+"""A residual addition, with dropout before it or not, and the root mean square norm after it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-import torch
-from slapo_rewrite.rules.fusions.rms_norm import normalised
-from torch import Tensor
+from slapo_rewrite.rules.fusions.rms_norm import (
+    cast_to_half,
+    offset,
+    scaled,
+    scaled_as_float32,
+    scaled_in_float32,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from slapo_rewrite.fusion import Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import Alternative, Calling, Example, Found, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.rms_norm import residual_rms_norm
 
 
-def plain(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return weight * normalised(total, eps).to(total.dtype), total
+def after_adding(norm: Callable[[Tensor, Tensor, float], Tensor]) -> list[Callable[..., object]]:
+    """The patterns of a sum and its norm."""
+
+    def with_dropout(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float, p: float, training: bool
+    ) -> tuple[Tensor, Tensor]:
+        total = residual + F.dropout(x, p, training)
+        normed = norm(total, weight, eps)
+        return normed, total
+
+    def without(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = residual + x
+        normed = norm(total, weight, eps)
+        return normed, total
+
+    return [with_dropout, without]
 
 
-def in_float32(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return (weight * normalised(total, eps)).to(total.dtype), total
-
-
-def as_float32(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return (normalised(total, eps) * weight.to(torch.float32)).to(total.dtype), total
-
-
-def with_offset(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return (normalised(total, eps) * (1.0 + weight.float())).type_as(total), total
-
-
-def plain_kernel(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def fused(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return residual_rms_norm(x, residual, weight, eps)
 
 
-def output_kernel(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return residual_rms_norm(x, residual, weight, eps, cast="output")
-
-
-def offset_kernel(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return residual_rms_norm(x, residual, weight, eps, offset=1.0, cast="output")
-
+# What the kernel is told besides, for each way to write the norm.
+NORMS: dict[Callable[..., Tensor], dict[str, str]] = {
+    scaled: {},
+    scaled_in_float32: {"cast": '"output"'},
+    scaled_as_float32: {"cast": '"output"'},
+    offset: {"offset": "1.0", "cast": '"output"'},
+    cast_to_half: {"cast": '"weight"'},
+}
+PATTERNS = {pattern: told for norm, told in NORMS.items() for pattern in after_adding(norm)}
 
 MODEL = """\
 import torch
@@ -99,7 +105,8 @@ def schedule(s):
 class ResidualRmsNorm(Rule):
     """Add to the residual and normalise the sum in one kernel, forward and backward.
 
-    The norm may be a module of the file: its weight is read where it was called.
+    Dropout of what is added is taken in. The norm may be a module of the file: its weight is read
+    where it was called.
 
     Rewrite:
         hidden_states = residual + hidden_states
@@ -114,7 +121,8 @@ class ResidualRmsNorm(Rule):
         x and residual (..., D), weight (D,) -> (..., D) and (..., D)
 
     Numerics:
-        Reassociated: the sum is rounded as before; statistics in float32.
+        Reseeded: on a GPU dropout draws other numbers; without it, and on a CPU, the same formula.
+        The sum is rounded as before; statistics in float32.
 
     State:
         Unchanged: the norm stays where it is made.
@@ -126,14 +134,10 @@ class ResidualRmsNorm(Rule):
     """
 
     name = "residual_rms_norm"
-    numerics = Numerics.REASSOCIATED
+    numerics = Numerics.RESEEDED
+    pays = "the sum is read once, and dropout keeps no mask"
     rank = 40
-    alternatives = (
-        Alternative(plain, plain_kernel),
-        Alternative(in_float32, output_kernel),
-        Alternative(as_float32, output_kernel),
-        Alternative(with_offset, offset_kernel),
-    )
+    alternatives = tuple(Alternative(pattern, fused) for pattern in PATTERNS)
     examples = (
         Example(
             MODEL,
@@ -156,9 +160,37 @@ class ResidualRmsNorm(Rule):
         ),
     )
 
+    def refuses(self, found: Found) -> str | None:
+        """Two things added of which one is not of the size of the sum."""
+        return broadcast(found)
+
+    def expression(self, found: Found) -> Calling:
+        """The call, with the keywords that it needs."""
+        given = self.operands(found)
+        keywords = tuple(k for k in ("offset", "cast", "p", "training") if k in given)
+        origin = "slapo_rewrite.runtime.kernels.rms_norm.residual_rms_norm"
+        return Calling(self.name, origin, ("x", "residual", "weight", "eps"), keywords)
+
     def operands(self, found: Found) -> Mapping[str, str]:
-        """Of the two that are added, the older one is the residual."""
-        given = dict(found.operands)
-        if found.value("x").order < found.value("residual").order:
-            given["x"], given["residual"] = given["residual"], given["x"]
-        return given
+        """What the kernel is told of the norm goes with what it is given."""
+        return added(found) | PATTERNS[found.alternative.pattern]
+
+
+def added(found: Found) -> dict[str, str]:
+    """Of two that are added as they are, the older one is the residual."""
+    given = dict(found.operands)
+    if "p" not in given and found.value("x").order < found.value("residual").order:
+        given["x"], given["residual"] = given["residual"], given["x"]
+    return given
+
+
+def broadcast(found: Found) -> str | None:
+    """Why what is added is likely to be smaller than the sum; None where it is not."""
+    for name in ("x", "residual"):
+        value = found.value(name)
+        if value.number or value.operation in ("constant", "attribute"):
+            return f"`{found.operands[name]}`, which is added, is no activation"
+        called = found.attribute(value.called) if value.called else None
+        if isinstance(called, nn.Embedding):
+            return f"`{value.called}` may give rows that are added to every sequence alike"
+    return None

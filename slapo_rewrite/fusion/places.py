@@ -6,7 +6,7 @@ import ast
 import io
 import textwrap
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slapo_rewrite import errors
@@ -63,12 +63,11 @@ def place_edits(
                 Edit(*file.span(node), name, (writing.cause,), writing.why)
             ]
     gone = {s: writing for writing in writings for s in writing.replaced.removed}
-    before: Edit | None = None
+    ends: dict[int, Edit] = {}
     for statement in sorted(gone, key=lambda s: file.span(s)):
         writing = gone[statement]
-        edit = removed(file, statement, writing.cause, writing.why, writing.moved, before)
-        edits[statement] = [edit]
-        before = edit
+        edit = removed(file, statement, writing.cause, writing.why, writing.moved, ends)
+        edits[statement], ends[edit.end] = [edit], edit
     return edits
 
 
@@ -159,7 +158,7 @@ def removed(
     cause: Directive,
     why: str,
     moved: bool = False,
-    before: Edit | None = None,
+    ends: Mapping[int, Edit] | None = None,
 ) -> Edit:
     """A statement gone with its lines; the comments on them stay, unless they go with it.
 
@@ -171,7 +170,7 @@ def removed(
         cause: Who asks.
         why: What happens there.
         moved: Whether the comments go with it, those above it as well.
-        before: The edit that takes away the statement before it, if one does.
+        ends: The edits that take away statements before it, by their ends.
 
     Raises:
         Unsupported: It shares its line with another.
@@ -192,9 +191,8 @@ def removed(
     kept = "".join(f"{indent}{comment}\n" for comment in _comments(file.text[first:stop]))
     if moved:
         kept, first = "", _above(file.text, first)
-    joined = before is not None and before.end == first and not before.text
-    top = before.start if before is not None and joined else first
-    if not kept and _blank_after(file.text, stop) and _idle_after(file.text, top, stop):
+    above = kept or _text_above(file.text, first, ends or {})
+    if _blank_after(file.text, stop) and _idle_after(above, file.text[stop:]):
         stop = file.text.find("\n", stop + 1)
     return Edit(first, stop + 1, kept, (cause,), why)
 
@@ -206,16 +204,24 @@ def _above(text: str, first: int) -> int:
     return first
 
 
-def _idle_after(text: str, first: int, stop: int) -> bool:
-    """Whether a blank line after removed lines is none that one would write.
+def _text_above(text: str, first: int, ends: Mapping[int, Edit]) -> str:
+    """What stands above a line when the edits are made."""
+    while (edit := ends.get(first)) is not None:
+        if edit.text:
+            return edit.text
+        first = edit.start
+    return text[:first]
 
-    There is one above them, the body begins, or a comment stands above, which is then on what is
-    below.
+
+def _idle_after(above: str, below: str) -> bool:
+    """Whether a blank line between two texts is none that one would write.
+
+    There is one already, a body begins, or a comment ends the first, which is then on the second.
     """
-    above = text[:first].removesuffix("\n").rpartition("\n")[2].strip()
-    if above.startswith("#"):
-        return not text[stop:].lstrip().startswith("#")
-    return not above or above.endswith(":")
+    line = above.removesuffix("\n").rpartition("\n")[2].strip()
+    if line.startswith("#"):
+        return not below.lstrip().startswith("#")
+    return not line or line.endswith(":")
 
 
 def _blank_after(text: str, stop: int) -> bool:

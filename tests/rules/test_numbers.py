@@ -147,8 +147,13 @@ CASES = {
             fused(name, "s.apply_all()", "ckpt_ratio, sequence_parallel = 0.5, True"),
             1e-6,
         )
-        for name in ("llama", "gpt2")
+        for name in ("bert", "llama", "gpt2")
     },
+    "t5": Case(
+        "transformers.models.t5.modeling_t5",
+        fused("t5", "s.apply_all()", "ckpt_ratio = 0.5"),
+        1e-6,
+    ),
 }
 
 

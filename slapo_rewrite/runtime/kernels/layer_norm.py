@@ -422,3 +422,21 @@ def residual_layer_norm(
         )
     y, total = LayerNormFunction.apply(x, residual, input_bias, weight, bias, eps, p)
     return y, total
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    input_bias: Tensor | None = None,
+    p: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """The normalised rows of `residual_layer_norm`, where nothing else reads the sum."""
+    normed, _ = residual_layer_norm(
+        x, residual, weight, bias, eps, input_bias=input_bias, p=p, training=training
+    )
+    return normed

@@ -10,6 +10,7 @@ PUBLIC = {
     "residual_rms_norm": "rms_norm",
     "layer_norm": "layer_norm",
     "residual_layer_norm": "layer_norm",
+    "add_layer_norm": "layer_norm",
     "dropout_residual": "dropout_residual",
     "gated": "gated",
     "swiglu": "gated",

@@ -17,7 +17,7 @@ from slapo_rewrite.runtime.kernels.bias_gelu import bias_gelu
 from slapo_rewrite.runtime.kernels.cross_entropy import cross_entropy
 from slapo_rewrite.runtime.kernels.gated import geglu, swiglu
 from slapo_rewrite.runtime.kernels.launch import rows_of
-from slapo_rewrite.runtime.kernels.layer_norm import layer_norm, residual_layer_norm
+from slapo_rewrite.runtime.kernels.layer_norm import add_layer_norm, layer_norm, residual_layer_norm
 from slapo_rewrite.runtime.kernels.linear_cross_entropy import linear_cross_entropy
 from slapo_rewrite.runtime.kernels.rms_norm import residual_rms_norm, rms_norm
 from slapo_rewrite.runtime.kernels.rotary import rotary
@@ -91,6 +91,11 @@ def test_elementwise(dtype, tokens, width, way):
     total = F.dropout(x + weight, 0.5) + other
     assert torch.equal(ours[1], total)
     assert torch.equal(ours[0], F.layer_norm(total, (width,), weight, bias))
+    same(
+        add_layer_norm,
+        lambda x, r, w, b: F.layer_norm(x + r, (width,), w, b),
+        *(x, other, weight, bias),
+    )
 
 
 @few

@@ -1,0 +1,265 @@
+"""Dropout, a residual addition and the layer norm after it, in one kernel."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from slapo_rewrite.rules.fusions.residual_rms_norm import added, broadcast
+from torch import Tensor
+from torch.nn import functional as F
+
+from slapo_rewrite.fusion import Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.runtime.kernels.layer_norm import add_layer_norm, residual_layer_norm
+
+
+def dropped_and_kept(
+    x: Tensor,
+    residual: Tensor,
+    shape: Any,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    p: float,
+    training: bool,
+) -> tuple[Tensor, Tensor]:
+    total = F.dropout(x, p, training) + residual
+    normed = F.layer_norm(total, shape, weight, bias, eps)
+    return normed, total
+
+
+def kept(
+    x: Tensor, residual: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    normed = F.layer_norm(total, shape, weight, bias, eps)
+    return normed, total
+
+
+def dropped(
+    x: Tensor,
+    residual: Tensor,
+    shape: Any,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    p: float,
+    training: bool,
+) -> Tensor:
+    return F.layer_norm(F.dropout(x, p, training) + residual, shape, weight, bias, eps)
+
+
+def summed(
+    x: Tensor, residual: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
+    return F.layer_norm(x + residual, shape, weight, bias, eps)
+
+
+def dropped_and_kept_kernel(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    p: float,
+    training: bool,
+) -> tuple[Tensor, Tensor]:
+    return residual_layer_norm(x, residual, weight, bias, eps, p=p, training=training)
+
+
+def kept_kernel(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return residual_layer_norm(x, residual, weight, bias, eps)
+
+
+def dropped_kernel(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    p: float,
+    training: bool,
+) -> Tensor:
+    return add_layer_norm(x, residual, weight, bias, eps, p=p, training=training)
+
+
+def summed_kernel(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return add_layer_norm(x, residual, weight, bias, eps)
+
+
+POST = """\
+from torch import nn
+
+
+class Output(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        self.LayerNorm = nn.LayerNorm(width, eps=1e-12)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, hidden_states, input_tensor):
+        hidden_states = self.dense(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+        hidden_states = self.LayerNorm(hidden_states + input_tensor)
+        return hidden_states
+"""
+POST_SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Output(8)
+
+
+def inputs(model):
+    return {"hidden_states": torch.randn(2, 3, 8), "input_tensor": torch.randn(2, 3, 8)}
+
+
+def loss(outputs):
+    return outputs.pow(3).mean()
+
+
+def schedule(s):
+    s.apply("residual_layer_norm")
+"""
+PRE = """\
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = nn.Linear(width, width)
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = nn.Linear(width, width)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        x = x + self.mlp(self.ln_2(x))
+        return x
+"""
+PRE_SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Block(8)
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 3, 8)}
+
+
+def loss(outputs):
+    return outputs.pow(3).mean()
+
+
+def schedule(s):
+    s.apply("residual_layer_norm")
+"""
+
+
+class ResidualLayerNorm(Rule):
+    """Drop, add to the residual and normalise the sum in one kernel, forward and backward.
+
+    Before a norm that closes a block (BERT) nothing else reads the sum: `add_layer_norm`. Before
+    one that opens a block (GPT) the sum goes on as the residual: `residual_layer_norm`. The norm's
+    weight and bias are read where it was called.
+
+    Rewrite:
+        hidden_states = self.dropout(hidden_states)
+        hidden_states = self.LayerNorm(hidden_states + input_tensor)
+        -->
+        hidden_states = add_layer_norm(
+            hidden_states, input_tensor, self.LayerNorm.weight, self.LayerNorm.bias,
+            self.LayerNorm.eps, p=self.dropout.p, training=self.training
+        )
+
+        x = x + self.attn(self.ln_1(x))
+        x = x + self.mlp(self.ln_2(x))
+        -->
+        normed, x = residual_layer_norm(
+            self.attn(self.ln_1(x)), x, self.ln_2.weight, self.ln_2.bias, self.ln_2.eps
+        )
+        x = x + self.mlp(normed)
+
+    Shapes:
+        x and residual (..., D), weight and bias (D,) -> (..., D), or (..., D) and (..., D)
+
+    Numerics:
+        Reseeded: on a GPU dropout draws other numbers; without it, and on a CPU, the same formula.
+        The sum is rounded as before; statistics in float32.
+
+    State:
+        Unchanged: the norm stays where it is made.
+
+    Raises:
+        SR309 the norm does not follow the addition in one `forward`, or goes over several axes.
+
+    Source: Ba et al. 2016, arXiv:1607.06450; Shoeybi et al. 2019, arXiv:1909.08053.
+    """
+
+    name = "residual_layer_norm"
+    numerics = Numerics.RESEEDED
+    pays = "the sum is read once, and dropout keeps no mask"
+    rank = 40
+    alternatives = (
+        Alternative(dropped_and_kept, dropped_and_kept_kernel),
+        Alternative(kept, kept_kernel),
+        Alternative(dropped, dropped_kernel),
+        Alternative(summed, summed_kernel),
+    )
+    examples = (
+        Example(
+            POST,
+            POST_SCHEDULE,
+            """\
++from .kernels import add_layer_norm
+-        hidden_states = self.dropout(hidden_states)
+-        hidden_states = self.LayerNorm(hidden_states + input_tensor)
++        hidden_states = add_layer_norm(
++            hidden_states,
++            input_tensor,
++            self.LayerNorm.weight,
++            self.LayerNorm.bias,
++            self.LayerNorm.eps,
++            p=self.dropout.p,
++            training=self.training,
++        )
+""",
+        ),
+        Example(
+            PRE,
+            PRE_SCHEDULE,
+            """\
++from .kernels import residual_layer_norm
+-        x = x + self.attn(self.ln_1(x))
+-        x = x + self.mlp(self.ln_2(x))
++        normed, x = residual_layer_norm(
++            self.attn(self.ln_1(x)), x, self.ln_2.weight, self.ln_2.bias, self.ln_2.eps
++        )
++        x = x + self.mlp(normed)
+""",
+        ),
+    )
+    refusals = (
+        Refusal(POST.replace("+ input", "- input"), POST_SCHEDULE, "SR309"),
+        Refusal(POST.replace("LayerNorm(width", "LayerNorm((3, width)"), POST_SCHEDULE, "SR309"),
+        Refusal(
+            POST.replace("input_tensor)\n        r", "1.0)\n        r"), POST_SCHEDULE, "SR309"
+        ),
+        Refusal(PRE.replace("self.ln_2(x)", "self.ln_2(2 * x)"), PRE_SCHEDULE, "SR309"),
+    )
+
+    def refuses(self, found: Found) -> str | None:
+        """A norm over more than the last axis, or a sum of two that are not of one size."""
+        shape = found.live("shape")
+        if not (isinstance(shape, int) or (isinstance(shape, tuple) and len(shape) == 1)):
+            return "the norm is not known to go over the last axis alone"
+        return broadcast(found)
+
+    def operands(self, found: Found) -> Mapping[str, str]:
+        """Of two that are added as they are, the older one is the residual."""
+        return added(found)
