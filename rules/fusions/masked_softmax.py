@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from slapo_rewrite.rules.fusions.sdpa import MASKS, added
 from torch import Tensor
 from torch.nn import functional as F
 
 from slapo_rewrite.edit.expressions import parenthesised
 from slapo_rewrite.fusion import Alternative, Example, Found, Numerics, Refusal, Rule
-from slapo_rewrite.rules.fusions.sdpa import MASKS, added
 from slapo_rewrite.runtime.kernels.softmax import masked_softmax
 
 
