@@ -191,7 +191,7 @@ class ClassWriter:
             elif key[0] == "statistic" and isinstance(change, StatisticOfParts):
                 forward.statistic(key, change, why)
             elif key[0] == "gradient" and isinstance(change, ShareParameter):
-                forward.share_parameter(change.name, why)
+                forward.share_parameter(change, why)
         annotations.write(indices)
         for start, changes in by_site.items():
             made.change(self.lineages.sites[start], changes, causes[start], indices)

@@ -29,7 +29,6 @@ from slapo_rewrite.edit.definition import (
     ReadWhole,
     Recompute,
     RecomputePart,
-    ShareParameter,
     SplitParameter,
     StatisticOfParts,
     What,
@@ -39,7 +38,7 @@ from slapo_rewrite.edit.definition import (
     united,
 )
 from slapo_rewrite.edit.desks import Desk, Desks
-from slapo_rewrite.edit.lineages import Lineages
+from slapo_rewrite.edit.gradients import Gradients
 from slapo_rewrite.edit.parts import find_part
 from slapo_rewrite.edit.pretrained import MAPPED, ORIGINAL, converted_models, keep_checkpoints
 from slapo_rewrite.edit.reads import readings
@@ -52,7 +51,7 @@ from slapo_rewrite.edit.state import (
     Share,
     Sync,
 )
-from slapo_rewrite.edit.text import accessor, returns
+from slapo_rewrite.edit.text import returns
 from slapo_rewrite.model.follow import (
     ArgumentChange,
     Asked,
@@ -68,17 +67,12 @@ from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.layers import (
     MULTIPLIED,
     SHARES,
-    SUMMING,
     Layer,
     base_of,
     qualified,
     replicated,
-    summing_base,
 )
 from slapo_rewrite.model.tree import Node, Tree
-
-# Beginnings of the names of methods that read parameters and compute nothing with them.
-_NOT_COMPUTING = ("__init__", "_init", "_tie", "tie_", "get_", "set_", "reset_", "resize_")
 
 
 def collect(
@@ -398,8 +392,7 @@ class _Collection:
                 self._share_attribute(self.tree.nodes[path], share, followed)
         for change in followed.arguments:
             self._argument(change, owners)
-        for path, name in sorted(followed.shared):
-            self._share_parameter(path, name, followed.shared[path, name], owners)
+        Gradients(self.tree, self.states, self.desks, followed).share(owners, self._holders(owners))
 
     def _share_attribute(self, node: Node, share: Share, followed: Followed) -> None:
         """An attribute that the schedule itself splits."""
@@ -485,92 +478,6 @@ class _Collection:
             elif node.parent is not None and node.parent.path in found:
                 found[path] = found[node.parent.path]
         return found
-
-    def _share_parameter(
-        self,
-        path: str,
-        name: str,
-        source: str | None,
-        owners: Mapping[str, list[Directive]],
-    ) -> None:
-        """Adds up the gradients of a whole parameter that meets parts, wherever its like does."""
-        holder = self._holders(owners).get(path)
-        causes = self._causes_of(source) or united(*owners.values())
-        alike = {path: self.tree.nodes[path]}
-        for owner in owners if holder else ():
-            node = self.tree.nodes.get(owner + path[len(holder.path) :]) if holder else None
-            if node is not None and holder and self.tree.nodes[owner].cls is holder.cls:
-                alike[node.path] = node
-        for node in alike.values():
-            self._share(node, name, causes)
-
-    def _causes_of(self, path: str | None) -> tuple[Directive, ...]:
-        state = self.states.get(path) if path is not None else None
-        return united(state.causes()) if state else ()
-
-    def _computes_as(self, cls: type, lineages: Lineages) -> bool:
-        """Whether a class leaves the work to what it is derived from in another file."""
-        return all(map(lineages.extends_forward, lineages.lineage(cls.__name__)))
-
-    def _share(self, node: Node, name: str, causes: tuple[Directive, ...]) -> None:
-        """Adds up the gradients of a parameter: its class does, or a layer of ours."""
-        if self._share_from_outside(node, name, causes):
-            return
-        base = summing_base(node.cls)
-        home = self.desks.of(node.cls)
-        if base is node.cls:
-            if node.path in self.states and self.states[node.path].replacement:
-                raise errors.Unsupported(
-                    f"`{node.path}` runs on a part, and is replaced: its gradients cannot be "
-                    "added up",
-                    at=causes[0].at if causes else None,
-                    hint="sum them in the new class, or gather what goes into it",
-                )
-            self.desks.making(node).places.at_site(node, MakeLayer(SUMMING[base]), causes)
-        elif base and home and self._computes_as(node.cls, home.lineages):
-            what = DeriveFrom(SUMMING[base], base.__name__)
-            home.places.add(node.path, ("base",), what, causes)
-        elif home and (state := self.states.get(node.path)) and state.inlined:
-            raise errors.Unsupported(
-                f"`{node.path}.{name}` is used on parts, and `{node.path}` is inlined: its "
-                "gradients cannot be added up",
-                at=state.inlined.cause.at,
-            )
-        elif home:
-            home.places.add(node.path, ("gradient", name), ShareParameter(name), causes)
-        else:
-            raise errors.Unsupported(
-                f"`{node.path}.{name}` is whole on every rank, but is used on parts: its "
-                f"gradients have to be added up, and `{node.cls.__qualname__}` is not a class "
-                "of this file that could be changed for that",
-                at=causes[0].at if causes else None,
-                hint=f"copy class `{node.cls.__name__}` into {self.file.path.name}",
-            )
-
-    def _share_from_outside(self, node: Node, name: str, causes: tuple[Directive, ...]) -> bool:
-        """Adds up the gradients of a parameter where a module above reads it; whether one does."""
-        above = node.parent
-        while above is not None:
-            path = node.path[len(above.path) + 1 if above.path else 0 :]
-            read, called = accessor(f"{path}.{name}"), accessor(path)
-            home = self.desks.of(above.cls)
-            methods = home.lineages.methods(above.cls.__name__) if home else ()
-            methods = (m for m in methods if not m.name.startswith(_NOT_COMPUTING))
-            nodes = [n for m in methods for n in ast.walk(m)]
-            reads = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr == name]
-            if home and any(ast.unparse(n) == read for n in reads):
-                if any(isinstance(n, ast.Call) and ast.unparse(n.func) == called for n in nodes):
-                    raise errors.Unsupported(
-                        f"`{node.path}.{name}` is used on parts, and `{above.cls.__name__}` reads "
-                        "it beside calling the module: where its gradients are to be added up is "
-                        "not known",
-                        at=causes[0].at if causes else None,
-                    )
-                what = ShareParameter(f"{path}.{name}")
-                home.places.add(above.path, ("gradient", what.name), what, causes)
-                return True
-            above = above.parent
-        return False
 
 
 def _sharing(cls: type, followed: Followed) -> str | None:

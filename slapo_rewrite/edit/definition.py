@@ -227,9 +227,16 @@ class StatisticOfParts:
 
 @dataclass(frozen=True)
 class ShareParameter:
-    """Where `forward` reads a parameter that every rank has whole: its gradients are added up."""
+    """Where methods read a parameter that every rank has whole: its gradients are added up.
+
+    Attributes:
+        name: The parameter's.
+        end: Where the one place ends that reads it of another module, by line and column; None for
+            every place that reads it of the module itself.
+    """
 
     name: str
+    end: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

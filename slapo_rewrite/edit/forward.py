@@ -11,6 +11,7 @@ from slapo_rewrite.edit.definition import (
     ChangeArgument,
     Collective,
     Key,
+    ShareParameter,
     StatisticOfParts,
     What,
     WrapCall,
@@ -20,6 +21,7 @@ from slapo_rewrite.edit.definition import (
 from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.lines import At, Lines
+from slapo_rewrite.edit.reads import values_read
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.edit.text import accessor, returns, simple_statements
@@ -386,32 +388,26 @@ class ForwardWriter:
             return call.args[0] if call.args else None
         return call.func.value if isinstance(call.func, ast.Attribute) else None
 
-    def share_parameter(self, name: str, causes: tuple[Directive, ...]) -> None:
-        """Adds up a parameter's gradients where `forward` reads it."""
-        found = False
+    def share_parameter(self, change: ShareParameter, causes: tuple[Directive, ...]) -> None:
+        """Adds up a parameter's gradients where methods read it."""
+        name, found = change.name, False
         for method in self.lineages.methods(self.class_name):
             if method.name.startswith("_init") or method.name == "__init__":
                 continue
-            for statement in simple_statements(method):
-                of_attributes = {
-                    id(n.value)
-                    for n in ast.walk(statement)
-                    if isinstance(n, ast.Attribute) and n.attr in ("dtype", "device", "shape")
-                }
-                for node in ast.walk(statement):
-                    if (
-                        isinstance(node, ast.Attribute)
-                        and isinstance(node.ctx, ast.Load)
-                        and id(node) not in of_attributes
-                        and ast.unparse(node) == accessor(name)
-                    ):
-                        start, end = self.file.span(node)
-                        text = self.applied(
-                            Collective("all_reduce_gradient"), self.file.segment(node), causes
-                        )
-                        why = f"`{name}` is used on this rank's part: its gradients are added up"
-                        self.at(statement).inside.append(Edit(start, end, text, causes, why))
-                        found = True
+            for statement, node in values_read(method, name):
+                if not (
+                    ast.unparse(node) == f"self.{name}"
+                    if change.end is None
+                    else change.end == (node.end_lineno, node.end_col_offset)
+                ):
+                    continue
+                start, end = self.file.span(node)
+                text = self.applied(
+                    Collective("all_reduce_gradient"), self.file.segment(node), causes
+                )
+                why = f"`{name}` is used on this rank's part: its gradients are added up"
+                self.at(statement).inside.append(Edit(start, end, text, causes, why))
+                found = True
         if not found:
             raise errors.Unsupported(
                 f"no method of `{self.class_name}` reads `self.{name}`: there is no place to "

@@ -1,4 +1,4 @@
-"""Where a class reads the size of a layer that is split, it means the whole layer's."""
+"""Where methods read what belongs to other modules: sizes of split layers, and parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from slapo_rewrite.edit.definition import Definition, ReadWhole
 from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.splice import Edit, apply_edits, moved
 from slapo_rewrite.edit.text import accessor, simple_statements
+
+# What is read of a parameter, and what is asked about it, without its numbers.
+_FACTS = {"dtype", "device", "shape", "ndim", "is_meta", "requires_grad"}
+_QUESTIONS = {"hasattr", "isinstance", "type", "id"}
 
 
 def readings(
@@ -25,6 +29,40 @@ def readings(
                 and ast.unparse(node) == wanted
             ):
                 yield node
+
+
+def values_read(method: ast.FunctionDef, name: str) -> Iterator[tuple[ast.stmt, ast.Attribute]]:
+    """The places where a method reads the numbers of an attribute of that name."""
+    for statement in simple_statements(method):
+        asked = set(map(id, _asked_about(statement)))
+        for node in ast.walk(statement):
+            if (
+                isinstance(node, ast.Attribute)
+                and _is_attribute(node)
+                and node.attr == name
+                and id(node) not in asked
+            ):
+                yield statement, node
+
+
+def is_question(method: ast.FunctionDef, end: tuple[int, int]) -> bool:
+    """Whether what a method reads at a place, by its end, is asked about without its numbers."""
+    found = (*_asked_about(method), *(n for n in ast.walk(method) if _is_call_of(n, {"hasattr"})))
+    return any((n.end_lineno, n.end_col_offset) == end for n in found if isinstance(n, ast.expr))
+
+
+def _asked_about(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in _FACTS:
+            yield node.value
+        elif isinstance(node, ast.Call) and _is_call_of(node, _QUESTIONS):
+            yield from node.args
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+            yield from (node.left, *node.comparators)
+
+
+def _is_call_of(node: ast.AST, names: set[str]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
 
 
 class WholeSizes:

@@ -311,6 +311,13 @@ class Flow:
         if state.parameters or (state.gathers and state.gathers <= self._undecided):
             self._sum_gradient(tensor, state, f"`{name}`", cover)
             return
+        if any(isinstance(t, torch.nn.Parameter) for t, s in trained if s.covered):
+            raise Misuse(
+                f"a parameter of `{cover}` is used on a whole value here and on parts elsewhere: "
+                "its gradient would be summed over the ranks for both",
+                "use it on parts here as well, or gather them where it is used on them",
+                cover,
+            )
         gather = min((g for _, s in trained if s.covered for g in s.gathers), default=None)
         raise Misuse(
             f"this joins a value {'gathered by' if gather else 'inside'} `{cover}`, whose gradient "

@@ -141,21 +141,22 @@ def _install_borders(
 
 def _know_parameters(run: Run) -> None:
     split = {(p, s.name) for p, shards in run.asked.parameters.items() for s in shards}
+    named: dict[int, list[tuple[str, str]]] = {}  # by tensor: tied parameters have several names
     for path, node in run.tree.nodes.items():
         if path in run.asked.layers:
             continue
         for name, parameter in node.live._parameters.items():
-            key = (path, name)
             if parameter is None:
                 continue
-            if key in split:
+            if (path, name) in split:
                 run.flow.set(parameter, State(PART, path))
-            else:
-                covered = path if key in run.wanted.shared else None
-                run.flow.set(
-                    parameter,
-                    State(covered=covered, parameters=None if covered else frozenset({key})),
-                )
+                continue
+            keys = named.setdefault(id(parameter), [])
+            keys.append((path, name))
+            covered = path if any(key in run.wanted.shared for key in keys) else None
+            run.flow.set(
+                parameter, State(covered=covered, parameters=None if covered else frozenset(keys))
+            )
 
 
 def _holders(run: Run) -> dict[str, Node]:

@@ -22,6 +22,7 @@ from slapo_rewrite.model.follow.flow import PART, PARTIAL, Misuse, gather_line
 from slapo_rewrite.model.follow.install import installed
 from slapo_rewrite.model.follow.places import place_in_traceback
 from slapo_rewrite.model.follow.rank import Rank
+from slapo_rewrite.model.follow.readings import noted_readings
 from slapo_rewrite.model.follow.record import Whole, device_of
 from slapo_rewrite.model.follow.replicas import fewer_heads
 from slapo_rewrite.model.follow.run import Guess, Run
@@ -79,11 +80,12 @@ class _Incomplete(Exception):
 
     Attributes:
         guess: All of it.
+        position: How far it came.
     """
 
-    def __init__(self, guess: Guess) -> None:
+    def __init__(self, guess: Guess, position: int) -> None:
         super().__init__()
-        self.guess = guess
+        self.guess, self.position = guess, position
 
 
 class _Following:
@@ -177,7 +179,11 @@ class _Following:
         try:
             return self._attempt(wanted)
         except _Incomplete as found:
-            return self._search(found.guess)
+            try:
+                return self._search(found.guess)
+            except CannotFollow as error:
+                error.position = max(error.position, found.position)
+                raise
         except CannotFollow as error:
             if error.repeats - wanted.repeats:
                 return self._search(replace(wanted, repeats=wanted.repeats | error.repeats))
@@ -220,11 +226,19 @@ class _Following:
         summed = wanted.summed | run.flow.summed
         if (shared, summed) != (wanted.shared, wanted.summed):
             self.sources.update(run.flow.shared)
-            raise _Incomplete(replace(wanted, shared=shared, summed=summed)) from None
+            guess = replace(wanted, shared=shared, summed=summed)
+            raise _Incomplete(guess, run.position) from None
 
     def _run_as_rank(self, run: Run) -> None:
+        noting_reads = noted_readings(run) if run.wanted.shared else contextlib.nullcontext()
         try:
-            with installed(run, self.device), torch.enable_grad(), self.device, Rank(run):
+            with (
+                installed(run, self.device),
+                torch.enable_grad(),
+                self.device,
+                noting_reads,
+                Rank(run),
+            ):
                 got = self.model(**self.inputs)
         except CannotFollow as error:
             error.position, error.repeats = run.position, frozenset(run.repeats)

@@ -154,6 +154,9 @@ class StandIn:
             replicated={keys[key]: name for key, name in found.replicated.items()},
             arguments={replace(a, source=self._path(a.source)) for a in found.arguments},
             shared={(paths[p], n): self._path(source) for (p, n), source in found.shared.items()},
+            readings={
+                replace(r, path=paths[r.path], reader=self._path(r.reader)) for r in found.readings
+            },
             summed=frozenset((paths[path], number) for path, number in found.summed),
             nested={paths[path] for path in found.nested},
             losses={

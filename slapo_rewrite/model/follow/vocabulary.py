@@ -203,6 +203,25 @@ class Draw:
     blocks: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Where a parameter is read.
+
+    Attributes:
+        path: The module that it belongs to.
+        name: Its name there.
+        reader: The module whose method reads it; None where no module's does.
+        place: Where, if not inside.
+        inside: Whether it is a method of the module that the parameter belongs to.
+    """
+
+    path: str
+    name: str
+    reader: str | None
+    place: Place | None = None
+    inside: bool = True
+
+
 @dataclass
 class Followed:
     """What follows from the sharded sizes.
@@ -218,6 +237,7 @@ class Followed:
         arguments: Arguments of calls in `forward` that have to change.
         shared: Whole parameters that meet parts, by module path and name: their gradients have to
             be added up. With the module that makes what they meet, where known.
+        readings: Where parameters are read, if there are any among `shared`.
         summed: The all-gathers whose gradient has to be summed over the ranks, by module path and
             number.
         nested: Modules whose output has its first tensor inside of something else.
@@ -236,6 +256,7 @@ class Followed:
     few: set[Attribute] = field(default_factory=set)
     arguments: set[ArgumentChange] = field(default_factory=set)
     shared: dict[tuple[str, str], str | None] = field(default_factory=dict)
+    readings: set[Reading] = field(default_factory=set)
     summed: frozenset[tuple[str, int]] = frozenset()
     nested: set[str] = field(default_factory=set)
     losses: dict[Place, ParallelLoss] = field(default_factory=dict)

@@ -1,0 +1,169 @@
+"""Where the gradients of whole parameters are added up that meet a rank's parts.
+
+A module's own class does it where its methods read the parameter, or a layer of ours takes the
+class's place. What another module reads (`self.norm.weight`) is added up there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.definition import DeriveFrom, MakeLayer, ShareParameter, united
+from slapo_rewrite.edit.desks import Desk, Desks
+from slapo_rewrite.edit.reads import is_question, values_read
+from slapo_rewrite.edit.state import Directive, ModuleState
+from slapo_rewrite.model.follow import Followed, Reading
+from slapo_rewrite.model.layers import SUMMING, summing_base
+from slapo_rewrite.model.tree import Node, Tree
+
+Causes = tuple[Directive, ...]
+
+
+class Gradients:
+    """Adds to the desks where gradients are added up.
+
+    Args:
+        tree: The module tree.
+        states: What was asked of each module path.
+        desks: Take the changes.
+        followed: Says which parameters meet parts, and where they are read.
+    """
+
+    def __init__(
+        self, tree: Tree, states: Mapping[str, ModuleState], desks: Desks, followed: Followed
+    ) -> None:
+        self.tree, self.states, self.desks, self.followed = tree, states, desks, followed
+        self.readings: dict[tuple[str, str], list[Reading]] = {}
+        for reading in sorted(followed.readings, key=str):
+            self.readings.setdefault((reading.path, reading.name), []).append(reading)
+
+    def share(self, owners: Mapping[str, list[Directive]], holders: Mapping[str, Node]) -> None:
+        """Adds up the gradients of every parameter that meets parts, wherever its like does.
+
+        Args:
+            owners: The directives behind what is sharded, by the module that has it.
+            holders: The nearest of them, by module path.
+
+        Raises:
+            RewriteError: There is no place for it.
+        """
+        for (path, name), source in sorted(self.followed.shared.items()):
+            causes = self._causes_of(source) or united(*owners.values())
+            for reading in self.readings.get((path, name), ()):
+                if not reading.inside:
+                    self._where_read(reading, causes)
+            if not self._belongs_to_class(path, name):
+                continue
+            alike, holder = {path: self.tree.nodes[path]}, holders.get(path)
+            for owner in owners if holder else ():
+                node = self.tree.nodes.get(owner + path[len(holder.path) :]) if holder else None
+                if node is not None and holder and self.tree.nodes[owner].cls is holder.cls:
+                    alike[node.path] = node
+            for node in alike.values():
+                self._in_class(node, name, causes)
+
+    def _causes_of(self, path: str | None) -> Causes:
+        state = self.states.get(path) if path is not None else None
+        return united(state.causes()) if state else ()
+
+    def _belongs_to_class(self, path: str, name: str) -> bool:
+        """Whether a module's own class adds up: it reads the parameter, or is alone to do so.
+
+        Where it does not, it may all the same if that saves telling it from others of its class.
+        """
+        found = self.readings.get((path, name), [])
+        if any(reading.inside for reading in found):
+            return True
+        node = self.tree.nodes[path]
+        if not found:
+            live = node.live._parameters[name]
+            return not any(self.tree.nodes[p].live._parameters[n] is live for p, n in self.readings)
+        return node.cls not in SUMMING and any(
+            reading.inside and self.tree.nodes[reading.path].cls is node.cls
+            for key in self.followed.shared
+            for reading in self.readings.get(key, ())
+        )
+
+    def _where_read(self, reading: Reading, causes: Causes) -> None:
+        """Adds up the gradients of a parameter where a method of another module reads it."""
+        what, place = f"`{reading.path}.{reading.name}`", reading.place
+        also = [c.at for c in causes[:1] if c.at]
+        if place is None or not self.desks.holds(place.filename):
+            raise errors.Unsupported(
+                f"{what} is used on parts, so its gradients have to be added up, and is read in a "
+                "file that is not rewritten",
+                at=also[0] if also else None,
+                hint="call the module that it belongs to, or gather what it is used on",
+            )
+        home, end = self.desks.at(place), (place.end_line, place.end_column)
+        width = place.end_column - place.column if place.end_line == place.line else 1
+        text = home.file.line(place.line)
+        at = errors.Span(home.file.display, place.line, place.column + 1, width, text)
+        reader = self.tree.nodes.get(reading.reader) if reading.reader is not None else None
+        names = self.desks.lineage(reader.cls, home) if reader else ()
+        methods = [m for cls in names[:1] for m in home.lineages.methods(cls)]
+        if any(is_question(method, end) for method in methods):
+            return
+        values = (node for m in methods for _, node in values_read(m, reading.name))
+        if reader is None or all((n.end_lineno, n.end_col_offset) != end for n in values):
+            raise errors.Unsupported(
+                f"{what} is used on parts, so its gradients have to be added up where it is read, "
+                "and this is no statement of a module's method that could be changed",
+                at=at,
+                also=also,
+                hint=f"read `.{reading.name}` in a plain statement of a method, by this name",
+            )
+        here = {
+            key
+            for key, known in self.readings.items()
+            if any((r.reader, r.place) == (reading.reader, place) for r in known)
+        }
+        if others := sorted(here - self.followed.shared.keys()):
+            raise errors.Unsupported(
+                f"{what} is used on parts, so its gradients have to be added up, and those of "
+                f"`{'.'.join(others[0])}`, which is read here too, must not be",
+                at=at,
+                also=also,
+                hint="read them in two places, or use both on parts",
+            )
+        change = ShareParameter(reading.name, end)
+        home.places.add(reader.path, ("gradient", reading.name, *end), change, causes)
+
+    def _in_class(self, node: Node, name: str, causes: Causes) -> None:
+        """Adds up the gradients of a parameter: its class does, or a layer of ours."""
+        base = summing_base(node.cls)
+        home = self.desks.of(node.cls)
+        if base is node.cls:
+            if node.path in self.states and self.states[node.path].replacement:
+                raise errors.Unsupported(
+                    f"`{node.path}` runs on a part, and is replaced: its gradients cannot be "
+                    "added up",
+                    at=causes[0].at if causes else None,
+                    hint="sum them in the new class, or gather what goes into it",
+                )
+            self.desks.making(node).places.at_site(node, MakeLayer(SUMMING[base]), causes)
+        elif base and home and _leaves_the_work(node.cls, home):
+            what = DeriveFrom(SUMMING[base], base.__name__)
+            home.places.add(node.path, ("base",), what, causes)
+        elif home and (state := self.states.get(node.path)) and state.inlined:
+            raise errors.Unsupported(
+                f"`{node.path}.{name}` is used on parts, and `{node.path}` is inlined: its "
+                "gradients cannot be added up",
+                at=state.inlined.cause.at,
+            )
+        elif home:
+            home.places.add(node.path, ("gradient", name), ShareParameter(name), causes)
+        else:
+            raise errors.Unsupported(
+                f"`{node.path}.{name}` is whole on every rank, but is used on parts: its "
+                f"gradients have to be added up, and `{node.cls.__qualname__}` is not a class "
+                "of this file that could be changed for that",
+                at=causes[0].at if causes else None,
+                hint=f"copy class `{node.cls.__name__}` into {self.desks.main.file.path.name}",
+            )
+
+
+def _leaves_the_work(cls: type, home: Desk) -> bool:
+    """Whether a class leaves the work to what it is derived from in another file."""
+    return all(map(home.lineages.extends_forward, home.lineages.lineage(cls.__name__)))

@@ -1,0 +1,61 @@
+"""Where parameters are read: in a method of the module that they belong to, or anywhere else.
+
+Where gradients have to be added up, that is done where the parameter is read. A module's own class
+does it for all of its methods; `self.norm.weight`, read by another module, does it in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+
+from torch import nn
+
+from slapo_rewrite.model.follow.places import place_of
+from slapo_rewrite.model.follow.run import Run
+from slapo_rewrite.model.follow.vocabulary import Reading
+
+
+@contextlib.contextmanager
+def noted_readings(run: Run) -> Iterator[None]:
+    """Notes every reading of a parameter, for as long as it lasts."""
+    paths = {id(node.live): path for path, node in run.tree.nodes.items()}
+    plain = nn.Module.__getattr__
+
+    def read(module: nn.Module, name: str) -> object:
+        value = plain(module, name)
+        if isinstance(value, nn.Parameter) and id(module) in paths:
+            path = paths[id(module)]
+            run.followed.readings.add(_reading(run, module, path, name, sys._getframe(1)))
+        return value
+
+    nn.Module.__getattr__ = read  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__getattr__ = plain  # type: ignore[method-assign]
+
+
+def _reading(
+    run: Run, module: nn.Module, path: str, name: str, frame: types.FrameType | None
+) -> Reading:
+    while frame is not None and frame.f_code.co_name == "__getattr__":
+        frame = frame.f_back
+    assert frame is not None
+    place = place_of(frame)
+    # A comprehension has a frame of its own.
+    while frame.f_back is not None and frame.f_code.co_name.startswith("<"):
+        frame = frame.f_back
+    reader = run.method_owner(frame)
+    if reader == path and _is_method(type(module), frame.f_code):
+        return Reading(path, name, path)
+    return Reading(path, name, reader, place, inside=False)
+
+
+def _is_method(cls: type, code: types.CodeType) -> bool:
+    """Whether a code is that of a method of a class."""
+    found = (vars(base).get(code.co_name) for base in cls.__mro__)
+    return any(code is inspect.unwrap(f).__code__ for f in found if inspect.isfunction(f))
