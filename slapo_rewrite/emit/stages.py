@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slapo_rewrite.emit.rewrite import Project
 
 # What every pipeline uses of the runtime module.
-USED = {"gathered", "has_place", "keep", "stage_of"}
+USED = {"check_ties", "gathered", "has_place", "keep", "stage_of"}
 
 
 def stage_files(

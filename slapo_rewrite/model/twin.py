@@ -146,14 +146,19 @@ def _module(built: Any, by: str) -> nn.Module:
     return built
 
 
-def small_config(config: Any) -> Any:
-    """A copy of a Hugging Face config, small but consistent, without dropout."""
+def small_config(config: Any, *, keep_depth: bool = False) -> Any:
+    """A copy of a Hugging Face config, small but consistent, without dropout.
+
+    Args:
+        config: The config.
+        keep_depth: Leave it as many layers as it has.
+    """
     small = copy.deepcopy(config)
-    _shrink(small)
+    _shrink(small, keep_depth)
     return small
 
 
-def _shrink(config: Any) -> None:
+def _shrink(config: Any, keep_depth: bool) -> None:
     # By the standard names; GPT-2's `n_embd` is known as `hidden_size`.
     standard = {own: name for name, own in getattr(config, "attribute_map", {}).items()}
     numbers = {
@@ -165,7 +170,7 @@ def _shrink(config: Any) -> None:
     for own, value in list(vars(config).items()):
         name = standard.get(own, own)
         if hasattr(value, "to_dict") and hasattr(value, "attribute_map"):
-            _shrink(value)
+            _shrink(value, keep_depth)
         elif name in sizes:
             setattr(config, own, sizes[name])
         elif name in _POSITIONS and name in numbers:
@@ -174,7 +179,8 @@ def _shrink(config: Any) -> None:
             setattr(config, own, min(value, _AT_MOST[name]))
         elif "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool):
             setattr(config, own, type(value)(0))
-    _shrink_layers(config)
+    if not keep_depth:
+        _shrink_layers(config)
     _shrink_rotary(config)
     _shrink_vocabulary(config)
 

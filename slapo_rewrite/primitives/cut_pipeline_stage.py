@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from typing import ClassVar
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.state import ModuleState
@@ -88,7 +89,7 @@ class CutPipelineStage(Primitive):
     """
 
     name = "cut_pipeline_stage"
-    examples = (
+    examples: ClassVar[tuple[Example, ...]] = (
         Example(STACK, MODEL + 'def schedule(s):\n    s["layers"][1].cut_pipeline_stage()\n'),
         Example(
             STACK,
@@ -96,7 +97,7 @@ class CutPipelineStage(Primitive):
             '    s["layers"][2].cut_pipeline_stage()\n',
         ),
     )
-    refusals = (
+    refusals: ClassVar[tuple[Refusal, ...]] = (
         Refusal(STACK, MODEL + 'def schedule(s):\n    s["last"].cut_pipeline_stage()\n', "SR310"),
         Refusal(STACK, MODEL + 'def schedule(s):\n    s["layers"].cut_pipeline_stage()\n', "SR305"),
         Refusal(

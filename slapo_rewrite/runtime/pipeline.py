@@ -1,6 +1,7 @@
 """Stages of a model: what each of them holds, and their weights under the original names."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +26,27 @@ def check_settings(model: nn.Module, settings: Mapping[str, Any]) -> None:
                 f"`{path}` is {shown}, and the stages were written for {expected}: "
                 "let slapo-rewrite write them again for this model"
             )
+
+
+def check_ties(model: nn.Module, ties: Iterable[tuple[str, ...]]) -> None:
+    """Refuses a model that shares other parameters than the stages were written for.
+
+    Args:
+        model: The whole model.
+        ties: The names that each shared parameter had then, numbers written as `*`.
+
+    Raises:
+        ValueError: A parameter is shared that was not, or the other way round.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(re.sub(r"\d+", "*", name))
+    found = {tuple(sorted(set(group))) for group in names.values() if len(group) > 1}
+    if other := found ^ set(ties):
+        raise ValueError(
+            f"parameters are shared otherwise than in the stages: {sorted(other)}; "
+            "let slapo-rewrite write them again for this model"
+        )
 
 
 def keep(model: nn.Module, recording: Recording, *held: nn.Module | Tensor) -> None:

@@ -13,7 +13,7 @@ from slapo_rewrite.stages.flatten import Flattening
 from slapo_rewrite.stages.plan import Planner, trains
 from slapo_rewrite.stages.program import Cut, divided, with_calls_apart
 from slapo_rewrite.stages.trial import Trial, imported
-from slapo_rewrite.stages.write import Text, forward_text, held_by, loss_text, ties_of
+from slapo_rewrite.stages.write import Text, forward_text, held_by, loss_text, shared_names, ties_of
 
 
 def pipeline(
@@ -64,6 +64,7 @@ def _pipeline(
         )
     texts = [forward_text(stages, stage, trial.depth) for stage in stages.stages]
     texts.append(loss_text(stages, trial.depth))
+    trial.check_stand_ins(stages)
     trial.check([run(text, world) for text in texts], stages)
     held = held_by(stages, model)
     return Text(
@@ -73,6 +74,7 @@ def _pipeline(
         type(model),
         file,
         flat.settings,
+        shared_names(model),
         "tensor_parallel.py" in files,
         "loading.py" in files,
     )

@@ -38,6 +38,7 @@ _Function = ast.FunctionDef
 FOR_DECORATORS = {"return_dict"}
 # Stands for an expression whose names mean something else by now.
 OUTDATED = ""
+_CLOSED = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _COMPOUND = (ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef)
 
 
@@ -289,7 +290,7 @@ class Flattening:
         made = self.made(node, scope, out)
         if made is not None:
             return Result(written_out(made), made)
-        value = scope.names.value(node)
+        value = scope.names.settled(node)
         return Result(bare(self.text(node, scope, out)), value)
 
     def made(self, node: ast.expr, scope: Scope, out: list[Line]) -> Fields | None:
@@ -300,7 +301,7 @@ class Flattening:
         if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             return None
         texts = {str(k.arg): self.text(k.value, scope, out) for k in node.keywords}
-        values = {str(k.arg): scope.names.value(k.value) for k in node.keywords}
+        values = {str(k.arg): scope.names.settled(k.value) for k in node.keywords}
         return Fields(cls, texts, values)
 
     def branch(self, node: ast.If, scope: Scope, out: list[Line]) -> Result | None:
@@ -363,6 +364,8 @@ class Flattening:
             texts.append("\n".join(line.text for line in lines))
         self.depth -= 1
         self.comments = comments
+        for name in bound_in([node]):  # what is known of it inside holds for one way only
+            scope.names.values[name] = Something()
         if not texts[0] and not texts[1]:
             self.comments.clear()
             return
@@ -408,15 +411,6 @@ class Flattening:
         """Gives a name its value; writes that down where it is not known beforehand."""
         name, value = target.id, result.value
         written = scope.spelled(name)
-        if (
-            isinstance(value, Constant)
-            and value.is_setting
-            and not (value.value is None or isinstance(value.value, bool))
-        ):
-            value = Something(True)
-        if isinstance(value, Constant) and value.is_setting:
-            scope.names.decided(getattr(node, "value", target))  # rests on it from here on
-            value = Constant(value.value)
         inside_compound = self.depth > 0
         if isinstance(value, Constant) and not inside_compound:
             scope.names.values[name] = value
@@ -438,7 +432,7 @@ class Flattening:
         """From here on these names may stand for something else; writes down what they were."""
         for name in bound:
             value = scope.names.values.get(name)
-            if isinstance(value, Constant) and reads_in(node, name):
+            if isinstance(value, Constant) and (hasattr(node, "body") or reads_in(node, name)):
                 text = f"{scope.spelled(name)} = {value.value!r}"
                 out.append(Line(text, scope.file.at(node)))
             scope.names.values[name] = Something()
@@ -479,6 +473,13 @@ class Flattening:
         """What reads differently in the result."""
         names = scope.names
         new: str | None = None
+        if isinstance(node, _CLOSED):
+            own = {n: names.values[n] for n in bound_in([node]) if n in names.values}
+            names.values.update(dict.fromkeys(own, Something()))
+            for child in ast.iter_child_nodes(node):
+                yield from list(self.edits(child, scope, out))
+            names.values.update(own)
+            return
         match node:
             case ast.Name():
                 new = self.name(node, scope)
@@ -488,7 +489,7 @@ class Flattening:
                 new = value
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 one, other = names.value(body), names.value(orelse)
-                if one == other and isinstance(one, Constant):
+                if one == other and isinstance(one, Constant) and not one.is_setting:
                     new = repr(one.value)
                 elif (known := names.decided(test)) is not None:
                     chosen = body if known else orelse
@@ -496,9 +497,8 @@ class Flattening:
             case ast.BoolOp():
                 new = self.shortened(node, scope, out)
             case ast.Compare() | ast.UnaryOp(op=ast.Not()):
-                known_value = names.value(node)
-                if isinstance(known_value, Constant):
-                    new = repr(known_value.value)
+                if (truth := names.decided(node)) is not None:
+                    new = repr(truth)
             case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
                 added = names.value(right)
                 if isinstance(right, ast.Name) and added == Constant(0):
@@ -843,7 +843,7 @@ def body_of(function: _Function) -> list[ast.stmt]:
     return function.body[1:] if ast.get_docstring(function) is not None else function.body
 
 
-def bound_in(body: Iterable[ast.stmt]) -> list[str]:
+def bound_in(body: Iterable[ast.AST]) -> list[str]:
     """The names that statements bind."""
     found = {
         n.id: None
@@ -856,6 +856,8 @@ def bound_in(body: Iterable[ast.stmt]) -> list[str]:
 
 def reads_in(node: ast.AST, name: str) -> bool:
     """Whether a name is read in a statement."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        return node.target.id == name or reads_in(node.value, name)
     return any(
         isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)
         for n in ast.walk(node)
@@ -876,7 +878,7 @@ def signature_of(called: Any) -> inspect.Signature | None:
 
 def is_default(name: str, value: Value, taken: inspect.Signature | None) -> bool:
     """Whether a keyword argument is what the callee assumes without it."""
-    if taken is None or not isinstance(value, Constant):
+    if taken is None or not isinstance(value, Constant) or value.is_setting:
         return False
     if name in taken.parameters:
         default = taken.parameters[name].default

@@ -47,6 +47,7 @@ class Stage:
         given: What it takes from the stage before.
         hands_on: What it gives to the next one.
         standing_in: For a statement and a name in it, the name that is read in its place.
+        borrowed: The statements and names for which another value stands in, of the same name too.
         anew: What its layers make themselves: the value that the loop began with, by the one that
             earlier layers left.
     """
@@ -56,6 +57,7 @@ class Stage:
     anew: dict[Version, Version] = field(default_factory=dict)
     hands_on: list[Version] = field(default_factory=list)
     standing_in: dict[tuple[int, str], str] = field(default_factory=dict)
+    borrowed: set[tuple[int, str]] = field(default_factory=set)
 
 
 @dataclass
@@ -179,7 +181,9 @@ class Planner:
         for piece in sorted(again):
             for version in pieces[piece].reads:
                 if self.seen[version].kind == "grad" and version not in given:
-                    stage.standing_in[piece, version[0]] = self.substitute(version, given, number)
+                    stand_in = self.substitute(piece, version, given, number)
+                    stage.standing_in[piece, version[0]] = stand_in
+        stage.borrowed = set(stage.standing_in)
         stage.standing_in = {k: new for k, new in stage.standing_in.items() if k[1] != new}
         return stage
 
@@ -237,19 +241,26 @@ class Planner:
             name, number = earlier[0]
         return (name, number) if number != version[1] else None
 
-    def substitute(self, version: Version, given: Iterable[Version], stage: int) -> str:
-        """A value at hand in the shape of another one, of which only the shape is needed."""
+    def substitute(self, piece: int, version: Version, given: Iterable[Version], stage: int) -> str:
+        """A value at hand in the shape of another one, of which only the shape is needed.
+
+        Whether that is so can be tried where no branch depends on it.
+        """
         like = self.seen[version].like
         alike = [v for v in given if self.seen[v].kind == "grad" and self.seen[v].like == like]
         # Of several, one that is made of it: that other sizes are equal may be chance.
         alike.sort(key=lambda v: version not in self.made_of(v))
-        if alike:
+        plain = not hasattr(self.program.pieces[piece].node, "body")
+        if alike and plain:
             return alike[0][0]
-        at = self.program.pieces[version[1]].at
+        at = self.program.pieces[piece].at
         cut = self.cuts[min(stage, len(self.cuts)) - 1]
         raise errors.CannotCut(
             f"`{version[0]}` is needed after the cut for its shape, and nothing of that shape "
-            "gets there",
+            "gets there"
+            if plain
+            else f"`{version[0]}`, which a branch depends on, is needed after the cut and does not "
+            "get there",
             at=at,
             also=[cut] if cut else [],
             hint="cut elsewhere, or take the shape of something else in `forward`",

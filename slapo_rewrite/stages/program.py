@@ -194,8 +194,17 @@ def _apart(text: str, trains: Callable[[str], bool]) -> tuple[list[str], str]:
 
 def _trained(node: ast.AST, trains: Callable[[str], bool]) -> str | None:
     """The module with parameters that a call calls, as the text spells it."""
-    function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-    return function if function.startswith("self.") and trains(function) else None
+    if not isinstance(node, ast.Call) or not _is_path(node.func):
+        return None
+    function = ast.unparse(node.func)
+    return function if trains(function) else None
+
+
+def _is_path(node: ast.expr) -> bool:
+    """Whether an expression is an attribute of the model, or of what it holds."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def place_of(
@@ -266,7 +275,7 @@ def place_of(
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and node is not call and call in ast.walk(node):
             called = ast.unparse(node.func)
-            if called.startswith("self."):
+            if _is_path(node.func):
                 raise refused(
                     f"what `{cut.path}` gives goes right into `{called}(...)`",
                     number,

@@ -68,7 +68,7 @@ class Trial:
         try:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
-                self.model = twin.build_small(schedule, module)
+                self.model = small_model(schedule, module, full)
                 self.inputs = apart(twin.step_inputs(schedule, self.model))
         except Exception as error:
             raise errors.CannotCut(
@@ -130,6 +130,34 @@ class Trial:
                     found[name, number] = described(scene.get(name))
         return found
 
+    def check_stand_ins(self, stages: Stages) -> None:
+        """What stands in for another value must be read for its shape alone.
+
+        Raises:
+            CannotCut: A statement gives something else where it is given other numbers.
+        """
+        read: dict[int, set[str]] = {}
+        for stage in [*stages.stages, stages.tail]:
+            for number, name in stage.borrowed:
+                read.setdefault(number, set()).add(name)
+        scene = {**self.world, "self": self.model, **self.inputs}
+        for number, piece in enumerate(stages.program.pieces):
+            code = compile(piece.source(self.depth), "<stage>", "exec")
+            before = dict(scene)
+            exec(code, scene)
+            for name in read.get(number, ()):
+                for fill in (0.0, 1e30, -1e30, float("nan")):
+                    other = {**before, name: torch.full_like(before[name], fill)}
+                    exec(code, other)
+                    if not all(is_same(scene.get(n), other.get(n)) for n in piece.binds):
+                        raise errors.CannotCut(
+                            f"`{name}` is needed after the cut for what it holds, and does not "
+                            "get there",
+                            at=piece.at,
+                            also=[self.cause] if self.cause else [],
+                            hint="cut elsewhere, or bind what is made of it before the cut",
+                        )
+
     def check(self, functions: Sequence[Callable[..., Any]], stages: Stages) -> None:
         """The stages one after the other must give the model's loss and gradients.
 
@@ -161,6 +189,30 @@ class Trial:
                 at=self.cause,
                 hint="cut elsewhere, or write the modules on the way to the cut more plainly",
             )
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, those inside tuples among them."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        same = one.shape == other.shape and one.dtype == other.dtype
+        return same and torch.equal(one.nan_to_num(), other.nan_to_num())
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return type(one) is type(other) and (one is other or bool(one == other))
+
+
+def small_model(schedule: Any, module: ModuleType, full: nn.Module) -> nn.Module:
+    """A small model, with all of its layers where its config tells how to make it otherwise small.
+
+    Every stage has layers then, as it has in the full model.
+    """
+    config: Any = getattr(full, "config", None)
+    if hasattr(config, "to_dict"):
+        try:
+            return type(full)(twin.small_config(config, keep_depth=True))
+        except Exception:  # what the schedule says may fit it better
+            return twin.build_small(schedule, module)
+    return twin.build_small(schedule, module)
 
 
 def apart(inputs: dict[str, Any]) -> dict[str, Any]:

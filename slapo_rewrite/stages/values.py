@@ -154,6 +154,20 @@ class Names:
             return bool(value.value)
         return True if isinstance(value, Fields) else None
 
+    def settled(self, node: ast.expr) -> Value:
+        """What is known of an expression from here on, whatever becomes of its parts.
+
+        Of the model's settings those that decide something are relied on; numbers are not.
+        """
+        read: dict[str, Any] = {}
+        value = self.value(node, read)
+        if not isinstance(value, Constant) or not (value.is_setting or read):
+            return value
+        if value.value is None or isinstance(value.value, bool):
+            self.settings.update(read)
+            return Constant(value.value)
+        return Something(True)
+
     def value(self, node: ast.expr, read: dict[str, Any] | None = None) -> Value:
         """What is known of an expression.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -225,7 +226,25 @@ def ties_of(held: Sequence[Sequence[Held]], model: Any, at: Span | None) -> Tie 
     return None
 
 
+def shared_names(model: Any) -> list[tuple[str, ...]]:
+    """The names of parameters that have several, numbers written as `*`."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(re.sub(r"\d+", "*", name))
+    return sorted({tuple(sorted(set(group))) for group in names.values() if len(group) > 1})
+
+
 # The file ---------------------------------------------------------------------------------------
+
+
+WHOLE = """\
+Each rank makes the weights of its own stage only, the same as the whole model
+    would have from the same seed."""
+SHARDED = """\
+Each rank makes its own part of the weights of its own stage. Load the model's by
+    `load_full`: what ranks draw for their parts of a tensor is no whole. Where a
+    topology has an axis `model`, the engine's configuration needs
+    `"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}`."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +258,7 @@ class Text:
         model: The model's class.
         file: The file that defines it.
         settings: Attributes of the model that branches were left out for.
+        ties: The names that each shared parameter has in the model, numbers written as `*`.
         has_shards: Whether weights are divided over a tensor-parallel group as well.
         gathers: Whether the output has functions that put divided weights together.
     """
@@ -249,6 +269,7 @@ class Text:
     model: type
     file: SourceFile
     settings: Mapping[str, Any]
+    ties: Sequence[tuple[str, ...]]
     has_shards: bool
     gathers: bool
 
@@ -275,6 +296,7 @@ class Text:
         if self.settings:
             lines.append("        check_settings(self, SETTINGS)")
         lines += [
+            "        check_ties(self, TIES)",
             f"        keep(self, recording, {', '.join(h.text for h in held)})",
             "",
             textwrap.indent(forward_text(self.stages, stage), "    "),
@@ -294,6 +316,7 @@ class Text:
         taken = [p for p in self.stages.program.parameters if p in {*given, *labels}]
         state = "full_state_dict({})" if self.gathers else "{}.state_dict()"
         specs = "".join(f"{self._spec(n)},\n" for n in range(count))
+        drawn = SHARDED if self.has_shards else WHOLE
         groups = "    set_group(model_parallel_group(topology))\n" if self.has_shards else ""
         once = "    count_once(module, layers, STAGES)\n" if self.tie else ""
         return f'''\
@@ -303,8 +326,7 @@ STAGES = ({names})
 def build(*args, num_stages=None, topology=None, **kwargs):
     """A `PipelineModule` of the stages, for `deepspeed.initialize`.
 
-    Each rank makes the weights of its own stage only, the same as the whole model
-    would have from the same seed.
+    {drawn}
 
     Args:
         *args: Those of `{self.model.__name__}`.
@@ -363,11 +385,13 @@ def load_full(module, full):
 
     def head(self) -> str:
         """What stands before the classes."""
+        text = "# The names of parameters that have several, numbers as `*`.\n"
+        text += f"TIES = {tuple(self.ties)!r}\n"
         if not self.settings:
-            return ""
+            return text
         return (
             "# The stages leave out what the model does where these are something else.\n"
-            f"SETTINGS = {dict(self.settings)!r}\n"
+            f"SETTINGS = {dict(self.settings)!r}\n{text}"
         )
 
     def written(self, header: str, helpers: str, imported: Mapping[str, set[str]]) -> str:

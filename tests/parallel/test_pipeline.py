@@ -1,5 +1,6 @@
 """Stages run by DeepSpeed's pipeline engine in real processes, against the model in one."""
 
+import copy
 import importlib
 import sys
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ class Case:
         stages: Pipeline stages.
         replicas: Data-parallel replicas.
         shards: Tensor-parallel ranks.
+        clipping: The norm that gradients are clipped to, with ZeRO 1; 0 for neither.
+        unfit: A setting that the stages are not written for, and what is said of it.
     """
 
     source: str
@@ -41,9 +44,11 @@ class Case:
     stages: int
     replicas: int = 1
     shards: int = 1
+    clipping: float = 0.0
+    unfit: tuple[str, Any, str] | None = None
 
 
-def transformers_case(family: str, model: str, config: str, cuts: list[str], **sizes: int) -> Case:
+def transformers_case(family: str, model: str, config: str, cuts: list[str], **sizes: Any) -> Case:
     name = config.partition("(")[0]
     schedule = f"""\
 from transformers import {name}
@@ -96,6 +101,8 @@ CASES = {
         ['s["bert.encoder.layer"][1].cut_pipeline_stage()'],
         stages=2,
         replicas=2,
+        clipping=0.2,
+        unfit=("is_decoder", True, "bert.config.is_decoder` is True"),
     ),
     "llama": transformers_case(
         "llama",
@@ -104,13 +111,14 @@ CASES = {
         ['s["model.embed_tokens"].cut_pipeline_stage()']
         + [f's["model.layers"][{i}].cut_pipeline_stage()' for i in (1, 2)],
         stages=4,
+        unfit=("tie_word_embeddings", True, "shared otherwise.*lm_head.weight"),
     ),
     "gpt2": transformers_case(
         "gpt2",
         "GPT2LMHeadModel",
         "GPT2Config(vocab_size=203, n_layer=4, n_embd=32, n_head=4, n_positions=32, resid_pdrop=0, "
         "embd_pdrop=0, attn_pdrop=0)",
-        [f's["transformer.h"][{i}].cut_pipeline_stage()' for i in (0, 1, 3)],
+        ["s.cut_evenly(4)"],
         stages=4,
     ),
     "t5": transformers_case(
@@ -165,6 +173,14 @@ def trained(folders: list[tuple[Path, Case]]) -> list[Any]:
         if case.shards == 1:  # the weights are drawn as in one process
             drawn = model.state_dict()
             torch.testing.assert_close(pipeline.to_full(pipe), drawn, rtol=0, atol=0)
+        with pytest.raises(ValueError, match=f"cut into {case.stages} stages, not 7"):
+            pipeline.build(model.config, num_stages=7)
+        if case.unfit:
+            name, value, message = case.unfit
+            other = copy.deepcopy(model.config)
+            setattr(other, name, value)
+            with pytest.raises(ValueError, match=message):
+                pipeline.STAGES[0](other)
         pipeline.load_full(pipe, start)
         torch.testing.assert_close(pipeline.to_full(pipe), start, rtol=0, atol=0)
         engine, *_ = deepspeed.initialize(
@@ -173,7 +189,9 @@ def trained(folders: list[tuple[Path, Case]]) -> list[Any]:
             config={
                 "train_micro_batch_size_per_gpu": 2,
                 "gradient_accumulation_steps": MICRO_BATCHES,
-                "gradient_clipping": 0.0,
+                "gradient_clipping": case.clipping,
+                "zero_optimization": {"stage": 1 if case.clipping else 0},
+                "zero_allow_untested_optimizer": True,
                 "steps_per_print": 1000,
                 "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
             },
@@ -206,6 +224,8 @@ def reference(folder: Path, case: Case) -> tuple[list[float], dict[str, torch.Te
             loss = loss_of(schedule, model(**inputs)) / len(step)
             loss.backward()
             total += float(loss.detach())
+        if case.clipping:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clipping)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)

@@ -1,0 +1,107 @@
+"""`cut_evenly`: pipeline stages of about the same size."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+
+from slapo_rewrite import errors
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.primitives.base import Call, Example, Refusal, signature_of
+from slapo_rewrite.primitives.cut_pipeline_stage import MODEL, STACK, CutPipelineStage
+from slapo_rewrite.simulate.balance import stage_ends
+
+MEASURES = ("layers", "parameters")
+
+
+class CutEvenly(CutPipelineStage):
+    """Cut a model into `n` pipeline stages, between its layers, as `cut_pipeline_stage` does.
+
+    Layers are the elements of module lists. With `by="parameters"` the largest stage is as small as
+    it can be; what stands before the layers, embeddings say, is counted with the first of them, and
+    what stands behind with the last. With `by="layers"` every layer counts the same.
+
+    Rewrite:
+        s.cut_evenly(2)
+        -->
+        s["layers"][1].cut_pipeline_stage()
+
+    Shapes:
+        Unchanged.
+
+    Numerics:
+        Exact.
+
+    State:
+        As with `cut_pipeline_stage`.
+
+    Raises:
+        SR206 a number of stages that there are not enough layers for, or a measure that there is
+        not; what `cut_pipeline_stage` raises.
+
+    Source: Slapo, arXiv 2302.08005, section 3.3.3.
+    """
+
+    name = "cut_evenly"
+    examples = (Example(STACK, MODEL + "def schedule(s):\n    s.cut_evenly(2)\n"),)
+    refusals = (
+        Refusal(STACK, MODEL + "def schedule(s):\n    s.cut_evenly(5)\n", "SR206"),
+        Refusal(STACK, MODEL + 'def schedule(s):\n    s.cut_evenly(2, by="size")\n', "SR206"),
+        Refusal(
+            STACK,
+            MODEL + 'def schedule(s):\n    s["layers"][1].cut_pipeline_stage()\n'
+            "    s.cut_evenly(2)\n",
+            "SR306",
+        ),
+    )
+
+    def signature(self) -> inspect.Signature:
+        """`cut_evenly(n, by="parameters")`."""
+
+        def cut_evenly(n: int, by: str = "parameters") -> None: ...
+
+        return signature_of(cut_evenly)
+
+    def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
+        """The last layer of each stage but the last one."""
+        n, by, at = call.arguments["n"], call.arguments["by"], call.directive.at
+        if by not in MEASURES:
+            raise errors.BadArgument(
+                f"stages are made even by {' or '.join(MEASURES)}, not by {by!r}",
+                at=at,
+                hint=errors.did_you_mean(str(by), MEASURES),
+            )
+        layers = [layer for node in nodes for layer in layers_in(node)]
+        if isinstance(n, bool) or not isinstance(n, int) or not 2 <= n <= len(layers):
+            raise errors.BadArgument(
+                f"{len(layers)} layers cannot be cut into {n!r} stages",
+                at=at,
+                hint=f"2 to {len(layers)} stages are possible" if len(layers) > 1 else None,
+            )
+        if by == "layers":
+            sizes = [1] * len(layers)
+        else:
+            root = call.tree.root
+            sizes = sizes_of(root, layers)
+        return [layers[end - 1] for end in stage_ends(sizes, n)[:-1]]
+
+
+def layers_in(node: Node) -> list[Node]:
+    """The elements of the outermost module lists."""
+    if node.cls.__name__ == "ModuleList":
+        return list(node.children.values())
+    return [layer for child in node.children.values() for layer in layers_in(child)]
+
+
+def sizes_of(root: Node, layers: list[Node]) -> list[int]:
+    """The parameters of each layer, with those of the modules before or behind it."""
+    inside = {inner.path for layer in layers for inner in layer.walk()}
+    first = {layer.path: number for number, layer in enumerate(layers)}
+    found = [{id(p): p.numel() for p in layer.live.parameters()} for layer in layers]
+    following = 0
+    for node in root.walk():
+        if node.path in first:
+            following = min(first[node.path] + 1, len(layers) - 1)
+        elif node.path not in inside:  # a tied parameter counts once in a stage
+            found[following] |= {id(p): p.numel() for p in node.parameters.values()}
+    return [sum(sizes.values()) for sizes in found]

@@ -1,0 +1,164 @@
+"""Where no stage can end: said with the model's line, the schedule's, and what to do."""
+
+import pytest
+
+from tests.rewriting import refused
+
+SOURCE = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Inner(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.a = nn.Linear(width, width)
+        self.b = nn.Linear(width, width)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.b(x)
+
+
+class Model(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.inner = Inner(width)
+        self.layers = nn.ModuleList([Inner(width) for _ in range(4)])
+        self.sequence = nn.Sequential(nn.Linear(width, width), nn.ReLU())
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, x, y):
+{body}
+        return F.mse_loss(self.last(x), y)
+"""
+SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {{"x": torch.randn(2, 8), "y": torch.randn(2, 1)}}
+
+
+def schedule(s):
+    {cut}.cut_pipeline_stage()
+"""
+
+
+def written(*lines: str) -> str:
+    return SOURCE.format(body="\n".join(f"        {line}" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("lines", "cut", "message", "shown"),
+    [
+        (
+            ["if x.sum() > 0:", "    x = self.first(x)", "x = self.inner(x)"],
+            's["first"]',
+            "`first` is called inside a branch",
+            "if x.sum() > 0:",
+        ),
+        (
+            ["for _ in range(2):", "    x = self.first(x)", "x = self.inner(x)"],
+            's["first"]',
+            "`first` is called inside a loop that is not over layers",
+            "for _ in range(2):",
+        ),
+        (
+            ["for i in range(4):", "    x = self.layers[i](x)"],
+            's["layers"][1]',
+            "`layers.1` is not called in a loop over `layers`",
+            "for i in range(4):",
+        ),
+        (
+            ["x = self.first(x)", "x = self.inner(self.first(x))"],
+            's["first"]',
+            "`first` is called 2 times",
+            "x = self.inner(self.first(x))",
+        ),
+        (
+            ["x = self.inner(self.first(x))"],
+            's["first"]',
+            "what `first` gives goes right into `self.inner(...)`",
+            "x = self.inner(self.first(x))",
+        ),
+        (
+            ["x = self.first(x)", "z = self.inner(x).detach()", "x = self.sequence(x) * z"],
+            's["inner"]',
+            "`z` is needed after the cut and cannot get there",
+            "z = self.inner(x).detach()",
+        ),
+        (
+            ["x = self.first(x)", "if x.sum() > 9:", "    return x.sum()", "x = self.inner(x)"],
+            's["first"]',
+            "a `return` inside a branch",
+            "return x.sum()",
+        ),
+        (["x = self.first(x)"], 's["inner"]', "training does not call it", ""),
+        (["x = self.sequence(self.first(x))"], 's["sequence"][0]', "an nn.Sequential", ""),
+        (
+            ["for layer in self.layers:", "    x = layer(x)"],
+            's["layers"][1]["a"]',
+            "a stage cannot end inside the layer `layers.1`",
+            "",
+        ),
+        (["x = self.first(x)"], 's["last"]', "nothing with parameters comes after", ""),
+    ],
+)
+def test_refused(lines, cut, message, shown, tmp_path):
+    text = refused(tmp_path, written(*lines), SCHEDULE.format(cut=cut), "SR310")
+    assert message in text
+    assert f"{cut}.cut_pipeline_stage()" in text
+    assert f"{shown}\n" in text
+    assert "= help: " in text
+
+
+def test_a_float_that_is_given_cannot_cross(tmp_path):
+    lines = written("z = x", "x = self.inner(self.first(x))", "x = self.sequence(x) * z")
+    text = refused(tmp_path, lines, SCHEDULE.format(cut='s["inner"]'), "SR310")
+    assert "it is a float without gradient" in text
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["z = None", "if x.sum() > 1e9:", "    z = x"], "which a branch depends on"),
+        (["z = 2.0 if bool((x > 1e9).any()) else None"], "for what it holds"),
+    ],
+)
+def test_what_depends_on_values_that_stay_behind(lines, message, tmp_path):
+    source = written(
+        "x = self.first(x)", *lines, "x = self.inner(x)", "if z is not None:", "    x = x * z"
+    )
+    text = refused(tmp_path, source, SCHEDULE.format(cut='s["inner"]["a"]'), "SR310")
+    assert f"`x`{',' if 'branch' in message else ''} " in text and message in text
+
+
+def test_a_forward_that_is_more_than_its_statements_is_not_cut(tmp_path):
+    source = written("x = self.first(x)", "x = self.inner(x)")
+    decorator = """\
+def doubled(forward):
+    return lambda self, x: 2 * forward(self, x)
+
+
+class Inner("""
+    source = source.replace("class Inner(", decorator)
+    source = source.replace("    def forward(self, x):", "    @doubled\n    def forward(self, x):")
+    text = refused(tmp_path, source, SCHEDULE.format(cut='s["inner"]["a"]'), "SR310")
+    assert "the stages do not compute what the model computes" in text
+
+
+def test_single_file_has_no_room_for_stages(tmp_path):
+    from slapo_rewrite import errors
+    from slapo_rewrite.emit.rewrite import rewrite
+
+    (tmp_path / "m.py").write_text(written("x = self.first(x)"))
+    (tmp_path / "s.py").write_text(SCHEDULE.format(cut='s["first"]'))
+    with pytest.raises(errors.CannotCut, match="--single-file"):
+        rewrite(str(tmp_path / "m.py"), str(tmp_path / "s.py"), single_file=True)

@@ -1,0 +1,125 @@
+"""What stages read like."""
+
+import ast
+from pathlib import Path
+
+import black
+
+from slapo_rewrite.emit.rewrite import rewrite
+from tests.parallel.test_pipeline import CASES
+from tests.rewriting import rewritten
+from tests.stages.test_refusals import SCHEDULE, written
+
+GPT = Path(__file__).parents[1] / "models"
+
+
+def pipeline_of(folder: Path, source: str, schedule: str) -> str:
+    (folder / "s.py").write_text(schedule)
+    return rewrite(source, str(folder / "s.py")).files["pipeline.py"]
+
+
+def method(text: str, stage: int, name: str) -> str:
+    """A method of a stage's class."""
+    classes = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef)]
+    body = classes[stage].body
+    found = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == name)
+    return "\n".join(
+        line[4:] for line in ast.get_source_segment(text, found, padded=True).split("\n")
+    )
+
+
+def test_a_loop_over_layers_is_divided(tmp_path):
+    text = pipeline_of(tmp_path, CASES["gpt"].source, CASES["gpt"].schedule)
+    assert (
+        method(text, 0, "forward")
+        == """\
+def forward(self, idx):
+    T = idx.size(1)
+    assert (
+        T <= self.config.block_size
+    ), f"{T} tokens are more than the model has positions"
+    positions = torch.arange(T, device=idx.device)
+    x = self.transformer.drop(
+        self.transformer.wte(idx) + self.transformer.wpe(positions)
+    )
+    for block in self.transformer.h[:2]:
+        x = block(x)
+    return x"""
+    )
+    assert (
+        method(text, 1, "forward")
+        == """\
+def forward(self, x):
+    for block in self.transformer.h[2:]:
+        x = block(x)
+    logits = self.lm_head(self.transformer.ln_f(x))
+    return logits"""
+    )
+    assert (
+        method(text, 1, "loss")
+        == """\
+def loss(self, logits, targets):
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))"""
+    )
+    assert black.format_str(text, mode=black.Mode()) == text
+
+
+def test_masks_and_rotary_tables_are_worked_out_again(tmp_path):
+    text = pipeline_of(tmp_path, CASES["llama"].source, CASES["llama"].schedule)
+    assert (
+        method(text, 2, "forward")
+        == """\
+def forward(self, inputs):
+    hidden_states, attention_mask = inputs
+    position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+    position_ids = position_ids.unsqueeze(0)
+    causal_mask = create_causal_mask(
+        config=self.model.config,
+        inputs_embeds=hidden_states,
+        attention_mask=attention_mask,
+        past_key_values=None,
+        position_ids=position_ids,
+    )
+    position_embeddings = self.model.rotary_emb(
+        hidden_states, position_ids=position_ids
+    )
+    for decoder_layer in self.model.layers[2:3]:
+        hidden_states = decoder_layer(
+            hidden_states,
+            attention_mask=causal_mask,
+            position_embeddings=position_embeddings,
+            position_ids=position_ids,
+        )
+    return hidden_states, attention_mask"""
+    )
+
+
+def test_a_value_that_only_one_branch_binds_has_its_other_value(tmp_path):
+    lines = ["x = self.first(x)", "z = None", "if x.sum() > 1e9:", "    z = x", "# Both."]
+    lines += ["x = self.sequence(x)", "if z is not None:", "    x = x + z", "x = self.inner(x)"]
+    text = rewritten(tmp_path, written(*lines), SCHEDULE.format(cut='s["inner"]["a"]'))
+    assert (
+        method(text.files["pipeline.py"], 0, "forward")
+        == """\
+def forward(self, x):
+    x = self.first(x)
+    z = None
+    if x.sum() > 1e9:
+        z = x
+    # Both.
+    x = self.sequence(x)
+    if z is not None:
+        x = x + z
+    x = self.inner.a(x)
+    return x"""
+    )
+
+
+def test_settings_that_decide_are_checked_when_stages_are_built(tmp_path):
+    lines = ("x = self.first(x)", "if self.deep:", "    x = self.inner(x)", "x = self.inner(x)")
+    source = written(*lines).replace(
+        "        self.inner =", "        self.deep = False\n        self.inner ="
+    )
+    text = rewritten(tmp_path, source, SCHEDULE.format(cut='s["first"]')).files["pipeline.py"]
+    assert 'SETTINGS = {"deep": False}' in text
+    assert "check_settings(self, SETTINGS)" in text
