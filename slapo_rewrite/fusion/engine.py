@@ -160,6 +160,7 @@ class Engine:
         self.file: SourceFile = sources.main
         self.speller = Speller(self.file, cause)
         self.sharing = Sharing(tree, sources)
+        self._texts: dict[tuple[object, ...], str] = {}
 
     # Which claims can be carried out --------------------------------------------------------------
 
@@ -251,6 +252,7 @@ class Engine:
         live = [claim for group in groups for claim in group]
         if len(live) < len(claims):
             self.speller = Speller(self.file, self.cause)
+            self._texts.clear()
             edits, absorbed = self._carried_out(live)
         return Rewrite(edits, tuple(self.speller.references.values()), absorbed, notes)
 
@@ -316,7 +318,10 @@ class Engine:
             places.add(claim.node.path, place, write, (self.cause,))
 
     def _text(self, claim: Claim) -> str:
-        return claim.expression.written(claim.operands, self.speller)
+        key = (id(claim.expression), tuple(claim.operands.items()))
+        if key not in self._texts:
+            self._texts[key] = claim.expression.written(claim.operands, self.speller)
+        return self._texts[key]
 
     def _edits(self, claims: Sequence[Claim]) -> dict[ast.stmt, list[Edit]]:
         """The edits of one module's class, by statement."""

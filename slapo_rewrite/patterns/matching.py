@@ -218,9 +218,13 @@ class Matcher:
         self, wanted: Value, value: Value, so_far: Pairing, held: Value | None = None
     ) -> None:
         hidden = value.inside is not None
-        if self.nearest is not None and self.nearest.reach >= (so_far.matched, True):
-            return
         between = False
+        if held is None and value.operation in ("choice", "merge", "loop"):
+            ways = [inner.operation for _, inner in value.arguments]
+            between = wanted.operation in ways or value.operation == "loop"
+        reach = (so_far.matched, False, between, not hidden)
+        if self.nearest is not None and self.nearest.reach >= reach:
+            return
         spots = [Spot(value.file, value.node, f"{described(value)} here")]
         reason = f"the pattern has {described(wanted)} where the model has {described(value)}"
         hint = None
@@ -228,11 +232,8 @@ class Matcher:
             reason = f"{described(wanted)} of the pattern would be two different values"
             spots.append(Spot(held.file, held.node, "one of them"))
             spots[0] = Spot(value.file, value.node, "the other")
-        elif value.operation in ("choice", "merge", "loop"):
-            ways = [inner.operation for _, inner in value.arguments]
-            if wanted.operation in ways or value.operation == "loop":
-                between = True
-                reason = f"{region(value.node)} lies between: there are several values there"
+        elif between:
+            reason = f"{region(value.node)} lies between: there are several values there"
         elif wanted.operation == value.operation == "constant":
             hint = "what may vary is a parameter of the pattern"
         elif wanted.operation == "constant" and value.operation == "training":
