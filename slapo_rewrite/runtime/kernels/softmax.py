@@ -231,11 +231,12 @@ def masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) ->
         mask: Numbers to add, or which scores to keep, as in
             `torch.nn.functional.scaled_dot_product_attention`; None for neither. Where
             no score of a row is kept, all weigh the same.
-        scale: What scores are multiplied by first.
+        scale: What scores are multiplied by first; kernels take a number, no tensor.
     """
     kernel = (
         runs_triton(x, None if mask is None or mask.dtype == torch.bool else mask)
         and x.dim() in (2, 3, 4)
+        and not isinstance(scale, Tensor)
         and (
             mask is None
             or (
