@@ -26,6 +26,19 @@ class Reference:
 
 
 @dataclass(frozen=True)
+class NewClass:
+    """A class of the file that takes the place of a module's.
+
+    Attributes:
+        name: Its name.
+        packs: The submodules that are one in it, in the order of their results.
+    """
+
+    name: str
+    packs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Rewrite:
     """What one call of the schedule changes in the source.
 
@@ -41,4 +54,4 @@ class Rewrite:
     references: tuple[Reference, ...] = ()
     absorbed: tuple[str, ...] = ()
     notes: tuple[Mapping[str, object], ...] = field(default=())
-    classes: Mapping[str, str] = field(default_factory=dict)
+    classes: Mapping[str, NewClass] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.expressions import parenthesised
-from slapo_rewrite.edit.rewritten import Rewrite
+from slapo_rewrite.edit.rewritten import NewClass, Rewrite
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Function, ModuleState
 from slapo_rewrite.fusion.engine import Engine
@@ -54,7 +54,7 @@ def in_place_of(
             hint="let the expression match the calls that one module is to take the place of",
         )
     edits: list[Edit] = []
-    classes: dict[str, str] = {}
+    classes: dict[str, NewClass] = {}
     made: dict[type, tuple[str, tuple[int, ...]]] = {}
     for path, (group,) in groups.items():
         node = call.tree.nodes[path]
@@ -67,7 +67,8 @@ def in_place_of(
             raise errors.Unsupported(
                 f"modules of class `{node.cls.__name__}` call different submodules", at=at
             )
-        classes[path] = made[node.cls][0]
+        packs = tuple(str(match.root.called) for match in group)
+        classes[path] = NewClass(made[node.cls][0], packs)
     return Rewrite(edits, tuple(engine.speller.references.values()), classes=classes)
 
 
@@ -171,21 +172,16 @@ def weights_beside(call: Call, node: Node) -> dict[str, Weight]:
     given, name = call.arguments["weights"], module_name(call)
     if given is not None:
         return {f"{name}.{n}": weight_of(w) for n, w in given.items()}
-    left = _called(call, node)
+    assert call.done is not None
+    left = call.done.classes[node.path].packs
     tensors = [n for n, _ in node.children[left[0]].live.named_parameters()]
     return {f"{name}.{n}": concat(*(f"{each}.{n}" for each in left)) for n in tensors}
-
-
-def _called(call: Call, node: Node) -> list[str]:
-    """The submodules that a regular expression means, in their order."""
-    regex = re.compile(call.arguments["pattern"])
-    return [name for name in node.children if regex.match(name)]
 
 
 def class_of(call: Call, node: Node) -> Any:
     """The new class, as the rewritten source defines it."""
     assert call.done is not None
-    return inspect.unwrap(node.cls.__init__).__globals__[call.done.classes[node.path]]
+    return inspect.unwrap(node.cls.__init__).__globals__[call.done.classes[node.path].name]
 
 
 def module_name(call: Call) -> str:

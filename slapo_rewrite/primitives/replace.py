@@ -418,7 +418,7 @@ class Replace(Replacing):
         weights, module = weights_beside(call, node), self._built(call, node)
         if module is not None:
             check_fit(call, node, module, weights)
-        target = Function(call.done.classes[node.path], call.sources.main.name)
+        target = Function(call.done.classes[node.path].name, call.sources.main.name)
         new = Replacement(target, None, tuple(weights.items()), call.directive)
         return replace(state, replacement=new)
 

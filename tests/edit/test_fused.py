@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tests.rewriting import changed_lines, refused, rewritten
+import torch
+
+from tests.rewriting import changed_lines, imported, refused, rewritten, written
 
 HEAD = """\
 import torch
@@ -301,3 +303,19 @@ def test_two_rules_in_one_statement(tmp_path):
     body = "return self.act(self.gate(x)) * self.up(x) + self.act(self.up(x)) * self.gate(x)"
     diff = changed(tmp_path, body)
     assert "return swiglu(self.gate(x), self.up(x)) + swiglu(self.up(x), self.gate(x))" in diff
+
+
+def test_packed_weights_are_in_the_order_of_the_calls(tmp_path):
+    text = source("up = self.up(x)\nreturn self.act(self.gate(x)) * up")
+    line = 's["layers.*"].replace(nn.Linear, "gate|up", name="both")'
+    output = rewritten(tmp_path, text, replaced(line))
+    diff = changed_lines(output)
+    assert "+        up, gate = self.both(x).chunk(2, dim=-1)\n" in diff
+    assert 'concat("up.weight", "gate.weight")' in diff
+    original, packed = (
+        imported(path).Net(8)
+        for path in (next(tmp_path.glob("source_*.py")), written(tmp_path, output))
+    )
+    packed.load_state_dict(original.state_dict())
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(packed(x), original(x))
