@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from slapo_rewrite.edit.splice import Edit
+
+if TYPE_CHECKING:
+    from slapo_rewrite.runtime.weights import Weight
 
 
 @dataclass(frozen=True)
@@ -27,15 +31,15 @@ class Reference:
 
 @dataclass(frozen=True)
 class NewClass:
-    """A class of the file that takes the place of a module's.
+    """A new class of the file that takes the place of a module's.
 
     Attributes:
-        name: Its name.
-        packs: The submodules that are one in it, in the order of their results.
+        name: Of the class.
+        weights: What its tensors are made of, by name; those that keep their names left out.
     """
 
     name: str
-    packs: tuple[str, ...]
+    weights: tuple[tuple[str, Weight], ...]
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.desks import Desks
-from slapo_rewrite.edit.expressions import formatted
+from slapo_rewrite.edit.expressions import formatted, parenthesised
 from slapo_rewrite.edit.lines import Lines
+from slapo_rewrite.edit.rewritten import NewClass, Rewrite
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.subclasses import SubclassWriter
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.places import removed
+from slapo_rewrite.model.join import find_site
+from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match
+from slapo_rewrite.runtime.weights import Weight, concat
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,195 @@ class Held:
     before: tuple[str, ...] = ()
 
 
-def subclass(
+@dataclass(frozen=True)
+class Packed:
+    """What takes the place of several calls on one operand.
+
+    Attributes:
+        name: What the new module is called.
+        origin: The dotted name of its class.
+        arguments: What it is made with, as source; None where it is made as the others are.
+        weights: What its tensors are made of; None where they are the others' one after another.
+    """
+
+    name: str
+    origin: str = "torch.nn.Linear"
+    arguments: str | None = None
+    weights: Mapping[str, Weight] | None = None
+
+
+def packed(engine: Engine, groups: Iterable[tuple[Packed, Sequence[Match]]]) -> Rewrite:
+    """Subclasses that each hold one module in the place of several calls on one operand.
+
+    Args:
+        engine: What the change belongs to.
+        groups: The calls, those of a module together, and what takes their place.
+
+    Raises:
+        NoMatch: They do not stand side by side.
+        Unsupported: They are no linear layers, or modules of one class call different ones.
+    """
+    edits: list[Edit] = []
+    classes: dict[str, NewClass] = {}
+    made: dict[type, tuple[str, tuple[object, ...]]] = {}
+    for new, group in groups:
+        node = engine.tree.nodes[group[0].path]
+        lives = _linears(engine, node, group)
+        how = (
+            *(id(m.replaced.node) for m in group),
+            *(getattr(live, "bias", None) is None for live in lives),
+        )
+        if node.cls not in made:
+            _check_unread(engine, node, group)
+            new_name = _free(f"Packed{node.cls.__name__}", engine)
+            made[node.cls] = (new_name, how)
+            edits.append(_subclass(engine, node, group, new, new_name))
+        elif made[node.cls][1] != how:
+            raise errors.Unsupported(
+                f"modules of class `{node.cls.__name__}` call different submodules",
+                at=engine.cause.at,
+            )
+        weights = new.weights or {
+            f"{new.name}.{tensor}": concat(*(f"{match.root.called}.{tensor}" for match in group))
+            for tensor, _ in lives[0].named_parameters()
+        }
+        classes[node.path] = NewClass(made[node.cls][0], tuple(weights.items()))
+    return Rewrite(edits, tuple(engine.speller.references.values()), classes=classes)
+
+
+def _linears(engine: Engine, node: Node, group: Sequence[Match]) -> list[Any]:
+    """The live layers that are called."""
+    paths = [str(match.root.called) for match in group]
+    lives = [engine.tree.nodes[f"{node.path}.{p}" if node.path else p].live for p in paths]
+    pairs = zip(paths, lives, strict=True)
+    if any("." in path or not hasattr(live, "out_features") for path, live in pairs):
+        raise errors.Unsupported(
+            f"{listed(paths)} are not linear layers of one module: how their results are packed "
+            "is not known",
+            at=group[0].place,
+            also=[engine.cause.at] if engine.cause.at else [],
+        )
+    return lives
+
+
+def _check_unread(engine: Engine, node: Node, group: Sequence[Match]) -> None:
+    """Refuses to take away what is read elsewhere too: in a method, or where the file asks for it.
+
+    Raises:
+        Unsupported: It is.
+    """
+    left = {str(match.root.called) for match in group}
+    calls = {id(match.replaced.node) for match in group}
+    own = {cls.__name__ for cls in node.cls.__mro__}
+    for function in engine.sharing.functions():
+        owner = engine.sharing.owner_of(function)
+        named = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+        inside, outside = owner in own and function.name != "__init__", bool(named & own)
+        called = {
+            id(n.func) for n in ast.walk(function) if isinstance(n, ast.Call) and id(n) in calls
+        }
+        for read in ast.walk(function):
+            match read:
+                case ast.Attribute(ast.Name(of), name) if name in left and id(read) not in called:
+                    if inside if of == "self" else outside:
+                        raise errors.Unsupported(
+                            f"`{of}.{name}` is read here, so nothing can take its place",
+                            at=engine.file.at(read),
+                            also=[engine.cause.at] if engine.cause.at else [],
+                        )
+
+
+def _subclass(
+    engine: Engine, node: Node, group: Sequence[Match], new: Packed, new_name: str
+) -> Edit:
+    """The subclass for the modules of one class."""
+    left, name = tuple(str(match.root.called) for match in group), new.name
+    if hasattr(node.live, name):
+        raise errors.NameTaken(f"`{node.cls.__name__}` has a `{name}` already", at=engine.cause.at)
+    made = [_Made.read(engine.sources, node, each) for each in left]
+    arguments, before, sizes = new.arguments, tuple[str, ...](), None
+    equal = len({node.children[each].live.out_features for each in left}) == 1
+    if not equal or len({each.width for each in made}) > 1:
+        sizes = [f"{each.removesuffix('_proj')}_size" for each in left]
+        pairs = zip(sizes, made, strict=True)
+        before = tuple(f"self.{size} = {each.width}" for size, each in pairs)
+    if arguments is None:
+        product = isinstance(ast.parse(made[0].width, mode="eval").body, ast.BinOp)
+        product = product and "+" not in made[0].width and "-" not in made[0].width
+        width = made[0].width if product else parenthesised(made[0].width)
+        total = f"{len(left)} * {width}"
+        if sizes is not None:
+            total = " + ".join(f"self.{size}" for size in sizes)
+        arguments = f"{made[0].inputs}, {total}{made[0].bias}"
+    cls = engine.speller(new.origin)
+    held = Held(name, f"{cls}({arguments})", left, before)
+    edits = _side_by_side(engine, group, name, sizes)
+    doc = f"A `{node.cls.__name__}` with {listed(left)} in one `{name}`."
+    return _holding(engine, node, held, edits, new_name, doc)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """How a linear layer is made.
+
+    Attributes:
+        inputs: Its `in_features`, as source.
+        width: Its `out_features`.
+        bias: What says that it has none, with a comma before; empty where it has one.
+    """
+
+    inputs: str
+    width: str
+    bias: str
+
+    @staticmethod
+    def read(sources: Sources, node: Node, name: str) -> _Made:
+        """The arguments as the constructor writes them, where a subclass can write them again."""
+        site, live = find_site(sources, node.children[name]), node.children[name].live
+        given: dict[str, ast.expr] = {}
+        if isinstance(site.value, ast.Call):
+            given = dict(
+                zip(("in_features", "out_features", "bias"), site.value.args, strict=False)
+            )
+            given |= {k.arg: k.value for k in site.value.keywords if k.arg}
+        constructor = site.file.method(site.class_name, "__init__")
+        own = [a.arg for a in constructor.args.args] if constructor is not None else []
+        known = {*own, *site.file.names}
+
+        def text(argument: str, otherwise: str) -> str:
+            expression = given.get(argument)
+            names = (
+                [n for n in ast.walk(expression) if isinstance(n, ast.Name)] if expression else []
+            )
+            if expression is None or not all(n.id in known for n in names):
+                return otherwise
+            return site.file.segment(expression)
+
+        bias = "" if live.bias is not None else ", bias=False"
+        if "bias" in given:
+            bias = f", bias={text('bias', str(live.bias is not None))}"
+        return _Made(
+            text("in_features", f"self.{name}.in_features"),
+            text("out_features", f"self.{name}.out_features"),
+            bias,
+        )
+
+
+def _free(name: str, engine: Engine) -> str:
+    """A class name that the file does not have yet."""
+    unique, number = name, 2
+    while unique in engine.file.names:
+        unique, number = f"{name}{number}", number + 1
+    return unique
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in words."""
+    shown = [f"`{name}`" for name in names]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _holding(
     engine: Engine,
     node: Node,
     held: Held,
@@ -78,7 +271,7 @@ def subclass(
     return Edit(at, at, "\n\n\n" + text.rstrip("\n"), (cause,), f"`{new_name}`")
 
 
-def side_by_side(
+def _side_by_side(
     engine: Engine, group: Sequence[Match], name: str, sizes: Sequence[str] | None
 ) -> dict[ast.stmt, list[Edit]]:
     """One call in the place of several calls on one operand.

@@ -61,6 +61,10 @@ class Sharing:
                 return
             mro = mro[mro.index(found) + 1 :]
 
+    def functions(self) -> list[ast.FunctionDef]:
+        """The functions and methods of the file."""
+        return list({id(function): function for function, _ in self._homes.values()}.values())
+
     def function_of(self, node: ast.AST) -> ast.FunctionDef:
         """The method or function of the file that a node stands in, or that it is."""
         return self._homes[id(node)][0]

@@ -27,7 +27,7 @@ from slapo_rewrite.primitives.base import (
     function_of,
     signature_of,
 )
-from slapo_rewrite.primitives.held import check_stateless, class_of, weights_beside
+from slapo_rewrite.primitives.held import check_stateless, class_of
 from slapo_rewrite.primitives.matched import replaced
 from slapo_rewrite.primitives.shard import MLP, MODEL
 from slapo_rewrite.runtime.weights import Original, Weight, weight_of
@@ -415,11 +415,11 @@ class Replace(Replacing):
             check_stateless(call, node)
             return state
         check_free(call, node, state)
-        weights, module = weights_beside(call, node), self._built(call, node)
+        made, module = call.done.classes[node.path], self._built(call, node)
         if module is not None:
-            check_fit(call, node, module, weights)
-        target = Function(call.done.classes[node.path].name, call.sources.main.name)
-        new = Replacement(target, None, tuple(weights.items()), call.directive)
+            check_fit(call, node, module, dict(made.weights))
+        target = Function(made.name, call.sources.main.name)
+        new = Replacement(target, None, made.weights, call.directive)
         return replace(state, replacement=new)
 
     def _class(self, call: Call, node: Node) -> Any:
