@@ -1,13 +1,18 @@
 """`generated/` is what the bundled schedules give today."""
 
+import ast
 import json
 import subprocess
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from slapo_rewrite.emit import record
+from slapo_rewrite.emit.helpers import SURFACE
 from tests import golden
 
+# Methods that no line names.
+CALLED_BY_TORCH = {"forward", "backward", "_should_skip_dynamo"}
 AGAIN = "run `make generated`, and read what changed"
 
 
@@ -67,3 +72,59 @@ def test_git_leaves_out_the_model_files_and_nothing_else(made, ignored):
         cwd=golden.ROOT,
     )
     assert set(found.stdout.split()) == {f"generated/{name}" for name in ignored}
+
+
+def definitions(tree: ast.Module) -> Iterator[tuple[str, list[ast.AST]]]:
+    """Names that a file defines, with what each refers to; methods stand for themselves."""
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef):
+            methods = [n for n in statement.body if isinstance(n, ast.FunctionDef)]
+            known = [m for m in methods if m.name.startswith("__") or m.name in CALLED_BY_TORCH]
+            yield statement.name, [n for n in statement.body if n not in methods] + known
+            yield statement.name, [*statement.bases, *statement.decorator_list]
+            yield from ((m.name, [m]) for m in methods if m not in known)
+        elif isinstance(statement, ast.FunctionDef):
+            yield statement.name, [statement]
+        elif isinstance(statement, ast.Assign | ast.AnnAssign):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            yield from ((ast.unparse(target), [statement]) for target in targets)
+
+
+def names_in(nodes: Iterable[ast.AST]) -> set[str]:
+    found = [n for node in nodes for n in ast.walk(node)]
+    names = {n.id for n in found if isinstance(n, ast.Name)}
+    return names | {n.attr for n in found if isinstance(n, ast.Attribute)}
+
+
+def unused(model: str, helpers: Iterable[str]) -> list[str]:
+    """What the helper files define and nothing of the output refers to, which offers `SURFACE`."""
+    waiting = names_in([ast.parse(model)]) | set().union(*SURFACE.values())
+    defined = [item for text in helpers for item in definitions(ast.parse(text))]
+    used: set[str] = set()
+    while waiting:
+        used |= waiting
+        waiting = names_in(n for name, parts in defined if name in waiting for n in parts) - used
+    return sorted({name for name, _ in defined} - used)
+
+
+@pytest.mark.parametrize("item", golden.goldens(), ids=lambda item: item.folder)
+def test_helper_files_define_nothing_that_the_output_does_not_use(made, item):
+    files = {n: t for n, t in made.items() if n.startswith(f"{item.folder}/") and n.endswith(".py")}
+    name = json.loads(made[f"{item.folder}/{record.NAME}"])["source"]["file"]
+    model = files.pop(f"{item.folder}/{name}")
+    assert not unused(model, files.values())
+    if item.name == "tensor_parallel":
+        assert "scatter" not in files[f"{item.folder}/tensor_parallel.py"]
+
+
+def test_what_is_not_used_is_found():
+    helper = (
+        "class Layer:\n"
+        "    def forward(self):\n        return self.used()\n"
+        "    def used(self):\n        return LIMIT\n"
+        "    def idle(self):\n        return self.idle() + other()\n"
+        "LIMIT = 1\n"
+        "def other():\n    return other()\n"
+    )
+    assert unused("Layer()", [helper]) == ["idle", "other"]
+    assert unused("", [helper]) == ["LIMIT", "Layer", "idle", "other", "used"]

@@ -229,7 +229,7 @@ class ClassWriter:
         if layer.keywords and constructor is not None and made is not None:
             statement = next(s for s in simple_statements(constructor) if within(s, made))
             start, end = self.file.span(made)
-            keywords = [(name, repr(value)) for name, value in layer.keywords]
+            keywords = self.imports.keywords(layer, causes)
             text = replace_call(self.file.segment(made), None, keywords)
             at(statement).inside.append(Edit(start, end, text, causes, why))
 

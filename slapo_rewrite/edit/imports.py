@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+import types
 from dataclasses import replace
 
-from slapo_rewrite import errors
+from slapo_rewrite import errors, runtime
 from slapo_rewrite.edit.definition import united
 from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.rewritten import Reference
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive, Function
+from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.source.index import SourceFile
 
 CHECKPOINT = "torch.utils.checkpoint"
@@ -51,6 +53,19 @@ class Imports:
         self.helpers[module].discard(name)
         self.helpers[module].add(f"{module}.{name}")
         return f"{module}.{name}"
+
+    def keywords(self, layer: Layer, causes: tuple[Directive, ...]) -> list[tuple[str, str]]:
+        """The keyword arguments of a layer as they are written."""
+        return [(name, self._value(value, causes)) for name, value in layer.keywords]
+
+    def _value(self, value: object, causes: tuple[Directive, ...]) -> str:
+        """A literal, or what a runtime module defines: a function, or an object of a dataclass."""
+        defined = value if isinstance(value, types.FunctionType) else type(value)
+        package, _, module = defined.__module__.rpartition(".")
+        if package != runtime.__name__:
+            return repr(value)
+        name = self.helper(module, defined.__name__, causes)
+        return name if defined is value else name + repr(value).removeprefix(defined.__name__)
 
     def outside(self, module: str, name: str, causes: tuple[Directive, ...]) -> str:
         """The reference to a name of an installed package."""

@@ -7,6 +7,7 @@ from slapo_rewrite.edit.state import ModuleState, Shard, Sync
 from slapo_rewrite.model.follow import SPOKEN
 from slapo_rewrite.model.layers import Layer, Split, splits_of
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.runtime.tensor_parallel import ReduceScatter, sum_later
 
 
 def choose_layer(node: Node, state: ModuleState) -> Layer:
@@ -43,9 +44,10 @@ def choose_layer(node: Node, state: ModuleState) -> Layer:
     if split.output == "partition" and after:
         keywords["gather_output"] = True
     if split.output == "partial sum" and after and after.op == "reduce_scatter":
-        keywords["reduce_scatter_axis"] = after.axis
+        assert after.axis is not None
+        keywords["reduce"] = ReduceScatter(after.axis)
     if split.output == "partial sum" and not after:
-        keywords["reduce_output"] = False
+        keywords["reduce"] = sum_later
     return Layer(split.module, split.name, tuple(keywords.items()), split.arguments)
 
 

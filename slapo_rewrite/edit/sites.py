@@ -94,7 +94,7 @@ class SiteWriter:
         if isinstance(what, MakeOther) and what.arguments is not None and not elsewhere:
             # Whatever the expression is, a call of another class takes its place.
             made = f"{self._other(what, causes)}({what.arguments})"
-            return replace_call(made, keywords=_keywords(what.layer)) if what.layer else made
+            return replace_call(made, keywords=self._keywords(what.layer, causes))
         if elsewhere or not isinstance(site.value, ast.Call) or site.kind in ("helper", "factory"):
             with_arguments = isinstance(what, MakeOther) and not elsewhere
             raise errors.UnfollowableConstruction(
@@ -108,12 +108,23 @@ class SiteWriter:
         if isinstance(what, MakeLayer):
             layer = what.layer
             name = what.subclass or self.imports.helper(layer.module, layer.name, causes)
-            return replace_call(original, name, _keywords(layer))
+            return replace_call(original, name, self._keywords(layer, causes))
         if isinstance(what, MakeOther):
-            keywords = _keywords(what.layer) if what.layer else ()
+            keywords = self._keywords(what.layer, causes)
             return replace_call(original, self._other(what, causes), keywords)
         assert isinstance(what, MakeClass)
         return replace_call(original, self._specialised(what, causes))
+
+    def _keywords(
+        self, layer: Layer | None, causes: tuple[Directive, ...]
+    ) -> list[tuple[str, str]]:
+        """What a layer, if any, is given beside the original's arguments."""
+        if layer is None:
+            return []
+        keywords = self.imports.keywords(layer, causes)
+        if layer.unit is not None:
+            keywords.append(("multiple_of", f"self.{layer.unit}"))
+        return keywords
 
     def _specialised(self, what: MakeClass, causes: tuple[Directive, ...]) -> str:
         """A specialised class."""
@@ -209,14 +220,6 @@ class SiteWriter:
             also=[c.at for c in causes[:1] if c.at],
             hint="number them in the source: for i, ... in enumerate(...)",
         )
-
-
-def _keywords(layer: Layer) -> list[tuple[str, str]]:
-    """What a layer is given beside the original's arguments."""
-    keywords = [(name, repr(value)) for name, value in layer.keywords]
-    if layer.unit is not None:
-        keywords.append(("multiple_of", f"self.{layer.unit}"))
-    return keywords
 
 
 def _number(index: str) -> int:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from slapo_rewrite.runtime.tensor_parallel import ReduceScatter
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -14,7 +16,8 @@ class Layer:
     Attributes:
         module: The runtime module that defines it.
         name: The class.
-        keywords: Keyword arguments beside the original's, as values.
+        keywords: Keyword arguments beside the original's, as values: literals, and what a runtime
+            module defines.
         arguments: What its constructor takes of the original's arguments; empty where it takes all.
         unit: The attribute of the owner whose value the split must be a multiple of (a head's size,
             say).
@@ -55,6 +58,11 @@ class Split:
 
 # The layer that lets several ranks hold the same heads, by the layer that does not.
 _REPLICATED = {"ColumnParallelLinear": ("grouped_query", "KeyValueParallelLinear")}
+
+
+def scatters(layer: Layer) -> bool:
+    """Whether a layer leaves each rank a slice of the sum of the ranks' outputs."""
+    return isinstance(dict(layer.keywords).get("reduce"), ReduceScatter)
 
 
 def replicated(layer: Layer, unit: str) -> Layer | None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .tensor_parallel import (
+    Reduction,
     Shard,
     all_reduce_gradient,
     block_sizes,
@@ -19,7 +20,7 @@ from .tensor_parallel import (
     part_sizes,
     rank,
     record_shard,
-    reduce_and_add_bias,
+    sum_now,
     world_size,
 )
 
@@ -89,8 +90,7 @@ class RowParallelConvolution(nn.Module):
         out_channels: F.
         args: The further arguments of the torch class.
         parts: Blocks packed along the input, as in `block_sizes`.
-        reduce_output: Sum the output over the ranks. Off where the caller does it.
-        reduce_scatter_axis: Return this rank's slice of the sum along this axis only.
+        reduce: Adds up the ranks' partial outputs, and the bias to the sum.
         kwargs: The further keyword arguments of the torch class.
     """
 
@@ -103,19 +103,17 @@ class RowParallelConvolution(nn.Module):
         out_channels: int,
         *args: Any,
         parts: int | Sequence[int] = 1,
-        reduce_output: bool = True,
-        reduce_scatter_axis: int | None = None,
+        reduce: Reduction = sum_now,
         **kwargs: Any,
     ) -> None:
         shard = Shard(1, block_sizes(in_channels, parts))
         super().__init__(shard.local_size(), out_channels, *args, **kwargs)
         refuse_groups(self)
-        self.reduce_output = reduce_output
-        self.reduce_scatter_axis = reduce_scatter_axis
+        self.reduce = reduce
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (B, C', *S) to (B, F, *S), a partial sum without `reduce_output`."""
+        """Maps (B, C', *S) to (B, F, *S), added up as `reduce` does it."""
         if world_size() == 1:
             whole: Tensor = super().forward(input)
             return whole
@@ -124,9 +122,7 @@ class RowParallelConvolution(nn.Module):
         bias = self.bias
         if bias is not None:
             bias = bias.view(-1, *(1,) * (self.weight.dim() - 2))
-        return reduce_and_add_bias(
-            y, bias, self.reduce_output, self.reduce_scatter_axis
-        )
+        return self.reduce(y, bias)
 
 
 class RowParallelConv1d(RowParallelConvolution, nn.Conv1d):

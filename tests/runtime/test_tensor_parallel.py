@@ -133,8 +133,8 @@ def check_row_parallel_linear():
             size,
             nn.Linear(size, 8, options.get("bias", True)),
             tp.RowParallelLinear(size, 8, **options),
-            tp.RowParallelLinear(size, 8, **options, reduce_output=False),
-            tp.RowParallelLinear(size, 8, **options, reduce_scatter_axis=1),
+            tp.RowParallelLinear(size, 8, **options, reduce=tp.sum_later),
+            tp.RowParallelLinear(size, 8, **options, reduce=tp.ReduceScatter(1)),
         )
     layer = tp.RowParallelLinear(12, 8)
     assert (layer.in_features, layer.out_features) == (12 // tp.world_size(), 8)
@@ -147,8 +147,8 @@ def check_row_parallel_conv1d():
                 size,
                 Conv1D(8, size),
                 RowParallelConv1D(8, size, **options),
-                RowParallelConv1D(8, size, **options, reduce_output=False),
-                RowParallelConv1D(8, size, **options, reduce_scatter_axis=1),
+                RowParallelConv1D(8, size, **options, reduce=tp.sum_later),
+                RowParallelConv1D(8, size, **options, reduce=tp.ReduceScatter(1)),
             )
     layer = RowParallelConv1D(8, 12)
     assert (layer.nx, layer.nf) == (12 // tp.world_size(), 8)
@@ -194,8 +194,10 @@ def check_vocab_parallel_embedding():
         whole, sharded = pair(
             nn.Embedding(10, 4, padding_idx), tp.VocabParallelEmbedding(10, 4, padding_idx)
         )
-        partial = tp.VocabParallelEmbedding(10, 4, padding_idx, reduce_output=False).double()
-        scattering = tp.VocabParallelEmbedding(10, 4, padding_idx, reduce_scatter_axis=1).double()
+        partial, scattering = (
+            tp.VocabParallelEmbedding(10, 4, padding_idx, reduce=reduce).double()
+            for reduce in (tp.sum_later, tp.ReduceScatter(1))
+        )
         partial.load_state_dict(whole.state_dict())
         scattering.load_state_dict(whole.state_dict())
         whole(ids).backward(seeded(2, 4, 4))

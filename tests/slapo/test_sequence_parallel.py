@@ -145,7 +145,7 @@ class ScatteringLlamaDecoderLayer(LlamaDecoderLayer):
 '''
         in text
     )
-    assert text.count("all_gather(") == 3 and text.count("reduce_scatter_axis=1") == 2
+    assert text.count("all_gather(") == 3 and text.count("reduce=ReduceScatter(axis=1)") == 2
 
 
 def test_a_group_of_one_slices_nothing():

@@ -230,6 +230,7 @@ def changes(tmp_path, lines: str) -> str:
     return changed_lines(rewritten(tmp_path, given.source, given.schedule))
 
 
+SLICED = "reduce=ReduceScatter(axis=1)"
 SUMMED = "axis=1, tensor_parallel_output_grad=True"
 FC1 = "        self.fc1"
 
@@ -251,7 +252,7 @@ FC1 = "        self.fc1"
         (
             "at_modules",
             [
-                "        self.table = VocabParallelEmbedding(11, width, reduce_scatter_axis=1)",
+                f"        self.table = VocabParallelEmbedding(11, width, {SLICED})",
                 "        self.norm = ReplicatedLayerNorm(width)",
                 f"        x = all_gather(x, {SUMMED})",
                 "        return reduce_scatter(self.fc2(x), axis=1)",
@@ -263,7 +264,7 @@ FC1 = "        self.fc1"
             [
                 "        return scatter(self.table(ids), axis=1), None",
                 f"        x = F.gelu(self.fc1(all_gather(x, {SUMMED})))",
-                "        self.fc2 = RowParallelLinear(2 * width, width, reduce_scatter_axis=1)",
+                f"        self.fc2 = RowParallelLinear(2 * width, width, {SLICED})",
                 "        x = x + self.mlp(scatter(self.drop(all_gather(x, axis=1)), axis=1))",
                 "        return Output(hidden=all_gather(self.head(x), axis=1))",
             ],

@@ -20,8 +20,9 @@ from slapo_rewrite.model.follow.record import layer_call
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.sizes import Shape, tensors
 from slapo_rewrite.model.follow.vocabulary import SPOKEN, Border, Indivisible, Remedy
-from slapo_rewrite.model.layers import Split, split_of
+from slapo_rewrite.model.layers import Split, scatters, split_of
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.runtime.tensor_parallel import ReduceScatter, sum_later, sum_now
 
 # What a size must be a multiple of for its parts to be taken as even ones.
 EVEN = 8
@@ -109,7 +110,8 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
     layer = run.asked.layers[path]
     split = split_of(run.tree.nodes[path].live, layer)
     keywords = dict(layer.keywords)
-    axis: Any = keywords.get("reduce_scatter_axis")
+    reduction = keywords.get("reduce", sum_now)
+    axis = reduction.axis if isinstance(reduction, ReduceScatter) else None
     for tensor in tensors(output):
         if split.output == "partition":
             copies = getattr(module, "replicas", 1) > 1
@@ -117,7 +119,7 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
         elif axis is not None:
             kind = State(PART, path, axis=axis)
         else:
-            kind = State() if keywords.get("reduce_output", True) else State(PARTIAL, path)
+            kind = State(PARTIAL, path) if reduction is sum_later else State()
         run.flow.set(tensor, kind)
         run.alive.append(tensor)
         if kind.kind != PART:
@@ -288,7 +290,7 @@ class _Crossing:
         """Whether a scatter made the part, which refuses a size that does not divide."""
         source, asked = self.state.source or "", self.run.asked
         layer = asked.layers.get(source)
-        return (layer is not None and "reduce_scatter_axis" in dict(layer.keywords)) or any(
+        return (layer is not None and scatters(layer)) or any(
             border.operation in ("scatter", "reduce_scatter", "all_to_all")
             for border in asked.borders.get(source, ())
         )

@@ -21,7 +21,7 @@ from slapo_rewrite.model.follow.replicas import width
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.sizes import tensors
 from slapo_rewrite.model.follow.vocabulary import Asked, Draw, Followed, layer_key
-from slapo_rewrite.model.layers import Layer
+from slapo_rewrite.model.layers import scatters
 from slapo_rewrite.model.tree import Tree
 
 _DROPPING = {
@@ -94,13 +94,9 @@ def _may_be_uneven(asked: Asked, source: str) -> bool:
     layer = asked.layers.get(source)
     if layer is None:
         return source in asked.parameters
-    return not _scatters(layer) and not any(
+    return not scatters(layer) and not any(
         border.operation == "scatter" for border in asked.borders.get(source, ())
     )
-
-
-def _scatters(layer: Layer) -> bool:
-    return any(name == "reduce_scatter_axis" for name, _ in layer.keywords)
 
 
 def _blocks(run: Run, given: Any, axis: int) -> tuple[int, ...] | None:
