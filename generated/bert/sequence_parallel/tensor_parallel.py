@@ -458,6 +458,32 @@ class ColumnParallelLinear(nn.Linear):
         return gather_if_sharded(super().forward(input), self.output_shard)
 
 
+# Makes the sum of the ranks' partial outputs, and adds the bias (None: there is none).
+Reduction = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def sum_now(y: Tensor, bias: Tensor | None) -> Tensor:
+    """The sum of the ranks' partial outputs on every rank, with the bias added to it."""
+    y = all_reduce(y)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """Leaves each rank its slice of the sum, with the bias added to it.
+
+    Attributes:
+        axis: The axis that is sliced.
+    """
+
+    axis: int
+
+    def __call__(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """Adds up and slices; the bias gets the sum of the slices' gradients."""
+        y = reduce_scatter(y, self.axis)
+        return y if bias is None else y + all_reduce_gradient(bias).to(y.dtype)
+
+
 class RowParallelLinear(nn.Linear):
     """A linear layer split over its input features: (..., D') -> (..., F).
 
@@ -469,8 +495,7 @@ class RowParallelLinear(nn.Linear):
         dtype: Their type.
         parts: Blocks packed along the input, as in `block_sizes`.
         multiple_of: A rank's share of a block is a multiple of this.
-        reduce_output: Sum the output over the ranks. Off where the caller does it.
-        reduce_scatter_axis: Return this rank's slice of the sum along this axis only.
+        reduce: Adds up the ranks' partial outputs, and the bias to the sum.
     """
 
     def __init__(
@@ -483,51 +508,18 @@ class RowParallelLinear(nn.Linear):
         *,
         parts: int | Sequence[int] = 1,
         multiple_of: int = 1,
-        reduce_output: bool = True,
-        reduce_scatter_axis: int | None = None,
+        reduce: Reduction = sum_now,
     ) -> None:
         shard = Shard(1, block_sizes(in_features, parts), multiple_of)
         super().__init__(shard.local_size(), out_features, bias, device, dtype)
-        self.reduce_output = reduce_output
-        self.reduce_scatter_axis = reduce_scatter_axis
+        self.reduce = reduce
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D') to (..., F), a partial sum without `reduce_output`."""
+        """Maps (..., D') to (..., F), added up as `reduce` does it."""
         if world_size() == 1:
             return super().forward(input)
-        y = nn.functional.linear(input, self.weight)
-        return reduce_and_add_bias(
-            y, self.bias, self.reduce_output, self.reduce_scatter_axis
-        )
-
-
-def reduce_and_add_bias(
-    y: Tensor,
-    bias: Tensor | None,
-    reduce_output: bool,
-    reduce_scatter_axis: int | None = None,
-) -> Tensor:
-    """Sums the ranks' partial results and adds the bias to the sum.
-
-    With `reduce_scatter_axis` each rank has a slice of the sum, and sees a slice's
-    gradient: the bias needs the sum of these. Without `reduce_output` the sum is still
-    to come: the bias stands in the first rank's summand only. Every rank sees the
-    gradient of the sum, so passing it unchanged gives the bias its exact gradient.
-    """
-    if reduce_scatter_axis is not None:
-        y = reduce_scatter(y, reduce_scatter_axis)
-        bias = None if bias is None else all_reduce_gradient(bias)
-    elif reduce_output:
-        y = all_reduce(y)
-    elif bias is not None:
-        bias = collective(bias, zero_after_first_rank, unchanged)
-    return y if bias is None else y + bias.to(y.dtype)
-
-
-def zero_after_first_rank(x: Tensor) -> Tensor:
-    """`x` on the first rank, zeros on the others."""
-    return x if rank() == 0 else torch.zeros_like(x)
+        return self.reduce(nn.functional.linear(input, self.weight), self.bias)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -540,8 +532,7 @@ class VocabParallelEmbedding(nn.Embedding):
             this rank's part, None where another rank holds it.
         device: Where the table is made.
         dtype: Its type.
-        reduce_output: Sum the output over the ranks. Off where the caller does it.
-        reduce_scatter_axis: Return this rank's slice of the sum along this axis only.
+        reduce: Adds up what the ranks find.
     """
 
     def __init__(
@@ -552,8 +543,7 @@ class VocabParallelEmbedding(nn.Embedding):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        reduce_output: bool = True,
-        reduce_scatter_axis: int | None = None,
+        reduce: Reduction = sum_now,
     ) -> None:
         sizes = part_sizes(num_embeddings)
         first_id = sum(sizes[: rank()])
@@ -566,12 +556,11 @@ class VocabParallelEmbedding(nn.Embedding):
         )
         self.first_id = first_id
         self.full_num_embeddings = num_embeddings
-        self.reduce_output = reduce_output
-        self.reduce_scatter_axis = reduce_scatter_axis
+        self.reduce = reduce
         record_shard(self, "weight", Shard(0, (num_embeddings,)))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Looks up ids; a partial sum without `reduce_output`."""
+        """Looks up ids; what the ranks find is added up as `reduce` does it."""
         if world_size() == 1:
             return super().forward(input)
         end_id = self.first_id + self.num_embeddings
@@ -580,6 +569,4 @@ class VocabParallelEmbedding(nn.Embedding):
         elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
         x = super().forward((input - self.first_id).masked_fill(elsewhere, 0))
         x = x.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return reduce_and_add_bias(
-            x, None, self.reduce_output, self.reduce_scatter_axis
-        )
+        return self.reduce(x, None)

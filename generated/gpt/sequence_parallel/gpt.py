@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from .replicated import ReplicatedLayerNorm
 from .tensor_parallel import (
     ColumnParallelLinear,
+    ReduceScatter,
     RowParallelLinear,
     VocabParallelEmbedding,
     all_gather,
@@ -42,7 +43,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = ColumnParallelLinear(
             config.n_embd, 3 * config.n_embd, parts=3, reduce_input_gradient=False
         )  # query, key and value in one
-        self.c_proj = RowParallelLinear(config.n_embd, config.n_embd, reduce_scatter_axis=1)
+        self.c_proj = RowParallelLinear(config.n_embd, config.n_embd, reduce=ReduceScatter(axis=1))
         self.n_head = config.n_head
         self.n_embd = config.n_embd
         self.dropout = config.dropout
@@ -71,7 +72,9 @@ class MLP(nn.Module):
             config.n_embd, 4 * config.n_embd, reduce_input_gradient=False
         )
         self.gelu = nn.GELU()
-        self.c_proj = RowParallelLinear(4 * config.n_embd, config.n_embd, reduce_scatter_axis=1)
+        self.c_proj = RowParallelLinear(
+            4 * config.n_embd, config.n_embd, reduce=ReduceScatter(axis=1)
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):

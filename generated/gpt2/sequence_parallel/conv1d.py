@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from .tensor_parallel import (
+    Reduction,
     Shard,
     all_reduce_gradient,
     block_sizes,
     gather_if_sharded,
     record_shard,
-    reduce_and_add_bias,
+    sum_now,
     world_size,
 )
 
@@ -66,8 +67,7 @@ class RowParallelConv1D(Conv1D):
         nx: D, of the whole layer; the attribute of that name is D'.
         parts: Blocks packed along the input, as in `block_sizes`.
         multiple_of: A rank's share of a block is a multiple of this.
-        reduce_output: Sum the output over the ranks. Off where the caller does it.
-        reduce_scatter_axis: Return this rank's slice of the sum along this axis only.
+        reduce: Adds up the ranks' partial outputs, and the bias to the sum.
     """
 
     def __init__(
@@ -77,20 +77,15 @@ class RowParallelConv1D(Conv1D):
         *,
         parts: int | Sequence[int] = 1,
         multiple_of: int = 1,
-        reduce_output: bool = True,
-        reduce_scatter_axis: int | None = None,
+        reduce: Reduction = sum_now,
     ) -> None:
         shard = Shard(0, block_sizes(nx, parts), multiple_of)
         super().__init__(nf, shard.local_size())
-        self.reduce_output = reduce_output
-        self.reduce_scatter_axis = reduce_scatter_axis
+        self.reduce = reduce
         record_shard(self, "weight", shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (..., D') to (..., F), a partial sum without `reduce_output`."""
+        """Maps (..., D') to (..., F), added up as `reduce` does it."""
         if world_size() == 1:
             return super().forward(x)
-        y = x @ self.weight
-        return reduce_and_add_bias(
-            y, self.bias, self.reduce_output, self.reduce_scatter_axis
-        )
+        return self.reduce(x @ self.weight, self.bias)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -202,18 +201,6 @@ def sum_parts(x: Tensor) -> Tensor:
     return x
 
 
-def sum_and_cut(x: Tensor, shard: Shard) -> Tensor:
-    """This rank's part of the sum of the ranks' tensors."""
-    if len(shard.blocks) > 1 or shard.full_size() % world_size():
-        return shard.cut(sum_parts(x))
-    x = x.movedim(shard.axis, 0).contiguous()
-    part = x.new_empty(shard.local_size(), *x.shape[1:])
-    # The name in torch 2.13, which warns of the old one.
-    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    run(part, x, group=_group)
-    return part.movedim(0, shard.axis).contiguous()
-
-
 def unchanged(x: Tensor) -> Tensor:
     """The tensor itself."""
     return x
@@ -257,31 +244,6 @@ def all_reduce(x: Tensor) -> Tensor:
 def all_reduce_gradient(x: Tensor) -> Tensor:
     """Passes `x` unchanged; sums the gradients that the ranks have for it."""
     return collective(x, unchanged, sum_parts)
-
-
-def even_shard(x: Tensor, axis: int) -> Shard:
-    """How `x` is divided along `axis` into slices of one size.
-
-    Raises:
-        ValueError: The axis does not divide over this many ranks.
-    """
-    size, world = x.shape[axis], world_size()
-    if size % world:
-        raise ValueError(
-            f"axis {axis} of a tensor of shape {tuple(x.shape)} does not divide over "
-            f"{world} ranks: pad its {size} elements to a multiple of {world}"
-        )
-    return Shard(axis, (size,))
-
-
-def reduce_scatter(x: Tensor, axis: int) -> Tensor:
-    """This rank's slice of the ranks' sum; the gradient is gathered from all slices.
-
-    Raises:
-        ValueError: The axis does not divide over this many ranks.
-    """
-    shard = even_shard(x, axis)
-    return collective(x, partial(sum_and_cut, shard=shard), shard.gather)
 
 
 def record_shard(module: Any, name: str, shard: Shard) -> None:
@@ -401,32 +363,14 @@ class ColumnParallelLinear(nn.Linear):
         return gather_if_sharded(super().forward(input), self.output_shard)
 
 
-def reduce_and_add_bias(
-    y: Tensor,
-    bias: Tensor | None,
-    reduce_output: bool,
-    reduce_scatter_axis: int | None = None,
-) -> Tensor:
-    """Sums the ranks' partial results and adds the bias to the sum.
+# Makes the sum of the ranks' partial outputs, and adds the bias (None: there is none).
+Reduction = Callable[[Tensor, Tensor | None], Tensor]
 
-    With `reduce_scatter_axis` each rank has a slice of the sum, and sees a slice's
-    gradient: the bias needs the sum of these. Without `reduce_output` the sum is still
-    to come: the bias stands in the first rank's summand only. Every rank sees the
-    gradient of the sum, so passing it unchanged gives the bias its exact gradient.
-    """
-    if reduce_scatter_axis is not None:
-        y = reduce_scatter(y, reduce_scatter_axis)
-        bias = None if bias is None else all_reduce_gradient(bias)
-    elif reduce_output:
-        y = all_reduce(y)
-    elif bias is not None:
-        bias = collective(bias, zero_after_first_rank, unchanged)
+
+def sum_now(y: Tensor, bias: Tensor | None) -> Tensor:
+    """The sum of the ranks' partial outputs on every rank, with the bias added to it."""
+    y = all_reduce(y)
     return y if bias is None else y + bias.to(y.dtype)
-
-
-def zero_after_first_rank(x: Tensor) -> Tensor:
-    """`x` on the first rank, zeros on the others."""
-    return x if rank() == 0 else torch.zeros_like(x)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -439,8 +383,7 @@ class VocabParallelEmbedding(nn.Embedding):
             this rank's part, None where another rank holds it.
         device: Where the table is made.
         dtype: Its type.
-        reduce_output: Sum the output over the ranks. Off where the caller does it.
-        reduce_scatter_axis: Return this rank's slice of the sum along this axis only.
+        reduce: Adds up what the ranks find.
     """
 
     def __init__(
@@ -451,8 +394,7 @@ class VocabParallelEmbedding(nn.Embedding):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        reduce_output: bool = True,
-        reduce_scatter_axis: int | None = None,
+        reduce: Reduction = sum_now,
     ) -> None:
         sizes = part_sizes(num_embeddings)
         first_id = sum(sizes[: rank()])
@@ -465,12 +407,11 @@ class VocabParallelEmbedding(nn.Embedding):
         )
         self.first_id = first_id
         self.full_num_embeddings = num_embeddings
-        self.reduce_output = reduce_output
-        self.reduce_scatter_axis = reduce_scatter_axis
+        self.reduce = reduce
         record_shard(self, "weight", Shard(0, (num_embeddings,)))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Looks up ids; a partial sum without `reduce_output`."""
+        """Looks up ids; what the ranks find is added up as `reduce` does it."""
         if world_size() == 1:
             return super().forward(input)
         end_id = self.first_id + self.num_embeddings
@@ -479,6 +420,4 @@ class VocabParallelEmbedding(nn.Embedding):
         elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
         x = super().forward((input - self.first_id).masked_fill(elsewhere, 0))
         x = x.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return reduce_and_add_bias(
-            x, None, self.reduce_output, self.reduce_scatter_axis
-        )
+        return self.reduce(x, None)
