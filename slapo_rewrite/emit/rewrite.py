@@ -27,7 +27,7 @@ from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.lower import lower
 from slapo_rewrite.edit.rewritten import Reference, Rewrite
 from slapo_rewrite.edit.splice import Change, Edit, apply_edits
-from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.edit.state import Directive, ModuleState
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.copies import Copies
 from slapo_rewrite.emit.helpers import helper_files, inlined_helpers
@@ -205,7 +205,8 @@ def rewrite(
     if cuts:
         with project.timed("stages"):
             files = {**texts, **helpers}
-            helpers |= stage_files(project, cuts, files, used, header, single_file)
+            sliced = slicing(plan.states.values(), lowered.inferred)
+            helpers |= stage_files(project, cuts, files, used, header, single_file, sliced)
     with project.timed("write"):
         files = {**texts, **helpers}
         if not single_file:
@@ -240,6 +241,14 @@ def rewrite(
             plan.notes,
         )
     return Output(dict(sorted(files.items())), originals, name, lowered.warnings, project.seconds)
+
+
+def slicing(states: Iterable[ModuleState], inferred: Iterable[Directive]) -> Directive | None:
+    """What lets ranks hold slices of the values between layers, if anything does."""
+    ops = {"scatter", "reduce_scatter", "all_to_all"}
+    asked = (s.cause for state in states for s in state.syncs if s.op in ops)
+    guessed = (d for d in inferred if d.inferred and any(op in d.inferred for op in ops))
+    return next(iter([*asked, *guessed]), None)
 
 
 def rewritten(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from slapo_rewrite import errors
+from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.emit.helpers import helper_files, runtime_library
 from slapo_rewrite.stages.program import Cut
 
@@ -24,6 +25,7 @@ def stage_files(
     used: Mapping[str, set[str]],
     header: str,
     single_file: bool,
+    sliced: Directive | None,
 ) -> dict[str, str]:
     """`pipeline.py`, and the helper files that it needs.
 
@@ -34,6 +36,7 @@ def stage_files(
         used: Names that the model file uses of each helper module.
         header: A comment that says what made the file.
         single_file: Whether there is to be one file only.
+        sliced: What lets ranks hold slices of the values between layers.
 
     Raises:
         CannotCut: No stage can end there.
@@ -46,7 +49,8 @@ def stage_files(
             at=cuts[0].cause.at,
             hint="leave out --single-file, or the cuts",
         )
-    text = pipeline({"__init__.py": "", **files}, project.file, project.schedule.module, cuts)
+    files = {"__init__.py": "", **files}
+    text = pipeline(files, project.file, project.schedule.module, cuts, sliced)
     wanted = USED | ({"count_once"} if text.tie else set())
     wanted |= {"check_settings"} if text.settings else set()
     wanted |= {"model_parallel_group"} if text.has_shards else set()

@@ -91,6 +91,7 @@ def with_memory(tensor: Tensor, recording: Recording) -> Tensor:
         return value.detach()
     made = nn.Parameter(value.detach(), tensor.requires_grad)
     made.__dict__.update(tensor.__dict__)
+    made._backward_hooks = tensor._backward_hooks
     return made
 
 

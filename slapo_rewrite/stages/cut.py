@@ -7,17 +7,23 @@ from types import ModuleType
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.errors import Span
 from slapo_rewrite.model.tree import Tree, build_model
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.flatten import Flattening
-from slapo_rewrite.stages.plan import Planner, trains
+from slapo_rewrite.stages.plan import Planner, Stages, trains
 from slapo_rewrite.stages.program import Cut, divided, with_calls_apart
 from slapo_rewrite.stages.trial import Trial, imported
 from slapo_rewrite.stages.write import Text, forward_text, held_by, loss_text, shared_names, ties_of
 
 
 def pipeline(
-    files: Mapping[str, str], original: SourceFile, schedule: Any, cuts: Sequence[Cut]
+    files: Mapping[str, str],
+    original: SourceFile,
+    schedule: Any,
+    cuts: Sequence[Cut],
+    sliced: Directive | None = None,
 ) -> Text:
     """The stages of a rewritten model.
 
@@ -26,13 +32,14 @@ def pipeline(
         original: The model's file, as it was.
         schedule: The schedule's module.
         cuts: Where stages end.
+        sliced: What lets ranks hold slices of the values between layers.
 
     Raises:
         CannotCut: They cannot end there.
     """
     name = original.path.name
     with imported(files, name) as module:
-        return _pipeline(files, original.edited(files[name]), schedule, cuts, module)
+        return _pipeline(files, original.edited(files[name]), schedule, cuts, sliced, module)
 
 
 def _pipeline(
@@ -40,6 +47,7 @@ def _pipeline(
     file: SourceFile,
     schedule: Any,
     cuts: Sequence[Cut],
+    sliced: Directive | None,
     module: ModuleType,
 ) -> Text:
     model = build_model(schedule.model, module)
@@ -58,6 +66,7 @@ def _pipeline(
     flat = with_calls_apart(flat, lambda text: trains(model, text))
     program = divided(flat, cuts, model)
     stages = Planner(program, trial.seen(program), model, [c.cause.at for c in cuts]).stages()
+    check_whole(stages, sliced, at)
     if not stages.labels:
         raise errors.CannotCut(
             "the loss needs nothing that the step is given, and the engine wants labels", at=at
@@ -78,6 +87,25 @@ def _pipeline(
         "tensor_parallel.py" in files,
         "loading.py" in files,
     )
+
+
+def check_whole(stages: Stages, sliced: Directive | None, at: Span | None) -> None:
+    """Refuses shapes that are taken of another value, where ranks may hold slices of that one.
+
+    Raises:
+        CannotCut: A stage takes one.
+    """
+    borrowed = [item for stage in stages.stages for item in sorted(stage.borrowed)]
+    if sliced is not None and borrowed:
+        number, name = borrowed[0]
+        raise errors.CannotCut(
+            f"`{name}` is needed after the cut for its shape, and what gets there may be a slice "
+            "of it on each rank",
+            at=stages.program.pieces[number].at,
+            also=[place for place in (sliced.at, at) if place],
+            hint="cut this model without slices of the sequence, or take the shape of the token "
+            "ids in `forward`",
+        )
 
 
 def run(text: str, world: Mapping[str, Any]) -> Any:

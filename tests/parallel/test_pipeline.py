@@ -92,8 +92,18 @@ def schedule(s):
     blocks[1].cut_pipeline_stage()
 """
 
+SLICES = """\
+    s["transformer.drop"].sync("fwd_post", "scatter", axis=1)
+    blocks["*.{attn,mlp}"].sync("fwd_pre", "all_gather", axis=1)
+    blocks["*.{attn,mlp}.c_proj"].sync("fwd_post", "reduce_scatter", axis=1)
+    s["transformer.ln_f"].sync("fwd_post", "all_gather", axis=1)
+    s["lm_head"].sync("bwd_post", "all_reduce")
+    s.infer_sync()
+"""
+
 CASES = {
     "gpt": Case(GPT, GPT_SCHEDULE, stages=2, shards=2),
+    "slices": Case(GPT, GPT_SCHEDULE.replace("    s.infer_sync()\n", SLICES), stages=2, shards=2),
     "bert": transformers_case(
         "bert",
         "BertForMaskedLM",

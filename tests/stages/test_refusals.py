@@ -2,6 +2,9 @@
 
 import pytest
 
+from slapo_rewrite import errors
+from slapo_rewrite.emit.rewrite import rewrite
+from tests.parallel.test_pipeline import CASES
 from tests.rewriting import refused
 
 SOURCE = """\
@@ -154,10 +157,27 @@ class Inner("""
     assert "the stages do not compute what the model computes" in text
 
 
-def test_single_file_has_no_room_for_stages(tmp_path):
-    from slapo_rewrite import errors
-    from slapo_rewrite.emit.rewrite import rewrite
+SLICES = """\
+    layers = s["bert.encoder.layer"]
+    layers["*.attention.self.{query,key,value}"].shard(["weight", "bias"], axis=0)
+    layers["*.intermediate.dense"].shard(["weight", "bias"], axis=0)
+    layers["*.{attention.output.dense,output.dense}"].shard("weight", axis=1)
+    s["bert.encoder"].sync("fwd_pre", "scatter", axis=1)
+    layers["*.{attention.self,intermediate}"].sync("fwd_pre", "all_gather", axis=1)
+    layers["*.{attention.output,output}.dense"].sync("fwd_post", "reduce_scatter", axis=1)
+    s["bert.encoder"].sync("fwd_post", "all_gather", axis=1)
+    s.infer_sync()
+"""
 
+
+def test_the_shape_of_a_slice_is_not_the_shape_of_the_whole(tmp_path):
+    case = CASES["bert"]
+    (tmp_path / "s.py").write_text(case.schedule + SLICES)
+    with pytest.raises(errors.CannotCut, match="what gets there may be a slice"):
+        rewrite(case.source, str(tmp_path / "s.py"))
+
+
+def test_single_file_has_no_room_for_stages(tmp_path):
     (tmp_path / "m.py").write_text(written("x = self.first(x)"))
     (tmp_path / "s.py").write_text(SCHEDULE.format(cut='s["first"]'))
     with pytest.raises(errors.CannotCut, match="--single-file"):

@@ -1,0 +1,70 @@
+"""What is left of a model that a stage is made of."""
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_rewrite.runtime.delayed import Recording
+from slapo_rewrite.runtime.pipeline import check_settings, check_ties, has_place, keep
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)])
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(3))
+        self.layers[2].weight.register_hook(lambda gradient: 7 + 0 * gradient)
+        self.layers[2].weight.kind = "seven"
+        self.deep = False
+
+
+def stage(choose) -> Model:
+    torch.manual_seed(0)
+    with Recording(torch.device("cpu")) as recording:
+        model = Model()
+    keep(model, recording, *choose(model))
+    return model
+
+
+def test_a_stage_holds_its_part_and_nothing_else():
+    part = stage(lambda m: (m.layers[2:], m.norm, m.scale))
+    torch.manual_seed(0)
+    whole = Model()
+    names = {
+        n for n in whole.state_dict() if n.startswith(("layers.2", "layers.3", "norm", "scale"))
+    }
+    assert part.state_dict().keys() == names
+    for name, tensor in part.state_dict().items():
+        assert torch.equal(tensor, whole.state_dict()[name]) and not tensor.is_meta
+    assert part.embedding is None and part.layers[0] is None and part.head is None
+    assert [has_place(part, f"layers.{i}.weight") for i in range(4)] == [False, False, True, True]
+
+
+def test_other_names_of_what_is_held_stay():
+    part = stage(lambda m: (m.embedding,))
+    assert part.state_dict().keys() == {"embedding.weight", "head.weight"}
+    assert part.head.weight is part.embedding.weight
+
+
+def test_hooks_and_attributes_of_parameters_stay():
+    part = stage(lambda m: (m.layers[2],))
+    part.layers[2](torch.ones(1, 3)).sum().backward()
+    assert part.layers[2].weight.kind == "seven"
+    assert torch.equal(part.layers[2].weight.grad, torch.full((3, 3), 7.0))
+
+
+def test_a_model_that_does_something_else_is_refused():
+    model = Model()
+    check_settings(model, {"deep": False})
+    check_ties(model, [("embedding.weight", "head.weight")])
+    with pytest.raises(ValueError, match="`deep` is False, and the stages were written for True"):
+        check_settings(model, {"deep": True})
+    with pytest.raises(ValueError, match="shared otherwise"):
+        check_ties(model, [])
+    model.head.weight = nn.Parameter(torch.ones(5, 3))
+    with pytest.raises(ValueError, match="shared otherwise"):
+        check_ties(model, [("embedding.weight", "head.weight")])
