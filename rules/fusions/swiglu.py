@@ -1,4 +1,6 @@
-"""A gated linear unit with SiLU, in one kernel."""
+"""A gated linear unit with SiLU, in one kernel; what the other gated units share with it."""
+
+from collections.abc import Callable
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -6,15 +8,35 @@ from torch.nn import functional as F
 from slapo_rewrite.fusion import Alternative, Example, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.gated import swiglu
 
+Activation = Callable[[Tensor], Tensor]
+Pattern = Callable[..., Tensor]
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+
+def gated_by(activation: Activation) -> tuple[Pattern, Pattern]:
+    """A product with an activated gate: with dropout of it, and without."""
+
+    def with_dropout(gate: Tensor, up: Tensor, p: float, training: bool) -> Tensor:
+        return F.dropout(activation(gate) * up, p, training)
+
+    def without(gate: Tensor, up: Tensor) -> Tensor:
+        return activation(gate) * up
+
+    return with_dropout, without
+
+
+def silu(gate: Tensor) -> Tensor:
+    return F.silu(gate)
+
+
+def dropped(gate: Tensor, up: Tensor, p: float, training: bool) -> Tensor:
+    return swiglu(gate, up, p=p, training=training)
 
 
 def fused(gate: Tensor, up: Tensor) -> Tensor:
     return swiglu(gate, up)
 
 
+WITH_DROPOUT, WITHOUT = gated_by(silu)
 MODEL = """\
 from torch import nn
 from torch.nn import functional as F
@@ -53,7 +75,7 @@ def schedule(s):
 
 
 class Swiglu(Rule):
-    """Multiply by SiLU of a gate in one kernel, forward and backward.
+    """Multiply by SiLU of a gate in one kernel, forward and backward, dropout of it included.
 
     Rewrite:
         self.down(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -64,7 +86,8 @@ class Swiglu(Rule):
         gate and up (..., F) -> (..., F)
 
     Numerics:
-        Reassociated: float32 inside, rounded once. On a CPU the same operations as before.
+        Reseeded: on a GPU dropout of the product draws other numbers; without it, float32 inside,
+        rounded once. On a CPU the same operations as before.
 
     State:
         Unchanged.
@@ -76,10 +99,10 @@ class Swiglu(Rule):
     """
 
     name = "swiglu"
-    numerics = Numerics.REASSOCIATED
+    numerics = Numerics.RESEEDED
     pays = "reads gate and up once and keeps no activation for the backward pass"
     rank = 20
-    alternatives = (Alternative(gated, fused),)
+    alternatives = (Alternative(WITH_DROPOUT, dropped), Alternative(WITHOUT, fused))
     examples = (
         Example(
             MODEL,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from slapo_rewrite.rules.fusions import rms_norm
-
+from slapo_rewrite.fusion.registry import rules
 from tests.rewriting import rewritten
 
 
 def test_blank_lines_go_with_the_statements_between_them(tmp_path):
-    output = rewritten(tmp_path, rms_norm.T5, rms_norm.SCHEDULE)
+    (example,) = (e for e in rules()["rms_norm"].examples if "convert into" in e.source)
+    output = rewritten(tmp_path, example.source, example.schedule)
     (name,) = (name for name in output.files if name.startswith("source_"))
     assert output.files[name].endswith("""\
     def forward(self, hidden_states):

@@ -137,6 +137,8 @@ def schedule(s):
     layers[:2].checkpoint()
 """
 
+T5 = fused("t5", "s.apply_all()", "ckpt_ratio = 0.5")
+
 # Norms are computed in float32 by the model itself.
 CASES = {
     "packed": Case("transformers.models.llama.modeling_llama", PACKED, 1e-6),
@@ -144,21 +146,26 @@ CASES = {
     **{
         name: Case(
             f"transformers.models.{name}.modeling_{name}",
-            fused(name, *first, "s.apply_all()", "ckpt_ratio, sequence_parallel = 0.5, True"),
+            fused(name, "s.apply_all()", "ckpt_ratio, sequence_parallel = 0.5, True"),
             1e-6,
         )
-        # A kernel that reads the parameters of a norm that is no longer called.
-        for name, first in (
-            ("bert", []),
-            ("llama", ['s.apply("residual_rms_norm")']),
-            ("gpt2", []),
-        )
+        for name in ("bert", "llama", "gpt2")
     },
-    "t5": Case(
+    "t5": Case("transformers.models.t5.modeling_t5", T5, 1e-6),
+    "gated": Case(
         "transformers.models.t5.modeling_t5",
-        fused("t5", "s.apply_all()", "ckpt_ratio = 0.5"),
+        T5.replace("v,wi}", "v,wi_0,wi_1}").replace(
+            "T5Config(", "T5Config(feed_forward_proj='gated-gelu', "
+        ),
         1e-6,
     ),
+}
+# Kernels that read the parameters of a norm that is no longer called are among them.
+TAKEN = {
+    "bert": ("add_layer_norm",),
+    "llama": ("residual_rms_norm", "rms_norm", "swiglu"),
+    "t5": ("rms_norm", "dropout_residual", "activation_dropout"),
+    "gated": ("rms_norm", "dropout_residual", "geglu"),
 }
 
 
@@ -166,7 +173,10 @@ CASES = {
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("fused")
     prepare(made, CASES)
-    assert "swiglu" in (made / "llama_out" / "kernels.py").read_text()
+    for name, kernels in TAKEN.items():
+        text = (made / f"{name}_out" / "kernels.py").read_text()
+        for kernel in kernels:
+            assert f"\ndef {kernel}(" in text, (name, kernel)
     return made
 
 

@@ -266,3 +266,15 @@ def bias_gelu(
     """
     kind = "gelu_tanh" if approximate == "tanh" else "gelu"
     return bias_activation(x, bias, kind, p=p, training=training)
+
+
+def activation_dropout(
+    x: Tensor, kind: str, *, p: float = 0.0, training: bool = True
+) -> Tensor:
+    """dropout(activation(x)), as `bias_activation`."""
+    return bias_activation(x, None, kind, p=p, training=training)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """X sigmoid(1.702 x), as `bias_activation`."""
+    return bias_activation(x, None, "quick_gelu")
