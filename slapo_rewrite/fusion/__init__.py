@@ -1,7 +1,7 @@
 """Computations that take the place of others: rules, and how what they say becomes source."""
 
 from slapo_rewrite.edit.examples import Example, Refusal
-from slapo_rewrite.fusion.engine import Calling
+from slapo_rewrite.fusion.engine import Calling, Renamed
 from slapo_rewrite.fusion.rule import Alternative, Found, Numerics, Rule
 
-__all__ = ["Alternative", "Calling", "Example", "Found", "Numerics", "Refusal", "Rule"]
+__all__ = ["Alternative", "Calling", "Example", "Found", "Numerics", "Refusal", "Renamed", "Rule"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from slapo_rewrite import errors
@@ -17,13 +17,14 @@ from slapo_rewrite.edit.settle import settle
 from slapo_rewrite.edit.splice import Edit, apply_edits
 from slapo_rewrite.edit.state import Directive, ModuleState
 from slapo_rewrite.edit.text import accessor
-from slapo_rewrite.fusion.places import Writing, place_edits
+from slapo_rewrite.fusion.places import Writing, place_edits, removed
 from slapo_rewrite.fusion.sharing import Sharing
 from slapo_rewrite.fusion.spelling import Speller
 from slapo_rewrite.model.alike import Alike
 from slapo_rewrite.model.facts import method_of
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.patterns.operations import by_module
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.values import Value
 from slapo_rewrite.source.index import SourceFile
@@ -71,6 +72,29 @@ class Calling:
         given = [operands[name] for name in self.parameters]
         given += [f"{name}={operands[name]}" for name in self.keywords]
         return f"{spell(self.origin)}({', '.join(given)})"
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A call of a function with the arguments of the call that stands there.
+
+    Attributes:
+        name: Of the function.
+        origin: Its dotted name.
+        arguments: The text, from parenthesis to parenthesis.
+    """
+
+    name: str
+    origin: str
+    arguments: str
+
+    def reads(self) -> list[str]:
+        """Nothing: the arguments stay as they are."""
+        return []
+
+    def written(self, operands: Mapping[str, str], spell: Callable[[str], str]) -> str:
+        """The call's text."""
+        return spell(self.origin) + self.arguments
 
 
 @dataclass(frozen=True)
@@ -334,6 +358,8 @@ class Engine:
             text = self._text(claim)
             writings.append(Writing(replaced, statement, text, self.cause, why, claim.moved))
         edits = place_edits(self.file, writings, self.line_length)
+        for statement, claim in self._idle(claims):
+            edits[statement] = [removed(self.file, statement, self.cause, f"`{claim.what}`")]
         for claim in claims:
             if claim.method is not None:
                 method = self.sharing.function_of(claim.match.replaced.node)
@@ -342,6 +368,22 @@ class Engine:
                 edit = Edit(end, end, text, (self.cause,), f"`{claim.what}`")
                 edits.setdefault(method, []).append(edit)
         return edits
+
+    def _idle(self, claims: Sequence[Claim]) -> Iterator[tuple[ast.stmt, Claim]]:
+        """Statements that make an `nn.CrossEntropyLoss()` or so which only the old text calls."""
+        nodes = [claim.match.replaced.node for claim in claims]
+        gone = {id(inner) for node in nodes for inner in ast.walk(node)}
+        for claim in claims:
+            function = self.sharing.function_of(claim.match.replaced.node)
+            for statement in ast.walk(function):
+                match statement:
+                    case ast.Assign(targets=[ast.Name(name)], value=ast.Call(func=made)) if (
+                        self.file.qualified(made) in by_module()
+                    ):
+                        named = [n for n in ast.walk(function) if _reads(n, name)]
+                        own = {id(n) for n in ast.walk(claim.match.replaced.node)}
+                        if {id(n) for n in named} <= gone and any(id(n) in own for n in named):
+                            yield statement, claim
 
     def _functions(self, claims: Sequence[Claim]) -> list[Edit]:
         """New functions of the file, each above the first class or function that calls it."""
@@ -371,7 +413,10 @@ class Engine:
         for node in ast.walk(function):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 bound.add(node.id)
-        text = claim.expression.written(dict.fromkeys(claim.operands, "None"), self.speller)
+        written = claim.expression
+        if isinstance(written, Renamed):  # the arguments stand there already
+            written = replace(written, arguments="()")
+        text = written.written(dict.fromkeys(claim.operands, "None"), self.speller)
         used = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
         if taken := (used - {"self"}) & bound:
             raise errors.NameTaken(
@@ -412,6 +457,11 @@ def _is_below(claim: Claim, above: Iterable[str]) -> bool:
     return any(f"{claim.node.path}.".startswith(f"{each}.") for each in above)
 
 
+def _reads(node: ast.AST, name: str) -> bool:
+    """Whether a node reads a local variable."""
+    return isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+
+
 def _by_text(claims: Sequence[Claim]) -> list[list[Claim]]:
     """Claims of the same text for several modules, together."""
     groups: dict[tuple[object, ...], list[Claim]] = {}
@@ -445,5 +495,9 @@ def _misuse(claim: Claim) -> str | None:
 
 def _drawn_here(claim: Claim, name: str, value: Value) -> bool:
     """Whether an operand's text draws random numbers where it is written."""
-    text = claim.operands.get(name, "")
-    return not text.isidentifier() and any(v.random for v in value.walk() if not v.is_leaf)
+    given = claim.match.operands if claim.values is None else claim.operands
+    text = given.get(name, "")
+    if text.isidentifier():
+        return False
+    here = {id(node) for node in ast.walk(value.site.node)}
+    return any(v.random for v in value.walk() if not v.is_leaf and id(v.site.node) in here)

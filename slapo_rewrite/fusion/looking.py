@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.fusion.engine import Claim, Left
+from slapo_rewrite.fusion.engine import Claim, Left, Renamed
 from slapo_rewrite.fusion.rule import Alternative, Found, Rule
 from slapo_rewrite.fusion.template import template_of
 from slapo_rewrite.model.facts import NodeFacts
@@ -16,7 +16,7 @@ from slapo_rewrite.model.pattern import as_module, facts_of_pattern
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.pattern import Pattern, pattern_of
-from slapo_rewrite.patterns.search import Match, Miss, Scope, find_pattern, scopes_of
+from slapo_rewrite.patterns.search import Match, Miss, Scope, find_calls, find_pattern, scopes_of
 
 
 def pattern_for(wanted: object, sources: Sources, at: errors.Span | None) -> Pattern:
@@ -93,8 +93,13 @@ def _matches(
     """What the alternatives of a rule find in a module, each place once."""
     scopes = [s for s in scopes_for([node], sources) if s.graph.file is sources.main]
     taken: set[int] = set()
-    for alternative in rule.alternatives if scopes else ():
-        found = find_pattern(compiled(alternative), scopes)
+    for alternative in (*rule.alternatives, *rule.calls) if scopes else ():
+        called = alternative in rule.calls
+        found = (
+            find_calls(scopes, alternative.pattern)
+            if called
+            else find_pattern(compiled(alternative), scopes)
+        )
         looked.misses += found.misses
         for match in found:
             if taken.isdisjoint(map(id, match.nodes)):
@@ -104,7 +109,9 @@ def _matches(
 
 def _take(rule: Rule, found: Found, looked: Looked) -> None:
     expression = rule.expression(found) or read(rule.replacement(found))
-    claim = Claim(found.match, found.node, expression, rule.operands(found), rule.name)
+    values = {} if isinstance(expression, Renamed) else None
+    operands = rule.operands(found)
+    claim = Claim(found.match, found.node, expression, operands, rule.name, values=values)
     reason = rule.refuses(found)
     if reason is None:
         looked.claims.append(claim)

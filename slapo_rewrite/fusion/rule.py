@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from slapo_rewrite.edit.examples import Example, Refusal
-from slapo_rewrite.fusion.engine import Calling
+from slapo_rewrite.fusion.engine import Calling, Renamed
 from slapo_rewrite.model.facts import method_of
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
@@ -111,6 +111,7 @@ class Rule:
         pays: Why `apply_all` takes it; empty where it is only taken when asked for.
         rank: Of several rules that claim one place, `apply_all` takes the one of the highest rank.
         alternatives: What is looked for, the first that matches counts.
+        calls: Calls that are looked for as well: their patterns are predicates, as for `find`.
         examples: Shown and run as tests.
         refusals: Likewise.
     """
@@ -121,6 +122,7 @@ class Rule:
     pays: ClassVar[str] = ""
     rank: ClassVar[int] = 0
     alternatives: ClassVar[tuple[Alternative, ...]]
+    calls: ClassVar[tuple[Alternative, ...]] = ()
     examples: ClassVar[tuple[Example, ...]] = ()
     refusals: ClassVar[tuple[Refusal, ...]] = ()
 
@@ -132,7 +134,7 @@ class Rule:
         """The function whose expression is written."""
         return found.alternative.replacement
 
-    def expression(self, found: Found) -> Calling | None:
+    def expression(self, found: Found) -> Calling | Renamed | None:
         """A call whose arguments depend on the match; None where `replacement` says it all."""
         return None
 
@@ -145,6 +147,7 @@ class Rule:
         """What it takes of `runtime/kernels`, `gated.swiglu` say."""
         from slapo_rewrite.fusion.template import template_of
 
-        names = [n for a in self.alternatives for n in template_of(a.replacement).names()]
+        every = (*self.alternatives, *self.calls)
+        names = [n for a in every for n in template_of(a.replacement).names()]
         lead = "slapo_rewrite.runtime.kernels."
         return tuple(dict.fromkeys(n.removeprefix(lead) for n in names if n.startswith(lead)))

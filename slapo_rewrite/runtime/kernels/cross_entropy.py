@@ -327,3 +327,60 @@ def cross_entropy(
         logits, labels, options, num_items, in_place
     )
     return loss
+
+
+def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Labels (..., T) beside the predictions of them: a token's label is the next one."""
+    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def masked_lm_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    **_: Any,
+) -> Tensor:
+    """The loss of transformers' `ForMaskedLMLoss`.
+
+    Args:
+        logits: (B, T, V).
+        labels: (B, T).
+        vocab_size: V.
+        num_items_in_batch: What the sum is divided by, where gradients are accumulated
+            over several batches; without it, the number of labels that count here.
+        ignore_index: The label of predictions that do not count.
+    """
+    return cross_entropy(
+        logits.reshape(-1, vocab_size),
+        labels,
+        ignore_index=ignore_index,
+        num_items=num_items_in_batch,
+    )
+
+
+def causal_lm_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """The loss of transformers' `ForCausalLMLoss`.
+
+    Args:
+        logits: (B, T, V).
+        labels: (B, T); a token's label is the next one.
+        vocab_size: V.
+        num_items_in_batch: As in `masked_lm_cross_entropy`.
+        ignore_index: The label of predictions that do not count.
+        shift_labels: The labels as they stand beside their predictions, if that is done.
+    """
+    if shift_labels is None:
+        shift_labels = shifted(labels, ignore_index)
+    return masked_lm_cross_entropy(
+        logits, shift_labels, vocab_size, num_items_in_batch, ignore_index
+    )
