@@ -206,6 +206,7 @@ class CrossEntropy(Rule):
 
     name = "cross_entropy"
     numerics = Numerics.REASSOCIATED
+    pays = "reads the logits twice, and makes no copy of them in float32"
     rank = 40
     alternatives = tuple(Alternative(pattern, fused) for pattern in PATTERNS)
     calls = (Alternative(is_loss_function, masked_lm), Alternative(is_loss_function, causal_lm))

@@ -18,6 +18,7 @@ from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.edit.text import accessor, returns, within
 
 MODULE = "vocab_parallel_loss"
+PLAIN = "vocab_parallel_cross_entropy"
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
 # What a vocabulary-parallel loss takes by name.
 KEYWORDS = {"input", "target", "weight", "ignore_index", "reduction", "label_smoothing"}
@@ -93,6 +94,8 @@ class LossWriter:
         if change.function is not None:
             name = self.imports.helper(MODULE, change.function, causes)
             edits.append(Edit(start, end, name, causes, why))
+            if change.function == PLAIN:
+                edits.append(self._with_size(call, size, causes, why))
             return
         plain = self.file.qualified(call.func) == CROSS_ENTROPY
         strange = {k.arg for k in call.keywords} - KEYWORDS
@@ -108,18 +111,24 @@ class LossWriter:
                 causes,
             )
         if plain:
-            name = self.imports.helper(MODULE, "vocab_parallel_cross_entropy", causes)
+            name = self.imports.helper(MODULE, PLAIN, causes)
             edits.append(Edit(start, end, name, causes, why))
         else:
             name = self.imports.helper(MODULE, "vocab_parallel_criterion", causes)
             opening = self.file.text.index("(", end) + 1
             text = f"{name}({self.file.segment(call.func)}, "
             edits.append(Edit(start, opening, text, causes, why))
+        edits.append(self._with_size(call, size, causes, why))
+
+    def _with_size(
+        self, call: ast.Call, size: str, causes: tuple[Directive, ...], why: str
+    ) -> Edit:
+        """How many classes there are in all, as a further argument."""
         closing = self.file.span(call)[1] - 1
         last = len(self.file.text[:closing].rstrip())
         comma = self.file.text[last - 1] == ","
         text = f" vocab_size={size}," if comma else f", vocab_size={size}"
-        edits.append(Edit(last, last, text, causes, why))
+        return Edit(last, last, text, causes, why)
 
     def _make_whole(
         self,

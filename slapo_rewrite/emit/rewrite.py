@@ -173,8 +173,11 @@ def rewrite(
             text, moved = apply_edits(definitions.text, more)
             definitions = definitions.edited(text)
         imports = desks.main.imports
+        own = lowered.edits.get(project.file.name, [])
+        named = _used(ast.parse(apply_edits(project.file.text, own)[0]))
         for reference, why in project.references.items():
-            imports.refer(reference, why)
+            if reference.written.partition(".")[0] in named:
+                imports.refer(reference, why)
         copies = Copies(project.sources, desks, lowered.edits)
         copies.check_made(project.tree)
         if single_file:

@@ -17,6 +17,7 @@ from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.pattern import Pattern, pattern_of
 from slapo_rewrite.patterns.search import Match, Miss, Scope, find_calls, find_pattern, scopes_of
+from slapo_rewrite.patterns.values import Value
 
 
 def pattern_for(wanted: object, sources: Sources, at: errors.Span | None) -> Pattern:
@@ -109,7 +110,7 @@ def _matches(
 
 def _take(rule: Rule, found: Found, looked: Looked) -> None:
     expression = rule.expression(found) or read(rule.replacement(found))
-    values = {} if isinstance(expression, Renamed) else None
+    values: dict[str, Value] | None = {} if isinstance(expression, Renamed) else None
     operands = rule.operands(found)
     claim = Claim(found.match, found.node, expression, operands, rule.name, values=values)
     reason = rule.refuses(found)

@@ -17,10 +17,15 @@ from slapo_rewrite.model.follow.places import calling_frame, place_of
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.vocabulary import ParallelLoss
 
+# Where the losses are that the rule `cross_entropy` puts into a model.
+KERNELS = "slapo_rewrite.runtime.kernels.cross_entropy"
 # What computes losses for a whole family of models, and what takes its place in `forward`.
 KNOWN = {
     ("transformers.loss.loss_utils", "ForCausalLMLoss"): "causal_lm_loss",
     ("transformers.loss.loss_utils", "ForMaskedLMLoss"): "masked_lm_loss",
+    (KERNELS, "causal_lm_cross_entropy"): "causal_lm_loss",
+    (KERNELS, "masked_lm_cross_entropy"): "masked_lm_loss",
+    (KERNELS, "cross_entropy"): "vocab_parallel_cross_entropy",
 }
 # The layers that say how many classes there are in all.
 HEADS = ("ColumnParallelLinear",)
