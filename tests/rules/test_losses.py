@@ -11,10 +11,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.runtime.kernels.cross_entropy import (
     causal_lm_cross_entropy,
     masked_lm_cross_entropy,
 )
+from tests.rewriting import changed_lines, rewritten
 
 ROTARY = r"rotary\(q, k, cos, sin, unsqueeze_dim\)"
 CAUSAL = r"causal_lm_cross_entropy\("
@@ -117,3 +119,50 @@ def test_losses_of_transformers(losses, options):
         value.backward()
         found.append((value.detach(), logits.grad))
     torch.testing.assert_close(*found, equal_nan=True)
+
+
+SPLIT = """\
+import torch
+
+
+def model(m):
+    return m.Tagger(8, 11)
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 6, 8), "labels": torch.arange(12).view(2, 6) % 11}
+
+
+def loss(outputs):
+    return outputs[0]
+
+
+def schedule(s):
+    s.apply("cross_entropy")
+    s["head"].shard(["weight", "bias"], axis=0)
+    s["head"].sync("bwd_post", "all_reduce")
+"""
+
+
+def test_a_parallel_loss_takes_the_place_of_a_fused_one(tmp_path):
+    """Where the head is split afterwards; nothing is left of the kernel then."""
+    source = rules()["cross_entropy"].examples[0].source
+    assert (
+        changed_lines(rewritten(tmp_path, source, SPLIT))
+        == """\
+-from torch.nn import CrossEntropyLoss
++from .tensor_parallel import ColumnParallelLinear, all_gather
++from .vocab_parallel_loss import vocab_parallel_cross_entropy
+-        self.head = nn.Linear(width, classes)
++        self.head = ColumnParallelLinear(width, classes)
+-            loss_fct = CrossEntropyLoss()
+-            loss = loss_fct(logits.view(-1, logits.size(-1)), labels.view(-1))
++            loss = vocab_parallel_cross_entropy(
++                logits.view(-1, logits.size(-1)),
++                labels.view(-1),
++                vocab_size=self.head.full_out_features,
++            )
++        else:
++            logits = all_gather(logits, full_size=self.head.full_out_features)
+"""
+    )
