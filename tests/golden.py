@@ -89,6 +89,7 @@ def goldens() -> Iterator[Golden]:
     for model, (source, schedule) in sorted(sources.items()):
         yield Golden(model, "tensor_parallel", source, schedule, ())
         yield Golden(model, "tensor_parallel_checkpointed", source, schedule, ("ckpt_ratio=0.5",))
+        yield Golden(model, "fused", source, schedule, ("fuse=true",))
         if model in SEQUENCE_PARALLEL:
             settings = ("sequence_parallel=true",)
             yield Golden(model, "sequence_parallel", source, schedule, settings)

@@ -48,11 +48,15 @@ def schedule(
     parallel_loss: bool = False,
     ckpt_ratio: float = 0.0,
     fork_dropout: bool = False,
+    fuse: bool = False,
 ):
     """Splits the layers, and checkpoints the first `ckpt_ratio` of them.
 
     With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
+    With `fuse` every rule that pays is applied first, before anything is split.
     """
+    if fuse:
+        s.apply_all()
     layers = s["model.layers"]
     if tensor_parallel:
         layers["*.self_attn.{q_proj,k_proj,v_proj}"].shard("weight", axis=0)

@@ -35,11 +35,15 @@ def schedule(
     parallel_loss: bool = False,
     ckpt_ratio: float = 0.0,
     fork_dropout: bool = False,
+    fuse: bool = False,
 ):
     """Splits the blocks, and checkpoints the first `ckpt_ratio` of each stack.
 
     With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
+    With `fuse` every rule that pays is applied first, before anything is split.
     """
+    if fuse:
+        s.apply_all()
     stacks = s["{encoder,decoder}.block"]
     if tensor_parallel:
         columns = stacks["**.{q,k,v,wi}"]

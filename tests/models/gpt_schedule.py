@@ -30,11 +30,15 @@ def schedule(
     sequence_parallel: bool = False,
     parallel_loss: bool = False,
     ckpt_ratio: float = 0.0,
+    fuse: bool = False,
 ):
     """Splits the blocks, and checkpoints the first `ckpt_ratio` of them.
 
     With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
+    With `fuse` every rule that pays is applied first, before anything is split.
     """
+    if fuse:
+        s.apply_all()
     blocks = s["transformer.h"]
     if tensor_parallel:
         blocks["*.attn.c_attn"].shard(["weight", "bias"], axis=0, parts=3)
