@@ -86,12 +86,16 @@ def schedule(s):
 '''
 
 
-def fused(name: str, *lines: str) -> str:
-    """A bundled schedule that fuses first."""
+def fused(name: str) -> str:
+    """A bundled schedule that fuses first, half of the layers checkpointed."""
     text = bundled()[name].read_text()
-    head, end, body = text.partition('    """Splits')
-    doc, quotes, rest = body.partition('"""\n')
-    return head + end + doc + quotes + "".join(f"    {line}\n" for line in lines) + rest
+    for knob, value in (
+        ("fuse: bool = False", "True"),
+        ("sequence_parallel: bool = False", "True"),
+        ("ckpt_ratio: float = 0.0", "0.5"),
+    ):
+        text = text.replace(knob, f"{knob.rpartition(' ')[0]} {value}")
+    return text
 
 
 PACKED = """\
@@ -137,26 +141,20 @@ def schedule(s):
     layers[:2].checkpoint()
 """
 
-T5 = fused("t5", "s.apply_all()", "ckpt_ratio = 0.5")
 
 # Norms are computed in float32 by the model itself.
 CASES = {
     "packed": Case("transformers.models.llama.modeling_llama", PACKED, 1e-6),
     "parts": Case(PARTS, SCHEDULE),
     **{
-        name: Case(
-            f"transformers.models.{name}.modeling_{name}",
-            fused(name, "s.apply_all()", "ckpt_ratio, sequence_parallel = 0.5, True"),
-            1e-6,
-        )
-        for name in ("bert", "llama", "gpt2")
+        name: Case(f"transformers.models.{name}.modeling_{name}", fused(name), 1e-6)
+        for name in ("bert", "gpt2", "llama", "t5")
     },
-    "t5": Case("transformers.models.t5.modeling_t5", T5, 1e-6),
     "gated": Case(
         "transformers.models.t5.modeling_t5",
-        T5.replace("v,wi}", "v,wi_0,wi_1}").replace(
-            "T5Config(", "T5Config(feed_forward_proj='gated-gelu', "
-        ),
+        fused("t5")
+        .replace("v,wi}", "v,wi_0,wi_1}")
+        .replace("T5Config(", "T5Config(feed_forward_proj='gated-gelu', "),
         1e-6,
     ),
 }
