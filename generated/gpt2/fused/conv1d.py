@@ -1,0 +1,91 @@
+# Written by slapo-rewrite 0.1.0 for modeling_gpt2.py; rewrite.json says from what.
+"""Tensor-parallel forms of GPT-2's Conv1D, a linear layer with its weight transposed.
+
+Shapes: D features in, F features out. A prime (F') marks the part that this rank holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from .tensor_parallel import (
+    Reduction,
+    Shard,
+    all_reduce_gradient,
+    block_sizes,
+    gather_if_sharded,
+    record_shard,
+    sum_now,
+    world_size,
+)
+
+
+class ColumnParallelConv1D(Conv1D):
+    """A Conv1D split over its output features: (..., D) -> (..., F').
+
+    Args:
+        nf: F, of the whole layer; the attribute of that name is F'.
+        nx: D.
+        parts: Blocks packed along the output, as in `block_sizes`.
+        multiple_of: A rank's share of a block is a multiple of this.
+        reduce_input_gradient: Sum the input's gradient over the ranks. Off where
+            that is done once for several layers.
+        gather_output: Return (..., F) on every rank.
+    """
+
+    def __init__(
+        self,
+        nf: int,
+        nx: int,
+        *,
+        parts: int | Sequence[int] = 1,
+        multiple_of: int = 1,
+        reduce_input_gradient: bool = True,
+        gather_output: bool = False,
+    ) -> None:
+        shard = Shard(1, block_sizes(nf, parts), multiple_of)
+        super().__init__(shard.local_size(), nx)
+        self.reduce_input_gradient = reduce_input_gradient
+        self.output_shard = replace(shard, axis=-1) if gather_output else None
+        record_shard(self, "weight", shard)
+        record_shard(self, "bias", replace(shard, axis=0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
+        if self.reduce_input_gradient:
+            x = all_reduce_gradient(x)
+        return gather_if_sharded(super().forward(x), self.output_shard)
+
+
+class RowParallelConv1D(Conv1D):
+    """A Conv1D split over its input features: (..., D') -> (..., F).
+
+    Args:
+        nf: F.
+        nx: D, of the whole layer; the attribute of that name is D'.
+        parts: Blocks packed along the input, as in `block_sizes`.
+        multiple_of: A rank's share of a block is a multiple of this.
+        reduce: Adds up the ranks' partial outputs, and the bias to the sum.
+    """
+
+    def __init__(
+        self,
+        nf: int,
+        nx: int,
+        *,
+        parts: int | Sequence[int] = 1,
+        multiple_of: int = 1,
+        reduce: Reduction = sum_now,
+    ) -> None:
+        shard = Shard(0, block_sizes(nx, parts), multiple_of)
+        super().__init__(nf, shard.local_size())
+        self.reduce = reduce
+        record_shard(self, "weight", shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (..., D') to (..., F), added up as `reduce` does it."""
+        if world_size() == 1:
+            return super().forward(x)
+        return self.reduce(x @ self.weight, self.bias)

@@ -1,0 +1,1026 @@
+# Written by slapo-rewrite 0.1.0 for modeling_llama.py; rewrite.json says from what.
+"""Kernels that the model uses, each with its reference in PyTorch.
+
+Shapes: M rows, D columns, F features, D features, B batch, N query heads, K key heads, T tokens, H head size, R <= H rotated part.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the PyTorch references run
+    triton = tl = None
+
+constexpr: Any = None if triton is None else tl.constexpr
+# Kernels are what they are when they are defined.
+interpreted = triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def jit(kernel: Callable[..., Any]) -> Any:
+    """`triton.jit`, or the function as it is where there is no Triton."""
+    return kernel if triton is None else triton.jit(kernel)
+
+
+def runs_triton(*tensors: Tensor | None) -> bool:
+    """Whether kernels take these tensors; else the PyTorch reference does.
+
+    They take plain floating-point tensors of up to 32 bits on one GPU, or anywhere under
+    Triton's interpreter, and no transform of `torch.func` around them.
+    """
+    given = [x for x in tensors if x is not None]
+    return (
+        triton is not None
+        and not torch._C._are_functorch_transforms_active()
+        and all(
+            type(x) in (Tensor, nn.Parameter)
+            and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            and (x.is_cuda or interpreted)
+            and x.device == given[0].device
+            and x.shape[-1:] != (0,)
+            for x in given
+        )
+    )
+
+
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Inside, kernels start on the device of `x`."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def neighbouring(x: Tensor) -> Tensor:
+    """The tensor, copied if elements of its last axis are not next to one another."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """(..., D) as (M, D) with neighbouring columns, copied only where it must be."""
+    return neighbouring(neighbouring(x).reshape(-1, x.shape[-1]))
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name of a dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def ceil_div(size: int, block: int) -> int:
+    """How many blocks cover `size`. Triton's own stops `torch.compile`'s tracing."""
+    return -(-size // block)
+
+
+def block_size(size: int) -> int:
+    """The power of two, at least 16, that holds `size` elements."""
+    return 1 << max(size - 1, 15).bit_length()
+
+
+def row_tile(columns: int) -> tuple[int, int, int]:
+    """Rows and columns that a program holds at a time, whole rows, and its warps.
+
+    16 elements a thread are two loads of 16 bytes in half precision. Chosen for an
+    H100/H200: as compiled for it, threads have registers enough up to 4,096 columns,
+    and but for some bytes of the backward passes at 8,192. Not measured yet.
+    """
+    block_d = block_size(columns)
+    block_m = max(2048 // block_d, 1)
+    return block_m, block_d, min(max(block_m * block_d // 512, 4), 32)
+
+
+def flat_tile(rows: int, columns: int) -> tuple[int, int, int, int]:
+    """Blocks of rows and of columns for work on single elements, and a block's sizes.
+
+    16 elements for each of four warps' threads, as in `row_tile`; not measured yet.
+    """
+    block_d = min(block_size(columns), 1024)
+    block_m = 2048 // block_d
+    return ceil_div(rows, block_m), ceil_div(columns, block_d), block_m, block_d
+
+
+def reducing_programs(x: Tensor, blocks: int, column_blocks: int = 1) -> int:
+    """How many programs share `blocks` blocks of rows and keep a partial sum each.
+
+    Four on each multiprocessor of the GPU, over all blocks of columns: at four warps and
+    the 80 to 128 registers a thread that the compiler takes for an H100/H200, as many as
+    run at a time. Not measured yet.
+    """
+    if not x.is_cuda:
+        return min(blocks, 3)
+    device = torch.cuda.get_device_properties(x.device)
+    return min(blocks, max(4 * device.multi_processor_count // column_blocks, 1))
+
+
+def activation_reference(x: Tensor, kind: str) -> Tensor:
+    """The activation in PyTorch's operations."""
+    if kind == "relu":
+        return nn.functional.relu(x)
+    if kind == "silu":
+        return nn.functional.silu(x)
+    if kind == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    return nn.functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+@jit
+def logistic(z):
+    """1 / (1 + exp(-z)) and its derivative, without cancellation."""
+    power = tl.exp(-tl.abs(z))
+    total = 1.0 + power
+    return tl.where(z >= 0.0, 1.0, power) / total, power / (total * total)
+
+
+@jit
+def activate(x, kind: constexpr):
+    """The activation of a tile."""
+    if kind == "relu":
+        return tl.where(x < 0.0, 0.0, x)
+    elif kind == "silu":
+        return x * tl.sigmoid(x)
+    elif kind == "quick_gelu":
+        return x * tl.sigmoid(1.702 * x)
+    elif kind == "gelu_tanh":
+        # (1 + tanh(z)) / 2 is sigmoid(2 z); 1.5957... is 2 sqrt(2 / pi).
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@jit
+def activation_slope(x, kind: constexpr):
+    """The activation's derivative, of a tile."""
+    if kind == "relu":
+        return tl.where(x > 0.0, 1.0, 0.0)
+    elif kind == "silu":
+        share, slope = logistic(x)
+        return share + x * slope
+    elif kind == "quick_gelu":
+        share, slope = logistic(1.702 * x)
+        return share + 1.702 * x * slope
+    elif kind == "gelu_tanh":
+        share, slope = logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return share + x * slope * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
+
+
+def draw_seed(x: Tensor) -> Tensor:
+    """A seed from the generator of x's device, left there: (1,), int64.
+
+    Setting the generator's state back, as recomputation does, draws it again.
+    """
+    return torch.randint(2**63 - 1, (1,), device=x.device)
+
+
+def keep_scale(p: float) -> float:
+    """What dropout multiplies by, so that the mean stays."""
+    return 1 / (1 - p) if p < 1 else 0.0
+
+
+@jit
+def kept(seed, rows, first, p, block_d: constexpr):
+    """Which elements dropout keeps, each with probability 1 - p.
+
+    Of these rows, `block_d` columns from `first` on, a multiple of four. A pure function
+    of the seed and of an element's row and column. Philox gives four numbers at once;
+    seven rounds pass the BigCrush tests (Salmon et al. 2011).
+    """
+    groups = (first // 4 + tl.arange(0, block_d // 4))[None, :]
+    row = rows.to(tl.int32)[:, None] + tl.zeros_like(groups)
+    column = tl.zeros_like(row) + groups
+    zero = tl.zeros_like(row)
+    a, b, c, d = tl.philox(tl.load(seed), row, column, zero, zero, 7)
+    bits = tl.interleave(tl.interleave(a, b), tl.interleave(c, d))
+    return tl.uint_to_uniform_float(bits) >= p
+
+
+@jit
+def gated_forward_kernel(
+    gate,
+    up,
+    seed,
+    y,
+    m,
+    f,
+    column_blocks,
+    gate_stride,
+    up_stride,
+    p,
+    keep_scale,
+    kind: constexpr,
+    has_dropout: constexpr,
+    block_m: constexpr,
+    block_f: constexpr,
+):
+    """Writes y (M, F)."""
+    block, across = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
+    rows = (block * block_m + tl.arange(0, block_m)).to(tl.int64)
+    columns = across * block_f + tl.arange(0, block_f)
+    inside = (rows < m)[:, None] & (columns < f)[None, :]
+    gate_at = rows[:, None] * gate_stride + columns[None, :]
+    up_at = rows[:, None] * up_stride + columns[None, :]
+    g = tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + up_at, mask=inside, other=0.0).to(tl.float32)
+    out = activate(g, kind) * u
+    if has_dropout:
+        keep = kept(seed, rows, across * block_f, p, block_f)
+        out = tl.where(keep, out * keep_scale, 0.0)
+    at = rows[:, None] * f + columns[None, :]
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def gated_backward_kernel(
+    dy,
+    gate,
+    up,
+    seed,
+    dgate,
+    dup,
+    m,
+    f,
+    column_blocks,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    p,
+    keep_scale,
+    kind: constexpr,
+    has_dropout: constexpr,
+    block_m: constexpr,
+    block_f: constexpr,
+):
+    """Writes dgate and dup (M, F)."""
+    block, across = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
+    rows = (block * block_m + tl.arange(0, block_m)).to(tl.int64)
+    columns = across * block_f + tl.arange(0, block_f)
+    inside = (rows < m)[:, None] & (columns < f)[None, :]
+    dy_at = rows[:, None] * dy_stride + columns[None, :]
+    gate_at = rows[:, None] * gate_stride + columns[None, :]
+    up_at = rows[:, None] * up_stride + columns[None, :]
+    d = tl.load(dy + dy_at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + up_at, mask=inside, other=0.0).to(tl.float32)
+    if has_dropout:
+        keep = kept(seed, rows, across * block_f, p, block_f)
+        d = tl.where(keep, d * keep_scale, 0.0)
+    at = rows[:, None] * f + columns[None, :]
+    dg = d * u * activation_slope(g, kind)
+    tl.store(dgate + at, dg.to(dgate.dtype.element_ty), mask=inside)
+    tl.store(dup + at, (d * activate(g, kind)).to(dup.dtype.element_ty), mask=inside)
+
+
+def gated_forward(
+    gate: Tensor, up: Tensor, seed: Tensor | None, kind: str, p: float
+) -> Tensor:
+    """The gated rows, (..., F)."""
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
+    gate_rows, up_rows = rows_of(gate), rows_of(up)
+    m, f = gate_rows.shape
+    row_blocks, column_blocks, block_m, block_f = flat_tile(m, f)
+    with device_of(gate):
+        gated_forward_kernel[(row_blocks * column_blocks,)](
+            gate_rows,
+            up_rows,
+            gate_rows if seed is None else seed,
+            y,
+            m,
+            f,
+            column_blocks,
+            gate_rows.stride(0),
+            up_rows.stride(0),
+            p,
+            keep_scale(p),
+            kind=kind,
+            has_dropout=seed is not None,
+            block_m=block_m,
+            block_f=block_f,
+        )
+    return y
+
+
+def gated_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, seed: Tensor | None, kind: str, p: float
+) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up, (..., F) each."""
+    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    dy_rows, gate_rows, up_rows = rows_of(dy), rows_of(gate), rows_of(up)
+    m, f = gate_rows.shape
+    row_blocks, column_blocks, block_m, block_f = flat_tile(m, f)
+    with device_of(gate):
+        gated_backward_kernel[(row_blocks * column_blocks,)](
+            dy_rows,
+            gate_rows,
+            up_rows,
+            gate_rows if seed is None else seed,
+            dgate,
+            dup,
+            m,
+            f,
+            column_blocks,
+            dy_rows.stride(0),
+            gate_rows.stride(0),
+            up_rows.stride(0),
+            p,
+            keep_scale(p),
+            kind=kind,
+            has_dropout=seed is not None,
+            block_m=block_m,
+            block_f=block_f,
+        )
+    return dgate, dup
+
+
+class GatedFunction(torch.autograd.Function):
+    """dropout(activation(gate) * up), differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str, p: float) -> Tensor:
+        """Keeps gate, up and the seed, and no activation."""
+        seed = draw_seed(gate) if p > 0 else None
+        ctx.save_for_backward(gate, up, seed)
+        ctx.kind, ctx.p = kind, p
+        return gated_forward(gate, up, seed, kind, p)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        """Gradients of gate and up."""
+        gate, up, seed = ctx.saved_tensors
+        return *gated_backward(dy, gate, up, seed, ctx.kind, ctx.p), None, None
+
+
+def gated(
+    gate: Tensor, up: Tensor, kind: str, *, p: float = 0.0, training: bool = True
+) -> Tensor:
+    """dropout(activation(gate) * up).
+
+    Shapes: gate and up (..., F), also two halves of one tensor -> (..., F).
+    Numerics: reassociated; float32 inside, rounded once. Reseeded where p > 0: dropout
+        draws other numbers than `torch.nn.functional.dropout`, from the same generator,
+        and stores no mask.
+    Source: Shazeer 2020, arXiv:2002.05202.
+
+    Args:
+        gate: What is activated.
+        up: What it multiplies.
+        kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
+        p: The share that dropout drops.
+        training: Whether dropout drops at all.
+    """
+    p = p if training else 0.0
+    if not runs_triton(gate, up) or gate.shape != up.shape:
+        return nn.functional.dropout(activation_reference(gate, kind) * up, p)
+    y: Tensor = GatedFunction.apply(gate, up, kind, p)
+    return y
+
+
+def swiglu(
+    gate: Tensor, up: Tensor, *, p: float = 0.0, training: bool = True
+) -> Tensor:
+    """dropout(silu(gate) * up), as `gated`."""
+    return gated(gate, up, "silu", p=p, training=training)
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
+) -> Tensor:
+    """`rms_norm` in PyTorch's operations."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    r = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    hat = (x if cast == "weight" else wide) * r
+    if weight is None:
+        return hat.to(x.dtype)
+    if cast == "output":
+        return ((offset + weight.to(hat.dtype)) * hat).to(x.dtype)
+    scale = offset + weight if offset else weight
+    return scale * hat.to(x.dtype if cast == "input" else weight.dtype)
+
+
+@jit
+def rms_norm_forward_kernel(
+    x,
+    residual,
+    seed,
+    weight,
+    y,
+    total,
+    rstd,
+    m,
+    d,
+    x_stride,
+    residual_stride,
+    p,
+    keep_scale,
+    eps,
+    offset,
+    hat_dtype: constexpr,
+    has_residual: constexpr,
+    has_dropout: constexpr,
+    has_weight: constexpr,
+    block_m: constexpr,
+    block_d: constexpr,
+):
+    """Writes y (M, D) and rstd (M,), and the sum (M, D) where there is one."""
+    rows = (tl.program_id(0) * block_m + tl.arange(0, block_m)).to(tl.int64)
+    columns = tl.arange(0, block_d)
+    inside = (rows < m)[:, None] & (columns < d)[None, :]
+    at = rows[:, None] * d + columns[None, :]
+    x_at = rows[:, None] * x_stride + columns[None, :]
+    value = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
+    if has_residual:
+        if has_dropout:
+            keep = kept(seed, rows, 0, p, block_d)
+            value = tl.where(keep, value * keep_scale, 0.0)
+        residual_at = rows[:, None] * residual_stride + columns[None, :]
+        value += tl.load(residual + residual_at, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    r = tl.rsqrt(tl.sum(value * value, 1) / d + eps)
+    tl.store(rstd + rows, r, mask=rows < m)
+    hat = (value * r[:, None]).to(hat_dtype).to(tl.float32)
+    if has_weight:
+        scale = tl.load(weight + columns, mask=columns < d, other=0.0).to(tl.float32)
+        hat *= (scale + offset)[None, :]
+    tl.store(y + at, hat.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def rms_norm_backward_kernel(
+    dy,
+    dtotal,
+    total,
+    seed,
+    weight,
+    rstd,
+    dx,
+    dresidual,
+    dweight,
+    m,
+    d,
+    dy_stride,
+    dtotal_stride,
+    total_stride,
+    p,
+    keep_scale,
+    offset,
+    hat_dtype: constexpr,
+    has_dtotal: constexpr,
+    has_residual: constexpr,
+    has_dropout: constexpr,
+    has_weight: constexpr,
+    weight_gradient: constexpr,
+    block_m: constexpr,
+    block_d: constexpr,
+):
+    """Writes dx and dresidual (M, D), and each program's part of dweight, (programs, D)."""
+    columns = tl.arange(0, block_d)
+    if has_weight:
+        scale = tl.load(weight + columns, mask=columns < d, other=0.0).to(tl.float32)
+        scale += offset
+    dw = tl.zeros((block_m, block_d), tl.float32)
+    step = tl.num_programs(0) * block_m
+    for start in range(tl.program_id(0) * block_m, m, step):
+        rows = (start + tl.arange(0, block_m)).to(tl.int64)
+        inside = (rows < m)[:, None] & (columns < d)[None, :]
+        at = rows[:, None] * d + columns[None, :]
+        total_at = rows[:, None] * total_stride + columns[None, :]
+        dy_at = rows[:, None] * dy_stride + columns[None, :]
+        r = tl.load(rstd + rows, mask=rows < m, other=0.0)[:, None]
+        hat = tl.load(total + total_at, mask=inside, other=0.0).to(tl.float32) * r
+        g = tl.load(dy + dy_at, mask=inside, other=0.0).to(tl.float32)
+        if weight_gradient:
+            dw += g * hat.to(hat_dtype).to(tl.float32)
+        if has_weight:
+            g *= scale[None, :]
+        g = (g - hat * (tl.sum(g * hat, 1) / d)[:, None]) * r
+        if has_dtotal:
+            dtotal_at = rows[:, None] * dtotal_stride + columns[None, :]
+            g += tl.load(dtotal + dtotal_at, mask=inside, other=0.0).to(tl.float32)
+        if has_residual:
+            tl.store(dresidual + at, g.to(dresidual.dtype.element_ty), mask=inside)
+        if has_dropout:
+            keep = kept(seed, rows, 0, p, block_d)
+            g = tl.where(keep, g * keep_scale, 0.0)
+        tl.store(dx + at, g.to(dx.dtype.element_ty), mask=inside)
+    if weight_gradient:
+        at = tl.program_id(0) * d + columns
+        tl.store(dweight + at, tl.sum(dw, 0), mask=columns < d)
+
+
+def rms_norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    seed: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    cast: str,
+    p: float,
+) -> tuple[Tensor, Tensor, Tensor, torch.dtype]:
+    """The normalised rows and the sum, (..., D), and rstd, (M,).
+
+    Also the dtype that the rows are rounded to before the weight.
+    """
+    rows = rows_of(x)
+    residual_rows = rows if residual is None else rows_of(residual)
+    (m, d), dtype = rows.shape, torch.promote_types(x.dtype, residual_rows.dtype)
+    hat_dtype = y_dtype = dtype
+    if weight is not None:
+        by_cast = {"input": dtype, "weight": weight.dtype, "output": torch.float32}
+        hat_dtype = by_cast[cast]
+        if cast != "output":
+            y_dtype = torch.promote_types(hat_dtype, weight.dtype)
+    y = torch.empty(x.shape, dtype=y_dtype, device=x.device)
+    rstd = torch.empty((m,), dtype=torch.float32, device=x.device)
+    total = x
+    if residual is not None:
+        total = torch.empty(x.shape, dtype=dtype, device=x.device)
+    block_m, block_d, num_warps = row_tile(d)
+    with device_of(x):
+        rms_norm_forward_kernel[(ceil_div(m, block_m),)](
+            rows,
+            residual_rows,
+            rstd if seed is None else seed,
+            rows if weight is None else weight.contiguous(),
+            y,
+            total,
+            rstd,
+            m,
+            d,
+            rows.stride(0),
+            residual_rows.stride(0),
+            p,
+            keep_scale(p),
+            eps,
+            offset,
+            hat_dtype=triton_dtype(hat_dtype),
+            has_residual=residual is not None,
+            has_dropout=seed is not None,
+            has_weight=weight is not None,
+            block_m=block_m,
+            block_d=block_d,
+            num_warps=num_warps,
+        )
+    return y, total, rstd, hat_dtype
+
+
+def rms_norm_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    seed: Tensor | None,
+    weight: Tensor | None,
+    rstd: Tensor,
+    p: float,
+    offset: float,
+    hat_dtype: torch.dtype,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+    weight_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of x and residual, (..., D), and of the weight, (D,)."""
+    rows, dy_rows = rows_of(total), rows_of(dy)
+    dtotal_rows = dy_rows if dtotal is None else rows_of(dtotal)
+    (m, d), device = rows.shape, total.device
+    block_m, block_d, num_warps = row_tile(d)
+    programs = reducing_programs(total, ceil_div(m, block_m))
+    dx = torch.empty(total.shape, dtype=x_dtype, device=device)
+    dresidual = dx
+    apart = seed is not None or residual_dtype != x_dtype
+    if residual_dtype is not None and apart:
+        dresidual = torch.empty(total.shape, dtype=residual_dtype, device=device)
+    dweight = torch.empty((programs, d), dtype=torch.float32, device=device)
+    with device_of(total):
+        rms_norm_backward_kernel[(programs,)](
+            dy_rows,
+            dtotal_rows,
+            rows,
+            rstd if seed is None else seed,
+            rows if weight is None else weight.contiguous(),
+            rstd,
+            dx,
+            dresidual,
+            dweight,
+            m,
+            d,
+            dy_rows.stride(0),
+            dtotal_rows.stride(0),
+            rows.stride(0),
+            p,
+            keep_scale(p),
+            offset,
+            hat_dtype=triton_dtype(hat_dtype),
+            has_dtotal=dtotal is not None,
+            has_residual=residual_dtype is not None and apart,
+            has_dropout=seed is not None,
+            has_weight=weight is not None,
+            weight_gradient=weight_gradient,
+            block_m=block_m,
+            block_d=block_d,
+            num_warps=num_warps,
+        )
+    return dx, dresidual, dweight.sum(0) if weight_gradient else None
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """The normalised rows and the sum; without a residual, no sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        eps: float,
+        offset: float,
+        cast: str,
+        p: float,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Keeps the sum, each row's scale and the seed."""
+        seed = draw_seed(x) if p > 0 else None
+        y, total, rstd, ctx.hat_dtype = rms_norm_forward(
+            x, residual, seed, weight, eps, offset, cast, p
+        )
+        ctx.save_for_backward(total, seed, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.p, ctx.offset, ctx.x_dtype = p, offset, x.dtype
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        return y if residual is None else (y, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:
+        """Gradients of x, residual and weight."""
+        total, seed, weight, rstd = ctx.saved_tensors
+        if dy is None and dtotal is None:
+            return (None,) * 7
+        dx, dresidual, dweight = rms_norm_backward(
+            torch.zeros_like(total) if dy is None else dy,
+            dtotal,
+            total,
+            seed,
+            weight,
+            rstd,
+            ctx.p,
+            ctx.offset,
+            ctx.hat_dtype,
+            ctx.x_dtype,
+            ctx.residual_dtype,
+            weight is not None and ctx.needs_input_grad[2],
+        )
+        if dweight is not None:
+            dweight = dweight.to(weight.dtype)
+        residual_gradient = None if ctx.residual_dtype is None else dresidual
+        return dx, residual_gradient, dweight, None, None, None, None
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: str = "input",
+) -> Tensor:
+    """Divides each row by its root mean square and multiplies it by the weight.
+
+    Shapes: x (..., D), weight (D,) -> (..., D).
+    Numerics: reassociated. Statistics in float32; the weight's gradient is summed in
+        float32, in the same order at every run.
+    Source: Zhang & Sennrich 2019, arXiv:1910.07467.
+
+    Args:
+        x: The rows.
+        weight: The scale, or None for none.
+        eps: Added to the mean of the squares.
+        offset: Added to the weight; 1 as Gemma has it.
+        cast: When the normalised rows leave float32: "input" to x's dtype before they
+            are multiplied (Llama), "weight" to the weight's dtype before (T5),
+            "output" to x's dtype after (Gemma).
+    """
+    if not runs_triton(x, weight):
+        return rms_norm_reference(x, weight, eps, offset, cast)
+    y: Tensor = RMSNormFunction.apply(x, None, weight, eps, offset, cast, 0.0)
+    return y
+
+
+def residual_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: str = "input",
+    p: float = 0.0,
+    training: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Normalises residual + dropout(x) as `rms_norm` does.
+
+    Shapes: x and residual (..., D), weight (D,) -> the normalised rows and the sum,
+        (..., D) each.
+    Numerics: reassociated, as `rms_norm`; without dropout the sum is exact. Reseeded
+        where p > 0: dropout draws other numbers than `torch.nn.functional.dropout`,
+        from the same generator, and stores no mask.
+    Source: Zhang & Sennrich 2019, arXiv:1910.07467; Salmon et al. 2011,
+        doi:10.1145/2063384.2063405.
+
+    Args:
+        x: What is added to the residual.
+        residual: The stream that runs past the layers.
+        weight: The scale, or None for none.
+        eps: Added to the mean of the squares.
+        offset: Added to the weight; 1 as Gemma has it.
+        cast: When the normalised rows leave float32, as in `rms_norm`.
+        p: The share of x that dropout drops.
+        training: Whether dropout drops at all.
+    """
+    p = p if training else 0.0
+    if not runs_triton(x, residual, weight) or x.shape != residual.shape:
+        total = residual + nn.functional.dropout(x, p)
+        return rms_norm_reference(total, weight, eps, offset, cast), total
+    y, total = RMSNormFunction.apply(x, residual, weight, eps, offset, cast, p)
+    return y, total
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gives x cos + rotate_half(x) sin on the first R features, in PyTorch's operations."""
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.tensor_split(2, -1)
+    turned = turned * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+
+@jit
+def rotate_rows(
+    block,
+    x,
+    cos,
+    sin,
+    y,
+    b,
+    n,
+    t,
+    x_batch,
+    x_head,
+    x_token,
+    y_batch,
+    y_head,
+    y_token,
+    table_batch,
+    table_token,
+    half,
+    tail,
+    has_tail: constexpr,
+    backward: constexpr,
+    block_m: constexpr,
+    block_half: constexpr,
+    block_tail: constexpr,
+):
+    """Rotates a block of rows; a row is one head of one token, heads next to another."""
+    rows = (block * block_m + tl.arange(0, block_m)).to(tl.int64)
+    head, token, batch = rows % n, rows // n % t, rows // n // t
+    columns = tl.arange(0, block_half)[None, :]
+    real = (rows < b * n * t)[:, None]
+    inside = real & (columns < half)
+    x_row = x + (batch * x_batch + head * x_head + token * x_token)[:, None]
+    y_row = y + (batch * y_batch + head * y_head + token * y_token)[:, None]
+    angle = (batch * table_batch + token * table_token)[:, None] + columns
+    x1 = tl.load(x_row + columns, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x_row + half + columns, mask=inside, other=0.0).to(tl.float32)
+    c1 = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    s1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+    c2 = tl.load(cos + half + angle, mask=inside, other=0.0).to(tl.float32)
+    s2 = tl.load(sin + half + angle, mask=inside, other=0.0).to(tl.float32)
+    if backward:  # the transpose: by the negative angle
+        y1 = x1 * c1 + x2 * s2
+        y2 = x2 * c2 - x1 * s1
+    else:
+        y1 = x1 * c1 - x2 * s1
+        y2 = x2 * c2 + x1 * s2
+    dtype = y.dtype.element_ty
+    tl.store(y_row + columns, y1.to(dtype), mask=inside)
+    tl.store(y_row + half + columns, y2.to(dtype), mask=inside)
+    if has_tail:
+        columns = 2 * half + tl.arange(0, block_tail)[None, :]
+        inside = real & (columns < 2 * half + tail)
+        passed = tl.load(x_row + columns, mask=inside)
+        tl.store(y_row + columns, passed.to(dtype), mask=inside)
+
+
+@jit
+def rotary_kernel(
+    q,
+    k,
+    cos,
+    sin,
+    q_out,
+    k_out,
+    b,
+    n,
+    k_heads,
+    t,
+    q_blocks,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    q_out_batch,
+    q_out_head,
+    q_out_token,
+    k_out_batch,
+    k_out_head,
+    k_out_token,
+    table_batch,
+    table_token,
+    half,
+    tail,
+    has_tail: constexpr,
+    backward: constexpr,
+    block_m: constexpr,
+    block_half: constexpr,
+    block_tail: constexpr,
+):
+    """Rotates q (B, N, T, H) and k (B, K, T, H), forward or back."""
+    block = tl.program_id(0)
+    if block < q_blocks:
+        rotate_rows(
+            block,
+            q,
+            cos,
+            sin,
+            q_out,
+            b,
+            n,
+            t,
+            q_batch,
+            q_head,
+            q_token,
+            q_out_batch,
+            q_out_head,
+            q_out_token,
+            table_batch,
+            table_token,
+            half,
+            tail,
+            has_tail,
+            backward,
+            block_m,
+            block_half,
+            block_tail,
+        )
+    else:
+        rotate_rows(
+            block - q_blocks,
+            k,
+            cos,
+            sin,
+            k_out,
+            b,
+            k_heads,
+            t,
+            k_batch,
+            k_head,
+            k_token,
+            k_out_batch,
+            k_out_head,
+            k_out_token,
+            table_batch,
+            table_token,
+            half,
+            tail,
+            has_tail,
+            backward,
+            block_m,
+            block_half,
+            block_tail,
+        )
+
+
+def rotate(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    backward: bool,
+) -> tuple[Tensor, Tensor]:
+    """Rotates q (B, N, T, H) and k (B, K, T, H) by cos and sin (B or 1, T, R).
+
+    The results lie in memory as q and k do. A program holds 1,024 pairs of elements;
+    not measured yet.
+    """
+    b, n, t, h = q.shape
+    q, k = neighbouring(q), neighbouring(k)
+    cos, sin = neighbouring(cos), neighbouring(sin)
+    q_out = torch.empty_like(q, dtype=dtypes[0])
+    k_out = torch.empty_like(k, dtype=dtypes[1])
+    cos, sin = cos.expand(b, -1, -1), sin.expand(b, -1, -1)
+    if sin.stride() != cos.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    half = cos.shape[-1] // 2
+    tail = h - 2 * half
+    block_half = block_size(half)
+    block_m = max(1024 // block_half, 1)
+    q_blocks = ceil_div(b * n * t, block_m)
+    k_blocks = ceil_div(b * k.shape[1] * t, block_m)
+    with device_of(q):
+        rotary_kernel[(q_blocks + k_blocks,)](
+            q,
+            k,
+            cos,
+            sin,
+            q_out,
+            k_out,
+            b,
+            n,
+            k.shape[1],
+            t,
+            q_blocks,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *q_out.stride()[:3],
+            *k_out.stride()[:3],
+            *cos.stride()[:2],
+            half,
+            tail,
+            has_tail=tail > 0,
+            backward=backward,
+            block_m=block_m,
+            block_half=block_half,
+            block_tail=block_size(tail),
+        )
+    return q_out, k_out
+
+
+class RotaryFunction(torch.autograd.Function):
+    """q and k rotated, differentiable in them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keeps the tables only."""
+        ctx.save_for_backward(cos, sin)
+        ctx.dtypes = (q.dtype, k.dtype)
+        dtypes = (
+            torch.promote_types(q.dtype, cos.dtype),
+            torch.promote_types(k.dtype, cos.dtype),
+        )
+        return rotate(q, k, cos, sin, dtypes, backward=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
+        """Gradients of q and k."""
+        cos, sin = ctx.saved_tensors
+        return *rotate(dq, dk, cos, sin, ctx.dtypes, backward=True), None, None
+
+
+def rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rotates the first R features of every head of q and k; the others pass.
+
+    Shapes: q (B, N, T, H), k (B, K, T, H), cos and sin (B or 1, T, R) -> q's and k's;
+        with `unsqueeze_dim` 2, q (B, T, N, H) and k (B, T, K, H).
+    Numerics: reassociated; float32 inside, rounded once.
+    Source: Su et al. 2021, arXiv:2104.09864; part of a head: Black et al. 2022,
+        arXiv:2204.06745.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        cos: Cosines, of each angle twice: the two halves of R.
+        sin: Sines, likewise.
+        unsqueeze_dim: Where q and k have their heads.
+    """
+    kernel = (
+        runs_triton(q, k, cos, sin)
+        and q.dim() == k.dim() == 4
+        and cos.dim() == 3
+        and cos.shape == sin.shape
+        and cos.dtype == sin.dtype
+        and cos.shape[-1] % 2 == 0
+        and unsqueeze_dim in (1, 2)
+        and not (cos.requires_grad or sin.requires_grad)
+    )
+    if not kernel:
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
+    if unsqueeze_dim == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    q, k = RotaryFunction.apply(q, k, cos, sin)
+    if unsqueeze_dim == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return q, k
