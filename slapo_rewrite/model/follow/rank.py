@@ -60,6 +60,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "dsplit": cuts.pick_across,
     "expand": reshapes.expand,
     "repeat": reshapes.repeat,
+    "as_strided": reshapes.as_strided,
     "__getitem__": cuts.index,
 }
 

@@ -6,6 +6,7 @@ must give them and how the result is packed, where that is known.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from slapo_rewrite.model.follow.arguments import INFERRED, OWN, SHARE, change
 from slapo_rewrite.model.follow.packing import Blocks, described
 from slapo_rewrite.model.follow.record import Entry
 from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.sizes import Shape, groups, product
+from slapo_rewrite.model.follow.sizes import Attribute, Shape, groups, numbers, product
 from slapo_rewrite.model.follow.vocabulary import (
     CannotFollow,
     Indivisible,
@@ -28,12 +29,18 @@ def view(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     """`view` and `reshape`: a split axis keeps its share, in one of the axes it is regrouped in."""
     tensor, given = args[0], list(args[1:]) or [kwargs.get("shape", kwargs.get("size"))]
     nested = len(given) == 1 and isinstance(given[0], (list, tuple))
-    sizes = list(given[0]) if nested else given
+    sizes = [_integer(size) for size in (given[0] if nested else given)]
     here = tuple(tensor.shape)
     if not sizes or not all(isinstance(s, int) for s in sizes) or entry.inputs[0] == here:
         return args, kwargs, None
     shape, blocks = _regrouped(run, tensor, entry.inputs[0], entry.outputs[0], sizes)
     return (tensor, tuple(_fitted(run, tensor, sizes, shape, first=0))), {}, blocks
+
+
+def _integer(size: Any) -> Any:
+    """A size as an integer, where it was computed as a tensor (`torch.div(length, 2)`)."""
+    scalar = isinstance(size, torch.Tensor) and not size.is_meta and not size.dim()
+    return int(size) if scalar else size
 
 
 def unflatten(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
@@ -84,6 +91,59 @@ def repeat(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
                 "this repeats what a rank has, where the whole would be repeated", run.place()
             )
     return args, kwargs, None
+
+
+def as_strided(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
+    """`as_strided`: each element of the split axis is read as the whole model reads it.
+
+    In memory without gaps, what lies inside such an element is as long on a rank as in the whole
+    model, and what lies around the axis is longer there by as much as the axis is.
+    """
+    tensor, axes = args[0], run.split_axes(args[0])
+    if not axes:
+        return args, kwargs, None
+    axis = axes[0]
+    whole, here, inside = entry.inputs[0][axis], tensor.shape[axis], tensor.stride(axis)
+    given = dict(zip(("size", "stride", "storage_offset"), args[1:], strict=False)) | kwargs
+    recorded = iter(entry.numbers)
+    counted = not run.has_values
+    meant = {n: [next(recorded) for _ in numbers(value, counted)] for n, value in given.items()}
+    sizes = [_integer(size) for size in given["size"]]
+    kept = [k for k, stride in enumerate(given["stride"]) if stride == inside]
+    simple = _without_gaps(tensor) and not given.get("storage_offset")
+    if len(kept) != 1 or entry.outputs[0][kept[0]] != whole or not simple:
+        raise _strides(run, tensor)
+    if sizes[kept[0]] != here:
+        raise _strides(run, tensor, run.undecided(sizes[kept[0]]))
+    reach = 1
+    for times, step, wanted in zip(sizes, given["stride"], meant["stride"], strict=True):
+        if step == inside:
+            continue
+        around, rest = divmod(step, inside * here)
+        if rest >= inside or around * inside * whole + rest != wanted:
+            raise _strides(run, tensor)
+        reach += (times - 1) * rest
+    if reach > inside:
+        raise _strides(run, tensor)
+    return args, kwargs, {kept[0]: run.blocks.get(id(tensor), {}).get(axis, (whole,))}
+
+
+def _without_gaps(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie one after the other, in whichever order of its axes."""
+    axes = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    return all(stride == product(n for _, n in axes[:i]) for i, (stride, _) in enumerate(axes))
+
+
+def _strides(run: Run, tensor: torch.Tensor, attributes: Sequence[Attribute] = ()) -> CannotFollow:
+    axis = run.split_axes(tensor)[0]
+    return CannotFollow(
+        f"`as_strided` reads the memory of a value of which a rank has {tensor.shape[axis]} of "
+        f"{run.whole_shape(tensor)[axis]} elements along axis {axis}, not as the whole model does",
+        run.place(),
+        run.origins.get(id(tensor)),
+        "gather the value before",
+        attributes=attributes,
+    )
 
 
 def _fitted(
