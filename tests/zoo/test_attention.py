@@ -278,3 +278,35 @@ def test_what_takes_a_part_apart_otherwise_is_refused(taken, words, tmp_path):
     source = SOURCE.replace("BODY", EACH.replace("TAKEN", taken)).replace("MERGED", ".flatten(2)")
     text = refused(tmp_path, source, SCHEDULE + THREE + ROW, "SR104")
     assert words in text and "q, k, v = (" in text
+
+
+SLID = """\
+    def slid(self, t):
+        B, H, T, D = t.shape
+        t = nn.functional.pad(t.reshape(B * H, T, D), (0, 0, 1, 10))
+        t = t.view(B * H, torch.div(16, 8, rounding_mode="trunc"), 8, D).flatten(1, 2)
+        head, token, feature = t.stride()
+        pairs = t.as_strided((B * H, T, 2, D), (head, token, TOKEN, feature))
+        return pairs.sum(2).view(B, H, T, D)
+
+"""
+
+
+def slid(token: str) -> str:
+    """The source with each token's query, key and value the sum of two tokens'."""
+    body = "q, k, v = (self.slid(self.heads(t)) for t in (self.q(x), self.k(x), self.v(x)))"
+    text = SOURCE.replace("BODY", body).replace("MERGED", ".flatten(2)")
+    before = "    def forward(self, x):\n        B, T, C"
+    return text.replace(before, SLID.replace("TOKEN", token) + before)
+
+
+def test_heads_that_are_merged_with_the_batch_are_strided_over(tmp_path):
+    """As many of them as tokens in a chunk: what is split is not told by its size."""
+    text = changed_lines(rewritten(tmp_path, slid("token"), SCHEDULE + THREE + ROW))
+    assert HALF in text and "strided" not in text and ".view(" not in text
+
+
+@pytest.mark.parametrize("token", ["head", "head + token", "head - token"])
+def test_strides_from_one_head_into_another_are_refused(token, tmp_path):
+    text = refused(tmp_path, slid(token), SCHEDULE + THREE + ROW, "SR104")
+    assert "`as_strided` reads the memory of a value of which a rank has 4 of 8" in text

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.numbers import Case, compare, prepare
-from tests.processes import run
+from tests.numbers import Case
 from tests.rewriting import changed_lines, refused, rewritten
 
 SOURCE = '''\
@@ -168,21 +167,3 @@ def test_a_mean_that_leaves_the_norm_is_refused(tmp_path):
     text = text.replace("return self.out(", "return self.q_norm.level(self.q(x)) + self.out(")
     text = refused(tmp_path, text, SCHEDULE + NORMS, "SR104")
     assert "stands inside `q_norm`" in text or "inside `q_norm`, whose gradient" in text
-
-
-def check(folder):
-    compare(folder, CASES)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("norms")
-    prepare(path, CASES)
-    return path
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_numbers_of_whole_norms(folder, world):
-    """Of 22 features four ranks have 6, 6, 5 and 5."""
-    run(check, world, folder)

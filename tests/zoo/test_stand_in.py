@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.numbers import Case, compare, prepare
-from tests.processes import run
+from tests.numbers import Case
 from tests.rewriting import changed_lines, refused, rewritten
 
 SOURCE = """\
@@ -162,20 +161,3 @@ def test_a_twin_that_cannot_stand_for_the_model_is_warned_of(old, new, words, tm
     schedule += '    s["layers.5.attention.out"].annotate("weight", "tag", 1)\n'
     (warning, *_) = rewritten(tmp_path, SOURCE, schedule).warnings or [""]
     assert words in warning and bool(warning) == bool(words)
-
-
-def check(folder):
-    compare(folder, CASES)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("standing")
-    prepare(path, CASES)
-    return path
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_numbers_of_the_whole_model(folder, world):
-    run(check, world, folder)
