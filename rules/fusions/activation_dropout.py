@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-import torch
+from slapo_rewrite.rules.fusions import quick_gelu
 from slapo_rewrite.rules.fusions.geglu import gelu, gelu_tanh
 from slapo_rewrite.rules.fusions.gelu_tanh import factored, without_a_power, written_out
 from slapo_rewrite.rules.fusions.reglu import relu
@@ -12,10 +12,6 @@ from torch.nn import functional as F
 
 from slapo_rewrite.fusion import Alternative, Example, Found, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.bias_gelu import activation_dropout
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
 
 
 def dropped(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -36,7 +32,7 @@ KINDS = {
     silu: "silu",
     gelu: "gelu",
     **dict.fromkeys((gelu_tanh, written_out, without_a_power, factored), "gelu_tanh"),
-    quick_gelu: "quick_gelu",
+    quick_gelu.written_out: "quick_gelu",
 }
 PATTERNS = {dropped(activation): kind for activation, kind in KINDS.items()}
 

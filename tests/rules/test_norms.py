@@ -1,9 +1,76 @@
-"""Norms and what comes before them: what the source reads like, and how many places there are."""
+"""Norms, gated units, activations and dropout in transformers' own files."""
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from slapo_rewrite.fusion.looking import look
 from slapo_rewrite.fusion.registry import rules
+from slapo_rewrite.model.sources import Sources
+from slapo_rewrite.model.tree import Tree, build_model
+from slapo_rewrite.source.index import SourceFile, locate
 from tests.rewriting import rewritten
+
+RULES = (
+    *("rms_norm", "residual_rms_norm", "residual_layer_norm", "dropout_residual"),
+    *("swiglu", "geglu", "reglu", "activation_dropout", "quick_gelu", "bias_gelu"),
+)
+LLAMA = {"rms_norm": 1, "residual_rms_norm": 1, "swiglu": 1}
+# The class, what is set of its configuration, and at how many places each rule is taken.
+PLACES: Mapping[str, tuple[str, Mapping[str, object], Mapping[str, int]]] = {
+    "bert": ("BertForMaskedLM", {}, {"residual_layer_norm": 2, "dropout_residual": 2}),
+    "roberta": ("RobertaForMaskedLM", {}, {"residual_layer_norm": 2, "dropout_residual": 2}),
+    "gpt2": ("GPT2LMHeadModel", {}, {}),
+    "gpt_neo": ("GPTNeoForCausalLM", {}, {"residual_layer_norm": 1}),
+    "gpt_neox": ("GPTNeoXForCausalLM", {}, {"residual_layer_norm": 1}),
+    "opt": ("OPTForCausalLM", {}, {"dropout_residual": 2}),
+    "llama": ("LlamaForCausalLM", {}, LLAMA),
+    "mistral": ("MistralForCausalLM", {}, LLAMA),
+    "qwen2": ("Qwen2ForCausalLM", {}, LLAMA),
+    "gemma": ("GemmaForCausalLM", {}, {"rms_norm": 1, "residual_rms_norm": 1, "geglu": 1}),
+    "olmo2": ("Olmo2ForCausalLM", {}, {"rms_norm": 1, "swiglu": 1}),
+    "phi3": ("Phi3ForCausalLM", {}, LLAMA),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {},
+        {"rms_norm": 1, "dropout_residual": 3, "activation_dropout": 1},
+    ),
+    "t5 1.1": (
+        "T5ForConditionalGeneration",
+        {"feed_forward_proj": "gated-gelu"},
+        {"rms_norm": 1, "dropout_residual": 3, "geglu": 1},
+    ),
+    "bart": ("BartForConditionalGeneration", {}, {"residual_layer_norm": 7, "dropout_residual": 5}),
+    "pegasus": (
+        "PegasusForConditionalGeneration",
+        {},
+        {"residual_layer_norm": 1, "dropout_residual": 5},
+    ),
+    "vit": ("ViTForImageClassification", {}, {"residual_layer_norm": 1}),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places(name):
+    cls, options, expected = PLACES[name]
+    family = name.partition(" ")[0]
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    make = getattr(module, cls)
+    config = make.config_class(**options)
+    tree = Tree(build_model(lambda _: make(config), sys))
+    sources = Sources(SourceFile.read(*locate(module.__name__)))
+    found = {}
+    for rule in RULES:
+        looked = look(rules()[rule], tree.root.walk(), sources)
+        places = {id(claim.match.replaced.node) for claim in looked.claims}
+        assert all(claim.match.replaced.whole for claim in looked.claims)
+        if places:
+            found[rule] = len(places)
+    assert found == expected
 
 
 def test_blank_lines_go_with_the_statements_between_them(tmp_path):
