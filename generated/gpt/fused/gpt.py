@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .kernels import residual_layer_norm
+from .kernels import cross_entropy, residual_layer_norm
 from .tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -132,4 +132,4 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(x))
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        return logits, cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
