@@ -180,7 +180,9 @@ class CrossEntropy(Rule):
     """Compute the cross entropy of a vocabulary in one kernel, forward and backward.
 
     Where the loss is the one that transformers gives a whole family of models, that call is
-    replaced: it still takes `num_items_in_batch`, `ignore_index` and `shift_labels`.
+    replaced: it still takes `num_items_in_batch`, `ignore_index` and `shift_labels`. A loss that is
+    set on the model later, `model.loss_function = ...`, is not called then. Where the head is split
+    afterwards and its logits stay so, the vocabulary-parallel loss takes the kernel's place.
 
     Rewrite:
         loss_fct = CrossEntropyLoss()
