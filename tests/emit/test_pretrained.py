@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import BertConfig
 
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.schedule.load import ScheduleFile
-from tests.processes import run
 
 BERT = '''\
 import torch
@@ -289,7 +290,15 @@ def test_checkpoints_that_transformers_converts(folder, tmp_path):
     assert all(torch.equal(again[name], expected[name]) for name in expected)
 
 
-def refuse(folder: Path) -> None:
+@pytest.fixture
+def two_ranks():
+    """The first of two ranks, whose group sends nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_parts_are_refused(folder, two_ranks):
     made, loading = module(folder), module(folder, "loading")
     with pytest.raises(RuntimeError, match=r"use `loading\.load_pretrained\(model, path\)`"):
         made.BertForMaskedLM.from_pretrained(folder / "whole", ignore_mismatched_sizes=True)
@@ -297,8 +306,3 @@ def refuse(folder: Path) -> None:
     loading.load_pretrained(model, folder / "whole")
     with pytest.raises(RuntimeError, match=r"use `loading\.save_pretrained\(model, path\)`"):
         model.save_pretrained(folder / "refused")
-
-
-@pytest.mark.processes
-def test_parts_are_refused(folder):
-    run(refuse, 2, folder)
