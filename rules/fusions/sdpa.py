@@ -90,8 +90,8 @@ MASKS: dict[Callable[..., Tensor], str] = {
     hidden_where_true: "~{}",
     hidden_where_false: "{}",
 }
-# What gives a mask another shape or dtype.
-SHAPING = ("view", "reshape", "unsqueeze", "bool", "to", "byte", "float", "int", "type")
+# What gives a mask another dtype.
+CASTS = ("bool", "to", "byte", "float", "int", "type")
 SPELLINGS = list(itertools.product((scaled, divided), (softmax, float32_softmax)))
 PATTERNS = {
     pattern: (scores, hidden)
@@ -198,9 +198,24 @@ class Sdpa(Rule):
         ),
     )
     refusals = (
+        Refusal(
+            MODEL.replace("(1.0 / math.sqrt(k.size(-1)))", "self.seen[0, 0, 0, 0]"),
+            SCHEDULE,
+            "SR309",
+        ),
         Refusal(MODEL.replace("return y.", "return weights.sum() * y."), SCHEDULE, "SR309"),
         Refusal(MODEL.replace("dim=-1", "dim=-2"), SCHEDULE, "SR309"),
     )
+
+    def refuses(self, found: Found) -> str | None:
+        """Torch takes a number for the scale, and adds masks of floating point alone."""
+        scale = found.value("scale")
+        if isinstance(found.live("scale"), Tensor) or not (scale.number or scale.is_leaf):
+            return "the scale may be a tensor"
+        mask = found.live("mask") if "mask" in found.match.values else None
+        if PATTERNS[found.alternative.pattern][1] is added and isinstance(mask, Tensor):
+            return None if mask.is_floating_point() else "what is added is not of floating point"
+        return None
 
     def expression(self, found: Found) -> Calling:
         """The call, with the keywords that it needs."""
@@ -220,8 +235,11 @@ class Sdpa(Rule):
             given["attn_mask"] = (
                 mask if hidden is added else MASKS[hidden].format(parenthesised(mask))
             )
-        if "p" in given:
-            given["dropout_p"] = f"{given['p']} if {given['training']} else 0.0"
+        if "p" in given and given["training"] != "False" and given["p"] not in ("0", "0.0"):
+            always = given["training"] == "True"
+            given["dropout_p"] = (
+                given["p"] if always else f"{given['p']} if {given['training']} else 0.0"
+            )
         if scores is divided:
             given["scale"] = f"1.0 / {parenthesised(given['scale'])}"
         if is_usual(given["scale"], given["q"], given["k"]):
@@ -256,14 +274,31 @@ def is_causal(found: Found) -> bool:
 
 
 def is_lower_triangle(made: ast.expr) -> bool:
-    """Whether an expression is `torch.tril(torch.ones(...))` in another shape or dtype."""
+    """Whether an expression is `torch.tril(torch.ones(n, n))`, with other axes before or dtype."""
     match made:
-        case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr="tril"), args=[full]):
-            return isinstance(full, ast.Call) and ast.unparse(full.func) == "torch.ones"
-        case ast.Call(func=ast.Attribute(value=inner, attr=method)) if method in SHAPING:
+        case ast.Call(func=ast.Attribute(ast.Name("torch"), "tril"), args=[full], keywords=[]):
+            return bool(sizes(full))
+        case ast.Call(func=ast.Attribute(inner, "view" | "reshape"), args=args):
+            return is_lower_triangle(inner) and [ast.unparse(a) for a in args[-2:]] == sizes(inner)
+        case ast.Call(func=ast.Attribute(inner, "unsqueeze"), args=[ast.Constant(0)]):
             return is_lower_triangle(inner)
-        case ast.Subscript(value=inner, slice=ast.Tuple(elts=elts)):
-            return all(ast.unparse(e) in ("None", ":", "...") for e in elts) and is_lower_triangle(
-                inner
-            )
+        case ast.Call(func=ast.Attribute(inner, method)) if method in CASTS:
+            return is_lower_triangle(inner)
+        case ast.Subscript(inner, ast.Tuple(elts)):
+            axes = " ".join(map(ast.unparse, elts))
+            return bool(re.fullmatch(r"(None ?)*(: :|\.\.\.)?", axes)) and is_lower_triangle(inner)
     return False
+
+
+def sizes(made: ast.expr) -> list[str]:
+    """The last two sizes of the `torch.ones` that a mask is made of; none where it is not."""
+    match made:
+        case ast.Call(func=ast.Attribute(ast.Name("torch"), "ones"), args=[ast.Tuple(elts=given)]):
+            return [ast.unparse(size) for size in given[-2:]]
+        case ast.Call(func=ast.Attribute(ast.Name("torch"), "ones"), args=given):
+            return [ast.unparse(size) for size in given[-2:]]
+        case ast.Call(func=ast.Attribute(ast.Name("torch"), "tril"), args=[full]):
+            return sizes(full)
+        case ast.Call(func=ast.Attribute(inner)) | ast.Subscript(inner):
+            return sizes(inner)
+    return []

@@ -152,6 +152,16 @@ def rewrite(
         RewriteError: Something in the source, the schedule or the knobs is wrong.
     """
     project = Project(source, schedule)
+    imported = project.module
+    try:
+        return carry_out(project, settings, single_file)
+    finally:
+        # While the schedule changed the source, its name stood for what it was changed to.
+        sys.modules[project.original.name] = imported
+
+
+def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> Output:
+    """Carries out the schedule of a project, as `rewrite` does."""
     with project.timed("rewrite"), collector_paused():
         knobs = project.schedule.settings(settings)
         plan = project.plan(knobs)

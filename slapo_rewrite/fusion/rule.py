@@ -85,16 +85,48 @@ class Found:
         return found
 
     def buffer(self, name: str) -> ast.expr | None:
-        """The expression that a buffer of the module is registered with; None where not known."""
+        """The expression that a buffer of the module is registered with, and that it stays.
+
+        None where that is not certain: it is registered twice, say, or written to elsewhere.
+        """
         found = method_of(self.sources, type(self.node.live), "__init__")
-        for call in ast.walk(found[1]) if found is not None else ():
-            match call:
-                case ast.Call(
-                    func=ast.Attribute(ast.Name("self"), "register_buffer"),
-                    args=[ast.Constant(value), made, *_],
-                ) if value == name:
-                    return made
-        return None
+        if found is None:
+            return None
+        file, function = found
+        made = [m for call in ast.walk(function) if (m := _registered(call, name)) is not None]
+        owners = [file.classes.get(c.__name__) for c in type(self.node.live).__mro__]
+        nodes = [n for owner in owners if owner is not None for n in ast.walk(owner)]
+        registered = sum(_registered(node, name) is not None for node in nodes)
+        written = any(_writes(node, name) for node in nodes)
+        return made[0] if len(made) == registered == 1 and not written else None
+
+
+def _registered(node: ast.AST, name: str) -> ast.expr | None:
+    """What a call registers as a buffer of that name."""
+    match node:
+        case ast.Call(
+            func=ast.Attribute(ast.Name("self"), "register_buffer"),
+            args=[ast.Constant(value), made, *_],
+        ) if value == name:
+            return made
+    return None
+
+
+def _writes(node: ast.AST, name: str) -> bool:
+    """Whether an attribute of that name, or elements of it, are given other values."""
+    match node:
+        case ast.Attribute(attr=attribute, ctx=ast.Store() | ast.Del()):
+            return attribute == name
+        case ast.Subscript(value=inner, ctx=ast.Store()):
+            return _is_part(inner, name)
+        case ast.Call(func=ast.Attribute(value=inner, attr=method)) if method.endswith("_"):
+            return _is_part(inner, name)
+    return False
+
+
+def _is_part(node: ast.expr, name: str) -> bool:
+    """Whether an expression is an attribute of that name, or made of one."""
+    return any(isinstance(n, ast.Attribute) and n.attr == name for n in ast.walk(node))
 
 
 class Rule:

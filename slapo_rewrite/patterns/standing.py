@@ -179,11 +179,12 @@ class Standing:
         """The statements that go."""
         given = [*self.inner, *(target.result for target in self.targets if target.read is None)]
         own = {id(value.site) for value in (*self.inner, *self.place.outer)}
+        named = [target.result for target in self.targets if target.read is not None]
         bound = self.graph.bound
         removed = [
             s
             for s in self._statements
-            if gives(s, given)
+            if (gives(s, given) and not gives(s, named))
             or unpacks(s, given)
             or (is_alias(s) and any(b.statement is s and id(b.value) in own for b in bound))
         ]
