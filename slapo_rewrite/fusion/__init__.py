@@ -2,6 +2,17 @@
 
 from slapo_rewrite.edit.examples import Example, Refusal
 from slapo_rewrite.fusion.engine import Calling, Renamed
+from slapo_rewrite.fusion.packing import Packing
 from slapo_rewrite.fusion.rule import Alternative, Found, Numerics, Rule
 
-__all__ = ["Alternative", "Calling", "Example", "Found", "Numerics", "Refusal", "Renamed", "Rule"]
+__all__ = [
+    "Alternative",
+    "Calling",
+    "Example",
+    "Found",
+    "Numerics",
+    "Packing",
+    "Refusal",
+    "Renamed",
+    "Rule",
+]

@@ -163,7 +163,8 @@ def _subclass(
     cls = engine.speller(new.origin)
     held = Held(name, f"{cls}({arguments})", left, before)
     edits = _side_by_side(engine, group, name, sizes)
-    doc = f"A `{node.cls.__name__}` with {listed(left)} in one `{name}`."
+    article = "An" if node.cls.__name__[0] in "AEIOU" else "A"
+    doc = f"{article} `{node.cls.__name__}` with {listed(left)} in one `{name}`."
     return _holding(engine, node, held, edits, new_name, doc)
 
 
@@ -298,7 +299,7 @@ def _side_by_side(
                 also=[match.place, *([engine.cause.at] if engine.cause.at else [])],
             )
     names = [_bound(function, statements, number, group) for number in range(len(group))]
-    operand = next(iter(first.operands.values()))
+    operand = _operand(engine, first)
     cut = f"split([{', '.join(f'self.{s}' for s in sizes)}], dim=-1)" if sizes else ""
     cut = cut or f"chunk({len(group)}, dim=-1)"
     column = statements[0].col_offset
@@ -326,6 +327,15 @@ def _side_by_side(
             span = engine.file.span(match.replaced.node)
             here.append(Edit(*span, names[number], (engine.cause,), why))
     return edits
+
+
+def _operand(engine: Engine, match: Match) -> str:
+    """What a call is given, as it stands there."""
+    node = match.replaced.node
+    given = [*node.args, *(k.value for k in node.keywords)] if isinstance(node, ast.Call) else []
+    if len(given) == 1:
+        return engine.file.segment(given[0])
+    return next(iter(match.operands.values()))
 
 
 def _bound(

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.edit.state import ModuleState, general
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.looking import below, look
+from slapo_rewrite.fusion.packed import packed
+from slapo_rewrite.fusion.packing import Packing, beside
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.fusion.rule import Rule
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
 from slapo_rewrite.primitives.matched import carried_out, nothing_found
+from slapo_rewrite.primitives.replace import Rebuilding
 from slapo_rewrite.primitives.shard import MODEL as PLAIN
 
 GATED = """\
@@ -37,7 +41,7 @@ class GatedMLP(nn.Module):
 MODEL = PLAIN.replace("m.MLP(8)", "m.GatedMLP(8)")
 
 
-class Apply(Rewriting):
+class Apply(Rebuilding, Rewriting):
     """Apply a rule in the selected modules and below.
 
     A rule is a computation and what is written in its place; `slapo-rewrite primitives` lists them.
@@ -102,11 +106,43 @@ class Apply(Rewriting):
         """The rule's own replacement at each of its matches."""
         rule, at = rule_named(call), call.directive.at
         inner = below(nodes)
-        looked = look(rule, inner, call.sources)
         engine = Engine(call.tree, call.sources, states, call.directive, line_length)
+        if isinstance(rule, Packing):
+            return _packed(rule, engine, inner)
+        looked = look(rule, inner, call.sources)
         if not looked.claims and not looked.left:
             raise nothing_found(rule.name, looked.nearest, at)
         return carried_out(engine, looked.claims, looked.left, rules=[(rule.name, looked)])
+
+    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+        """Records the new class of a module, where the rule has one for it."""
+        if call.done is None or node.path not in call.done.classes:
+            return state
+        return self.rebuilt(call, node, state)
+
+
+def _packed(rule: Packing, engine: Engine, nodes: Sequence[Node]) -> Rewrite:
+    """One linear layer in the place of those that the rule finds.
+
+    Raises:
+        NoMatch: It finds none, or none that it may pack.
+    """
+    found = beside(rule, nodes, engine.sources)
+    at = engine.cause.at
+    if not found.groups and found.left:
+        match, reason = found.left[0]
+        raise errors.NoMatch(
+            f"`{rule.name}` cannot pack what it finds: {reason}",
+            at=match.place,
+            also=[at] if at else [],
+        )
+    if not found.groups:
+        raise nothing_found(rule.name, None, at)
+    note: dict[str, object] = {"rule": rule.name}
+    note["applied"] = list(dict.fromkeys(general(group[0].path) for _, group in found.groups))
+    if found.left:
+        note["left"] = {general(match.path): reason for match, reason in found.left}
+    return replace(packed(engine, found.groups), notes=(note,))
 
 
 def rule_named(call: Call) -> Rule:

@@ -119,33 +119,37 @@ def checked_gate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 )
 
 
-class Replacing(Primitive):
-    """What `replace` and `replace_all` share: `new` takes the place of a module's class."""
+class Rebuilding(Primitive):
+    """What may put another class in the place of a module's."""
 
-    new: ClassVar[str]
+    def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
+        """The modules selected, or those that the source has a new class for."""
+        if call.done is None or not call.done.classes:
+            return nodes
+        return [call.tree.nodes[path] for path in call.done.classes]
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
-        """Records the new class, if its weights can be had from the original's."""
-        new, arguments = call.arguments[self.new], call.arguments.get("args")
+    def rebuilt(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+        """Records the new class that the source has for a module."""
+        assert call.done is not None
         check_free(call, node, state)
-        check_source(call, arguments)
-        weights = weights_of(call)
-        target = function_of(call, new, "the new module")
-        module = self._built(call, node)
+        made, module = call.done.classes[node.path], self._built(call, node)
         if module is not None:
-            check_fit(call, node, module, weights)
-        pairs = tuple(weights.items())
-        return replace(state, replacement=Replacement(target, arguments, pairs, call.directive))
+            check_fit(call, node, module, dict(made.weights))
+        target = Function(made.name, call.sources.main.name)
+        new = Replacement(target, None, made.weights, call.directive)
+        return replace(state, replacement=new)
 
     def replacement(self, call: Call, node: Node) -> nn.Module | None:
         """The new module, so that later calls can select what it holds."""
+        if call.done is not None and node.path not in call.done.classes:
+            return None
         if call.sources.same_live(node):
             return None  # one module at several paths
         return self._built(call, node)
 
     def _class(self, call: Call, node: Node) -> Any:
         """What makes the new module."""
-        return call.arguments[self.new]
+        return class_of(call, node)
 
     def _built(self, call: Call, node: Node) -> nn.Module | None:
         """The new module on the meta device; None where that cannot be made, and need not be.
@@ -179,6 +183,28 @@ class Replacing(Primitive):
             if not call.arguments.get("weights"):
                 return None
             raise
+
+
+class Replacing(Rebuilding):
+    """What `replace` and `replace_all` share: `new` takes the place of a module's class."""
+
+    new: ClassVar[str]
+
+    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+        """Records the new class, if its weights can be had from the original's."""
+        new, arguments = call.arguments[self.new], call.arguments.get("args")
+        check_free(call, node, state)
+        check_source(call, arguments)
+        weights = weights_of(call)
+        target = function_of(call, new, "the new module")
+        module = self._built(call, node)
+        if module is not None:
+            check_fit(call, node, module, weights)
+        pairs = tuple(weights.items())
+        return replace(state, replacement=Replacement(target, arguments, pairs, call.directive))
+
+    def _class(self, call: Call, node: Node) -> Any:
+        return call.arguments[self.new] if call.done is None else super()._class(call, node)
 
 
 def check_free(call: Call, node: Node, state: ModuleState) -> None:
@@ -401,12 +427,6 @@ class Replace(Replacing):
             return None
         return replaced(call, nodes, states, line_length)
 
-    def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
-        """The modules selected, or those that a pattern was found in."""
-        if call.done is None or not call.done.classes:
-            return nodes
-        return [call.tree.nodes[path] for path in call.done.classes]
-
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
         """Records the new class, which a pattern may have asked for."""
         if call.done is None:
@@ -414,19 +434,4 @@ class Replace(Replacing):
         if node.path not in call.done.classes:
             check_stateless(call, node)
             return state
-        check_free(call, node, state)
-        made, module = call.done.classes[node.path], self._built(call, node)
-        if module is not None:
-            check_fit(call, node, module, dict(made.weights))
-        target = Function(made.name, call.sources.main.name)
-        new = Replacement(target, None, made.weights, call.directive)
-        return replace(state, replacement=new)
-
-    def _class(self, call: Call, node: Node) -> Any:
-        return class_of(call, node) if call.done is not None else super()._class(call, node)
-
-    def replacement(self, call: Call, node: Node) -> nn.Module | None:
-        """The new module, so that later calls can select what it holds."""
-        if call.done is not None and node.path not in call.done.classes:
-            return None
-        return super().replacement(call, node)
+        return self.rebuilt(call, node, state)

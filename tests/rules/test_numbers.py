@@ -123,8 +123,9 @@ verify_model = model
 
 def schedule(s):
     layers = s["model.layers"]
-    layers[1:]["self_attn"].replace(nn.Linear, "[qkv]_proj", name="qkv_proj")
-    s["model.layers.*.mlp"].replace(nn.Linear, "(gate|up)_proj", name="gate_up_proj")
+    layers[1:2]["self_attn"].replace(nn.Linear, "[qkv]_proj", name="qkv_proj")
+    layers[2:].apply("pack_qkv")
+    s.apply("pack_gate_up")
     s.apply_all()
     layers[0]["self_attn.{q_proj,k_proj,v_proj}"].shard(["weight", "bias"], axis=0)
     layers[0]["self_attn.{q_proj,k_proj,v_proj}"].sync("bwd_post", "all_reduce")
@@ -141,10 +142,40 @@ def schedule(s):
     layers[:2].checkpoint()
 """
 
+PACKED_BERT = """\
+from transformers import BertConfig
+
+
+def model(m):
+    return m.BertForMaskedLM(
+        BertConfig(
+            vocab_size=53,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+verify_model = model
+
+
+def schedule(s):
+    s.apply("pack_qkv")
+    s["**.self.qkv_proj"].shard(["weight", "bias"], axis=0, parts=3)
+    s["**.attention.output.dense"].shard("weight", axis=1)
+    s["**.attention.self"].fork_rng()
+    s.infer_sync()
+"""
 
 # Norms are computed in float32 by the model itself.
 CASES = {
     "packed": Case("transformers.models.llama.modeling_llama", PACKED, 1e-6),
+    "packed_bert": Case("transformers.models.bert.modeling_bert", PACKED_BERT),
     "parts": Case(PARTS, SCHEDULE),
     **{
         name: Case(f"transformers.models.{name}.modeling_{name}", fused(name), 1e-6)

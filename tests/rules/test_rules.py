@@ -61,9 +61,13 @@ def compare(rule: Rule, folder, output) -> None:
     schedule = ScheduleFile.load(str(folder / "s.py")).module
     original = imported(next(folder.glob("source_*.py")))
     found = []
+    weights = None
     for module in (original, imported(written(folder, output))):
         torch.manual_seed(0)
         model = schedule.model(module).double()
+        weights = model.state_dict() if weights is None else weights
+        model.load_state_dict(weights)
+        torch.manual_seed(2)
         given = {
             n: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
             for n, v in schedule.inputs(model).items()
@@ -72,6 +76,9 @@ def compare(rule: Rule, folder, output) -> None:
         outputs = model(**given)
         schedule.loss(outputs).backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        for path, inner in model.named_modules():
+            if hasattr(inner, "weight_map"):
+                gradients = inner.weight_map.to_original(gradients, f"{path}.")
         found.append((outputs, gradients))
     (expected, expected_gradients), (outputs, actual_gradients) = found
     assert actual_gradients.keys() == expected_gradients.keys()
