@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from slapo_rewrite.rules.fusions.rms_norm import (
     cast_to_half,
+    of_another_shape,
     offset,
     scaled,
     scaled_as_float32,
@@ -152,6 +153,7 @@ class ResidualRmsNorm(Rule):
         ),
     )
     refusals = (
+        Refusal(MODEL.replace("torch.ones(width)", "torch.ones(3, width)"), SCHEDULE, "SR309"),
         Refusal(MODEL.replace("residual + x\n\n", "residual - x\n\n"), SCHEDULE, "SR309"),
         Refusal(
             MODEL.replace("self.norm = Norm(width)", "self.norm = nn.LayerNorm(width)"),
@@ -161,8 +163,8 @@ class ResidualRmsNorm(Rule):
     )
 
     def refuses(self, found: Found) -> str | None:
-        """Two things added of which one is not of the size of the sum."""
-        return broadcast(found)
+        """Two things added of which one is not of the size of the sum; an unusual weight."""
+        return broadcast(found) or of_another_shape(found)
 
     def expression(self, found: Found) -> Calling:
         """The call, with the keywords that it needs."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slapo_rewrite.fusion import Alternative, Example, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import Alternative, Example, Found, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.rms_norm import rms_norm
 
 
@@ -229,4 +229,18 @@ class RmsNorm(Rule):
         Refusal(T5.replace("if self.weight.dtype", "if hidden_states.dtype"), SCHEDULE, "SR309"),
         Refusal(MODEL.replace("mean(-1", "mean(-2"), SCHEDULE, "SR309"),
         Refusal(MODEL.replace("self.weight * h", "variance * self.weight * h"), SCHEDULE, "SR309"),
+        Refusal(MODEL.replace("torch.ones(width)", "torch.ones(3, width)"), SCHEDULE, "SR309"),
+        Refusal(MODEL.replace("torch.ones(width)", "torch.ones(1)"), SCHEDULE, "SR309"),
     )
+
+    def refuses(self, found: Found) -> str | None:
+        """A weight of another shape than the kernel reads."""
+        return of_another_shape(found)
+
+
+def of_another_shape(found: Found) -> str | None:
+    """Why the weight is not the one number for each feature that the kernels read."""
+    weight = found.live("weight") if "weight" in found.match.values else None
+    if isinstance(weight, Tensor) and (weight.dim() != 1 or weight.numel() == 1):
+        return f"the weight has the shape {list(weight.shape)}"
+    return None
