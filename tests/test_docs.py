@@ -71,8 +71,7 @@ def test_a_schedule_runs(text, tmp_path):
 
 @pytest.mark.parametrize("text", blocks("diff"))
 def test_a_diff_is_one_that_the_tool_makes(text):
-    diff = (GENERATED / "bert/tensor_parallel_checkpointed/rewrite.diff").read_text()
-    assert text in diff
+    assert any(text in path.read_text() for path in GENERATED.glob("*/*/rewrite.diff"))
 
 
 @pytest.mark.processes
