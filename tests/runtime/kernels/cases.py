@@ -134,6 +134,13 @@ def rms_norm_like_gemma_and_t5(device):
 
 
 @case
+def rms_norm_with_a_weight_for_each_head(device):
+    for make in makers(device):
+        for shape in ((3, 16), (1,)):
+            compare(rms_norm, llama_norm, make(5, 3, 16), make(*shape))
+
+
+@case
 def rms_norm_without_a_weight(device):
     def plain(x):
         wide = x.to(float64_or_32(x))
