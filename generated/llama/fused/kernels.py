@@ -1058,6 +1058,11 @@ class RMSNormFunction(torch.autograd.Function):
         return dx, residual_gradient, dweight, None, None, None, None
 
 
+def one_each(weight: Tensor | None, x: Tensor) -> bool:
+    """Whether a weight is one number for each feature, as kernels read it."""
+    return weight is None or weight.shape == x.shape[-1:]
+
+
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -1082,7 +1087,7 @@ def rms_norm(
             are multiplied (Llama), "weight" to the weight's dtype before (T5),
             "output" to x's dtype after (Gemma).
     """
-    if not runs_triton(x, weight):
+    if not runs_triton(x, weight) or not one_each(weight, x):
         return rms_norm_reference(x, weight, eps, offset, cast)
     y: Tensor = RMSNormFunction.apply(x, None, weight, eps, offset, cast, 0.0)
     return y
@@ -1120,7 +1125,8 @@ def residual_rms_norm(
         training: Whether dropout drops at all.
     """
     p = p if training else 0.0
-    if not runs_triton(x, residual, weight) or x.shape != residual.shape:
+    same = x.shape == residual.shape and one_each(weight, x)
+    if not runs_triton(x, residual, weight) or not same:
         total = residual + nn.functional.dropout(x, p)
         return rms_norm_reference(total, weight, eps, offset, cast), total
     y, total = RMSNormFunction.apply(x, residual, weight, eps, offset, cast, p)

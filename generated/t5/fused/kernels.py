@@ -1261,6 +1261,11 @@ class RMSNormFunction(torch.autograd.Function):
         return dx, residual_gradient, dweight, None, None, None, None
 
 
+def one_each(weight: Tensor | None, x: Tensor) -> bool:
+    """Whether a weight is one number for each feature, as kernels read it."""
+    return weight is None or weight.shape == x.shape[-1:]
+
+
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -1285,7 +1290,7 @@ def rms_norm(
             are multiplied (Llama), "weight" to the weight's dtype before (T5),
             "output" to x's dtype after (Gemma).
     """
-    if not runs_triton(x, weight):
+    if not runs_triton(x, weight) or not one_each(weight, x):
         return rms_norm_reference(x, weight, eps, offset, cast)
     y: Tensor = RMSNormFunction.apply(x, None, weight, eps, offset, cast, 0.0)
     return y
