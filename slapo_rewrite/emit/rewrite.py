@@ -8,7 +8,6 @@ import functools
 import gc
 import importlib
 import importlib.util
-import inspect
 import os
 import re
 import sys
@@ -168,11 +167,11 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
         length = line_length(project.original.text)
 
         def inputs() -> dict[str, Any]:
-            return training_inputs(project.schedule, project.tree.root.live)
+            return twin.training_inputs(project.schedule.module, project.tree.root.live)
 
         def small() -> tuple[Any, dict[str, Any]]:
             model = twin.build_small(project.schedule.module, project.module)
-            return model, training_inputs(project.schedule, model)
+            return model, twin.training_inputs(project.schedule.module, model)
 
         count = len(plan.directives)
         lowered = lower(project.tree, plan.states, count, project.sources, inputs, small, length)
@@ -416,20 +415,6 @@ def _frames(error: BaseException) -> list[types.TracebackType]:
         found.append(traceback)
         traceback = traceback.tb_next
     return found
-
-
-def training_inputs(schedule: ScheduleFile, model: Any) -> dict[str, Any]:
-    """The keyword arguments of one training step, for a run without data.
-
-    Where the tool makes the inputs, a padding mask is left out, since what it holds cannot be
-    looked at on the meta device, and so is a cache of keys and values, which costs by the layer.
-    """
-    inputs = twin.step_inputs(schedule.module, model)
-    if not hasattr(schedule.module, "inputs"):
-        inputs.pop("attention_mask", None)
-        if "use_cache" in inspect.signature(model.forward).parameters:
-            inputs["use_cache"] = False
-    return inputs
 
 
 def idle_imports(

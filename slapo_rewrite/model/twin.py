@@ -332,6 +332,20 @@ def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any
     return {name: value for name, value in given.items() if name in taken}
 
 
+def training_inputs(schedule: Any, model: nn.Module) -> dict[str, Any]:
+    """The keyword arguments of one training step, for a run without data.
+
+    Where the tool makes the inputs, a padding mask is left out, since what it holds cannot be
+    looked at on the meta device, and so is a cache of keys and values, which costs by the layer.
+    """
+    inputs = step_inputs(schedule, model)
+    if not hasattr(schedule, "inputs"):
+        inputs.pop("attention_mask", None)
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            inputs["use_cache"] = False
+    return inputs
+
+
 def _labels(
     model: nn.Module, config: Any, ids: torch.Tensor, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:

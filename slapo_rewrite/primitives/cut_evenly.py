@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from itertools import pairwise
 
 from slapo_rewrite import errors
+from slapo_rewrite.model.costs import costs_of, elements_of
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.twin import training_inputs
 from slapo_rewrite.primitives.base import Call, Example, Refusal, signature_of
 from slapo_rewrite.primitives.cut_pipeline_stage import MODEL, STACK, CutPipelineStage
 from slapo_rewrite.simulate.balance import stage_ends
+from slapo_rewrite.simulate.stages import Device, step_seconds
 
-MEASURES = ("layers", "parameters")
+MEASURES = ("cost", "layers", "parameters")
 
 
 class CutEvenly(CutPipelineStage):
@@ -21,10 +25,19 @@ class CutEvenly(CutPipelineStage):
     it can be; what stands before the layers, embeddings say, is counted with the first of them, and
     what stands behind with the last. With `by="layers"` every layer counts the same.
 
+    With `by="cost"` it is the time of the slowest stage that is as small as it can be, forward and
+    backward, as predicted for the arguments that the schedule's `inputs` give, on one GPU of the
+    sort that `simulate.stages.Device` describes. A table that is looked up costs next to nothing
+    then, and a head much: it can have a stage for itself, behind the last layer.
+
     Rewrite:
         s.cut_evenly(2)
         -->
         s["layers"][1].cut_pipeline_stage()
+
+        s.cut_evenly(2, by="cost")  # where the head costs more than the layers
+        -->
+        s["layers"][3].cut_pipeline_stage()
 
     Shapes:
         Unchanged.
@@ -37,16 +50,29 @@ class CutEvenly(CutPipelineStage):
 
     Raises:
         SR206 a number of stages that there are not enough layers for, or a measure that there is
-        not; what `cut_pipeline_stage` raises.
+        not; SR305 a model whose costs cannot be counted; what `cut_pipeline_stage` raises.
 
     Source: Slapo, arXiv 2302.08005, section 3.3.3.
     """
 
     name = "cut_evenly"
-    examples = (Example(STACK, MODEL + "def schedule(s):\n    s.cut_evenly(2)\n"),)
+    examples = (
+        Example(STACK, MODEL + "def schedule(s):\n    s.cut_evenly(2)\n"),
+        Example(
+            STACK.replace("(width, 1)", "(width, 9 * width)"),
+            MODEL.replace("torch.randn(2, 1)", "torch.randn(2, 72)")
+            + 'def schedule(s):\n    s.cut_evenly(2, by="cost")\n',
+        ),
+    )
     refusals = (
         Refusal(STACK, MODEL + "def schedule(s):\n    s.cut_evenly(5)\n", "SR206"),
         Refusal(STACK, MODEL + 'def schedule(s):\n    s.cut_evenly(2, by="size")\n', "SR206"),
+        Refusal(STACK, MODEL + 'def schedule(s):\n    s.cut_evenly(6, by="cost")\n', "SR206"),
+        Refusal(
+            STACK,
+            MODEL.partition("def inputs")[0] + 'def schedule(s):\n    s.cut_evenly(2, by="cost")\n',
+            "SR305",
+        ),
         Refusal(
             STACK,
             MODEL + 'def schedule(s):\n    s["layers"][1].cut_pipeline_stage()\n'
@@ -72,17 +98,18 @@ class CutEvenly(CutPipelineStage):
                 hint=errors.did_you_mean(str(by), MEASURES),
             )
         layers = [layer for node in nodes for layer in layers_in(node)]
-        if isinstance(n, bool) or not isinstance(n, int) or not 2 <= n <= len(layers):
+        if by == "layers":
+            sizes = [1.0] * len(layers)
+        elif by == "parameters":
+            sizes = sizes_of(call.tree.root, layers)
+        else:
+            layers, sizes = timed(call, layers)
+        if isinstance(n, bool) or not isinstance(n, int) or not 2 <= n <= len(sizes):
             raise errors.BadArgument(
                 f"{len(layers)} layers cannot be cut into {n!r} stages",
                 at=at,
-                hint=f"2 to {len(layers)} stages are possible" if len(layers) > 1 else None,
+                hint=f"2 to {len(sizes)} stages are possible" if len(sizes) > 1 else None,
             )
-        if by == "layers":
-            sizes = [1] * len(layers)
-        else:
-            root = call.tree.root
-            sizes = sizes_of(root, layers)
         return [layers[end - 1] for end in stage_ends(sizes, n)[:-1]]
 
 
@@ -93,7 +120,7 @@ def layers_in(node: Node) -> list[Node]:
     return [layer for child in node.children.values() for layer in layers_in(child)]
 
 
-def sizes_of(root: Node, layers: list[Node]) -> list[int]:
+def sizes_of(root: Node, layers: list[Node]) -> list[float]:
     """The parameters of each layer, with those of the modules before or behind it."""
     inside = {inner.path for layer in layers for inner in layer.walk()}
     first = {layer.path: number for number, layer in enumerate(layers)}
@@ -105,3 +132,30 @@ def sizes_of(root: Node, layers: list[Node]) -> list[int]:
         elif node.path not in inside:  # a tied parameter counts once in a stage
             found[following] |= {id(p): p.numel() for p in node.parameters.values()}
     return [sum(sizes.values()) for sizes in found]
+
+
+def timed(call: Call, layers: list[Node]) -> tuple[list[Node], list[float]]:
+    """The layers that the model calls once, in that order, and what each of them takes.
+
+    Returns:
+        The layers, and the seconds of each with what is called between it and the one before; then
+        the seconds of what is called behind the last layer, if anything is.
+
+    Raises:
+        Unsupported: The model does not run without values, or there are no inputs for it.
+    """
+    model, found = call.tree.root.live, {layer.path: layer for layer in layers}
+    try:
+        inputs = training_inputs(call.schedule, model)
+        paths = elements_of(model, inputs)
+        seconds = step_seconds(costs_of(model, inputs, paths), Device())
+    except Exception as error:  # the model's own code, and the schedule's
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise errors.Unsupported(
+            f"what the layers cost cannot be counted: {reason}",
+            at=call.directive.at,
+            hint='by="parameters" needs no run of the model',
+        ) from error
+    ends = [number for number, path in enumerate(paths, 1) if path in found]
+    bounds = pairwise(dict.fromkeys([0, *ends, len(paths)]))
+    return [found[paths[end - 1]] for end in ends], [sum(seconds[a:b]) for a, b in bounds]
