@@ -21,6 +21,8 @@ TABLE = "README.md"
 
 # Models whose schedules offer it.
 SEQUENCE_PARALLEL = ("bert", "gpt", "gpt2", "llama")
+# GPT-2's offers it as well; stages take seconds to write.
+PIPELINE = ("bert", "gpt", "llama")
 
 HEAD = """# What the bundled schedules give
 
@@ -95,6 +97,8 @@ def goldens() -> Iterator[Golden]:
             yield Golden(model, "sequence_parallel", source, schedule, settings)
         if model in ("bert", "gpt"):
             yield Golden(model, "parallel_loss", source, schedule, ("parallel_loss=true",))
+        if model in PIPELINE:
+            yield Golden(model, "pipeline", source, schedule, ("pipeline_stages=2",))
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,13 @@ def schedule(
     ckpt_ratio: float = 0.0,
     fork_dropout: bool = False,
     fuse: bool = False,
+    pipeline_stages: int = 1,
 ):
     """Splits the blocks, and checkpoints the first `ckpt_ratio` of them.
 
     With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
     With `fuse` every rule that pays is applied first, before anything is split.
+    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages.
     """
     if fuse:
         s.apply_all()
@@ -73,3 +75,5 @@ def schedule(
     elif fork_dropout:  # what comes after `c_proj` is whole on every rank
         blocks["*.attn"].fork_rng(["attention_interface", "_upcast_and_reordered_attn"])
     blocks[: round(ckpt_ratio * len(blocks["*"]))].checkpoint()
+    if pipeline_stages > 1:
+        s.cut_evenly(pipeline_stages)

@@ -49,11 +49,13 @@ def schedule(
     ckpt_ratio: float = 0.0,
     fork_dropout: bool = False,
     fuse: bool = False,
+    pipeline_stages: int = 1,
 ):
     """Splits the layers, and checkpoints the first `ckpt_ratio` of them.
 
     With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
     With `fuse` every rule that pays is applied first, before anything is split.
+    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages.
     """
     if fuse:
         s.apply_all()
@@ -77,3 +79,5 @@ def schedule(
     if fork_dropout:
         layers["*.self_attn"].fork_rng()
     layers[: round(ckpt_ratio * len(layers["*"]))].checkpoint()
+    if pipeline_stages > 1:
+        s.cut_evenly(pipeline_stages)

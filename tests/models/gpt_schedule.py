@@ -31,11 +31,13 @@ def schedule(
     parallel_loss: bool = False,
     ckpt_ratio: float = 0.0,
     fuse: bool = False,
+    pipeline_stages: int = 1,
 ):
     """Splits the blocks, and checkpoints the first `ckpt_ratio` of them.
 
     With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
     With `fuse` every rule that pays is applied first, before anything is split.
+    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages.
     """
     if fuse:
         s.apply_all()
@@ -55,3 +57,5 @@ def schedule(
             s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()
     blocks[: round(ckpt_ratio * len(blocks["*"]))].checkpoint()
+    if pipeline_stages > 1:
+        s.cut_evenly(pipeline_stages)

@@ -126,9 +126,9 @@ CASES = {
     "gpt2": transformers_case(
         "gpt2",
         "GPT2LMHeadModel",
-        "GPT2Config(vocab_size=203, n_layer=4, n_embd=32, n_head=4, n_positions=32, resid_pdrop=0, "
-        "embd_pdrop=0, attn_pdrop=0)",
-        ["s.cut_evenly(4)"],
+        "GPT2Config(vocab_size=2003, n_layer=4, n_embd=32, n_head=4, n_positions=32, "
+        "resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)",
+        ['s.cut_evenly(4, by="cost")'],
         stages=4,
     ),
     "t5": transformers_case(
