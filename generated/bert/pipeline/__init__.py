@@ -1,0 +1,1 @@
+"""modeling_bert.py, tensor parallel; rewrite.diff shows what changed."""

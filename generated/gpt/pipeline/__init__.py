@@ -1,0 +1,1 @@
+"""gpt.py, tensor parallel; rewrite.diff shows what changed."""
