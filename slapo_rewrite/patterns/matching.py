@@ -79,6 +79,12 @@ class Pairing:
         return sum(not wanted.is_leaf for wanted in self.held)
 
 
+# Values of which there are several, by where the program went.
+_SEVERAL = ("choice", "merge", "loop")
+# How far an attempt comes that ends at the first result.
+_AT_ROOT = (0, False, False, True)
+
+
 class Matcher:
     """Matches one pattern in one graph, and remembers how far it came.
 
@@ -89,12 +95,32 @@ class Matcher:
     def __init__(self, pattern: Pattern, graph: Graph) -> None:
         self.pattern, self.graph = pattern, graph
         self.nearest: Stop | None = None
+        # The operations that the first result may be, by itself or looked through.
+        self._first: set[str] = set()
+        first: Value | None = pattern.roots[0]
+        while first is not None:
+            self._first.add(first.operation)
+            first = first.inner
 
     def at(self, value: Value) -> Iterator[Pairing]:
         """The ways in which the pattern's first result may be this value."""
         first, *others = self.pattern.roots
         for pairing in self._pairs(first, value, Pairing({})):
             yield from self._others(others, pairing)
+
+    def is_hopeless(self, value: Value) -> bool:
+        """Whether the pattern's first result is not this value, which tells nothing new.
+
+        Nearly all values are, so that this is asked before anything else.
+        """
+        if self.nearest is None or self.nearest.reach < _AT_ROOT:
+            return False
+        inside: Value | None = value
+        while inside is not None:
+            if inside.operation in self._first or inside.operation in _SEVERAL:
+                return False
+            inside = inside.inner
+        return "call_module" not in self._first
 
     def _others(self, roots: list[Value], so_far: Pairing) -> Iterator[Pairing]:
         """The ways in which the pattern's other results may be values of the function."""
@@ -219,7 +245,7 @@ class Matcher:
     ) -> None:
         hidden = value.inside is not None
         between = False
-        if held is None and value.operation in ("choice", "merge", "loop"):
+        if held is None and value.operation in _SEVERAL:
             ways = [inner.operation for _, inner in value.arguments]
             between = wanted.operation in ways or value.operation == "loop"
         reach = (so_far.matched, False, between, not hidden)

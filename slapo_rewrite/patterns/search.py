@@ -253,7 +253,7 @@ def find_pattern(pattern: Pattern, scopes: Sequence[Scope]) -> Matches:
 def _matches(matcher: Matcher, scope: Scope) -> Iterator[Match]:
     taken: set[int] = set()
     for root in list(scope.graph.values):
-        if root.number or root.lazy:
+        if root.number or root.lazy or matcher.is_hopeless(root):
             continue
         for pairing in matcher.at(root):
             judge = _judged(matcher, scope.graph, pairing)
