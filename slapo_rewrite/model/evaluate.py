@@ -28,7 +28,7 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
 _BUILTINS = {f.__name__: f for f in _FUNCTIONS}
 _METHODS = {"count", "endswith", "get", "get_text_config", "index", "items", "keys", "lower"}
 _METHODS |= {"removeprefix", "removesuffix", "split", "startswith", "strip", "upper", "values"}
-_OPERATORS: Mapping[type[ast.operator | ast.unaryop | ast.cmpop], Callable[..., Any]] = {
+OPERATORS: Mapping[type[ast.operator | ast.unaryop | ast.cmpop], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -38,6 +38,7 @@ _OPERATORS: Mapping[type[ast.operator | ast.unaryop | ast.cmpop], Callable[..., 
     ast.Pow: operator.pow,
     ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
     ast.LShift: operator.lshift,
     ast.RShift: operator.rshift,
     ast.Not: operator.not_,
@@ -130,9 +131,9 @@ class Evaluator:
             case ast.BoolOp():
                 return self._bool_op(expr, at)
             case ast.UnaryOp():
-                return _OPERATORS[type(expr.op)](self._expr(expr.operand, at))
-            case ast.BinOp(op=op) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](self._expr(expr.left, at), self._expr(expr.right, at))
+                return OPERATORS[type(expr.op)](self._expr(expr.operand, at))
+            case ast.BinOp(op=op) if type(op) in OPERATORS:
+                return OPERATORS[type(op)](self._expr(expr.left, at), self._expr(expr.right, at))
             case ast.Compare():
                 return self._compare(expr, at)
             case ast.IfExp():
@@ -194,7 +195,7 @@ class Evaluator:
         left = self._expr(expr.left, at)
         for op, part in zip(expr.ops, expr.comparators, strict=True):
             right = self._expr(part, at)
-            if not _OPERATORS[type(op)](left, right):
+            if not OPERATORS[type(op)](left, right):
                 return False
             left = right
         return True

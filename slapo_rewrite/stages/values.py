@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import ast
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_OPERATORS: Mapping[type[ast.operator | ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.In: lambda a, b: a in b,
-    ast.NotIn: lambda a, b: a not in b,
-}
+from slapo_rewrite.model.evaluate import OPERATORS
+
 # Attributes of a module that are not what they were when it was made.
 CHANGING = {"training"}
 
@@ -264,10 +247,10 @@ class Names:
 
     def _compared(self, left: Value, op: ast.operator | ast.cmpop, right: Value) -> Value:
         if isinstance(left, Constant) and isinstance(right, Constant):
-            function = _OPERATORS.get(type(op))
+            function = OPERATORS.get(type(op))
             try:
                 result = function(left.value, right.value) if function else None
-            except TypeError:
+            except (TypeError, ArithmeticError, ValueError):
                 return Something()
             return Constant(result) if function and is_literal(result) else Something()
         if isinstance(op, ast.Is | ast.IsNot) and NONE in (left, right):
