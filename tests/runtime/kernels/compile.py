@@ -119,6 +119,7 @@ def calls(dtype: torch.dtype, d: int = 1024, v: int = 32000) -> dict[str, Callab
         "residual_layer_norm": lambda f: f(
             rows(), rows(), make(d), make(d), input_bias=make(d), p=0.1
         ),
+        "add_layer_norm": lambda f: f(rows(), rows(), make(d), make(d), p=0.1),
         "dropout_residual": lambda f: f(rows(), rows(), input_bias=make(d), p=0.1),
         "gated": lambda f: f(rows(), rows(), "quick_gelu", p=0.1),
         "swiglu": lambda f: f(rows(), rows()),
@@ -126,6 +127,8 @@ def calls(dtype: torch.dtype, d: int = 1024, v: int = 32000) -> dict[str, Callab
         "geglu": lambda f: f(rows(), rows()),
         "geglu tanh": lambda f: f(rows(), rows(), "tanh"),
         "bias_activation": lambda f: f(rows(), None, "relu", p=0.1),
+        "activation_dropout": lambda f: f(rows(), "relu", p=0.1),
+        "quick_gelu": lambda f: f(rows()),
         "bias_gelu": lambda f: f(rows(), make(d)),
         "bias_gelu tanh": lambda f: f(rows(), None, "tanh"),
         "rotary": lambda f: f(make(2, 8, 32, 80), make(2, 2, 32, 80), cos, sin),
