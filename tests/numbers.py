@@ -81,7 +81,7 @@ def compare(folder: Path, cases: Mapping[str, Case]) -> None:
         gradients = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
         own = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         _same(name, loading.to_full(model, own), gradients, case.limit)
-        _same(name, loading.full_state_dict(model), whole.state_dict())
+        _same(name, loading.full_state_dict(model), whole.state_dict(), case.limit)
 
 
 def _loading(folder: Path, name: str) -> Any:
@@ -97,7 +97,7 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _same(name: str, have: Mapping[Any, Any], want: Mapping[Any, Any], limit: float = 0.0) -> None:
+def _same(name: str, have: Mapping[Any, Any], want: Mapping[Any, Any], limit: float) -> None:
     assert list(have) == list(want), name
     for key, tensor in want.items():
         if not limit:

@@ -38,9 +38,14 @@ def imported(path: Path) -> ModuleType:
     """The module of a file: the model file of a written output, or an original."""
     package = path.parent if (path.parent / "__init__.py").exists() else None
     folder = str(package.parent if package else path.parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(f"{package.name}.{path.stem}" if package else path.stem)
+    if folder in sys.path:
+        sys.path.remove(folder)
+    sys.path.insert(0, folder)
+    name = f"{package.name}.{path.stem}" if package else path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None and Path(str(loaded.__file__)).resolve() != path.resolve():
+        del sys.modules[name]  # another test's file of the same name
+    return importlib.import_module(name)
 
 
 def changed_lines(output: Output) -> str:
