@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ def modules(folder: Path, name: str, case: Case) -> tuple[ModuleType, ModuleType
     """The original and the rewritten module of a case that was prepared."""
     if sys.path[0] != str(folder):  # other folders have modules of these names
         sys.path.insert(0, str(folder))
+        for loaded in [n for n in sys.modules if re.match(r"\w+_(out|original)\b", n)]:
+            del sys.modules[loaded]
     original = f"{name}_original" if "\n" in case.source else case.source
     rewritten = f"{name}_out.{original.rpartition('.')[2]}"
     return importlib.import_module(original), importlib.import_module(rewritten)
