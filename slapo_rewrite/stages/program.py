@@ -13,7 +13,7 @@ from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.edit.text import accessor
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.liveness import part_of
-from slapo_rewrite.stages.flatten import Flat, Line
+from slapo_rewrite.stages.flat import Flat, Line
 
 # A name, and the number of the piece that gave it this value; -1 for an argument of `forward`.
 Version = tuple[str, int]

@@ -1,0 +1,103 @@
+"""What the syntax of functions and calls says, for those that are written out."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from slapo_rewrite.source.liveness import statements
+from slapo_rewrite.stages.values import NONE, Constant, Value, is_module
+
+
+def only_loss(function: ast.FunctionDef, loss: str | int | None) -> ast.FunctionDef:
+    """A `forward` that returns nothing but its loss."""
+    if loss is None:
+        return function
+    function = copy.deepcopy(function)
+    for node in ast.walk(function):
+        match node:
+            case ast.Return(value=ast.Tuple(elts=elts)) if isinstance(loss, int):
+                node.value = elts[loss] if loss < len(elts) else None
+            case ast.Return(value=ast.Call(keywords=keywords)) if isinstance(loss, str):
+                found = [k.value for k in keywords if k.arg == loss]
+                node.value = found[0] if found else None
+            case ast.Return(value=ast.Dict(keys=keys, values=values)):
+                by_key = zip(keys, values, strict=True)
+                found = [v for k, v in by_key if isinstance(k, ast.Constant) and k.value == loss]
+                node.value = found[0] if found else None
+    return function
+
+
+def statement_of(function: ast.FunctionDef, node: ast.AST) -> ast.stmt:
+    """The innermost statement that holds a node."""
+    holding = [s for s in statements(function.body) if any(n is node for n in ast.walk(s))]
+    return holding[-1]
+
+
+def own_arguments(function: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None]]:
+    """A method's parameters, the module itself left out, each with its default."""
+    args = function.args
+    positional = [*args.posonlyargs, *args.args]
+    defaults = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
+    found = list(zip(positional, defaults, strict=True))[1:]
+    return found + list(zip(args.kwonlyargs, args.kw_defaults, strict=True))
+
+
+def body_of(function: ast.FunctionDef) -> list[ast.stmt]:
+    """A function's statements without its docstring."""
+    return function.body[1:] if ast.get_docstring(function) is not None else function.body
+
+
+def bound_in(body: Iterable[ast.AST]) -> list[str]:
+    """The names that statements bind."""
+    found = {
+        n.id: None
+        for s in body
+        for n in ast.walk(s)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
+    return list(found)
+
+
+def reads_in(node: ast.AST, name: str) -> bool:
+    """Whether a name is read in a statement."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        return node.target.id == name or reads_in(node.value, name)
+    return any(
+        isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)
+        for n in ast.walk(node)
+    )
+
+
+def signature_of(called: Any) -> inspect.Signature | None:
+    """The signature of a function, or of a module's `forward`."""
+    if called is None:
+        return None
+    if is_module(called):
+        called = called.forward
+    try:
+        return inspect.signature(called)
+    except (TypeError, ValueError):
+        return None
+
+
+def is_default(name: str, value: Value, taken: inspect.Signature | None) -> bool:
+    """Whether a keyword argument is what the callee assumes without it."""
+    if taken is None or not isinstance(value, Constant) or value.is_setting:
+        return False
+    if name in taken.parameters:
+        default = taken.parameters[name].default
+        return type(default) is type(value.value) and bool(default == value.value)
+    return value == NONE and any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.parameters.values()
+    )
+
+
+def positional_name(taken: inspect.Signature, number: int) -> str | None:
+    """The parameter that an argument by position is for."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [n for n, p in taken.parameters.items() if p.kind in kinds]
+    return names[number] if number < len(names) else None

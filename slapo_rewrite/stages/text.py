@@ -1,0 +1,73 @@
+"""The text of what is written out: parentheses, indentation and comments."""
+
+from __future__ import annotations
+
+import ast
+
+from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.stages.values import Fields
+
+
+def written_out(made: Fields) -> str:
+    """The call that makes an object."""
+    return f"{made.cls.__name__}({', '.join(f'{k}={v}' for k, v in made.texts.items())})"
+
+
+def bare(text: str) -> str:
+    """An expression without parentheses around all of it."""
+    while text.startswith("(") and text.endswith(")"):
+        try:
+            same = ast.dump(ast.parse(text[1:-1].strip(), mode="eval")) == ast.dump(
+                ast.parse(text, mode="eval")
+            )
+        except SyntaxError:
+            return text
+        if not same or "\n" in text:
+            return text
+        text = text[1:-1].strip()
+    return text
+
+
+def closed(text: str, node: ast.expr) -> str:
+    """An expression in parentheses, where it may bind less tightly than what is around it."""
+    tight = ast.Name | ast.Attribute | ast.Call | ast.Subscript | ast.Constant | ast.List | ast.Dict
+    if isinstance(node, tight) or text.isidentifier():
+        return text
+    return f"({text})"
+
+
+def dedented(text: str, file: SourceFile, node: ast.AST) -> str:
+    """A text of several lines with the indentation of its first line taken off the others."""
+    if "\n" not in text:
+        return text
+    first, rest = text.split("\n", 1)
+    line = file.line(getattr(node, "lineno", 1))
+    indent = len(line) - len(line.lstrip())
+    lines = [
+        line[indent:] if not line[:indent].strip() else line.lstrip() for line in rest.split("\n")
+    ]
+    return "\n".join([first, *lines])
+
+
+def comments_above(file: SourceFile, node: ast.stmt) -> list[str]:
+    """The comments on the lines before a statement."""
+    found: list[str] = []
+    number = node.lineno - 1
+    while (line := file.line(number).strip()).startswith("#"):
+        found.insert(0, line)
+        number -= 1
+    return found
+
+
+def comment_beside(file: SourceFile, node: ast.stmt) -> str:
+    """The comment behind a statement."""
+    _, end = file.span(node)
+    rest = file.text[end:].partition("\n")[0].strip()
+    return f"  {rest}" if rest.startswith("#") else ""
+
+
+def comment_after(file: SourceFile, node: ast.AST) -> str:
+    """The comment behind an argument that is the last on its line."""
+    _, end = file.span(node)
+    rest = file.text[end:].partition("\n")[0].strip().removeprefix(",").strip()
+    return f"  {rest}" if rest.startswith("#") else ""
