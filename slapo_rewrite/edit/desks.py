@@ -22,7 +22,8 @@ from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.source.index import SourceFile
 
 # The names of helper modules, which lie in the output folder as well.
-_RESERVED = {p.stem for p in (Path(__file__).parents[1] / "runtime").glob("*")} | {"modules"}
+_RESERVED = {p.stem for p in (Path(__file__).parents[1] / "runtime").glob("*")}
+_RESERVED |= {"modules", "pipeline"}
 
 
 @dataclass

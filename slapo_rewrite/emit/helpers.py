@@ -35,6 +35,7 @@ RUNTIME_ORDER = (
     "delayed",
     "loading",
     "pretrained",
+    "stages",
 )
 RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
 

@@ -218,7 +218,11 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
         with project.timed("stages"):
             files = {**texts, **helpers}
             sliced = slicing(plan.states.values(), lowered.inferred)
-            helpers |= stage_files(project, cuts, files, used, header, single_file, sliced)
+            staged = stage_files(
+                project, definitions, cuts, files, used, header, single_file, sliced
+            )
+            of_stages = {Path(name).stem for name in staged.keys() - helpers.keys()}
+            helpers = staged
     with project.timed("write"):
         files = {**texts, **helpers}
         if not single_file:
@@ -233,8 +237,8 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
             for module, because in desk.imports.causes().items():
                 causes[module] = united(causes.get(module, ()), because)
         if cuts:
-            causes["pipeline"] = united(*((cut.cause,) for cut in cuts))
-            causes.setdefault("delayed", causes["pipeline"])
+            because = united(*((cut.cause,) for cut in cuts))
+            causes = {**dict.fromkeys(of_stages, because), **causes}
         by_file = {
             n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers
         }

@@ -394,25 +394,38 @@ def load_full(module, full):
             f"SETTINGS = {dict(self.settings)!r}\n{text}"
         )
 
-    def written(self, header: str, helpers: str, imported: Mapping[str, set[str]]) -> str:
+    def helpers(self) -> dict[str, set[str]]:
+        """The names that it uses of each helper module."""
+        stages = {"check_ties", "gathered", "has_place", "keep", "stage_of"}
+        stages |= {"check_settings"} if self.settings else set()
+        stages |= {"count_once"} if self.tie else set()
+        found = {"stages": stages, "delayed": {"Recording"}}
+        if self.has_shards:
+            stages.add("model_parallel_group")
+            found["tensor_parallel"] = {"set_group"}
+        if self.gathers:
+            found["loading"] = {"full_state_dict"}
+        return found
+
+    def written(self, header: str) -> str:
         """The whole file.
 
         Args:
             header: A comment that says what made it.
-            helpers: Definitions that it uses.
-            imported: What these import: names by module, '' for the module itself.
+
+        Raises:
+            NameTaken: What a stage runs has a name that the file needs for something else.
         """
-        body = f"{self.head()}\n\n{self.classes()}\n\n\n{self.functions()}\n\n{helpers}\n"
-        imports = {module: set(names) for module, names in imported.items()}
-        self._add_imports(body, imports)
+        body = f"{self.head()}\n\n{self.classes()}\n\n\n{self.functions()}\n"
         count = len(self.stages.stages)
         text = (
             f'{header}\n"""`{self.model.__name__}` in {count} stages, for DeepSpeed\'s pipeline '
-            f'engine."""\n\n{_import_text(imports)}\n\n{body}'
+            f'engine."""\n\n{_import_text(self._imports(body))}\n\n{body}'
         )
         return black.format_str(text, mode=black.Mode())
 
-    def _add_imports(self, body: str, imports: dict[str, set[str]]) -> None:
+    def _imports(self, body: str) -> dict[str, set[str]]:
+        """What the file imports: names by module, '' for the module itself."""
         tree = ast.parse(body)
         names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
         bound = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
@@ -421,19 +434,34 @@ def load_full(module, full):
         }
         bound |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
         specs = {"PipelineModule", "LayerSpec", "TiedLayerSpec"} & names
-        imports.setdefault("deepspeed.pipe", set()).update(specs)
-        if self.has_shards:
-            imports.setdefault(".tensor_parallel", set()).add("set_group")
-        imports.setdefault(".delayed", set()).add("Recording")
-        if self.gathers:
-            imports.setdefault(".loading", set()).add("full_state_dict")
-        known = {n for module in imports.values() for n in module} | specs
-        known |= {m.split(".")[0] for m, found in imports.items() if "" in found}
+        imports = {f".{module}": set(used) for module, used in self.helpers().items()}
+        imports["deepspeed.pipe"] = specs
+        known = {name for module in imports.values() for name in module}
+        self._check_names(known | {n.name for n in tree.body if isinstance(n, ast.FunctionDef)})
         for name in sorted(names - bound - known - set(dir(builtins)) - {"self"}):
             origin = self._origin(name)
             if origin is not None:
                 module, wanted = origin
                 imports.setdefault(module, set()).add(wanted)
+        return imports
+
+    def _check_names(self, taken: set[str]) -> None:
+        """Refuses names that the stages read of the model's file and that mean another thing here.
+
+        Raises:
+            NameTaken: There is one.
+        """
+        texts = [forward_text(self.stages, stage) for stage in self.stages.stages]
+        for text in (*texts, loss_text(self.stages)):
+            own = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)]
+            local = {n.id for n in own if isinstance(n.ctx, ast.Store)}
+            for name in sorted(({n.id for n in own} - local) & taken):
+                if self._origin(name) is not None:
+                    raise errors.NameTaken(
+                        f"`{name}` of {self.file.path.name} is read by a stage, and means "
+                        "something else in pipeline.py",
+                        hint="give it another name in the model's file",
+                    )
 
     def _origin(self, name: str) -> tuple[str, str] | None:
         """Where a name of the model's file comes from: a module, and what is imported of it."""

@@ -182,3 +182,17 @@ def test_single_file_has_no_room_for_stages(tmp_path):
     (tmp_path / "s.py").write_text(SCHEDULE.format(cut='s["first"]'))
     with pytest.raises(errors.CannotCut, match="--single-file"):
         rewrite(str(tmp_path / "m.py"), str(tmp_path / "s.py"), single_file=True)
+
+
+def test_a_name_that_pipeline_py_has_for_something_else(tmp_path):
+    source = written("x = self.first(x)", "x = batch(self.inner(x))")
+    source = source.replace("class Inner(", "def batch(x):\n    return 2 * x\n\n\nclass Inner(")
+    text = refused(tmp_path, source, SCHEDULE.format(cut='s["first"]'), "SR105")
+    assert "`batch` of" in text and "means something else in pipeline.py" in text
+
+
+def test_a_file_that_is_called_as_one_of_the_output(tmp_path):
+    (tmp_path / "stages.py").write_text(written("x = self.first(x)", "x = self.inner(x)"))
+    (tmp_path / "s.py").write_text(SCHEDULE.format(cut='s["first"]'))
+    with pytest.raises(errors.NameTaken, match=r"the output has a stages\.py of its own"):
+        rewrite(str(tmp_path / "stages.py"), str(tmp_path / "s.py"))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from slapo_rewrite.runtime.delayed import Recording
-from slapo_rewrite.runtime.pipeline import check_settings, check_ties, has_place, keep
+from slapo_rewrite.runtime.stages import check_settings, check_ties, has_place, keep
 
 
 class Model(nn.Module):

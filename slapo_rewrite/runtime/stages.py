@@ -1,4 +1,4 @@
-"""Stages of a model: what each of them holds, and their weights under the original names."""
+"""Stages of a model: what each holds, and its weights under the original names."""
 
 import re
 from collections.abc import Iterable, Mapping
