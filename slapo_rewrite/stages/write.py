@@ -237,13 +237,9 @@ def shared_names(model: Any) -> list[tuple[str, ...]]:
 # The file ---------------------------------------------------------------------------------------
 
 
-WHOLE = """\
-Each rank makes the weights of its own stage only, the same as the whole model
-    would have from the same seed."""
-SHARDED = """\
-Each rank makes its own part of the weights of its own stage. Load the model's by
-    `load_full`: what ranks draw for their parts of a tensor is no whole. Where a
-    topology has an axis `model`, the engine's configuration needs
+PARTITIONED = """
+
+    Where a topology has an axis `model`, the engine's configuration needs
     `"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}`."""
 
 
@@ -298,6 +294,11 @@ class Text:
         lines += [
             "        check_ties(self, TIES)",
             f"        keep(self, recording, {', '.join(h.text for h in held)})",
+        ]
+        if self.gathers:
+            model = self.model.__name__
+            lines.append(f"        draw_parts(self, recording, lambda: {model}(*args, **kwargs))")
+        lines += [
             "",
             textwrap.indent(forward_text(self.stages, stage), "    "),
         ]
@@ -316,7 +317,7 @@ class Text:
         taken = [p for p in self.stages.program.parameters if p in {*given, *labels}]
         state = "full_state_dict({})" if self.gathers else "{}.state_dict()"
         specs = "".join(f"{self._spec(n)},\n" for n in range(count))
-        drawn = SHARDED if self.has_shards else WHOLE
+        partitioned = PARTITIONED if self.has_shards else ""
         groups = "    set_group(model_parallel_group(topology))\n" if self.has_shards else ""
         once = "    count_once(module, layers, STAGES)\n" if self.tie else ""
         return f'''\
@@ -326,7 +327,8 @@ STAGES = ({names})
 def build(*args, num_stages=None, topology=None, **kwargs):
     """A `PipelineModule` of the stages, for `deepspeed.initialize`.
 
-    {drawn}
+    Each rank makes the weights of its own stage only, the same as the whole model
+    would have from the same seed; so ranks are to be seeded alike.{partitioned}
 
     Args:
         *args: Those of `{self.model.__name__}`.
@@ -404,6 +406,7 @@ def load_full(module, full):
             stages.add("model_parallel_group")
             found["tensor_parallel"] = {"set_group"}
         if self.gathers:
+            stages.add("draw_parts")
             found["loading"] = {"full_state_dict"}
         return found
 

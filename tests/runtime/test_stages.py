@@ -68,3 +68,11 @@ def test_a_model_that_does_something_else_is_refused():
     model.head.weight = nn.Parameter(torch.ones(5, 3))
     with pytest.raises(ValueError, match="shared otherwise"):
         check_ties(model, [("embedding.weight", "head.weight")])
+
+
+def test_on_the_meta_device_a_stage_has_no_memory():
+    with torch.device("meta"), Recording(torch.get_default_device()) as recording:
+        part = Model()
+    keep(part, recording, part.layers[2:], part.norm)
+    assert part.state_dict() and all(tensor.is_meta for tensor in part.state_dict().values())
+    assert part.embedding is None and part.head is None
