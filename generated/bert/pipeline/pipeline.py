@@ -13,6 +13,7 @@ from .stages import (
     check_settings,
     check_ties,
     count_once,
+    draw_parts,
     gathered,
     has_place,
     keep,
@@ -39,6 +40,7 @@ class BertForMaskedLMStage0(BertForMaskedLM):
         check_settings(self, SETTINGS)
         check_ties(self, TIES)
         keep(self, recording, self.bert.embeddings, self.bert.encoder.layer[:6])
+        draw_parts(self, recording, lambda: BertForMaskedLM(*args, **kwargs))
 
     def forward(self, inputs):
         input_ids, given_attention_mask = inputs
@@ -63,6 +65,7 @@ class BertForMaskedLMStage1(BertForMaskedLM):
         check_settings(self, SETTINGS)
         check_ties(self, TIES)
         keep(self, recording, self.bert.encoder.layer[6:], self.cls)
+        draw_parts(self, recording, lambda: BertForMaskedLM(*args, **kwargs))
 
     def forward(self, inputs):
         hidden_states, given_attention_mask = inputs
@@ -90,9 +93,10 @@ STAGES = (BertForMaskedLMStage0, BertForMaskedLMStage1)
 def build(*args, num_stages=None, topology=None, **kwargs):
     """A `PipelineModule` of the stages, for `deepspeed.initialize`.
 
-    Each rank makes its own part of the weights of its own stage. Load the model's by
-    `load_full`: what ranks draw for their parts of a tensor is no whole. Where a
-    topology has an axis `model`, the engine's configuration needs
+    Each rank makes the weights of its own stage only, the same as the whole model
+    would have from the same seed; so ranks are to be seeded alike.
+
+    Where a topology has an axis `model`, the engine's configuration needs
     `"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}`.
 
     Args:

@@ -11,6 +11,7 @@ from .loading import full_state_dict
 from .stages import (
     check_ties,
     count_once,
+    draw_parts,
     gathered,
     has_place,
     keep,
@@ -41,6 +42,7 @@ class GPTStage0(GPT):
             self.transformer.drop,
             self.transformer.h[:6],
         )
+        draw_parts(self, recording, lambda: GPT(*args, **kwargs))
 
     def forward(self, idx):
         T = idx.size(1)
@@ -66,6 +68,7 @@ class GPTStage1(GPT):
         keep(
             self, recording, self.transformer.h[6:], self.transformer.ln_f, self.lm_head
         )
+        draw_parts(self, recording, lambda: GPT(*args, **kwargs))
 
     def forward(self, x):
         for block in self.transformer.h[6:]:
@@ -83,9 +86,10 @@ STAGES = (GPTStage0, GPTStage1)
 def build(*args, num_stages=None, topology=None, **kwargs):
     """A `PipelineModule` of the stages, for `deepspeed.initialize`.
 
-    Each rank makes its own part of the weights of its own stage. Load the model's by
-    `load_full`: what ranks draw for their parts of a tensor is no whole. Where a
-    topology has an axis `model`, the engine's configuration needs
+    Each rank makes the weights of its own stage only, the same as the whole model
+    would have from the same seed; so ranks are to be seeded alike.
+
+    Where a topology has an axis `model`, the engine's configuration needs
     `"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}`.
 
     Args:

@@ -2,7 +2,7 @@
 """Stages of a model: what each holds, and its weights under the original names."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .delayed import Recording
+from .loading import take_parts
+from .tensor_parallel import world_size
 
 
 def check_ties(model: nn.Module, ties: Iterable[tuple[str, ...]]) -> None:
@@ -89,6 +91,23 @@ def drop(module: nn.Module, held: set[nn.Module]) -> bool:
         else:
             setattr(module, name, None)
     return left
+
+
+def draw_parts(
+    stage: nn.Module, recording: Recording, make: Callable[[], nn.Module]
+) -> None:
+    """Gives a stage its parts of the weights that the whole model would draw.
+
+    Each rank draws the weights of the whole model and holds one full tensor at a time.
+
+    Args:
+        stage: The stage.
+        recording: What it was built inside.
+        make: Makes the model.
+    """
+    if world_size() > 1:
+        recording.generator.set_state(recording.start)
+        take_parts(stage, make)
 
 
 def model_parallel_group(topology: Any) -> Any:

@@ -121,7 +121,18 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
     state = generator.get_state()
     model = make()
     generator.set_state(state)
-    with world_of_one(), Recording(device) as recording:
+    take_parts(model, make)
+    return model
+
+
+def take_parts(model: nn.Module, make: Callable[[], nn.Module]) -> None:
+    """Gives a model its parts of the weights that the whole model draws.
+
+    Args:
+        model: The model, or a part of it; its weights are filled in place.
+        make: Makes the model, which is whole where this calls it.
+    """
+    with world_of_one(), Recording(torch.get_default_device()) as recording:
         whole = make().state_dict()
     divided, filled = shards(model), set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -130,7 +141,6 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
             tensor.data.copy_(divided[name].cut(full) if name in divided else full)
             del full  # before the next one is worked out
             filled.add(id(tensor))
-    return model
 
 
 def load_pretrained(

@@ -11,6 +11,7 @@ from .loading import full_state_dict
 from .modeling_llama import LlamaForCausalLM
 from .stages import (
     check_ties,
+    draw_parts,
     gathered,
     has_place,
     keep,
@@ -37,6 +38,7 @@ class LlamaForCausalLMStage0(LlamaForCausalLM):
             self.model.layers[:16],
             self.model.rotary_emb,
         )
+        draw_parts(self, recording, lambda: LlamaForCausalLM(*args, **kwargs))
 
     def forward(self, inputs):
         input_ids, attention_mask = inputs
@@ -79,6 +81,7 @@ class LlamaForCausalLMStage1(LlamaForCausalLM):
             self.model.rotary_emb,
             self.lm_head,
         )
+        draw_parts(self, recording, lambda: LlamaForCausalLM(*args, **kwargs))
 
     def forward(self, inputs):
         hidden_states, attention_mask = inputs
@@ -120,9 +123,10 @@ STAGES = (LlamaForCausalLMStage0, LlamaForCausalLMStage1)
 def build(*args, num_stages=None, topology=None, **kwargs):
     """A `PipelineModule` of the stages, for `deepspeed.initialize`.
 
-    Each rank makes its own part of the weights of its own stage. Load the model's by
-    `load_full`: what ranks draw for their parts of a tensor is no whole. Where a
-    topology has an axis `model`, the engine's configuration needs
+    Each rank makes the weights of its own stage only, the same as the whole model
+    would have from the same seed; so ranks are to be seeded alike.
+
+    Where a topology has an axis `model`, the engine's configuration needs
     `"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}`.
 
     Args:

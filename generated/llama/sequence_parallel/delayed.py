@@ -126,14 +126,20 @@ class Recording(TorchDispatchMode):
     Random numbers are drawn as if the tensors were real, and thrown away, so that each
     tensor's are the ones that it would have got.
 
+    On the meta device itself it leaves everything as it is.
+
     Args:
         device: Where the tensors would be made.
+
+    Attributes:
+        start: The state that the device's random numbers start from.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
         self.generator = default_generator(device)
+        self.start = self.generator.get_state()
         self.memories: dict[torch.UntypedStorage, Memory] = {}
         self.disguise = Disguise(self)
 
@@ -182,7 +188,7 @@ class Recording(TorchDispatchMode):
             recorded = any(map(self.knows, given))
         else:
             recorded = makes_tensor and kwargs.get("device") in (None, self.device)
-        if not recorded:
+        if not recorded or self.device == META:
             return func(*args, **kwargs)
         written = written_to(func, args, kwargs)
         if makes_tensor and all(map(self.knows, written)):
@@ -258,8 +264,8 @@ class Disguise(TorchFunctionMode):
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Where random numbers on a device come from."""
-    if device.type == "cpu":
+    """Where random numbers on a device come from; the meta device has none of its own."""
+    if device.type in ("cpu", "meta"):
         return torch.default_generator
     module: Any = torch.get_device_module(device)
     generator: torch.Generator = module.default_generators[device.index or 0]
