@@ -5,10 +5,11 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.installed
 BERT = transformers.models.bert.modeling_bert --schedule bert --set ckpt_ratio=0.5
 
-.PHONY: help demo test lint check generated bench
+.PHONY: help demo example test lint check generated bench
 
 help:
 	@echo 'make demo       rewrite BERT, show the diff, verify it in two processes'
+	@echo 'make example    train a small GPT with DeepSpeed, in four processes'
 	@echo 'make test       run the tests'
 	@echo 'make check      lint, types and tests'
 	@echo 'make generated  make the outputs in generated/ again'
@@ -24,6 +25,15 @@ demo: $(READY)
 	$(BIN)/slapo-rewrite $(BERT) --diff
 	@echo '== written to demo/bert, and run against the original in two processes'
 	$(BIN)/slapo-rewrite $(BERT) -o demo/bert --verify --world 2
+
+example: $(READY)
+	@echo '== a pipeline of a small GPT, written to examples/train_gpt/parallel'
+	$(BIN)/slapo-rewrite examples/train_gpt/gpt.py --schedule examples/train_gpt/schedule.py \
+		-o examples/train_gpt/parallel
+	@echo '== the original, in one process'
+	$(BIN)/python examples/train_gpt/train.py --single
+	@echo '== two stages of two tensor-parallel ranks: the same losses'
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/train_gpt/train.py --tensor 2
 
 test: $(READY)
 	$(BIN)/python -m pytest

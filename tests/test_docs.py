@@ -16,7 +16,13 @@ from slapo_rewrite.schedule.selection import Selection
 from tests.golden import GENERATED, ROOT
 
 BERT = "transformers.models.bert.modeling_bert"
-DOCUMENTS = ("README.md", "CHANGELOG.md", "benchmark/README.md", "generated/README.md")
+DOCUMENTS = (
+    "README.md",
+    "CHANGELOG.md",
+    "benchmark/README.md",
+    "examples/train_gpt/README.md",
+    "generated/README.md",
+)
 README = (ROOT / "README.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 
