@@ -52,6 +52,7 @@ class Rewrite:
         absorbed: Paths of modules that were called where the new text calls them no more.
         notes: What was done and left undone, for the record.
         classes: New classes of the file that take the place of modules, by their paths.
+        again: Whether the call is still to be carried out, on the changed source.
     """
 
     edits: list[Edit]
@@ -59,3 +60,4 @@ class Rewrite:
     absorbed: tuple[str, ...] = ()
     notes: tuple[Mapping[str, object], ...] = field(default=())
     classes: Mapping[str, NewClass] = field(default_factory=dict)
+    again: bool = False

@@ -121,7 +121,8 @@ class Project:
         """Goes on with the model that the changed source defines."""
         text, changes = apply_edits(self.file.text, again.rewrite.edits)
         self.changes = [*carried(self.changes, self.file.text, text), *changes]
-        self.done[again.directive.number] = again.rewrite
+        if not again.rewrite.again:
+            self.done[again.directive.number] = again.rewrite
         for reference in again.rewrite.references:
             causes = self.references.get(reference, ())
             self.references[reference] = united(causes, [again.directive])

@@ -266,6 +266,28 @@ class Engine:
             hint=left.hint,
         )
 
+    # Branches -------------------------------------------------------------------------------------
+
+    def opened(self, claims: Sequence[Claim]) -> Rewrite | None:
+        """The change that has the arms of branches take in what is around them for some claims.
+
+        None where no claim needs one. The claims are to be looked for again afterwards.
+        """
+        first: dict[ast.stmt, list[Edit]] = {}
+        branches: dict[str, dict[ast.stmt, list[Edit]]] = {}
+        for claim in claims:
+            drawn = claim.match.drawn
+            if drawn is None:
+                continue
+            if drawn.branch not in first:
+                why = f"`{claim.what}`"
+                first[drawn.branch] = [Edit(*e, (self.cause,), why) for e in drawn.edits()]
+            branches.setdefault(claim.node.path, {})[drawn.branch] = first[drawn.branch]
+        # Equal changes are one object, so that modules that are treated alike are seen to be.
+        known: dict[frozenset[ast.stmt], dict[ast.stmt, list[Edit]]] = {}
+        edits = {path: known.setdefault(frozenset(own), own) for path, own in branches.items()}
+        return Rewrite(self._written(edits, {}), again=True) if edits else None
+
     # What changes ---------------------------------------------------------------------------------
 
     def rewrite(self, claims: Sequence[Claim], notes: tuple[Mapping[str, object], ...]) -> Rewrite:
@@ -286,23 +308,39 @@ class Engine:
         for claim in claims:
             by_path.setdefault(claim.node.path, []).append(claim)
         known: dict[tuple[object, ...], dict[ast.stmt, list[Edit]]] = {}
-        asked: dict[str, tuple[object, ...]] = {}
-        edits: list[Edit] = []
+        changes: dict[str, dict[ast.stmt, list[Edit]]] = {}
         for path, here in by_path.items():
             key: tuple[object, ...] = tuple(
                 (id(c.match.replaced.node), self._text(c), c.method) for c in here
             )
-            asked[path] = key
             if key not in known:
                 known[key] = self._edits(here)
+            changes[path] = known[key]
+        edits = [*self._written(changes, by_path), *self._functions(claims)]
+        edits = list(dict.fromkeys(edits))
+        return edits, self._absorbed(claims, edits)
+
+    def _written(
+        self,
+        by_path: Mapping[str, dict[ast.stmt, list[Edit]]],
+        claims: Mapping[str, Sequence[Claim]],
+    ) -> list[Edit]:
+        """Changes of the methods that modules run, in place or in subclasses.
+
+        Args:
+            by_path: The changes by module path and statement.
+            claims: What the constructors of the modules' classes are to make things for.
+        """
+        edits: list[Edit] = []
+        asked = {path: id(changes) for path, changes in by_path.items()}
         alike = Alike(self.tree, asked)
         with alike.reduced():
             desks = Desks(self.tree, self.sources)
             desks.siblings(alike.siblings)
-            for path, key in asked.items():
+            for path in asked:
                 if path not in self.tree.nodes:
                     continue
-                for statement, changes in known[key].items():
+                for statement, changes in by_path[path].items():
                     if self.sharing.owner_of(self.sharing.function_of(statement)) is None:
                         edits += changes
                         continue
@@ -311,7 +349,7 @@ class Engine:
                     place = ("text", statement.lineno, statement.col_offset)
                     write = Write(statement, plain, what)
                     desks.main.places.add(path, place, write, (self.cause,))
-                self._construct(by_path[path], desks.main.places)
+                self._construct(claims.get(path, ()), desks.main.places)
             settled = settle(self.tree, desks, self.line_length)
         edits += settled.pop(self.file.name)
         if any(settled.values()):
@@ -320,9 +358,7 @@ class Engine:
                 at=self.cause.at,
                 hint="select all instances alike",
             )
-        edits += self._functions(claims)
-        edits = list(dict.fromkeys(edits))
-        return edits, self._absorbed(claims, edits)
+        return edits
 
     def _construct(self, claims: Sequence[Claim], places: Places) -> None:
         """Has the constructor of a module's class make what the claims call."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
+from slapo_rewrite.fusion.branches import NOTHING, Given, find
 from slapo_rewrite.fusion.engine import Claim, Left, Renamed
 from slapo_rewrite.fusion.rule import Alternative, Found, Rule
 from slapo_rewrite.fusion.template import template_of
@@ -16,7 +17,7 @@ from slapo_rewrite.model.pattern import as_module, facts_of_pattern
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.pattern import Pattern, pattern_of
-from slapo_rewrite.patterns.search import Match, Miss, Scope, find_calls, find_pattern, scopes_of
+from slapo_rewrite.patterns.search import Match, Miss, Scope, find_calls, scopes_of
 from slapo_rewrite.patterns.values import Value
 
 
@@ -74,14 +75,14 @@ def below(nodes: Iterable[Node]) -> list[Node]:
     return list({inner.path: inner for node in nodes for inner in node.walk()}.values())
 
 
-def look(rule: Rule, nodes: Iterable[Node], sources: Sources) -> Looked:
+def look(rule: Rule, nodes: Iterable[Node], sources: Sources, given: Given = NOTHING) -> Looked:
     """Where a rule may be applied."""
     looked = Looked()
     known: dict[int, list[tuple[Match, Alternative]]] = {}
     for node in nodes:
         number = sources.fingerprints.of(node)
         if number not in known:
-            known[number] = list(_matches(rule, node, sources, looked))
+            known[number] = list(_matches(rule, node, sources, looked, given))
         for match, alternative in known[number]:
             here = match if match.path == node.path else replace(match, path=node.path)
             _take(rule, Found(here, node, alternative, sources), looked)
@@ -89,7 +90,7 @@ def look(rule: Rule, nodes: Iterable[Node], sources: Sources) -> Looked:
 
 
 def _matches(
-    rule: Rule, node: Node, sources: Sources, looked: Looked
+    rule: Rule, node: Node, sources: Sources, looked: Looked, given: Given
 ) -> Iterator[tuple[Match, Alternative]]:
     """What the alternatives of a rule find in a module, each place once."""
     scopes = [s for s in scopes_for([node], sources) if s.graph.file is sources.main]
@@ -99,7 +100,7 @@ def _matches(
         found = (
             find_calls(scopes, alternative.pattern)
             if called
-            else find_pattern(compiled(alternative), scopes)
+            else find(compiled(alternative), scopes, {node.path: node}, sources, given)
         )
         looked.misses += found.misses
         for match in found:

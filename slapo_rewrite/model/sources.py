@@ -43,6 +43,7 @@ class Sources:
         self.known: dict[tuple[int, str], Site] = {}
         # What was made of the functions of modules, by their number; kept for those who read them.
         self.scopes: dict[int, list[Any]] = {}
+        self.followed: dict[Any, Any] = {}
         self.fingerprints = Fingerprints()
         self._nodes: dict[int, tuple[Node, dict[int, list[Node]]]] = {}
 
@@ -84,6 +85,7 @@ class Sources:
         self._nodes.clear()
         self.known.clear()
         self.scopes.clear()
+        self.followed.clear()
         self.fingerprints = Fingerprints()
 
     def same_live(self, node: Node) -> list[Node]:

@@ -7,9 +7,10 @@ them; a loop is followed once, and what it carries from turn to turn is opaque.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from slapo_rewrite.patterns.calls import joined
+from slapo_rewrite.patterns.decided import decided
 from slapo_rewrite.patterns.expressions import Expressions, counted
 from slapo_rewrite.patterns.operations import BINARY
 from slapo_rewrite.patterns.values import Exit, Graph, Value
@@ -27,6 +28,7 @@ def graph_of(
     method: bool,
     resolve: Resolver | None = None,
     pattern: bool = False,
+    given: Mapping[str, object] | None = None,
 ) -> Graph:
     """The values of a function.
 
@@ -37,9 +39,12 @@ def graph_of(
         method: Whether its first parameter is that module.
         resolve: What names mean that it does not bind; the file's module level where None.
         pattern: Whether it is a pattern: the module's own parameters stand for any then.
+        given: Arguments that are taken as constants; where it is not None, of a branch whose way
+            is known, only that way is followed, as if the branch were not there.
     """
     graph = Graph(file, function)
     flow = Flow(graph, facts, resolve or names_of(file), pattern=pattern)
+    flow.given = given
     flow.take_parameters(function, method)
     flow.run(function)
     return graph
@@ -56,7 +61,13 @@ def chain_graph(file: SourceFile, node: ast.AST, facts: Facts, module: Submodule
 
 
 class Flow(Expressions):
-    """Follows one function."""
+    """Follows one function.
+
+    Attributes:
+        given: As for `graph_of`.
+    """
+
+    given: Mapping[str, object] | None = None
 
     def take_parameters(self, function: ast.FunctionDef, method: bool) -> None:
         """Makes the function's parameters values."""
@@ -237,6 +248,11 @@ class Flow(Expressions):
     def _if(self, statement: ast.If) -> bool:
         test = self.expr(statement.test)
         self.read(test, statement.test, "tested")
+        way = decided(test, self.facts, self.given or {}) if self.through is None else None
+        if way is not None:
+            self.graph.decided[statement] = way
+            if self.given is not None:
+                return self._block(statement.body if way else statement.orelse)
         before = self.scope
         taken = self._arm(statement, "body", statement.body, before)
         other = self._arm(statement, "orelse", statement.orelse, before)

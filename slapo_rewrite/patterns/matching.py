@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from slapo_rewrite.patterns.branches import way_hint
 from slapo_rewrite.patterns.pattern import Pattern
 from slapo_rewrite.patterns.values import Graph, Value, described, equal, region
 from slapo_rewrite.source.index import SourceFile
@@ -260,6 +261,7 @@ class Matcher:
             spots[0] = Spot(value.file, value.node, "the other")
         elif between:
             reason = f"{region(value.node)} lies between: there are several values there"
+            hint = way_hint(value.node, self.graph.function)
         elif wanted.operation == value.operation == "constant":
             hint = "what may vary is a parameter of the pattern"
         elif wanted.operation == "constant" and value.operation == "training":

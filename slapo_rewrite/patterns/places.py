@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from slapo_rewrite.patterns.branches import way_hint
 from slapo_rewrite.patterns.matching import Pairing, Spot, Stop
 from slapo_rewrite.patterns.pattern import Pattern
 from slapo_rewrite.patterns.standing import Place, Standing
@@ -123,11 +124,12 @@ class Judge(Standing):
             for use in value.uses if value.inside is None else ():
                 if id(use.node) in self.tests or (use.by is not None and id(use.by) in ours):
                     continue
-                return self._stop(
+                stop = self._stop(
                     f"the value of {described(value)} is used elsewhere as well",
                     _spot(value, "computed here"),
                     self._used(use),
                 )
+                return replace(stop, hint=way_hint(use.node, self.graph.function))
         for result in self.place.outer if self.place.value in self.results else ():
             for use in result.site.uses:
                 if use.order <= self.place.moment and (use.by is None or id(use.by) not in ours):
@@ -151,12 +153,13 @@ class Judge(Standing):
                 arm = next((a for a, b in _zipped(value.regions, expected) if a != b), None)
                 arm = arm or next(b for a, b in _zipped(value.regions, expected) if a != b)
                 assert arm is not None
-                return self._stop(
+                stop = self._stop(
                     f"{region(arm[0])} lies between",
                     _spot(value, "computed here"),
                     Spot(self.graph.file, arm[0], "this lies between"),
                     wanted=wanted,
                 )
+                return replace(stop, hint=way_hint(arm[0], self.graph.function))
         return None
 
     def _expected(self, wanted: Value) -> tuple[Arm, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import overload
 
 from slapo_rewrite import errors
+from slapo_rewrite.patterns.branches import Drawn
 from slapo_rewrite.patterns.flow import chain_graph, graph_of
 from slapo_rewrite.patterns.matching import Matcher, Pairing, Spot, Stop, outermost
 from slapo_rewrite.patterns.pattern import Pattern
@@ -50,6 +51,8 @@ class Match:
         nodes: What is computed, in order; the last is the result, or one of them.
         replaced: What one call would take the place of.
         results: What the pattern returns: one value, or those of its tuple.
+        drawn: What has to stand in the arms of a branch first, where one lies between whose way is
+            known.
     """
 
     path: str
@@ -60,6 +63,7 @@ class Match:
     nodes: tuple[Value, ...]
     replaced: Replaced
     results: tuple[Value, ...]
+    drawn: Drawn | None = None
 
     @property
     def root(self) -> Value:
@@ -85,6 +89,12 @@ class Match:
         return sorted({site.file.span(site.node) for site in sites if site.file is self.file})
 
     @property
+    def statements(self) -> list[ast.stmt]:
+        """The statements that compute it."""
+        found = [*(node.site.statement for node in self.nodes), *self.replaced.removed]
+        return list(dict.fromkeys(s for s in found if s is not None))
+
+    @property
     def place(self) -> errors.Span:
         """The result as a place in a diagnostic."""
         return self.file.at(self.root.site.node)
@@ -94,6 +104,9 @@ class Match:
         numbers = f"{lines[0]}-{lines[-1]}" if lines[0] != lines[-1] else f"{lines[0]}"
         given = ", ".join(f"{name} = {text}" for name, text in self.operands.items())
         where = f"{self.path or 'the model'}, {self.function}, line {numbers}"
+        if self.drawn is not None:
+            test = self.file.segment(self.drawn.branch.test)
+            where += f", through `if {test}`"
         return f"{where}: {given}" if given else where
 
 

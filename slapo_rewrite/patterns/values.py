@@ -189,6 +189,7 @@ class Graph:
         bound: Each binding of a name to a value, in order.
         exits: Each way out of the function, or out of a turn of a loop, in order.
         loads: What each name that is read holds there.
+        decided: The branches whose way is known, and which it is.
     """
 
     file: SourceFile
@@ -201,6 +202,7 @@ class Graph:
     bound: list[Binding] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
     loads: dict[ast.Name, Value] = field(default_factory=dict)
+    decided: dict[ast.If, bool] = field(default_factory=dict)
 
     def overwritten(
         self, values: list[Value], after: tuple[int, ...], before: tuple[int, ...]

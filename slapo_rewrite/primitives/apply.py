@@ -9,6 +9,7 @@ from dataclasses import replace
 from slapo_rewrite import errors
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.state import ModuleState, general
+from slapo_rewrite.fusion.branches import given_for
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.looking import below, look
 from slapo_rewrite.fusion.packed import packed
@@ -46,7 +47,8 @@ class Apply(Rebuilding, Rewriting):
 
     A rule is a computation and what is written in its place; `slapo-rewrite primitives` lists them.
     What comes later in the schedule sees the source as it is then; a module that was called inside
-    of what was replaced is no longer called, so it cannot be scheduled any more.
+    of what was replaced is no longer called, so it cannot be scheduled any more. `concrete_args` is
+    as for `find`.
 
     Rewrite:
         gated = F.silu(self.gate(x))
@@ -90,9 +92,9 @@ class Apply(Rebuilding, Rewriting):
     )
 
     def signature(self) -> inspect.Signature:
-        """`apply(rule)`."""
+        """`apply(rule, *, concrete_args=None)`."""
 
-        def apply(rule: str) -> None: ...
+        def apply(rule: str, *, concrete_args: Mapping[str, object] | None = None) -> None: ...
 
         return signature_of(apply)
 
@@ -109,7 +111,8 @@ class Apply(Rebuilding, Rewriting):
         engine = Engine(call.tree, call.sources, states, call.directive, line_length)
         if isinstance(rule, Packing):
             return _packed(rule, engine, inner)
-        looked = look(rule, inner, call.sources)
+        given = given_for(call.arguments["concrete_args"], inner, at)
+        looked = look(rule, inner, call.sources, given)
         if not looked.claims and not looked.left:
             raise nothing_found(rule.name, looked.nearest, at)
         return carried_out(engine, looked.claims, looked.left, rules=[(rule.name, looked)])

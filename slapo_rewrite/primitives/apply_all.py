@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.fusion.branches import given_for
 from slapo_rewrite.fusion.engine import Claim, Engine, Left
 from slapo_rewrite.fusion.looking import Looked, below, look
 from slapo_rewrite.fusion.registry import rules
@@ -21,7 +22,7 @@ class ApplyAll(Rewriting):
 
     Rules are tried in a fixed order, those that save more first; of two that want the same text,
     the first has it. A rule that matches nothing, or that may not be applied somewhere, is left
-    out there: `slapo-rewrite explain OUT` says why.
+    out there: `slapo-rewrite explain OUT` says why. `concrete_args` is as for `find`.
 
     Rewrite:
         gated = F.silu(self.gate(x))
@@ -61,9 +62,9 @@ class ApplyAll(Rewriting):
     refusals = (Refusal(GATED, MODEL + 'def schedule(s):\n    s.apply_all("swiglu")\n', "SR206"),)
 
     def signature(self) -> inspect.Signature:
-        """`apply_all()`."""
+        """`apply_all(*, concrete_args=None)`."""
 
-        def apply_all() -> None: ...
+        def apply_all(*, concrete_args: Mapping[str, object] | None = None) -> None: ...
 
         return signature_of(apply_all)
 
@@ -77,15 +78,18 @@ class ApplyAll(Rewriting):
         """What all rules give."""
         inner = below(nodes)
         engine = Engine(call.tree, call.sources, states, call.directive, line_length)
+        given = given_for(call.arguments["concrete_args"], inner, call.directive.at)
         claims: list[Claim] = []
         left: list[Left] = []
         every: list[tuple[str, Looked]] = []
         for rule in rules().values():
             if rule.pays:
-                looked = look(rule, inner, call.sources)
+                looked = look(rule, inner, call.sources, given)
                 every.append((rule.name, looked))
                 claims += looked.claims
                 left += looked.left
         kept, stopped = engine.sorted_out(claims)
+        if (opened := engine.opened(kept)) is not None:
+            return opened
         notes = noted(every, kept, [*left, *stopped])
         return engine.rewrite(kept, notes) if kept else Rewrite([], notes=notes)

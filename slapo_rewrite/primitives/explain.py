@@ -67,9 +67,13 @@ def schedule(s):
     refusals = (Refusal(MLP, MODEL + "def schedule(s):\n    s.explain(lambda x: x)\n", "SR210"),)
 
     def signature(self) -> inspect.Signature:
-        """`explain(pattern)`."""
+        """`explain(pattern, *, concrete_args=None)`."""
 
-        def explain(pattern: Callable[..., Any] | type | str) -> None: ...
+        def explain(
+            pattern: Callable[..., Any] | type | str,
+            *,
+            concrete_args: Mapping[str, object] | None = None,
+        ) -> None: ...
 
         return signature_of(explain)
 

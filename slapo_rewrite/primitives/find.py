@@ -9,6 +9,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.fusion import branches
 from slapo_rewrite.fusion.looking import pattern_for, scopes_for
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
@@ -16,7 +17,6 @@ from slapo_rewrite.patterns.search import (
     CallSite,
     Matches,
     find_calls,
-    find_pattern,
     path_predicate,
 )
 from slapo_rewrite.primitives.base import Call, Example, Question, Refusal, signature_of
@@ -76,6 +76,10 @@ class Find(Question):
     A match is what one call could stand for, at the place of its result. So there is none where a
     value inside is used elsewhere too, where a branch or a loop lies between, where an operand is
     overwritten or bound again in between, or where random numbers would be drawn in another order.
+    A branch whose way is known does not count: on a constant that the module holds, or on an
+    argument that `concrete_args` gives a value, `{"mask": None}` say, or `{"mask": True}` for one
+    that is given. Before such a match is replaced, the branch takes what stands around it into
+    both of its arms, so the text is right whichever way it goes.
     A pattern that returns a tuple has several results, which others may use; the call then stands
     where all operands are there and no result has been used: `out, residual = call(...)`.
 
@@ -152,15 +156,21 @@ def schedule(s):
         ),
         Refusal(MLP, MODEL + 'def schedule(s):\n    s.find("up(")\n', "SR206"),
         Refusal(MLP, MODEL + "def schedule(s):\n    s.find(3)\n", "SR206"),
+        Refusal(
+            MLP,
+            MODEL + 'def schedule(s):\n    s.find(lambda x: F.gelu(x), concrete_args={"y": 1})\n',
+            "SR206",
+        ),
     )
 
     def signature(self) -> inspect.Signature:
-        """`find(pattern=None, *, where=None)`."""
+        """`find(pattern=None, *, where=None, concrete_args=None)`."""
 
         def find(
             pattern: Callable[..., Any] | type | str | None = None,
             *,
             where: Callable[[CallSite], bool] | None = None,
+            concrete_args: Mapping[str, object] | None = None,
         ) -> None: ...
 
         return signature_of(find)
@@ -174,6 +184,7 @@ def found(call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> M
     """The matches of a call's pattern in all selected modules."""
     sources, at, wanted = call.sources, call.directive.at, call.arguments["pattern"]
     where = call.arguments.get("where")
+    given = branches.given_for(call.arguments.get("concrete_args"), nodes, at)
     for node in nodes:
         _check_original(node, states, at)
     if (wanted is None) is (where is None):
@@ -185,7 +196,8 @@ def found(call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> M
     if isinstance(wanted, str):
         return _by_path(wanted, nodes, sources, at)
     pattern = pattern_for(wanted, sources, at)
-    return find_pattern(pattern, scopes_for(nodes, sources))
+    by_path = {node.path: node for node in nodes}
+    return branches.find(pattern, scopes_for(nodes, sources), by_path, sources, given)
 
 
 def _by_path(regex: str, nodes: list[Node], sources: Sources, at: errors.Span | None) -> Matches:

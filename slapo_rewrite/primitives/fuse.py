@@ -18,9 +18,26 @@ from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
 from slapo_rewrite.primitives.find import MLP, MODEL, found
-from slapo_rewrite.primitives.matched import carried_out, nothing_found
+from slapo_rewrite.primitives.matched import carried_out, nothing_found, opening
 
 COMPILERS = (None, "inductor", "triton")
+MASKED = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Masked(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, width)
+
+    def forward(self, x, mask=None):
+        x = x + self.up(x)
+        if mask is not None:
+            x = x * mask
+        return F.gelu(x)
+"""
 BIAS_GELU = (
     MODEL
     + """\
@@ -39,7 +56,7 @@ class Fuse(Rewriting):
     With `compiler="inductor"` they become a function of the model file that `torch.compile`
     compiles, with the pattern's operands as parameters; with `"triton"` the kernel that one of the
     tool's rules knows for them is called; without a compiler they become a method. The function or
-    method is called what the pattern is called, or `name`.
+    method is called what the pattern is called, or `name`; `concrete_args` is as for `find`.
 
     Rewrite:
         y = self.up(x)
@@ -94,6 +111,24 @@ class Fuse(Rewriting):
 +        return self.act(y)
 """,
         ),
+        Example(
+            MASKED,
+            BIAS_GELU.replace("MLP", "Masked")
+            + '    s.fuse(bias_gelu, "inductor", concrete_args={"mask": None})\n',
+            """\
++@torch.compile
++def bias_gelu(x, bias):
++    \"""The part of `Masked.forward` that computes `bias_gelu`, compiled.\"""
++    x = x + bias
++    return F.gelu(x)
+-        x = x + self.up(x)
++            x = x + self.up(x)
+-        return F.gelu(x)
++            return F.gelu(x)
++        else:
++            return bias_gelu(x, self.up(x))
+""",
+        ),
     )
     refusals = (
         Refusal(MLP, BIAS_GELU + '    s.fuse(bias_gelu, compiler="nvfuser")\n', "SR206"),
@@ -102,12 +137,14 @@ class Fuse(Rewriting):
     )
 
     def signature(self) -> inspect.Signature:
-        """`fuse(pattern, compiler=None, name=None)`."""
+        """`fuse(pattern, compiler=None, name=None, *, concrete_args=None)`."""
 
         def fuse(
             pattern: Callable[..., Any] | type | str,
             compiler: str | None = None,
             name: str | None = None,
+            *,
+            concrete_args: Mapping[str, object] | None = None,
         ) -> None: ...
 
         return signature_of(fuse)
@@ -131,7 +168,9 @@ class Fuse(Rewriting):
         if not matches:
             raise nothing_found(name, matches.nearest, at)
         engine = Engine(call.tree, call.sources, states, call.directive, line_length)
-        if compiler == "triton":
+        if any(match.drawn is not None for match in matches):
+            claims = [opening(engine, match, name) for match in matches]
+        elif compiler == "triton":
             claims = [self._kernel(call, match) for match in matches]
         else:
             names: dict[tuple[str, str], object] = {}

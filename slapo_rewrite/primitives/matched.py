@@ -42,7 +42,12 @@ def carried_out(
     hard = [each for each in stopped if not each.harmless]
     if hard or not kept:
         raise engine.refused([*hard, *stopped, *left][0])
-    return engine.rewrite(kept, noted(rules, kept, [*left, *stopped]))
+    return engine.opened(kept) or engine.rewrite(kept, noted(rules, kept, [*left, *stopped]))
+
+
+def opening(engine: Engine, match: Match, name: str) -> Claim:
+    """A match for the time being: branches are opened for others, and then all are looked for."""
+    return Claim(match, engine.tree.nodes[match.path], Calling(name, name, ()), {}, name, values={})
 
 
 def noted(

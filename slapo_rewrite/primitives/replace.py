@@ -306,6 +306,7 @@ class Replace(Replacing):
     constructor, as `name`, with `args`, and called there. Where the pattern is a regular expression
     that finds several linear layers called on one operand, a module class takes the place of all of
     them: one of `name` gives their results along the last axis, of weights made of theirs.
+    `concrete_args` is as for `find`.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
@@ -402,7 +403,7 @@ class Replace(Replacing):
     )
 
     def signature(self) -> inspect.Signature:
-        """`replace(new_mod, pattern=None, *, name=None, args=None, weights=None)`."""
+        """`replace(new_mod, pattern=None, *, name=, args=, weights=, concrete_args=)`."""
 
         def replace(
             new_mod: type | Callable[..., Any],
@@ -411,6 +412,7 @@ class Replace(Replacing):
             name: str | None = None,
             args: str | None = None,
             weights: Mapping[str, str | Weight] | None = None,
+            concrete_args: Mapping[str, object] | None = None,
         ) -> None: ...
 
         return signature_of(replace)
