@@ -7,18 +7,19 @@ import dataclasses
 import inspect
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.text import accessor
 from slapo_rewrite.source.liveness import live_after, local_names
-from slapo_rewrite.stages.expressions import Expressions
+from slapo_rewrite.stages.expressions import OUTDATED, Expressions
 from slapo_rewrite.stages.flat import Line, Result, Scope
 from slapo_rewrite.stages.syntax import (
     body_of,
     bound_in,
     is_default,
+    names_in,
     own_arguments,
     positional_name,
     signature_of,
@@ -51,7 +52,7 @@ class Calls(Expressions):
                 if isinstance(extra, Extra) and isinstance(node.args[0], ast.Constant):
                     key = str(node.args[0].value)
                     if key in extra.texts:
-                        return extra.texts[key]
+                        return self.current(extra, scope, node)[key]
                     return self.text(node.args[1], scope, out) if len(node.args) > 1 else "None"
         if (inner := self.callee(node, scope)) is not None:
             return self.inlined(node, *inner, scope, out).text
@@ -64,7 +65,7 @@ class Calls(Expressions):
                 changed = True
                 by_name += [
                     (f"{name}={text}", "")
-                    for name, text in value.texts.items()
+                    for name, text in self.current(value, scope, keyword.value).items()
                     if not is_default(name, value.values[name], taken)
                 ]
             elif keyword.arg is not None and is_default(keyword.arg, value, taken):
@@ -90,6 +91,37 @@ class Calls(Expressions):
             return f"{function}({', '.join(text for text, _ in kept)})"
         body = "\n".join(f"    {text},{comment}" for text, comment in kept)
         return f"{function}(\n{body}\n)"
+
+    def current(self, extra: Extra, scope: Scope, node: ast.AST) -> Mapping[str, str]:
+        """The arguments that are handed on, where they are what they were."""
+        for name, text in extra.texts.items():
+            if text == OUTDATED:
+                raise self.refused(
+                    f"what `{name}` was made of has another value by now", scope, node
+                )
+        return extra.texts
+
+    def known_of_result(self, node: ast.Call, scope: Scope) -> Something | None:
+        """What is known of what a module gives, from the `forward` that makes it."""
+        steps = scope.names.chain(node.func)
+        if not steps or self.is_aside:
+            return None
+        comments, depth = list(self.comments), self.depth
+        self.is_aside = True
+        try:
+            found = scope.names.object_at(steps)
+            path = ".".join([scope.names.path, *steps] if scope.names.path else steps)
+            function = self.method_of(found, path, "forward")
+            self.depth = 0
+            value = self.inlined(node, found, path, accessor(path), function, scope, []).value
+        except (errors.CannotCut, AttributeError):
+            return None
+        finally:
+            self.is_aside = False
+            self.comments, self.depth = comments, depth
+        if isinstance(value, Fields):
+            return Something(True, value.cls, value.values)
+        return None
 
     def called(self, node: ast.Call, scope: Scope) -> Any:
         """The function or module that is called, where it is known."""
@@ -180,7 +212,7 @@ class Calls(Expressions):
         self.comments.clear()
         arguments = self.bound(node, function, scope, out)
         values: dict[str, Value] = {}
-        names = Names(None, live, path, values, self.world, self.settings)
+        names = Names(None, live, path, values, self.world, self.settings, self.changing)
         needed = scope.after | self.needed_after(node, scope)
         inner = Scope(function, self.file, names, prefix, {}, frozenset(needed))
         bound = bound_in(function.body)
@@ -235,7 +267,8 @@ class Calls(Expressions):
                 extra = scope.names.value(keyword.value)
                 if not isinstance(extra, Extra):
                     raise self.refused("what `**` stands for here is not known", scope, node)
-                results = {k: Result(extra.texts[k], extra.values[k]) for k in extra.texts}
+                given_texts = self.current(extra, scope, keyword.value)
+                results = {k: Result(given_texts[k], extra.values[k]) for k in extra.texts}
             else:
                 results = {keyword.arg: self.result(keyword.value, scope, out)}
             for name, result in results.items():
@@ -269,8 +302,8 @@ class Calls(Expressions):
         found: set[str] = set()
         for name in live_after(scope.function, statement) - set(bound_in([statement])) | beside:
             value = scope.names.values.get(name)
-            if isinstance(value, Fields):
-                found |= {t for t in value.texts.values() if t.isidentifier()}
-            elif name in scope.names.values and not isinstance(value, Constant | Extra):
+            if isinstance(value, Fields | Extra):
+                found |= {n for text in value.texts.values() for n in names_in(text)}
+            elif name in scope.names.values and not isinstance(value, Constant):
                 found.add(scope.spelled(name))
         return found

@@ -95,7 +95,7 @@ def check_whole(stages: Stages, sliced: Directive | None, at: Span | None) -> No
     Raises:
         CannotCut: A stage takes one.
     """
-    borrowed = [item for stage in stages.stages for item in sorted(stage.borrowed)]
+    borrowed = [item for stage in stages.stages for item in sorted(stage.borrowed.keys())]
     if sliced is not None and borrowed:
         number, name = borrowed[0]
         raise errors.CannotCut(

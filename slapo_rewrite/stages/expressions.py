@@ -11,9 +11,16 @@ from slapo_rewrite import errors
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.flat import Line, Scope
-from slapo_rewrite.stages.syntax import bound_in
+from slapo_rewrite.stages.syntax import attributes_set, bound_in
 from slapo_rewrite.stages.text import closed, dedented, written_out
-from slapo_rewrite.stages.values import Constant, Fields, Something, truth_of
+from slapo_rewrite.stages.values import (
+    CHANGING,
+    Constant,
+    Fields,
+    Something,
+    field_at,
+    truth_of,
+)
 
 # Stands for an expression whose names mean something else by now.
 OUTDATED = ""
@@ -26,6 +33,8 @@ class Expressions(ABC):
     Attributes:
         settings: Attributes of the model that decisions rest on so far, by path.
         comments: Those that wait for the next statement.
+        is_aside: Whether what is being written is looked at only.
+        named: The `:=` that were written on lines of their own.
         depth: In how many branches and loops the statement is that is being written.
 
     Args:
@@ -48,6 +57,9 @@ class Expressions(ABC):
         self.also = [cause] if cause else []
         self.settings: dict[str, Any] = {}
         self.comments: list[str] = []
+        self.is_aside = False
+        self.named: set[ast.NamedExpr] = set()
+        self.changing = CHANGING | attributes_set(file)
         self.depth = 0
 
     def refused(
@@ -84,6 +96,9 @@ class Expressions(ABC):
         match node:
             case ast.Name():
                 new = self.name(node, scope)
+            case ast.NamedExpr(target=target) if node in self.named:
+                read = ast.Name(target.id, ast.Load())
+                new = self.name(read, scope) or target.id
             case ast.Attribute() if (value := self.field(node, scope)) is not None:
                 new = value
             case ast.Subscript() if (value := self.field(node, scope)) is not None:
@@ -136,7 +151,7 @@ class Expressions(ABC):
         if isinstance(node, ast.Attribute):
             name = node.attr
         elif isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int):
-            name = scope.names.field_at(base, node.slice.value)
+            name = field_at(base.cls, base.values, node.slice.value)
         if name is None:
             return None
         text = base.texts.get(name, "None")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,18 @@ from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.calls import Calls
 from slapo_rewrite.stages.expressions import OUTDATED
 from slapo_rewrite.stages.flat import Flat, Line, Result, Scope
-from slapo_rewrite.stages.syntax import body_of, bound_in, only_loss, own_arguments, reads_in
+from slapo_rewrite.stages.syntax import (
+    always_named,
+    body_of,
+    bound_in,
+    is_handed_on,
+    is_plain_read,
+    is_read_before,
+    names_in,
+    only_loss,
+    own_arguments,
+    reads_in,
+)
 from slapo_rewrite.stages.text import bare, comment_beside, comments_above, written_out
 from slapo_rewrite.stages.values import (
     NONE,
@@ -58,13 +69,14 @@ class Flattening(Calls):
     ) -> None:
         super().__init__(model, file, world, inside, cause)
         self.loss = loss
+        self.unsure: set[str] = set()
 
     def flat(self, given: Iterable[str]) -> Flat:
         """The model's `forward`, for a training step that gives it these arguments."""
         given = set(given)
         function = only_loss(self.method_of(self.model, "", "forward"), self.loss)
         values: dict[str, Value] = {}
-        names = Names(None, self.model, "", values, self.world, self.settings)
+        names = Names(None, self.model, "", values, self.world, self.settings, self.changing)
         scope = Scope(function, self.file, names, "self", {}, frozenset())
         parameters = []
         for argument, default in own_arguments(function):
@@ -105,6 +117,7 @@ class Flattening(Calls):
 
     def statement(self, node: ast.stmt, scope: Scope, out: list[Line]) -> Result | None:
         """Writes one statement."""
+        self.write_named(node, scope, out)
         match node:
             case ast.Return():
                 return self.returned(node, scope, out)
@@ -142,6 +155,24 @@ class Flattening(Calls):
                 self.forget(bound_in([node]), scope, node, out)
                 self.emit(self.text(node, scope, out), node, scope, out)
         return None
+
+    def write_named(self, node: ast.stmt, scope: Scope, out: list[Line]) -> None:
+        """Writes what a statement's `:=` bind on lines before it."""
+        for expression in ast.iter_child_nodes(node):
+            if not isinstance(expression, ast.expr):
+                continue
+            always = list(always_named(expression))
+            for named in (n for n in ast.walk(expression) if isinstance(n, ast.NamedExpr)):
+                if named not in always or is_read_before(expression, named):
+                    raise self.refused(
+                        f"`{named.target.id} :=` cannot be written on a line before the statement",
+                        scope,
+                        named,
+                        "bind the name on a line of its own",
+                    )
+            for named in always:
+                self.bind(node, named.target, self.result(named.value, scope, out), scope, out)
+                self.named.add(named)
 
     def is_settled(self, value: ast.expr, scope: Scope) -> bool:
         """Whether a statement that is an expression need not be written."""
@@ -186,7 +217,29 @@ class Flattening(Calls):
         if made is not None:
             return Result(written_out(made), made)
         value = scope.names.settled(node)
+        if isinstance(node, ast.Call) and isinstance(value, Something):
+            value = self.known_of_result(node, scope) or value
         return Result(bare(self.text(node, scope, out)), value)
+
+    def handed_on(
+        self, target: ast.Name, value: ast.expr, scope: Scope, out: list[Line]
+    ) -> Extra | None:
+        """A dictionary that is there for `**` in calls only, so that its arguments can stand there.
+
+        Its values are names and attributes: what is called is called where it stands.
+        """
+        if not isinstance(value, ast.Dict) or self.depth:
+            return None
+        keys = [k.value for k in value.keys if isinstance(k, ast.Constant)]
+        names = [k for k in keys if isinstance(k, str)]
+        plain = all(is_plain_read(v) for v in value.values)
+        if len(names) != len(value.keys) or not plain:
+            return None
+        if not is_handed_on(scope.function, target.id):
+            return None
+        texts = {n: self.text(v, scope, out) for n, v in zip(names, value.values, strict=True)}
+        known = {n: scope.names.settled(v) for n, v in zip(names, value.values, strict=True)}
+        return Extra(texts, known)
 
     def made(self, node: ast.expr, scope: Scope, out: list[Line]) -> Fields | None:
         """The object that a call of a data class with keywords makes."""
@@ -208,18 +261,30 @@ class Flattening(Calls):
                 self.comments.clear()
             return self.block(taken, scope, out)
         test = bare(self.text(node.test, scope, out))
+        given = self.given(scope)
         self.forget(bound_in([node]), scope, node, out)
-        self.compound(node, f"if {test}:", node.body, scope, out, node.orelse)
+        self.compound(node, f"if {test}:", node.body, scope, out, node.orelse, given)
         return None
 
     def loop(self, node: ast.For, scope: Scope, out: list[Line]) -> None:
         """Writes a loop."""
+        given = self.given(scope)
         self.forget(bound_in([node]), scope, node, out)
         for name, element in self.elements(node, scope):
             scope.names.values[name] = Something(True, type(element))
             scope.elements[name] = element
         target, iterable = self.text(node.target, scope, out), self.text(node.iter, scope, out)
-        self.compound(node, f"for {target} in {iterable}:", node.body, scope, out, node.orelse)
+        head = f"for {target} in {iterable}:"
+        self.compound(node, head, node.body, scope, out, node.orelse, given)
+
+    @staticmethod
+    def given(scope: Scope) -> set[str]:
+        """The names that are never None here."""
+        return {
+            name
+            for name, value in scope.names.values.items()
+            if isinstance(value, Something) and value.is_given
+        }
 
     def elements(self, node: ast.For, scope: Scope) -> Iterator[tuple[str, Any]]:
         """The loop's variables that stand for modules, each with one of them."""
@@ -248,9 +313,21 @@ class Flattening(Calls):
         scope: Scope,
         out: list[Line],
         orelse: Sequence[ast.stmt] = (),
+        given: Set[str] = frozenset(),
     ) -> None:
-        """Writes a statement that holds others."""
+        """Writes a statement that holds others.
+
+        Args:
+            node: The statement.
+            head: Its first line.
+            body: What it holds.
+            scope: The function that it stands in.
+            out: Takes the result.
+            orelse: What it holds behind `else`.
+            given: The names that are not None before it.
+        """
         comments, self.comments = self.comments, []
+        around, self.unsure = self.unsure, set()
         self.depth += 1
         texts = []
         for inner in (body, orelse):
@@ -260,7 +337,8 @@ class Flattening(Calls):
         self.depth -= 1
         self.comments = comments
         for name in bound_in([node]):  # what is known of it inside holds for one way only
-            scope.names.values[name] = Something()
+            scope.names.values[name] = Something(name in given and name not in self.unsure)
+        self.unsure |= around
         if not texts[0] and not texts[1]:
             self.comments.clear()
             return
@@ -279,6 +357,10 @@ class Flattening(Calls):
                 result = self.inlined(value, *inner, scope, out)
                 self.unpacked(node, target, result, scope, out)
                 return
+        if isinstance(target, ast.Name) and (handed := self.handed_on(target, value, scope, out)):
+            scope.names.values[target.id] = handed
+            self.comments.clear()
+            return
         result = self.result(value, scope, out)
         if not isinstance(target, ast.Name):
             self.forget(bound_in([node]), scope, node, out)
@@ -315,8 +397,9 @@ class Flattening(Calls):
             scope.names.values[name] = value
             self.comments.clear()
             return
-        known = isinstance(value, Something) and value.is_given
-        scope.names.values[name] = Something(known)
+        scope.names.values[name] = value if isinstance(value, Something) else Something()
+        if not scope.names.values[name].is_given:
+            self.unsure.add(name)
         self.outdate(written, scope)
         if result.text != written:
             self.emit(f"{written} = {result.text}", node, scope, out)
@@ -331,15 +414,21 @@ class Flattening(Calls):
                 text = f"{scope.spelled(name)} = {value.value!r}"
                 out.append(Line(text, scope.file.at(node)))
             scope.names.values[name] = Something()
+            if not isinstance(node, (*_COMPOUND, ast.If)):
+                self.unsure.add(name)
             self.outdate(scope.spelled(name), scope)
 
     @staticmethod
     def outdate(written: str, scope: Scope) -> None:
         """A name of the result has another value now: objects made of the old one end here."""
         for name, value in scope.names.values.items():
-            if isinstance(value, Fields) and written in value.texts.values():
-                texts = {k: OUTDATED if t == written else t for k, t in value.texts.items()}
-                scope.names.values[name] = dataclasses.replace(value, texts=texts)
+            if isinstance(value, Fields | Extra):
+                texts = {
+                    key: OUTDATED if written in names_in(text) else text
+                    for key, text in value.texts.items()
+                }
+                if texts != value.texts:
+                    scope.names.values[name] = dataclasses.replace(value, texts=texts)
 
     def emit(self, text: str, node: ast.stmt, scope: Scope, out: list[Line]) -> None:
         """Adds a statement, with the comments that stand above and beside it."""

@@ -20,6 +20,9 @@ from slapo_rewrite.stages.program import (
     respelled,
 )
 
+# Shape and type of a tensor.
+Like = tuple[tuple[int, ...], Any]
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -34,8 +37,16 @@ class Seen:
     """
 
     kind: str
-    like: object = None
+    like: Like | None = None
     is_scattered: bool = False
+
+    def is_like(self, other: Seen) -> bool:
+        """Whether two tensors are of one type and, but for the last axis, of one shape."""
+        if self.like is None or other.like is None:
+            return False
+        (shape, kind), (other_shape, other_kind) = self.like, other.like
+        same = len(shape) == len(other_shape) and shape[:-1] == other_shape[:-1]
+        return same and kind == other_kind
 
 
 @dataclass
@@ -47,7 +58,8 @@ class Stage:
         given: What it takes from the stage before.
         hands_on: What it gives to the next one.
         standing_in: For a statement and a name in it, the name that is read in its place.
-        borrowed: The statements and names for which another value stands in, of the same name too.
+        borrowed: The statements and names for which another value stands in, of the same name too,
+            each with that value's shape and type.
         anew: What its layers make themselves: the value that the loop began with, by the one that
             earlier layers left.
     """
@@ -57,7 +69,7 @@ class Stage:
     anew: dict[Version, Version] = field(default_factory=dict)
     hands_on: list[Version] = field(default_factory=list)
     standing_in: dict[tuple[int, str], str] = field(default_factory=dict)
-    borrowed: set[tuple[int, str]] = field(default_factory=set)
+    borrowed: dict[tuple[int, str], Like | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -182,8 +194,8 @@ class Planner:
             for version in pieces[piece].reads:
                 if self.seen[version].kind == "grad" and version not in given:
                     stand_in = self.substitute(piece, version, given, number)
-                    stage.standing_in[piece, version[0]] = stand_in
-        stage.borrowed = set(stage.standing_in)
+                    stage.standing_in[piece, version[0]] = stand_in[0]
+                    stage.borrowed[piece, version[0]] = self.seen[stand_in].like
         stage.standing_in = {k: new for k, new in stage.standing_in.items() if k[1] != new}
         return stage
 
@@ -241,18 +253,21 @@ class Planner:
             name, number = earlier[0]
         return (name, number) if number != version[1] else None
 
-    def substitute(self, piece: int, version: Version, given: Iterable[Version], stage: int) -> str:
+    def substitute(
+        self, piece: int, version: Version, given: Iterable[Version], stage: int
+    ) -> Version:
         """A value at hand in the shape of another one, of which only the shape is needed.
 
-        Whether that is so can be tried where no branch depends on it.
+        Whether that is so can be tried where no branch depends on it. Of the last axis, which is
+        that of features, it is tried whether another size does.
         """
-        like = self.seen[version].like
-        alike = [v for v in given if self.seen[v].kind == "grad" and self.seen[v].like == like]
+        seen = self.seen[version]
+        alike = [v for v in given if self.seen[v].kind == "grad" and self.seen[v].is_like(seen)]
         # Of several, one that is made of it: that other sizes are equal may be chance.
-        alike.sort(key=lambda v: version not in self.made_of(v))
-        plain = not hasattr(self.program.pieces[piece].node, "body")
+        alike.sort(key=lambda v: (self.seen[v].like != seen.like, version not in self.made_of(v)))
+        plain = not is_tested(self.program.pieces[piece].node, version[0])
         if alike and plain:
-            return alike[0][0]
+            return alike[0]
         at = self.program.pieces[piece].at
         cut = self.cuts[min(stage, len(self.cuts)) - 1]
         raise errors.CannotCut(
@@ -333,6 +348,12 @@ class Planner:
             also=[c for c in self.cuts if c],
             hint="give one of them another name in `forward`",
         )
+
+
+def is_tested(node: ast.stmt, name: str) -> bool:
+    """Whether what a branch asks for depends on a name itself."""
+    tests = [n.test for n in ast.walk(node) if isinstance(n, ast.If | ast.While)]
+    return any(isinstance(n, ast.Name) and n.id == name for t in tests for n in ast.walk(t))
 
 
 def trains(model: Any, text: str) -> bool:

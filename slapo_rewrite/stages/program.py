@@ -294,14 +294,36 @@ def linked(flat: Flat, pieces: Sequence[Piece], stages: int) -> Program:
     current: dict[str, int] = dict.fromkeys(flat.parameters, ARGUMENT)
     found = []
     *statements, last = function.body
+    read_later = [set(part_of(function, [s]).inputs) for s in function.body]
     for number, (piece, statement) in enumerate(zip(pieces, statements, strict=True)):
         part = part_of(function, [statement])
         reads = tuple((n, current[n]) for n in part.inputs if n in current)
-        found.append(replace(piece, reads=reads, binds=part.outputs))
-        current.update(dict.fromkeys(part.outputs, number))
+        later = set().union(*read_later[number + 1 :])
+        altered = [n for n in altered_in(statement) if n in current and n in later]
+        binds = tuple(dict.fromkeys([*part.outputs, *altered]))
+        found.append(replace(piece, reads=reads, binds=binds))
+        current.update(dict.fromkeys(binds, number))
     inputs = part_of(function, [last]).inputs
     loss_reads = tuple((n, current[n]) for n in inputs if n in current)
     return Program(flat.parameters, tuple(found), flat.loss, loss_reads, stages)
+
+
+def altered_in(statement: ast.stmt) -> Iterator[str]:
+    """The names whose values a statement alters: `mapping[key] = x`, `found.append(x)`."""
+    for node in ast.walk(statement):
+        base: ast.expr | None = None
+        match node:
+            case (
+                ast.Subscript(value=value, ctx=ast.Store())
+                | ast.Attribute(value=value, ctx=ast.Store())
+            ):
+                base = value
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=value))):
+                base = value
+        while isinstance(base, ast.Subscript | ast.Attribute):
+            base = base.value
+        if isinstance(base, ast.Name) and base.id != "self":
+            yield base.id
 
 
 # Loops over layers ------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.liveness import statements
 from slapo_rewrite.stages.values import NONE, Constant, Value, is_module
 
@@ -60,6 +61,71 @@ def bound_in(body: Iterable[ast.AST]) -> list[str]:
         if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
     }
     return list(found)
+
+
+def attributes_set(file: SourceFile) -> frozenset[str]:
+    """The attributes that methods set after a module was made."""
+    return frozenset(
+        node.attr
+        for cls in ast.walk(file.tree)
+        if isinstance(cls, ast.ClassDef)
+        for method in cls.body
+        if isinstance(method, ast.FunctionDef) and method.name != "__init__"
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    )
+
+
+def always_named(node: ast.AST) -> Iterator[ast.NamedExpr]:
+    """The `:=` in an expression that are reached whenever it is, the inner ones first."""
+    match node:
+        case ast.BoolOp(values=[first, *_]) | ast.IfExp(test=first):
+            yield from always_named(first)
+        case ast.Compare(left=left, comparators=[right, *_]):
+            yield from always_named(left)
+            yield from always_named(right)
+        case ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+            pass
+        case _:
+            for child in ast.iter_child_nodes(node):
+                yield from always_named(child)
+            if isinstance(node, ast.NamedExpr):
+                yield node
+
+
+def is_read_before(expression: ast.expr, named: ast.NamedExpr) -> bool:
+    """Whether an expression reads the name of a `:=` left of it."""
+    start = (named.lineno, named.col_offset)
+    return any(
+        isinstance(n, ast.Name) and n.id == named.target.id and (n.lineno, n.col_offset) < start
+        for n in ast.walk(expression)
+    )
+
+
+def is_handed_on(function: ast.FunctionDef, name: str) -> bool:
+    """Whether a name is bound once, and read as `**name` in calls only."""
+    uses = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name]
+    spread = {
+        keyword.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg is None
+    }
+    bound = [n for n in uses if isinstance(n.ctx, ast.Store)]
+    return len(bound) == 1 and all(n in spread for n in uses if n not in bound)
+
+
+def is_plain_read(node: ast.expr) -> bool:
+    """Whether an expression is a constant, or a name or attribute."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name | ast.Constant)
+
+
+def names_in(text: str) -> set[str]:
+    """The names that an expression reads."""
+    return {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
 
 
 def reads_in(node: ast.AST, name: str) -> bool:

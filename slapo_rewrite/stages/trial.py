@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import copy
 import importlib
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from torch import Tensor, nn
 from slapo_rewrite import errors
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model import twin
-from slapo_rewrite.stages.plan import Seen, Stages
+from slapo_rewrite.source.liveness import blocks, statements
+from slapo_rewrite.stages.plan import Like, Seen, Stages
 from slapo_rewrite.stages.program import ARGUMENT, Program, Version
 
 _PACKAGE = "slapo_rewrite_trial"
@@ -136,27 +139,32 @@ class Trial:
         Raises:
             CannotCut: A statement gives something else where it is given other numbers.
         """
-        read: dict[int, set[str]] = {}
+        read: dict[int, set[tuple[str, Like]]] = {}
         for stage in [*stages.stages, stages.tail]:
-            for number, name in stage.borrowed:
-                read.setdefault(number, set()).add(name)
+            for (number, name), like in stage.borrowed.items():
+                assert like is not None
+                read.setdefault(number, set()).add((name, like))
         scene = {**self.world, "self": self.model, **self.inputs}
         for number, piece in enumerate(stages.program.pieces):
             code = compile(piece.source(self.depth), "<stage>", "exec")
-            before = dict(scene)
-            exec(code, scene)
-            for name in read.get(number, ()):
+            before = own_containers(scene)
+            ran = lines_run(code, scene)
+            for name, (shape, kind) in sorted(read.get(number, ()), key=str):
+                same = all_ran(piece.source(self.depth), name, ran)
                 for fill in (0.0, 1e30, -1e30, float("nan")):
-                    other = {**before, name: torch.full_like(before[name], fill)}
-                    exec(code, other)
-                    if not all(is_same(scene.get(n), other.get(n)) for n in piece.binds):
-                        raise errors.CannotCut(
-                            f"`{name}` is needed after the cut for what it holds, and does not "
-                            "get there",
-                            at=piece.at,
-                            also=[self.cause] if self.cause else [],
-                            hint="cut elsewhere, or bind what is made of it before the cut",
-                        )
+                    other = own_containers(before)
+                    other[name] = torch.full(shape, fill, dtype=kind)
+                    with contextlib.suppress(Exception):  # what fails gives nothing
+                        exec(code, other)
+                    same &= all(is_same(scene.get(n), other.get(n)) for n in piece.binds)
+                if not same:
+                    raise errors.CannotCut(
+                        f"`{name}` is needed after the cut for what it holds, and does not "
+                        "get there",
+                        at=piece.at,
+                        also=[self.cause] if self.cause else [],
+                        hint="cut elsewhere, or bind what is made of it before the cut",
+                    )
 
     def check(self, functions: Sequence[Callable[..., Any]], stages: Stages) -> None:
         """The stages one after the other must give the model's loss and gradients.
@@ -198,7 +206,46 @@ def is_same(one: Any, other: Any) -> bool:
         return same and torch.equal(one.nan_to_num(), other.nan_to_num())
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(is_same(one[k], other[k]) for k in one)
     return type(one) is type(other) and (one is other or bool(one == other))
+
+
+def own_containers(scene: Mapping[str, Any]) -> dict[str, Any]:
+    """The same names, with lists and dictionaries of their own."""
+    return {n: copy.copy(v) if isinstance(v, dict | list) else v for n, v in scene.items()}
+
+
+def lines_run(code: CodeType, scene: dict[str, Any]) -> set[int]:
+    """Runs code; gives the lines that were reached."""
+    reached: set[int] = set()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is not code:
+            return None
+        if event == "line":
+            reached.add(frame.f_lineno)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        exec(code, scene)
+    finally:
+        sys.settrace(before)
+    return reached
+
+
+def all_ran(text: str, name: str, reached: Set[int]) -> bool:
+    """Whether every statement that reads a name was reached."""
+    for statement in statements(ast.parse(text).body):
+        inner = {n for block in blocks(statement) for s in block for n in ast.walk(s)}
+        own = [n for n in ast.walk(statement) if n not in inner]
+        lines = {n.lineno for n in own if isinstance(n, ast.expr | ast.stmt)}
+        reads = any(isinstance(n, ast.Name) and n.id == name for n in own)
+        if reads and not lines & reached:
+            return False
+    return True
 
 
 def small_model(schedule: Any, module: ModuleType, full: nn.Module) -> nn.Module:

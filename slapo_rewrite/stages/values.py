@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from slapo_rewrite.model.evaluate import OPERATORS
 
-# Attributes of a module that are not what they were when it was made.
-CHANGING = {"training"}
+# Attributes of any module that are not what they were when it was made.
+CHANGING = frozenset({"training"})
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,12 @@ class Something:
     Attributes:
         is_given: Whether it is never None: a tensor that the step is given, a module's result.
         kind: Its class, where it is known.
+        parts: What is known of its attributes; None where nothing is known of them.
     """
 
     is_given: bool = False
     kind: type | None = None
+    parts: Mapping[str, Value] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Extra:
-    """Further keyword arguments (`**kwargs`), all of them known by name."""
+    """Keyword arguments that are handed on (`**kwargs`), all of them known by name."""
 
     texts: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Value] = field(default_factory=dict)
@@ -69,6 +72,11 @@ NONE = Constant(None)
 def is_module(value: object) -> bool:
     """Whether a value is a module of the model."""
     return hasattr(type(value), "named_parameters")
+
+
+def is_module_class(kind: type | None) -> bool:
+    """Whether a class is one of modules."""
+    return hasattr(kind, "named_parameters")
 
 
 def is_literal(value: object) -> bool:
@@ -89,6 +97,7 @@ class Names:
         values: What is known of local names.
         world: The names of the file.
         settings: What decisions rest on so far: attributes of the model, by path.
+        changing: Attributes that some `forward` sets, so that they are not known beforehand.
     """
 
     me: str | None
@@ -97,6 +106,7 @@ class Names:
     values: dict[str, Value]
     world: Mapping[str, Any]
     settings: dict[str, Any]
+    changing: frozenset[str] = CHANGING
 
     def chain(self, node: ast.expr) -> list[str] | None:
         """The attributes that an expression reads one after the other, from the module on."""
@@ -125,7 +135,7 @@ class Names:
         if isinstance(node, ast.Attribute):
             return getattr(self.global_at(node.value), node.attr, None)
         if isinstance(node, ast.Name) and node.id not in self.values:
-            return self.world.get(node.id, getattr(self.world.get("__builtins__"), node.id, None))
+            return self.world.get(node.id, getattr(builtins, node.id, None))
         return None
 
     def decided(self, test: ast.expr) -> bool | None:
@@ -164,6 +174,8 @@ class Names:
                 return Constant(value) if is_literal(value) else Something(True)
             case ast.Name(id=name):
                 return self.values.get(name, Something())
+            case ast.NamedExpr(value=named):
+                return self.value(named, read)
             case ast.Attribute():
                 return self._attribute(node, read)
             case ast.Subscript(value=base, slice=ast.Constant(value=int(index))):
@@ -194,6 +206,8 @@ class Names:
             base = self.value(node.value, read)
             if isinstance(base, Fields):
                 return base.values.get(node.attr, NONE)
+            if isinstance(base, Something) and base.parts is not None:
+                return base.parts.get(node.attr, NONE)
             return Something()
         try:
             found = self.object_at(steps)
@@ -201,25 +215,21 @@ class Names:
             return Something()
         if found is not None and not isinstance(found, bool | int | float | str):
             return Something(True, type(found))
-        if steps[-1] in CHANGING:
+        if steps[-1] in self.changing:
             return Something()
         read[".".join([self.path, *steps] if self.path else steps)] = found
         return Constant(found, is_setting=True)
 
     def _item(self, base: Value, index: int) -> Value:
         if isinstance(base, Fields):
-            name = self.field_at(base, index)
+            name = field_at(base.cls, base.values, index)
             return base.values[name] if name else Something()
+        if isinstance(base, Something) and base.kind is not None and base.parts is not None:
+            name = field_at(base.kind, base.parts, index)
+            return base.parts[name] if name else Something()
         if isinstance(base, Constant) and isinstance(base.value, tuple):
             return Constant(base.value[index]) if index < len(base.value) else Something()
         return Something()
-
-    @staticmethod
-    def field_at(fields: Fields, index: int) -> str | None:
-        """The attribute that a number means: those that are None are not counted."""
-        order = list(getattr(fields.cls, "__dataclass_fields__", fields.texts))
-        there = [n for n in order if fields.values.get(n, NONE) != NONE]
-        return there[index] if 0 <= index < len(there) else None
 
     def _choice(
         self, test: ast.expr, body: ast.expr, orelse: ast.expr, read: dict[str, Any]
@@ -278,6 +288,9 @@ class Names:
                 if isinstance(extra, Extra):
                     otherwise = self.value(default[0], read) if default else NONE
                     return extra.values.get(key, otherwise)
+        if isinstance(node.func, ast.Name):
+            called = self.values.get(node.func.id)
+            return Something(isinstance(called, Something) and is_module_class(called.kind))
         steps = self.chain(node.func)
         if steps:
             try:
@@ -296,6 +309,13 @@ class Names:
         except TypeError:
             pass
         return Something()
+
+
+def field_at(cls: type, values: Mapping[str, Value], index: int) -> str | None:
+    """The attribute that a number means: those that are None are not counted."""
+    order = list(getattr(cls, "__dataclass_fields__", values))
+    there = [n for n in order if values.get(n, NONE) != NONE]
+    return there[index] if 0 <= index < len(there) else None
 
 
 def truth_of(value: Value) -> bool | None:
