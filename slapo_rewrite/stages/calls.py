@@ -106,7 +106,8 @@ class Calls(Expressions):
         steps = scope.names.chain(node.func)
         if not steps or self.is_aside:
             return None
-        comments, depth = list(self.comments), self.depth
+        comments, depth, settings = list(self.comments), self.depth, dict(self.settings)
+        value: Value = Something()
         self.is_aside = True
         try:
             found = scope.names.object_at(steps)
@@ -115,12 +116,13 @@ class Calls(Expressions):
             self.depth = 0
             value = self.inlined(node, found, path, accessor(path), function, scope, []).value
         except (errors.CannotCut, AttributeError):
-            return None
-        finally:
-            self.is_aside = False
-            self.comments, self.depth = comments, depth
+            pass
+        self.is_aside = False
+        self.comments, self.depth = comments, depth
         if isinstance(value, Fields):
             return Something(True, value.cls, value.values)
+        self.settings.clear()
+        self.settings.update(settings)
         return None
 
     def called(self, node: ast.Call, scope: Scope) -> Any:

@@ -12,7 +12,7 @@ from slapo_rewrite.errors import Span
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.flat import Line, Scope
 from slapo_rewrite.stages.syntax import attributes_set, bound_in
-from slapo_rewrite.stages.text import closed, dedented, written_out
+from slapo_rewrite.stages.text import closed, dedented, span_of, written_out
 from slapo_rewrite.stages.values import (
     CHANGING,
     Constant,
@@ -119,10 +119,16 @@ class Expressions(ABC):
                 added = names.value(right)
                 if isinstance(right, ast.Name) and added == Constant(0):
                     new = closed(self.text(left, scope, out), left)
+                elif (
+                    isinstance(left, ast.Name)
+                    and isinstance(node.op, ast.Add)
+                    and names.value(left) == Constant(0)
+                ):
+                    new = closed(self.text(right, scope, out), right)
             case ast.Call():
                 new = self.call(node, scope, out)
         if new is not None:
-            yield (*scope.file.span(node), new)
+            yield (*span_of(node, scope.file), new)
             return
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr_context | ast.operator | ast.boolop | ast.cmpop):

@@ -31,7 +31,7 @@ from slapo_rewrite.stages.syntax import (
     own_arguments,
     reads_in,
 )
-from slapo_rewrite.stages.text import bare, comment_beside, comments_above, written_out
+from slapo_rewrite.stages.text import alone, comment_beside, comments_above, written_out
 from slapo_rewrite.stages.values import (
     NONE,
     Constant,
@@ -133,7 +133,7 @@ class Flattening(Calls):
                 pass
             case ast.For():
                 self.loop(node, scope, out)
-            case ast.Raise():
+            case ast.Raise() if not self.depth:
                 raise self.refused("a training step ends in this error", scope, node)
             case ast.Assert(test=test) if scope.names.decided(test):
                 self.comments.clear()
@@ -219,7 +219,7 @@ class Flattening(Calls):
         value = scope.names.settled(node)
         if isinstance(node, ast.Call) and isinstance(value, Something):
             value = self.known_of_result(node, scope) or value
-        return Result(bare(self.text(node, scope, out)), value)
+        return Result(alone(self.text(node, scope, out)), value)
 
     def handed_on(
         self, target: ast.Name, value: ast.expr, scope: Scope, out: list[Line]
@@ -260,7 +260,7 @@ class Flattening(Calls):
             if not taken:
                 self.comments.clear()
             return self.block(taken, scope, out)
-        test = bare(self.text(node.test, scope, out))
+        test = alone(self.text(node.test, scope, out))
         given = self.given(scope)
         self.forget(bound_in([node]), scope, node, out)
         self.compound(node, f"if {test}:", node.body, scope, out, node.orelse, given)
@@ -270,9 +270,10 @@ class Flattening(Calls):
         """Writes a loop."""
         given = self.given(scope)
         self.forget(bound_in([node]), scope, node, out)
-        for name, element in self.elements(node, scope):
-            scope.names.values[name] = Something(True, type(element))
-            scope.elements[name] = element
+        for name, elements in self.elements(node, scope):
+            scope.names.values[name] = Something(True, is_module=True)
+            if len(set(map(type, elements))) == 1:
+                scope.elements[name] = elements[0]
         target, iterable = self.text(node.target, scope, out), self.text(node.iter, scope, out)
         head = f"for {target} in {iterable}:"
         self.compound(node, head, node.body, scope, out, node.orelse, given)
@@ -286,8 +287,8 @@ class Flattening(Calls):
             if isinstance(value, Something) and value.is_given
         }
 
-    def elements(self, node: ast.For, scope: Scope) -> Iterator[tuple[str, Any]]:
-        """The loop's variables that stand for modules, each with one of them."""
+    def elements(self, node: ast.For, scope: Scope) -> Iterator[tuple[str, list[Any]]]:
+        """The loop's variables that stand for modules, each with all of these."""
         target, listed = node.target, node.iter
         match listed:
             case ast.Call(func=ast.Name(id="enumerate"), args=[inner, *_]):
@@ -303,7 +304,7 @@ class Flattening(Calls):
             except AttributeError:
                 return
             if is_module(found) and len(found):
-                yield target.id, next(iter(found))
+                yield target.id, list(found)
 
     def compound(
         self,
@@ -343,7 +344,9 @@ class Flattening(Calls):
             self.comments.clear()
             return
         text = f"{head}\n{textwrap.indent(texts[0] or 'pass', '    ')}"
-        if texts[1]:
+        if len(lines) == 1 and texts[1].startswith("if "):
+            text += f"\nel{texts[1]}"
+        elif texts[1]:
             text += f"\nelse:\n{textwrap.indent(texts[1], '    ')}"
         self.emit(text, node, scope, out)
 
@@ -397,8 +400,9 @@ class Flattening(Calls):
             scope.names.values[name] = value
             self.comments.clear()
             return
-        scope.names.values[name] = value if isinstance(value, Something) else Something()
-        if not scope.names.values[name].is_given:
+        known = value if isinstance(value, Something) else Something()
+        scope.names.values[name] = known
+        if not known.is_given:
             self.unsure.add(name)
         self.outdate(written, scope)
         if result.text != written:

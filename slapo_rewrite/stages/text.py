@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.values import Fields
@@ -26,6 +27,26 @@ def bare(text: str) -> str:
             return text
         text = text[1:-1].strip()
     return text
+
+
+def alone(text: str) -> str:
+    """An expression as it can stand alone: in parentheses only where its lines need them."""
+    text = bare(text)
+    try:
+        ast.parse(f"result = {text}")
+    except SyntaxError:
+        return f"(\n{text}\n)"
+    return text
+
+
+def span_of(node: ast.AST, file: SourceFile) -> tuple[int, int]:
+    """Where an expression stands; of `:=` with the parentheses that it needs."""
+    start, end = file.span(node)
+    before, after = file.text[:start], file.text[end:]
+    own = before.endswith("(") and not re.search(r"[\w)\]]\($", before[-80:])
+    if isinstance(node, ast.NamedExpr) and own and after.startswith(")"):
+        return start - 1, end + 1
+    return start, end
 
 
 def closed(text: str, node: ast.expr) -> str:

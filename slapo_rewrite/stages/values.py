@@ -22,11 +22,13 @@ class Something:
         is_given: Whether it is never None: a tensor that the step is given, a module's result.
         kind: Its class, where it is known.
         parts: What is known of its attributes; None where nothing is known of them.
+        is_module: Whether it is a module of the model.
     """
 
     is_given: bool = False
     kind: type | None = None
     parts: Mapping[str, Value] | None = None
+    is_module: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,16 +69,13 @@ class Extra:
 
 Value = Something | Constant | Fields | Extra
 NONE = Constant(None)
+# What is relied on of a setting of which it is asked only whether it is None.
+NOT_NONE = ...
 
 
 def is_module(value: object) -> bool:
     """Whether a value is a module of the model."""
     return hasattr(type(value), "named_parameters")
-
-
-def is_module_class(kind: type | None) -> bool:
-    """Whether a class is one of modules."""
-    return hasattr(kind, "named_parameters")
 
 
 def is_literal(value: object) -> bool:
@@ -141,11 +140,27 @@ class Names:
     def decided(self, test: ast.expr) -> bool | None:
         """How a test comes out in every training step; None where that is not known."""
         read: dict[str, Any] = {}
-        value = self.value(test, read)
-        if isinstance(value, Constant):
-            self.settings.update(read)
-            return bool(value.value)
-        return True if isinstance(value, Fields) else None
+        truth = self._truth(test, read)
+        if truth is not None:
+            self.rely_on(read)
+        return truth
+
+    def rely_on(self, read: Mapping[str, Any]) -> None:
+        """Settings that something was decided by."""
+        for path, value in read.items():
+            if value is not NOT_NONE or path not in self.settings:
+                self.settings[path] = value
+
+    def _truth(self, test: ast.expr, read: dict[str, Any]) -> bool | None:
+        """Whether an expression counts as true; what is known of an operand may be enough."""
+        if isinstance(test, ast.BoolOp):
+            stops = isinstance(test.op, ast.Or)
+            truths = [self._truth(operand, read) for operand in test.values]
+            unknown = [v for v, t in zip(test.values, truths, strict=True) if t is None]
+            called = any(isinstance(n, ast.Call) for v in unknown for n in ast.walk(v))
+            if stops in truths and not called:
+                return stops
+        return truth_of(self.value(test, read))
 
     def settled(self, node: ast.expr) -> Value:
         """What is known of an expression from here on, whatever becomes of its parts.
@@ -157,9 +172,9 @@ class Names:
         if not isinstance(value, Constant) or not (value.is_setting or read):
             return value
         if value.value is None or isinstance(value.value, bool):
-            self.settings.update(read)
+            self.rely_on(read)
             return Constant(value.value)
-        return Something(True)
+        return Something()
 
     def value(self, node: ast.expr, read: dict[str, Any] | None = None) -> Value:
         """What is known of an expression.
@@ -192,6 +207,10 @@ class Names:
                 return self._choice(test, body, orelse, read)
             case ast.BoolOp():
                 return self._all_or_any(node, read)
+            case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[right]) if (
+                is_none(right)
+            ):
+                return self._compared_to_none(left, node.ops[0], read)
             case ast.Compare(left=left, ops=[op], comparators=[right]):
                 return self._compared(self.value(left, read), op, self.value(right, read))
             case ast.BinOp(left=left, op=op, right=right):
@@ -213,8 +232,8 @@ class Names:
             found = self.object_at(steps)
         except AttributeError:
             return Something()
-        if found is not None and not isinstance(found, bool | int | float | str):
-            return Something(True, type(found))
+        if found is not None and not isinstance(found, bool | int | str):  # rates are tuned
+            return Something(True, is_module=is_module(found))
         if steps[-1] in self.changing:
             return Something()
         read[".".join([self.path, *steps] if self.path else steps)] = found
@@ -255,6 +274,14 @@ class Names:
             unsure |= truth is None
         return Something() if unsure else value
 
+    def _compared_to_none(self, left: ast.expr, op: ast.cmpop, read: dict[str, Any]) -> Value:
+        value = self.value(left, read)
+        steps = self.chain(left)
+        known = value.value is not None if isinstance(value, Constant) else is_given(value)
+        if steps and known:
+            read[".".join([self.path, *steps] if self.path else steps)] = NOT_NONE
+        return self._compared(value, op, NONE)
+
     def _compared(self, left: Value, op: ast.operator | ast.cmpop, right: Value) -> Value:
         if isinstance(left, Constant) and isinstance(right, Constant):
             function = OPERATORS.get(type(op))
@@ -265,9 +292,7 @@ class Names:
             return Constant(result) if function and is_literal(result) else Something()
         if isinstance(op, ast.Is | ast.IsNot) and NONE in (left, right):
             other = right if left == NONE else left
-            if isinstance(other, Fields | Extra) or (
-                isinstance(other, Something) and other.is_given
-            ):
+            if is_given(other):
                 return Constant(isinstance(op, ast.IsNot))
         return Something()
 
@@ -276,10 +301,9 @@ class Names:
             case ast.Call(func=ast.Name(id="isinstance"), args=[of, classes]):
                 return self._is_instance(self.value(of, read), self.global_at(classes))
             case ast.Call(func=ast.Name(id="hasattr"), args=[of, ast.Constant(value=str(name))]):
-                steps = [self.me] if isinstance(of, ast.Name) and of.id == self.me else None
-                steps = self.chain(of) if steps is None else []
-                if steps is not None:
-                    return Constant(hasattr(self.object_at(steps), name))
+                steps = self.chain(of)
+                if steps is not None and hasattr(type(self.object_at(steps)), name):
+                    return Constant(True)  # its class says so
             case ast.Call(
                 func=ast.Attribute(value=ast.Name(id=name), attr="get" | "pop"),
                 args=[ast.Constant(value=str(key)), *default],
@@ -290,7 +314,7 @@ class Names:
                     return extra.values.get(key, otherwise)
         if isinstance(node.func, ast.Name):
             called = self.values.get(node.func.id)
-            return Something(isinstance(called, Something) and is_module_class(called.kind))
+            return Something(isinstance(called, Something) and called.is_module)
         steps = self.chain(node.func)
         if steps:
             try:
@@ -316,6 +340,16 @@ def field_at(cls: type, values: Mapping[str, Value], index: int) -> str | None:
     order = list(getattr(cls, "__dataclass_fields__", values))
     there = [n for n in order if values.get(n, NONE) != NONE]
     return there[index] if 0 <= index < len(there) else None
+
+
+def is_given(value: Value) -> bool:
+    """Whether a value that is no constant is never None."""
+    return isinstance(value, Fields | Extra) or (isinstance(value, Something) and value.is_given)
+
+
+def is_none(node: ast.expr) -> bool:
+    """Whether an expression is `None`."""
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def truth_of(value: Value) -> bool | None:

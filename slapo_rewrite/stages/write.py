@@ -19,6 +19,7 @@ from slapo_rewrite.errors import Span
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.plan import Stage, Stages
 from slapo_rewrite.stages.program import Depth, module_reads, rewritten
+from slapo_rewrite.stages.values import NOT_NONE
 
 
 def forward_text(stages: Stages, stage: Stage, depth: Depth | None = None) -> str:
@@ -391,9 +392,12 @@ def load_full(module, full):
         text += f"TIES = {tuple(self.ties)!r}\n"
         if not self.settings:
             return text
+        some = any(value is NOT_NONE for value in self.settings.values())
+        pairs = (f"{path!r}: {shown(value)}" for path, value in self.settings.items())
         return (
-            "# The stages leave out what the model does where these are something else.\n"
-            f"SETTINGS = {dict(self.settings)!r}\n{text}"
+            "# The stages leave out what the model does where these are something else"
+            f"{', `...`: where None' if some else ''}.\n"
+            f"SETTINGS = {{{', '.join(pairs)}}}\n{text}"
         )
 
     def helpers(self) -> dict[str, set[str]]:
@@ -480,6 +484,11 @@ def load_full(module, full):
         if name in self.file.names:
             return f".{self.file.path.stem}", name
         return None
+
+
+def shown(value: object) -> str:
+    """A setting's value as source."""
+    return "..." if value is NOT_NONE else repr(value)
 
 
 def _import_text(imports: Mapping[str, set[str]]) -> str:

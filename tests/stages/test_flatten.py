@@ -1,0 +1,115 @@
+"""What is left out of a `forward`, written before a line, or kept as it stands."""
+
+import pytest
+
+from tests.rewriting import refused, rewritten
+from tests.stages.test_refusals import SCHEDULE, written
+from tests.stages.test_text import method
+
+CUT = SCHEDULE.format(cut='s["first"]')
+
+
+def stages_of(folder, *lines: str, init: str = "", cut: str = CUT) -> str:
+    source = written(*lines).replace(
+        "        self.inner =", f"        {init}\n        self.inner ="
+    )
+    return rewritten(folder, source, cut).files["pipeline.py"]
+
+
+def test_masks_by_name_are_made_in_each_stage(tmp_path):
+    lines = [
+        "x = self.first(x)",
+        "if not isinstance(masks := y, dict):",
+        '    kwargs = {"input": x, "dtype": torch.float32}',
+        '    masks = {"zeros": torch.zeros_like(**kwargs)}',
+        "    if self.both:",
+        '        masks["ones"] = torch.ones_like(x)',
+        'x = self.inner(x) * masks["ones"]',
+        'x = self.sequence(x) + masks["zeros"] + masks["ones"]',
+    ]
+    text = stages_of(
+        tmp_path, *lines, init="self.both = True", cut=SCHEDULE.format(cut='s["inner"]')
+    )
+    assert 'SETTINGS = {"both": True}' in text
+    assert (
+        method(text, 1, "forward")
+        == """\
+def forward(self, x):
+    masks = {"zeros": torch.zeros_like(input=x, dtype=torch.float32)}
+    masks["ones"] = torch.ones_like(x)
+    x = self.sequence(x) + masks["zeros"] + masks["ones"]
+    last_output = self.last(x)
+    return last_output"""
+    )
+
+
+def test_what_a_condition_names_stands_before_it(tmp_path):
+    lines = ["x = self.first(x)", "if (n := x.shape[0]) > 1:", "    x = x / n", "x = self.inner(x)"]
+    text = stages_of(tmp_path, *lines, cut=SCHEDULE.format(cut='s["inner"]'))
+    body = method(text, 0, "forward")
+    assert "    n = x.shape[0]\n    if n > 1:\n        x = x / n\n" in body
+
+
+@pytest.mark.parametrize(
+    "line", ["if x.sum() > 9 and (n := 3):", "if x.numel() > (x := x + 1).numel():"]
+)
+def test_what_a_condition_may_name_is_refused(line, tmp_path):
+    source = written("n = 1", "x = self.first(x)", line, "    x = x * n", "x = self.inner(x)")
+    text = refused(tmp_path, source, CUT, "SR310")
+    assert ":=` cannot be written on a line before the statement" in text
+    assert f"{line}\n" in text
+
+
+def test_branches_keep_their_form(tmp_path):
+    lines = [
+        "x = self.first(x)",
+        "if x.sum() > 9:",
+        "    x = x + 1",
+        "elif x.sum() > 8:",
+        "    raise ValueError(x)",
+        "else:",
+        "    x = (",
+        "        x + 2",
+        "        if x.dim() > 1",
+        "        else x",
+        "    )",
+        "x = self.inner(x)",
+    ]
+    body = method(stages_of(tmp_path, *lines), 1, "forward")
+    assert "    elif x.sum() > 8:\n        raise ValueError(x)\n    else:\n" in body
+    assert "x = x + 2 if x.dim() > 1 else x" in body
+
+
+@pytest.mark.parametrize(
+    ("init", "condition", "settings"),
+    [
+        ("self.n = 3", "self.n is None", '{"n": ...}'),
+        ("self.n = None", "self.n is not None", '{"n": None}'),
+        ("self.n = 3", "self.n == 4", '{"n": 3}'),
+        ("self.n = 3", "self.n is None or self.n == 4", '{"n": 3}'),
+        ("self.n = nn.Linear(8, 8)", "self.n is None", '{"n": ...}'),
+        ("self.n = nn.Linear(8, 8)", "hasattr(self, 'm')", None),
+        ("self.n = 0.5", "self.n > 1", None),
+        ("self.n = 3", "self.changed and self.training", None),
+    ],
+)
+def test_a_branch_is_left_out_where_the_settings_that_say_so_are_checked(
+    init, condition, settings, tmp_path
+):
+    lines = ["x = self.first(x)", "x = self.inner(x)", f"if {condition}:", "    x = x + 1"]
+    lines += ["self.changed = False"]
+    text = stages_of(tmp_path, *lines, init=f"self.changed = False; {init}")
+    assert (f"SETTINGS = {settings}" in text) if settings else ("SETTINGS" not in text)
+    assert ("x = x + 1" in text) is (settings is None)
+
+
+def test_a_number_that_a_name_stands_for_decides_nothing(tmp_path):
+    lines = ["n = self.n", "x = self.first(x)", "x = self.inner(x)", "if n is not None:"]
+    text = stages_of(tmp_path, *lines, "    x = x * n", init="self.n = 3")
+    assert "if n is not None:" in text and "SETTINGS" not in text
+
+
+def test_what_is_handed_on_is_what_it_was(tmp_path):
+    lines = ['kwargs = {"input": x, "other": x}', "x = self.first(x)", "x = self.inner(x)"]
+    source = written(*lines, "x = torch.add(**kwargs)")
+    assert "`input` was made of has another value" in refused(tmp_path, source, CUT, "SR310")
