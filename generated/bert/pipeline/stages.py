@@ -18,12 +18,23 @@ from .tensor_parallel import world_size
 def check_settings(model: nn.Module, settings: Mapping[str, Any]) -> None:
     """Refuses a model for which the stages would leave out something that it does.
 
+    Args:
+        model: The whole model.
+        settings: What its attributes were when the stages were written; `...` for
+            anything but None.
+
     Raises:
-        ValueError: An attribute is not what it was when the stages were written.
+        ValueError: An attribute is something else.
     """
     for path, expected in settings.items():
         found = attrgetter(path)(model)
-        if found is not expected and found != expected:
+        if expected is ...:
+            if found is None:
+                raise ValueError(
+                    f"`{path}` is None, and the stages were written for a model where "
+                    "it is not: let slapo-rewrite write them again for this model"
+                )
+        elif found is not expected and found != expected:
             shown = type(found).__name__ if isinstance(found, nn.Module) else found
             raise ValueError(
                 f"`{path}` is {shown}, and the stages were written for {expected}: "
