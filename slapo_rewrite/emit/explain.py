@@ -86,6 +86,9 @@ def _rule(content: dict[str, Any], note: dict[str, Any]) -> list[str]:
     found += [f"{lead}: left {path}: {why}" for path, why in note.get("left", {}).items()]
     if "nearest" in note:
         found.append(f"{lead}: matches nothing; nearest is {note['nearest']}")
+    if "lacking" in note:
+        names = " and ".join(f"`{name}`" for name in note["lacking"])
+        found.append(f"{lead}: matches nothing; where it comes nearest, there is no {names}")
     return found or [f"{lead}: matches nothing, nor anything near"]
 
 

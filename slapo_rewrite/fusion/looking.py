@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
@@ -16,8 +16,9 @@ from slapo_rewrite.model.facts import NodeFacts
 from slapo_rewrite.model.pattern import as_module, facts_of_pattern
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.patterns.named import named_operations
 from slapo_rewrite.patterns.pattern import Pattern, pattern_of
-from slapo_rewrite.patterns.search import Match, Miss, Scope, find_calls, scopes_of
+from slapo_rewrite.patterns.search import Match, Matches, Miss, Scope, find_calls, scopes_of
 from slapo_rewrite.patterns.values import Value
 
 
@@ -58,16 +59,29 @@ class Looked:
         claims: Matches that it takes.
         left: Matches that it does not take, with the reason.
         misses: The nearest misses.
+        lacking: Operations of a pattern that a function does not carry out, the fewest.
     """
 
     claims: list[Claim] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
+    lacking: frozenset[str] = frozenset()
 
     @property
     def nearest(self) -> Miss | None:
         """The miss that came furthest."""
         return max(self.misses, key=lambda miss: miss.stop.matched, default=None)
+
+    def able(self, scopes: Iterable[Scope], needs: frozenset[str]) -> list[Scope]:
+        """The functions that carry out all of some operations; notes what others lack."""
+        found = []
+        for scope in scopes:
+            lacking = needs - scope.graph.operations
+            if not lacking:
+                found.append(scope)
+            elif not self.lacking or len(lacking) < len(self.lacking):
+                self.lacking = lacking
+        return found
 
 
 def below(nodes: Iterable[Node]) -> list[Node]:
@@ -89,24 +103,52 @@ def look(rule: Rule, nodes: Iterable[Node], sources: Sources, given: Given = NOT
     return looked
 
 
+def nearest_miss(
+    rule: Rule, nodes: Sequence[Node], sources: Sources, given: Given = NOTHING
+) -> Miss | None:
+    """What comes nearest to a rule that matches nothing, wherever that is."""
+    scopes, by_path = _editable(nodes, sources), {node.path: node for node in nodes}
+    found = [find(compiled(a), scopes, by_path, sources, given) for a in rule.alternatives]
+    return Looked(misses=[miss for each in found for miss in each.misses]).nearest
+
+
+def _editable(nodes: Iterable[Node], sources: Sources) -> list[Scope]:
+    return [s for s in scopes_for(nodes, sources) if s.graph.file is sources.main]
+
+
 def _matches(
     rule: Rule, node: Node, sources: Sources, looked: Looked, given: Given
 ) -> Iterator[tuple[Match, Alternative]]:
     """What the alternatives of a rule find in a module, each place once."""
-    scopes = [s for s in scopes_for([node], sources) if s.graph.file is sources.main]
+    scopes = _editable([node], sources)
     taken: set[int] = set()
     for alternative in (*rule.alternatives, *rule.calls) if scopes else ():
-        called = alternative in rule.calls
-        found = (
-            find_calls(scopes, alternative.pattern)
-            if called
-            else find(compiled(alternative), scopes, {node.path: node}, sources, given)
-        )
+        if alternative in rule.calls:
+            found = find_calls(scopes, alternative.pattern)
+        else:
+            found = _find(alternative, scopes, node, sources, looked, given)
         looked.misses += found.misses
         for match in found:
             if taken.isdisjoint(map(id, match.nodes)):
                 taken.update(map(id, match.nodes))
                 yield match, alternative
+
+
+def _find(
+    alternative: Alternative,
+    scopes: Sequence[Scope],
+    node: Node,
+    sources: Sources,
+    looked: Looked,
+    given: Given,
+) -> Matches:
+    """Looks for a pattern in those functions of a module that carry out all that it needs."""
+    assert isinstance(alternative.pattern, types.FunctionType)
+    able = looked.able(scopes, named_operations(alternative.pattern))
+    if not able:  # as nearly always: the pattern is not even read
+        return Matches(())
+    pattern = compiled(alternative)
+    return find(pattern, looked.able(able, pattern.needs), {node.path: node}, sources, given)
 
 
 def _take(rule: Rule, found: Found, looked: Looked) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from slapo_rewrite.patterns.operations import Operation, by_module, draws, draws
 from slapo_rewrite.patterns.through import Through
 from slapo_rewrite.patterns.values import Exit, Value
 from slapo_rewrite.source.facts import Constant, Function, Property, Submodule
-from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.source.index import SourceFile, read_once
 
 # Where rules are, whose functions their patterns may share.
 RULES = "slapo_rewrite.rules."
@@ -322,11 +321,10 @@ class Calls(Through):
         return self.operation(known, ordered, node)
 
 
-@functools.cache
 def imported_file(name: str) -> SourceFile | None:
     """The file of a module that is imported; None where it has none."""
     path = getattr(sys.modules.get(name), "__file__", None)
-    return SourceFile.read(Path(path), name) if path else None
+    return read_once(Path(path), name) if path else None
 
 
 def _unnumbered(arguments: Given) -> Given:

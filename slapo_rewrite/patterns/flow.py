@@ -7,6 +7,7 @@ them; a loop is followed once, and what it carries from turn to turn is opaque.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Mapping
 
 from slapo_rewrite.patterns.calls import joined
@@ -388,13 +389,14 @@ def _captures(pattern: ast.pattern) -> list[str]:
     return [name for name in names if name]
 
 
-def captured(function: ast.FunctionDef) -> set[str]:
+@functools.lru_cache(maxsize=4096)
+def captured(function: ast.FunctionDef) -> frozenset[str]:
     """Names that functions inside read, whenever they are called."""
     inner = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return {
+    return frozenset(
         name.id
         for node in ast.walk(function)
         if isinstance(node, inner) and node is not function
         for name in ast.walk(node)
         if isinstance(name, ast.Name)
-    }
+    )

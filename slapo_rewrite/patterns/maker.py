@@ -45,7 +45,7 @@ class Maker:
         self.file: SourceFile = graph.file
         self.through, self.depth, self.pattern = through, depth, pattern
         self.scope: dict[str, Value] = {}
-        self.captured: set[str] = set()
+        self.captured: frozenset[str] = frozenset()
         self.bindings: list[tuple[str, Value]] = []
         self.exits: list[list[dict[str, Value]]] = []
         self.stores = False

@@ -82,8 +82,6 @@ class Pairing:
 
 # Values of which there are several, by where the program went.
 _SEVERAL = ("choice", "merge", "loop")
-# How far an attempt comes that ends at the first result.
-_AT_ROOT = (0, False, False, True)
 
 
 class Matcher:
@@ -96,32 +94,28 @@ class Matcher:
     def __init__(self, pattern: Pattern, graph: Graph) -> None:
         self.pattern, self.graph = pattern, graph
         self.nearest: Stop | None = None
-        # The operations that the first result may be, by itself or looked through.
-        self._first: set[str] = set()
-        first: Value | None = pattern.roots[0]
-        while first is not None:
-            self._first.add(first.operation)
-            first = first.inner
+
+    def starts(self) -> list[Value]:
+        """The values that may be the pattern's first result, or that one may hide in."""
+        first = self.pattern.first
+        if "call_module" in first:
+            found = list(self.graph.values)
+        else:
+            found = self.graph.where({*first, *_SEVERAL})
+        found = [value for value in found if not (value.number or value.lazy)]
+        if not found and self.graph.values:
+            wanted = self.pattern.roots[0]
+            here = Spot(self.graph.file, self.graph.function or self.graph.values[0].node)
+            where = Spot(wanted.file, wanted.node, described(wanted))
+            reason = f"the pattern has {described(wanted)}, the model has none"
+            self.stop(Stop(reason, (here,), where))
+        return found
 
     def at(self, value: Value) -> Iterator[Pairing]:
         """The ways in which the pattern's first result may be this value."""
         first, *others = self.pattern.roots
         for pairing in self._pairs(first, value, Pairing({})):
             yield from self._others(others, pairing)
-
-    def is_hopeless(self, value: Value) -> bool:
-        """Whether the pattern's first result is not this value, which tells nothing new.
-
-        Nearly all values are, so that this is asked before anything else.
-        """
-        if self.nearest is None or self.nearest.reach < _AT_ROOT:
-            return False
-        inside: Value | None = value
-        while inside is not None:
-            if inside.operation in self._first or inside.operation in _SEVERAL:
-                return False
-            inside = inside.inner
-        return "call_module" not in self._first
 
     def _others(self, roots: list[Value], so_far: Pairing) -> Iterator[Pairing]:
         """The ways in which the pattern's other results may be values of the function."""

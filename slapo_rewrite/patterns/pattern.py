@@ -6,16 +6,15 @@ import ast
 import functools
 import inspect
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.patterns.flow import graph_of
-from slapo_rewrite.patterns.values import Graph, Value, described, walk
+from slapo_rewrite.patterns.values import Graph, Value, described, reached, walk
 from slapo_rewrite.source.facts import Facts, NoFacts, live_names
-from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.source.index import SourceFile, read_once
 
 _REFUSED = {
     ast.Lambda: "a lambda",
@@ -65,17 +64,23 @@ class Pattern:
     @functools.cached_property
     def size(self) -> int:
         """How many operations it has, those of functions that it calls among them."""
-        return sum(not value.is_leaf and value.inner is None for value in self.values())
+        return sum(not value.is_leaf and value.inner is None for value in reached(self.roots))
 
-    def values(self) -> Iterator[Value]:
-        """Its values, and those of the functions that it calls."""
-        pending, seen = [*self.roots], set[int]()
-        while pending:
-            for value in pending.pop().walk():
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    yield value
-                    pending += [value.inner] if value.inner is not None else []
+    @functools.cached_property
+    def needs(self) -> frozenset[str]:
+        """The operations that stand wherever it matches."""
+        own = (v for v in reached(self.roots) if not v.is_leaf and v.inner is None)
+        return frozenset(v.operation for v in own) - {"call_module"}
+
+    @functools.cached_property
+    def first(self) -> frozenset[str]:
+        """What the first result may be: an operation, or the call of a function that gives it."""
+        found: set[str] = set()
+        value: Value | None = self.roots[0]
+        while value is not None:
+            found.add(value.operation)
+            value = value.inner
+        return frozenset(found)
 
 
 def pattern_of(value: Any, facts: Facts | None, at: errors.Span | None) -> Pattern:
@@ -119,8 +124,11 @@ def located(
     path = Path(code.co_filename)
     if not path.is_file():
         raise errors.BadPattern(f"the source of `{function.__qualname__}` is not a file", at=at)
-    file = SourceFile.read(path, function.__module__)
-    found = list(_defined(file, code))
+    file = read_once(path, function.__module__)
+    if code.co_name == "<lambda>":
+        found = _lambdas(file, code.co_firstlineno)
+    else:
+        found = _functions(file).get((code.co_name, code.co_firstlineno), [])
     if len(found) != 1:
         raise errors.BadPattern(
             "which function of this line is the pattern cannot be told",
@@ -131,18 +139,30 @@ def located(
     return file, found[0], name
 
 
-def _defined(file: SourceFile, code: types.CodeType) -> Iterator[ast.FunctionDef]:
-    for node in ast.walk(file.tree):
-        match node:
-            case ast.FunctionDef(name=code.co_name):
+@functools.lru_cache(maxsize=64)
+def _functions(file: SourceFile) -> dict[tuple[str, int], list[ast.FunctionDef]]:
+    """The functions of a file by what their code objects say: the name and the first line."""
+    found: dict[tuple[str, int], list[ast.FunctionDef]] = {}
+    pending: list[ast.AST] = [file.tree]
+    while pending:
+        for node in ast.iter_child_nodes(pending.pop()):
+            if isinstance(node, ast.FunctionDef):
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-                if first == code.co_firstlineno:
-                    yield node
-            case ast.Lambda() if code.co_name == "<lambda>":
-                if node.lineno == code.co_firstlineno:
-                    body = ast.copy_location(ast.Return(node.body), node.body)
-                    function = ast.FunctionDef("the lambda", node.args, [body], [])
-                    yield ast.copy_location(function, node)
+                found.setdefault((node.name, first), []).append(node)
+            if isinstance(node, (ast.stmt, ast.excepthandler, ast.match_case)):
+                pending.append(node)
+    return found
+
+
+def _lambdas(file: SourceFile, line: int) -> list[ast.FunctionDef]:
+    """The lambdas of a line as functions."""
+    found = []
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Lambda) and node.lineno == line:
+            body = ast.copy_location(ast.Return(node.body), node.body)
+            function = ast.FunctionDef("the lambda", node.args, [body], [])
+            found.append(ast.copy_location(function, node))
+    return found
 
 
 def _check(file: SourceFile, function: ast.FunctionDef, at: errors.Span | None) -> None:

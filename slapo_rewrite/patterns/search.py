@@ -265,9 +265,7 @@ def find_pattern(pattern: Pattern, scopes: Sequence[Scope]) -> Matches:
 
 def _matches(matcher: Matcher, scope: Scope) -> Iterator[Match]:
     taken: set[int] = set()
-    for root in list(scope.graph.values):
-        if root.number or root.lazy or matcher.is_hopeless(root):
-            continue
+    for root in matcher.starts():
         for pairing in matcher.at(root):
             judge = _judged(matcher, scope.graph, pairing)
             if judge is not None and taken.isdisjoint(map(id, judge.nodes)):

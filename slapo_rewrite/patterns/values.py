@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from slapo_rewrite.source.index import SourceFile
@@ -125,6 +125,22 @@ def walk(values: Iterable[Value]) -> Iterator[Value]:
             pending += [v for _, v in reversed(value.arguments)]
 
 
+def reached(values: Iterable[Value]) -> Iterator[Value]:
+    """Some values, what they are computed from, and what calls among them give when looked through.
+
+    Each once.
+    """
+    seen: set[int] = set()
+    pending = [*values]
+    while pending:
+        value = pending.pop()
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            pending += [argument for _, argument in value.arguments]
+            pending += [value.inner] if value.inner is not None else []
+
+
 @dataclass(frozen=True, eq=False)
 class Mutation:
     """Memory that is written to.
@@ -203,6 +219,28 @@ class Graph:
     exits: list[Exit] = field(default_factory=list)
     loads: dict[ast.Name, Value] = field(default_factory=dict)
     decided: dict[ast.If, bool] = field(default_factory=dict)
+
+    def where(self, operations: Collection[str]) -> list[Value]:
+        """The values that carry out one of some operations, or do so when looked through."""
+        places = {n for name in operations for n in self._places.get(name, ())}
+        return [self.values[n] for n in sorted(places)]
+
+    @functools.cached_property
+    def _places(self) -> dict[str, list[int]]:
+        """Positions in `values` by what the values carry out; of a function also its last name."""
+        found: dict[str, list[int]] = {}
+        for number, value in enumerate(self.values):
+            inside: Value | None = value
+            while inside is not None:
+                for name in {inside.operation, inside.operation.rpartition(".")[2]}:
+                    found.setdefault(name, []).append(number)
+                inside = inside.inner
+        return found
+
+    @functools.cached_property
+    def operations(self) -> frozenset[str]:
+        """Every operation that is carried out, in calls that can be looked through as well."""
+        return frozenset(value.operation for value in reached(self.values))
 
     def overwritten(
         self, values: list[Value], after: tuple[int, ...], before: tuple[int, ...]

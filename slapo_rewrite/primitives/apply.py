@@ -11,7 +11,7 @@ from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.state import ModuleState, general
 from slapo_rewrite.fusion.branches import given_for
 from slapo_rewrite.fusion.engine import Engine
-from slapo_rewrite.fusion.looking import below, look
+from slapo_rewrite.fusion.looking import below, look, nearest_miss
 from slapo_rewrite.fusion.packed import packed
 from slapo_rewrite.fusion.packing import Packing, beside
 from slapo_rewrite.fusion.registry import rules
@@ -114,7 +114,7 @@ class Apply(Rebuilding, Rewriting):
         given = given_for(call.arguments["concrete_args"], inner, at)
         looked = look(rule, inner, call.sources, given)
         if not looked.claims and not looked.left:
-            raise nothing_found(rule.name, looked.nearest, at)
+            raise nothing_found(rule.name, nearest_miss(rule, inner, call.sources, given), at)
         return carried_out(engine, looked.claims, looked.left, rules=[(rule.name, looked)])
 
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:

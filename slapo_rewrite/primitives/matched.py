@@ -65,10 +65,13 @@ def noted(
         }
         if reasons:
             note["left"] = reasons
-        if not paths and not reasons and (miss := looked.nearest) is not None:
-            where = f"{general(miss.path) or 'the model'}, {miss.function}"
-            found = f"{miss.stop.matched} of {miss.size} operations found"
-            note["nearest"] = f"{where}: {miss.stop.reason} ({found})"
+        if not paths and not reasons:
+            if (miss := looked.nearest) is not None:
+                where = f"{general(miss.path) or 'the model'}, {miss.function}"
+                found = f"{miss.stop.matched} of {miss.size} operations found"
+                note["nearest"] = f"{where}: {miss.stop.reason} ({found})"
+            elif looked.lacking:
+                note["lacking"] = sorted(looked.lacking)
         notes.append(note)
     return tuple(notes)
 

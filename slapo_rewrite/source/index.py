@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from pathlib import Path
 
 from slapo_rewrite import errors
@@ -78,13 +78,13 @@ class SourceFile:
 
     # Places ---------------------------------------------------------------------------------
 
-    @cached_property
+    @functools.cached_property
     def _starts(self) -> list[int]:
         # `str.splitlines` also splits at form feeds and U+2028, where Python's lines do not end.
         bom = 1 if self.text.startswith("\ufeff") else 0
         return [bom, *(m.end() for m in _LINE_END.finditer(self.text)), len(self.text)]
 
-    @cached_property
+    @functools.cached_property
     def _ascii(self) -> bool:
         return self.text.isascii()
 
@@ -192,6 +192,17 @@ class SourceFile:
         parts = self.package.split(".") if self.package else []
         parts = parts[: len(parts) - statement.level + 1] if statement.level > 1 else parts
         return ".".join([*parts, statement.module] if statement.module else parts)
+
+
+def read_once(path: Path, name: str) -> SourceFile:
+    """A file as it was read before, as long as it stays the same on disk."""
+    state = path.stat()
+    return _read_once(path, name, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=64)
+def _read_once(path: Path, name: str, _changed: int, _size: int) -> SourceFile:
+    return SourceFile.read(path, name)
 
 
 def package_of(path: Path) -> str:

@@ -11,7 +11,7 @@ from slapo_rewrite.cli import main
 from slapo_rewrite.emit.explain import explain
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
-from tests.edit.test_fused import PLAIN, schedule
+from tests.edit.test_fused import PLAIN, schedule, source
 from tests.rewriting import imported, rewritten
 
 
@@ -21,11 +21,20 @@ def test_the_record_says_what_became_of_each_rule(tmp_path):
     notes = {n["rule"]: n for n in json.loads(output.files["rewrite.json"])["rules"]}
     assert "SiLU" not in notes["swiglu"].get("applied", ())
     assert "is scheduled before" in notes["swiglu"]["left"]["layers.*"]
-    assert "operations found" in notes["gelu_tanh"]["nearest"]
+    assert notes["gelu_tanh"]["lacking"] == ["tanh"]
     write(tmp_path / "out", output.files)
     shown = explain(tmp_path / "out", None)
     assert "rule `swiglu` of" in shown and "left layers.*: `layers.0.act`, which it calls" in shown
-    assert "matches nothing; nearest is" in shown
+    assert "matches nothing; where it comes nearest, there is no `tanh`" in shown
+
+
+def test_the_record_says_what_came_near(tmp_path):
+    text = source("gate = F.silu(self.gate(x))\nreturn gate * gate.sum() + self.up(x) * x")
+    output = rewritten(tmp_path, text, schedule("s.apply_all()"))
+    (note,) = [n for n in json.loads(output.files["rewrite.json"])["rules"] if "nearest" in n]
+    assert note["rule"] == "swiglu"
+    write(tmp_path / "out", output.files)
+    assert "(2 of 2 operations found)" in explain(tmp_path / "out", None)
 
 
 def test_lines_are_traced_to_the_line_that_applied_a_rule(tmp_path):

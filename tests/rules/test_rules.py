@@ -12,7 +12,9 @@ import torch
 from slapo_rewrite import errors
 from slapo_rewrite.emit.kernels import libraries
 from slapo_rewrite.fusion import Numerics, Rule
+from slapo_rewrite.fusion.looking import compiled
 from slapo_rewrite.fusion.registry import rules
+from slapo_rewrite.patterns.named import named_operations
 from slapo_rewrite.schedule.load import ScheduleFile
 from tests.rewriting import changed_lines, imported, refused, rewritten, written
 
@@ -95,3 +97,10 @@ def test_refusal(rule: Rule, number: int, tmp_path):
     refusal = rule.refusals[number]
     text = refused(tmp_path, refusal.source, refusal.schedule, refusal.code)
     assert re.search(r"s\.py:\d+:\d+", text), "the schedule's line is shown"
+
+
+@pytest.mark.parametrize("rule", ALL.values(), ids=named)
+def test_what_a_pattern_names_stands_in_it(rule: Rule):
+    for alternative in rule.alternatives:
+        needs = compiled(alternative).needs
+        assert named_operations(alternative.pattern) <= needs, alternative.pattern.__qualname__
