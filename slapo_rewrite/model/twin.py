@@ -6,6 +6,7 @@ torch and the standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
@@ -138,6 +139,24 @@ def build_small(schedule: Any, module: Any) -> nn.Module:
             "define verify_model(m) in the schedule, which builds a smaller one"
         )
     return _module(schedule.model(module), "model")
+
+
+def build_deep(schedule: Any, module: Any, full: nn.Module) -> nn.Module:
+    """A twin with all layers of the full model, where its config tells how to make it so.
+
+    Every pipeline stage has layers then, as it has in the full model. Else `build_small`'s.
+
+    Args:
+        schedule: The schedule's module.
+        module: The module being rewritten, or what it was rewritten to.
+        full: The full model, built from that module.
+    """
+    config: Any = getattr(full, "config", None)
+    if hasattr(config, "to_dict"):
+        # What the schedule says may fit it better.
+        with contextlib.suppress(Exception):
+            return type(full)(small_config(config, keep_depth=True))
+    return build_small(schedule, module)
 
 
 def _module(built: Any, by: str) -> nn.Module:

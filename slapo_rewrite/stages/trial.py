@@ -71,7 +71,7 @@ class Trial:
         try:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
-                self.model = small_model(schedule, module, full)
+                self.model = twin.build_deep(schedule, module, full)
                 self.inputs = apart(twin.step_inputs(schedule, self.model))
         except Exception as error:
             raise errors.CannotCut(
@@ -246,20 +246,6 @@ def all_ran(text: str, name: str, reached: Set[int]) -> bool:
         if reads and not lines & reached:
             return False
     return True
-
-
-def small_model(schedule: Any, module: ModuleType, full: nn.Module) -> nn.Module:
-    """A small model, with all of its layers where its config tells how to make it otherwise small.
-
-    Every stage has layers then, as it has in the full model.
-    """
-    config: Any = getattr(full, "config", None)
-    if hasattr(config, "to_dict"):
-        try:
-            return type(full)(twin.small_config(config, keep_depth=True))
-        except Exception:  # what the schedule says may fit it better
-            return twin.build_small(schedule, module)
-    return twin.build_small(schedule, module)
 
 
 def apart(inputs: dict[str, Any]) -> dict[str, Any]:

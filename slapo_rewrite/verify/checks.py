@@ -7,17 +7,27 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .figures import LIMITS, Check, Named, compare, difference
+from .figures import (
+    LIMITS,
+    Check,
+    Named,
+    StoppedError,
+    compare,
+    compare_gradients,
+    compare_loss,
+    compare_state,
+    difference,
+    find,
+    gradients_of,
+    parameters_of,
+    some,
+)
 from .pair import Pair
 from .probes import tie_groups, watching
 
 STEPS = 3
 LABELS = ("labels", "targets", "target", "label")  # without them a model computes no loss
 DROPOUT = 0.1  # for layers whose own is 0 in the twin
-
-
-class StoppedError(Exception):
-    """A check failed after which nothing else can be compared."""
 
 
 class Checks:
@@ -65,7 +75,7 @@ class Checks:
         left = [*getattr(answer, "missing_keys", []), *getattr(answer, "unexpected_keys", [])]
         self.done.append(Check(name, not left, detail=some("left out:", left)))
         pair.stage("gathering the full state dict")
-        self.done.append(_compare_state(pair.full, pair.full_state()))
+        self.done.append(compare_state(pair.full, pair.full_state()))
         if pair.groups or tie_groups(pair.rewritten):
             self.done.append(self._compare_ties())
 
@@ -112,7 +122,7 @@ class Checks:
         self.whole = {path for path, _ in same} - {key[0] for key, ok in same.items() if not ok}
         self.done += [
             self._compare_outputs("outputs", got_outputs, outputs, exact_outputs),
-            _compare_loss("loss", "loss", got_loss, loss, exact_loss),
+            compare_loss("loss", "loss", got_loss, loss, exact_loss),
         ]
         if not all(check.ok for check in self.done[-2:]):
             self.module = _first_difference(seen_rewritten, seen)
@@ -131,23 +141,10 @@ class Checks:
         return check
 
     def _compare_gradients(self, name: str, exact: nn.Module | None) -> list[Check]:
-        """That every parameter has a gradient as in the original, and how far they differ."""
         pair = self.pair
-        want, local = _gradients(pair.original), _gradients(pair.rewritten)
-        full = pair.to_full(local)
-        got = pair.find(full, list(want))
-        missing = [n for n in want if n not in got]
-        known = {alias for n in want for alias in (n, *pair.aliases.get(n, []))}
-        extra = [n for n, g in full.items() if n not in known and bool(g.count_nonzero())]
-        words = [some("none for", missing), some("unasked for:", extra)]
-        complete = Check(
-            f"{name} complete",
-            not missing and not extra,
-            detail="; ".join(w for w in words if w) or f"{len(got)} parameters",
-            differs=[(n, math.inf) for n in missing],
-        )
-        known_exactly = {} if exact is None else _gradients(exact)
-        return [complete, compare(name, LIMITS["gradients"], got, want, known_exactly)]
+        full = pair.to_full(gradients_of(pair.rewritten))
+        known = {} if exact is None else gradients_of(exact)
+        return compare_gradients(name, full, gradients_of(pair.original), known, pair.aliases)
 
     def eval_mode(self) -> None:
         """Outputs in eval mode."""
@@ -201,7 +198,7 @@ class Checks:
         pair.stage("comparing the step with dropout")
         same = (
             self._compare_outputs("", got_outputs, outputs, {}).ok,
-            _compare_loss("", "loss", got_loss, loss, None).ok,
+            compare_loss("", "loss", got_loss, loss, None).ok,
         )
         check = self._compare_gradients(name, None)[1]
         if not all(same):
@@ -229,7 +226,7 @@ class Checks:
             if number > 1:
                 name = f"losses of steps 2 to {STEPS}"
                 exactly = exact[0] if exact else None
-                later.append(_compare_loss(name, "later losses", got, want, exactly))
+                later.append(compare_loss(name, "later losses", got, want, exactly))
         self.done.append(max(later, key=lambda check: check.error or 0.0))
         pair.stage("gathering the weights")
         self.done.append(self._compare_weights())
@@ -237,9 +234,9 @@ class Checks:
     def _compare_weights(self) -> Check:
         """Parameters through `to_full`, buffers through the full state dict."""
         pair = self.pair
-        want = dict(_parameters(pair.original))
-        got = pair.find(pair.to_full(_parameters(pair.rewritten)), list(want))
-        exact = {} if pair.exact is None else _parameters(pair.exact)
+        want = dict(parameters_of(pair.original))
+        got = find(pair.to_full(parameters_of(pair.rewritten)), want, pair.aliases)
+        exact = {} if pair.exact is None else parameters_of(pair.exact)
         state, full = pair.original.state_dict(), pair.full_state()
         buffers = {name for name, _ in pair.original.named_buffers()} & set(state)
         want.update((name, state[name]) for name in state if name in buffers)
@@ -249,54 +246,6 @@ class Checks:
         if missing:
             check.ok, check.detail = False, some("missing:", missing)
         return check
-
-
-def some(label: str, names: list[str], most: int = 3) -> str:
-    """The first of `names` behind a label, and how many there are besides."""
-    if not names:
-        return ""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{label} {', '.join(names[:most])}{rest}".strip()
-
-
-def _gradients(model: nn.Module) -> Named:
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def _parameters(model: nn.Module) -> Named:
-    return {n: p.detach() for n, p in model.named_parameters()}
-
-
-def _compare_state(want: Named, got: Named) -> Check:
-    wrong = {}
-    for name in want.keys() & got.keys():
-        a, b = got[name], want[name]
-        if a.shape != b.shape:
-            wrong[name] = f"{name} is {list(a.shape)}, not {list(b.shape)}"
-        elif a.dtype != b.dtype:
-            wrong[name] = f"{name} is {a.dtype}, not {b.dtype}"
-        elif not torch.equal(a, b) and not (a.isnan() & b.isnan() | (a == b)).all():
-            wrong[name] = f"{name} has other values"
-    missing = [name for name in want if name not in got]
-    words = (
-        some("missing:", missing),
-        some("unknown:", [name for name in got if name not in want]),
-        some("", [wrong[name] for name in want if name in wrong]),
-    )
-    detail = "; ".join(w for w in words if w)
-    differs = [(name, math.inf) for name in want if name in wrong or name not in got]
-    return Check("gives them back bit for bit", not detail, detail=detail, differs=differs)
-
-
-def _compare_loss(name: str, limit: str, got: Tensor, want: Tensor, exact: Tensor | None) -> Check:
-    def named(loss: Tensor) -> Named:
-        return {"loss": loss.reshape(())}
-
-    known = {} if exact is None else named(exact)
-    check = compare(name, LIMITS[limit], named(got), named(want), known)
-    check.detail = "" if check.ok else f"{got.item():.6g}, not {want.item():.6g}"
-    check.place, check.differs = "", []
-    return check
 
 
 def _first_difference(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SMALLEST_SCALE = 1e-6
 LIMITS = {
@@ -21,6 +21,7 @@ LIMITS = {
 CACHES = ("past_key_values", "past_key_value", "cache_params", "mems")
 
 Named = dict[str, Tensor]
+Aliases = Mapping[str, list[str]]
 
 
 @dataclass
@@ -50,6 +51,10 @@ class Check:
     detail: str = ""
     differs: list[tuple[str, float]] = field(default_factory=list)
     after: str = ""
+
+
+class StoppedError(Exception):
+    """A check failed after which nothing else can be compared."""
 
 
 def difference(got: Tensor, want: Tensor) -> float:
@@ -108,4 +113,93 @@ def compare(name: str, limit: float, got: Named, want: Named, exact: Named) -> C
         check.detail = f"the shape is {list(got[key].shape)}, not {list(want[key].shape)}"
     elif key in exact:
         check.reference = difference(got[key], exact[key])
+    return check
+
+
+def some(label: str, names: list[str], most: int = 3) -> str:
+    """The first of `names` behind a label, and how many there are besides."""
+    if not names:
+        return ""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{label} {', '.join(names[:most])}{rest}".strip()
+
+
+def gradients_of(model: nn.Module) -> Named:
+    """The gradients that there are, by the parameters' names."""
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def parameters_of(model: nn.Module) -> Named:
+    """The parameters by name."""
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+def find(named: Named, names: Iterable[str], aliases: Aliases) -> Named:
+    """What `named` has of `names`, by whichever name of a tied parameter."""
+    found = {}
+    for name in names:
+        known = [n for n in (name, *aliases.get(name, [])) if n in named]
+        if known:
+            found[name] = named[known[0]]
+    return found
+
+
+def compare_gradients(
+    name: str, full: Named, want: Named, exact: Named, aliases: Aliases
+) -> list[Check]:
+    """That every parameter has a gradient as in the original, and how far they differ.
+
+    Args:
+        name: The check's.
+        full: The rewritten model's gradients, whole.
+        want: The original's.
+        exact: The original's in float64, as far as they are known.
+        aliases: All names of each tied parameter, by each of them.
+    """
+    got = find(full, want, aliases)
+    missing = [n for n in want if n not in got]
+    known = {alias for n in want for alias in (n, *aliases.get(n, []))}
+    extra = [n for n, g in full.items() if n not in known and bool(g.count_nonzero())]
+    words = [some("none for", missing), some("unasked for:", extra)]
+    complete = Check(
+        f"{name} complete",
+        not missing and not extra,
+        detail="; ".join(w for w in words if w) or f"{len(got)} parameters",
+        differs=[(n, math.inf) for n in missing],
+    )
+    return [complete, compare(name, LIMITS["gradients"], got, want, exact)]
+
+
+def compare_state(want: Named, got: Named) -> Check:
+    """That a state dict has the same names, and each tensor the same bits."""
+    wrong = {}
+    for name in want.keys() & got.keys():
+        a, b = got[name], want[name]
+        if a.shape != b.shape:
+            wrong[name] = f"{name} is {list(a.shape)}, not {list(b.shape)}"
+        elif a.dtype != b.dtype:
+            wrong[name] = f"{name} is {a.dtype}, not {b.dtype}"
+        elif not torch.equal(a, b) and not (a.isnan() & b.isnan() | (a == b)).all():
+            wrong[name] = f"{name} has other values"
+    missing = [name for name in want if name not in got]
+    words = (
+        some("missing:", missing),
+        some("unknown:", [name for name in got if name not in want]),
+        some("", [wrong[name] for name in want if name in wrong]),
+    )
+    detail = "; ".join(w for w in words if w)
+    differs = [(name, math.inf) for name in want if name in wrong or name not in got]
+    return Check("gives them back bit for bit", not detail, detail=detail, differs=differs)
+
+
+def compare_loss(name: str, limit: str, got: Tensor, want: Tensor, exact: Tensor | None) -> Check:
+    """Compares two losses."""
+
+    def named(loss: Tensor) -> Named:
+        return {"loss": loss.reshape(())}
+
+    known = {} if exact is None else named(exact)
+    check = compare(name, LIMITS[limit], named(got), named(want), known)
+    check.detail = "" if check.ok else f"{got.item():.6g}, not {want.item():.6g}"
+    check.place, check.differs = "", []
     return check

@@ -1,0 +1,131 @@
+"""The original model on one rank: what it is imported from, its weights and its steps."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .imports import ToolBlocker, import_original, import_output, load_file, load_schedule
+from .probes import tie_groups, vary_constants
+
+Stage = Callable[[str], None]
+
+
+class Original:
+    """The original, and itself in float64 as the reference for it and for what is compared.
+
+    Attributes:
+        original: Built from the original module.
+        exact: The original in float64; None once it turned out not to run.
+        full: The original's state dict as it was built.
+        groups: Names of the same parameter in the original, for those that have several.
+        aliases: For each of these names, its group.
+        notes: What a reader of the report should know.
+        source: The original's file and hash.
+        share: This rank's parameters, as a share of the original's; None before they are built.
+
+    Args:
+        job: What `run.py` wrote.
+        rank: This process's number.
+        stage: Told what is being done.
+    """
+
+    def __init__(self, job: dict[str, Any], rank: int, stage: Stage) -> None:
+        self.job, self.rank, self.world, self.stage = job, rank, int(job["world"]), stage
+        self.notes: list[str] = []
+        self.source: dict[str, str] | None = None
+        self.share: float | None = None
+        self.exact: nn.Module | None = None
+
+    def import_all(self) -> None:
+        """Imports schedule, original and output, and from the schedule on refuses the tool."""
+        job, stage = self.job, self.stage
+        stage("loading the schedule")
+        self.schedule = load_schedule(Path(job["schedule"]))
+        self.twin: Any = load_file(Path(job["twin"]), "slapo_twin")
+        self.blocker = ToolBlocker(job["tool"], Path(job["out"]))
+        self.blocker.install()
+        stage("importing the original")
+        self.original_module = import_original(job["source"])
+        if file := getattr(self.original_module, "__file__", None):
+            digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            self.source = {"file": file, "sha256": digest}
+        stage("importing the output")
+        self.rewritten_module, self.loading = import_output(Path(job["out"]), job["stem"])
+
+    def join_group(self) -> None:
+        """Joins the process group, where there is more than one process."""
+        if self.world == 1:
+            return
+        self.stage("joining the process group")
+        # Longer than the job lasts: this process is ended by its own clock, which says where it is.
+        left_s = max(1.0, float(self.job["deadline"]) - time.time()) + 60
+        store = dist.FileStore(  # type: ignore[attr-defined]
+            str(Path(self.job["folder"]) / "store"), self.world
+        )
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.world,
+            timeout=datetime.timedelta(seconds=left_s),
+        )
+
+    def build_original(self, *, exactly: bool = True) -> None:
+        """Builds the original, and another in float64 if that is wanted."""
+        self.stage("building the original")
+        self.original = self.built(self.original_module, 0)
+        vary_constants(self.original)
+        self.full = {k: v.clone() for k, v in self.original.state_dict().items()}
+        self.groups = tie_groups(self.original)
+        self.aliases = {name: group for group in self.groups for name in group}
+        if exactly:
+            self.stage("building the original in float64")
+            exact = self.built(self.original_module, 0)
+            exact.load_state_dict(self.full)
+            self.exact = exact.double()
+
+    def built(self, module: Any, seed: int) -> nn.Module:
+        """The small model, made of the classes of a module."""
+        torch.manual_seed(seed)
+        return self.small(module).float().train()
+
+    def small(self, module: Any) -> nn.Module:
+        """The schedule's small model, or one made for it."""
+        model: nn.Module = self.twin.build_small(self.schedule, module)
+        return model
+
+    def given(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A copy of a step's inputs that `model` may change."""
+
+        def fresh(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: fresh(part) for key, part in value.items()}
+            if type(value) in (list, tuple):
+                return type(value)(fresh(part) for part in value)
+            if not isinstance(value, Tensor):
+                return value
+            value = value.detach().clone()
+            return value.double() if model is self.exact and value.is_floating_point() else value
+
+        return {name: fresh(value) for name, value in inputs.items()}
+
+    def exactly(self, action: Callable[[nn.Module], Any]) -> Any:
+        """What `action` gives for the original in float64; None where that does not run."""
+        if self.exact is None:
+            return None
+        try:
+            return action(self.exact)
+        except Exception as error:
+            self.exact = None
+            words = str(error).strip().splitlines() or [type(error).__name__]
+            self.notes.append(f"the original does not run in float64: {words[0]}")
+            return None
