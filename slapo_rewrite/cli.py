@@ -74,9 +74,7 @@ def _rewrite(arguments: list[str]) -> int:
     parser.add_argument(
         "--verify", action="store_true", help="run original against rewritten afterwards"
     )
-    parser.add_argument(
-        "--world", type=int, nargs="+", metavar="N", help="world sizes to verify (default: 1 2)"
-    )
+    _add_worlds(parser)
     parser.add_argument(
         "--single-file", action="store_true", help="one module instead of a package"
     )
@@ -112,8 +110,41 @@ def _rewrite(arguments: list[str]) -> int:
         print(f"conflicts to resolve by hand: {', '.join(conflicts)}")
         return NO
     if options.verify:
-        return _verified(options.output, options.world or [1, 2], options.source, options.schedule)
+        return _verified(options.output, options, options.source, options.schedule)
     return DONE
+
+
+def _add_worlds(parser: argparse.ArgumentParser) -> None:
+    """What to verify: the whole model, or its pipeline."""
+    parser.add_argument(
+        "--world",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="world sizes to verify the whole model at (default: 1 2)",
+    )
+    for name, what in (
+        ("--pp", "stages of the pipeline to verify (default: all that there are)"),
+        ("--tp", "ranks that share a stage's layers (default: 1)"),
+        ("--dp", "replicas of the pipeline (default: 1)"),
+    ):
+        parser.add_argument(name, type=int, metavar="N", help=what)
+
+
+def _asked(options: argparse.Namespace) -> list[str]:
+    """Which of these options are given."""
+    return [
+        f"--{name}" for name in ("world", "pp", "tp", "dp") if getattr(options, name) is not None
+    ]
+
+
+def _check_worlds(options: argparse.Namespace) -> None:
+    if options.world and min(options.world) < 1:
+        raise errors.UsageError("a world size is at least 1")
+    for name in ("pp", "tp", "dp"):
+        size = getattr(options, name)
+        if size is not None and size < 1:
+            raise errors.UsageError(f"--{name} is at least 1")
 
 
 def _check_combination(options: argparse.Namespace) -> None:
@@ -127,10 +158,9 @@ def _check_combination(options: argparse.Namespace) -> None:
         raise errors.UsageError("`--diff`, `--check` and `--verify` exclude one another")
     if options.merge and options.force:
         raise errors.UsageError("`--merge` keeps hand edits, `--force` overwrites them: give one")
-    if options.world and not options.verify:
-        raise errors.UsageError("`--world` belongs to `--verify`")
-    if options.world and min(options.world) < 1:
-        raise errors.UsageError("a world size is at least 1")
+    if (asked := _asked(options)) and not options.verify:
+        raise errors.UsageError(f"`{asked[0]}` belongs to `--verify`")
+    _check_worlds(options)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -164,10 +194,13 @@ def _check(options: argparse.Namespace) -> int:
     return NO if wrong else DONE
 
 
-def _verified(out: Path, worlds: list[int], source: str | None, schedule: str | None) -> int:
+def _verified(
+    out: Path, options: argparse.Namespace, source: str | None, schedule: str | None
+) -> int:
     from slapo_rewrite.emit.write import note_verification
-    from slapo_rewrite.verify.run import verify
+    from slapo_rewrite.verify.run import chosen, verify
 
+    worlds = chosen(out, options.world, options.pp, options.tp, options.dp)
     with _working(f"verifying {out}") as progress:
         report = verify(out, worlds, source=source, schedule=schedule, progress=progress)
     print(report.render())
@@ -181,22 +214,14 @@ def _verify(arguments: list[str]) -> int:
         description="Run original against rewritten in real processes and compare their numbers.",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
-    parser.add_argument(
-        "--world",
-        type=int,
-        nargs="+",
-        default=[1, 2],
-        metavar="N",
-        help="world sizes (default: 1 2)",
-    )
+    _add_worlds(parser)
     parser.add_argument(
         "--source", metavar="SOURCE", help="the original, if it is not where it was"
     )
     parser.add_argument("--schedule", metavar="S", help="the schedule, if it is not where it was")
     options = parser.parse_args(arguments)
-    if min(options.world) < 1:
-        raise errors.UsageError("a world size is at least 1")
-    return _verified(options.out, options.world, options.source, options.schedule)
+    _check_worlds(options)
+    return _verified(options.out, options, options.source, options.schedule)
 
 
 def _explain(arguments: list[str]) -> int:

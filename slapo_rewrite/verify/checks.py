@@ -122,7 +122,7 @@ class Checks:
         self.whole = {path for path, _ in same} - {key[0] for key, ok in same.items() if not ok}
         self.done += [
             self._compare_outputs("outputs", got_outputs, outputs, exact_outputs),
-            compare_loss("loss", "loss", got_loss, loss, exact_loss),
+            compare_loss("loss", LIMITS["loss"], got_loss, loss, exact_loss),
         ]
         if not all(check.ok for check in self.done[-2:]):
             self.module = _first_difference(seen_rewritten, seen)
@@ -198,7 +198,7 @@ class Checks:
         pair.stage("comparing the step with dropout")
         same = (
             self._compare_outputs("", got_outputs, outputs, {}).ok,
-            compare_loss("", "loss", got_loss, loss, None).ok,
+            compare_loss("", LIMITS["loss"], got_loss, loss, None).ok,
         )
         check = self._compare_gradients(name, None)[1]
         if not all(same):
@@ -226,7 +226,7 @@ class Checks:
             if number > 1:
                 name = f"losses of steps 2 to {STEPS}"
                 exactly = exact[0] if exact else None
-                later.append(compare_loss(name, "later losses", got, want, exactly))
+                later.append(compare_loss(name, LIMITS["later losses"], got, want, exactly))
         self.done.append(max(later, key=lambda check: check.error or 0.0))
         pair.stage("gathering the weights")
         self.done.append(self._compare_weights())

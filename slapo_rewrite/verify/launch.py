@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slapo_rewrite.verify.layout import World, named, ranks_of
 from slapo_rewrite.verify.report import Failure
 
 WORKER = Path(__file__).resolve().with_name("worker.py")
@@ -27,11 +28,11 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 class Ranks:
-    """The processes of one world size.
+    """The processes of one world.
 
     Args:
         job: What every rank is told.
-        world: How many ranks.
+        world: How many ranks there are, or their layout in a pipeline.
         folder: A new folder for what they write.
         timeout_s: How long they may take, from their start.
         progress: Told what rank 0 is doing.
@@ -40,12 +41,13 @@ class Ranks:
     def __init__(
         self,
         job: dict[str, Any],
-        world: int,
+        world: World,
         folder: Path,
         timeout_s: float,
         progress: Callable[[str], None],
     ) -> None:
-        self.job, self.world, self.folder = job, world, folder
+        self.job, self.folder = job, folder
+        self.world, self.count = world, ranks_of(world)
         self.timeout_s, self.progress = timeout_s, progress
         self.processes: list[subprocess.Popen[bytes]] = []
         self.killed: set[int] = set()
@@ -53,11 +55,11 @@ class Ranks:
     def run(self) -> None:
         """Runs them to their end; whatever happens, none is left behind."""
         deadline = time.time() + self.timeout_s
-        job = {**self.job, "world": self.world, "folder": str(self.folder), "deadline": deadline}
+        job = {**self.job, "world": self.count, "folder": str(self.folder), "deadline": deadline}
         file = self.folder / "job.json"
         file.write_text(json.dumps(job))
         try:
-            for rank in range(self.world):
+            for rank in range(self.count):
                 self._start(file, rank)
             self._watch(deadline)
         finally:
@@ -85,7 +87,7 @@ class Ranks:
                 failed_at = now
             if now > deadline + LATE_S or (failed_at is not None and now > failed_at + GRACE_S):
                 return
-            stage = f"world size {self.world}: {self._stage(0)}"
+            stage = f"{named(self.world)}: {self._stage(0)}"
             if stage != shown:
                 shown = stage
                 self.progress(stage)
@@ -109,14 +111,14 @@ class Ranks:
 
     def results(self) -> dict[int, dict[str, Any]]:
         """What the ranks wrote, as far as they got to it."""
-        texts = {rank: self._read(rank, "json") for rank in range(self.world)}
+        texts = {rank: self._read(rank, "json") for rank in range(self.count)}
         return {rank: json.loads(text) for rank, text in texts.items() if text}
 
     def failure(self, out: Path) -> Failure | None:
         """What kept them from comparing everything: the first cause, not what followed from it."""
         results = self.results()
-        hung = [rank for rank in range(self.world) if self._read(rank, "hang")]
-        if hung or (len(self.killed) == self.world):
+        hung = [rank for rank in range(self.count) if self._read(rank, "hang")]
+        if hung or (len(self.killed) == self.count):
             return self._hang(hung or sorted(self.killed), out)
         for rank, process in enumerate(self.processes):
             if rank not in results and rank not in self.killed:
@@ -136,8 +138,8 @@ class Ranks:
         return self._error(first, errors[first], out)
 
     def _who(self, rank: int) -> str:
-        one = "the process" if self.world == 1 else f"rank {rank}"
-        return f"{one} at world size {self.world}"
+        one = "the process" if self.count == 1 else f"rank {rank}"
+        return f"{one} at {named(self.world)}"
 
     def _error(self, rank: int, error: dict[str, str], out: Path) -> Failure:
         headline = f"{self._who(rank)} fails during: {error['stage']}"
@@ -154,13 +156,13 @@ class Ranks:
 
     def _hang(self, ranks: list[int], out: Path) -> Failure:
         lines = []
-        for rank in range(self.world):
+        for rank in range(self.count):
             lines.append(f"rank {rank}: {self._stage(rank)}")
             if rank in ranks:
                 lines += [f"  {frame}" for frame in _hang_frames(self._read(rank, "hang"), out)]
-        if self.world > 1:
+        if self.count > 1:
             lines.append("so hangs a collective that not every rank calls, or in another order")
-        headline = f"world size {self.world} hangs: not done after {self.timeout_s:g} s"
+        headline = f"{named(self.world)} hangs: not done after {self.timeout_s:g} s"
         return Failure(self.world, headline, "\n".join(lines), self._stage(ranks[0]))
 
 

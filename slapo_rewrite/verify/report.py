@@ -12,18 +12,19 @@ from rich.console import Console
 from rich.table import Table
 
 from slapo_rewrite.edit.state import general
+from slapo_rewrite.verify.layout import World, listed, named, ranks_of, recorded
 
 WIDTH = 110
-OUTPUTS = ("outputs", "loss", "outputs in eval mode")
+OUTPUTS = ("outputs", "loss", "outputs in eval mode", "loss in eval mode")
 ROUNDING = 4  # times the original's own error: what summing in another order may cost
 
 
 @dataclass(frozen=True)
 class Row:
-    """One check at one world size, as the worst rank sees it.
+    """One check in one world, as the worst rank sees it.
 
     Attributes:
-        world: The world size.
+        world: The world size, or the layout of a pipeline.
         name: What was compared.
         ok: Whether it holds on every rank.
         error: The largest relative error, rewritten against original; None for yes or no.
@@ -37,7 +38,7 @@ class Row:
         after: The parameter that follows the last of them, which is right.
     """
 
-    world: int
+    world: World
     name: str
     ok: bool
     error: float | None
@@ -53,16 +54,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Failure:
-    """A world size that did not run to its end.
+    """A world that did not run to its end.
 
     Attributes:
-        world: The world size.
+        world: The world size, or the layout of a pipeline.
         headline: What happened, on which rank, while doing what.
         text: The error's own words, or where each rank hangs.
         stage: What was being done.
     """
 
-    world: int
+    world: World
     headline: str
     text: str
     stage: str
@@ -92,22 +93,22 @@ class Report:
     """The outcome of one verification.
 
     Attributes:
-        worlds: The world sizes asked for.
-        rows: Every check at every world size.
-        failures: World sizes that did not run to their end.
-        shares: The largest rank's share of the original's parameters, by world size.
-        modules: The first module whose output differs, and how much, by world size.
+        worlds: The world sizes asked for, and the layouts of pipelines.
+        rows: Every check in each of these worlds.
+        failures: Worlds that did not run to their end.
+        shares: The largest rank's share of the original's parameters, by world.
+        modules: The first module whose output differs, and how much, by world.
         directives: The schedule's lines, as the output's record has them.
         warnings: What makes the answer mean less than it seems to.
         notes: What else a reader should know.
         changed: Which of the recorded inputs are not what they were: "source", "schedule".
     """
 
-    worlds: tuple[int, ...]
+    worlds: tuple[World, ...]
     rows: list[Row] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    shares: dict[int, float] = field(default_factory=dict)
-    modules: dict[int, tuple[str, float]] = field(default_factory=dict)
+    shares: dict[World, float] = field(default_factory=dict)
+    modules: dict[World, tuple[str, float]] = field(default_factory=dict)
     directives: list[Directive] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -115,7 +116,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether rewritten equals original at every world size."""
+        """Whether rewritten equals original in every world."""
         ran = {row.world for row in self.rows}
         return not self.failures and all(r.ok for r in self.rows) and ran == set(self.worlds)
 
@@ -123,10 +124,10 @@ class Report:
     def verdict(self) -> str:
         """The answer in one line."""
         if self.ok:
-            return f"verified: rewritten equals original at {sizes(self.worlds)}"
+            return f"verified: rewritten equals original at {listed(self.worlds)}"
         wrong = [row for row in self.rows if not row.ok]
         if wrong:
-            where = sizes(sorted({row.world for row in wrong}))
+            where = listed([w for w in self.worlds if any(row.world == w for row in wrong)])
             names = ", ".join(dict.fromkeys(row.name for row in wrong))
             return f"NOT equal at {where}: {names}"
         if self.failures:
@@ -136,8 +137,8 @@ class Report:
     def render(self, width: int = WIDTH) -> str:
         """Everything, as plain text."""
         parts = [_table(self.rows, width)] if self.rows else []
-        for world, share in sorted(self.shares.items()):
-            if world > 1:
+        for world, share in self.shares.items():
+            if ranks_of(world) > 1:
                 parts.append(f"a rank of {world} holds {share:.2f} of the parameters")
         parts += [f"note: {note}" for note in self.notes]
         parts += [f"warning: {warning}" for warning in self.warnings]
@@ -147,10 +148,10 @@ class Report:
             parts += ["", *self._blame(world)]
         return "\n".join([*parts, "", self.verdict]).strip("\n") + "\n"
 
-    def _blame(self, world: int) -> list[str]:
-        """Where to look for what is wrong at this world size."""
+    def _blame(self, world: World) -> list[str]:
+        """Where to look for what is wrong in this world."""
         wrong = [row for row in self.rows if row.world == world and not row.ok]
-        lines = [f"at world size {world}:", *map(_what, wrong)]
+        lines = [f"at {named(world)}:", *map(_what, wrong)]
         if world in self.modules:
             path, error = self.modules[world]
             lines.append(f"  first module with another output: {path}, by {error:.1e}")
@@ -201,16 +202,16 @@ class Report:
             verdict = "failed"
         return {
             "verdict": verdict,
-            "worlds": list(self.worlds),
+            "worlds": [recorded(world) for world in self.worlds],
             "changed": list(self.changed),
-            "parameters_on_a_rank": {str(w): round(s, 2) for w, s in sorted(self.shares.items())},
+            "parameters_on_a_rank": {str(w): round(s, 2) for w, s in self.shares.items()},
             "checks": [_record_row(row) for row in self.rows],
-            "failures": [{"world": f.world, "what": f.headline} for f in self.failures],
+            "failures": [{"world": recorded(f.world), "what": f.headline} for f in self.failures],
         }
 
 
 def _record_row(row: Row) -> dict[str, Any]:
-    kept: dict[str, Any] = {"world": row.world, "check": row.name, "ok": row.ok}
+    kept: dict[str, Any] = {"world": recorded(row.world), "check": row.name, "ok": row.ok}
     if row.limit is not None:
         kept["error"] = None if row.error is None else power_of_ten(row.error)
         kept["limit"] = row.limit
@@ -229,13 +230,7 @@ def module_of(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def sizes(worlds: Iterable[int]) -> str:
-    """World sizes in words."""
-    listed = [str(world) for world in worlds]
-    return f"world size{'s' if len(listed) > 1 else ''} {', '.join(listed)}"
-
-
-def merge(world: int, results: Mapping[int, Mapping[str, Any]]) -> list[Row]:
+def merge(world: World, results: Mapping[int, Mapping[str, Any]]) -> list[Row]:
     """The ranks' checks as one row each, with the worst rank's figures."""
     rows: dict[str, Row] = {}
     for rank, result in sorted(results.items()):
@@ -259,7 +254,7 @@ def _table(rows: Iterable[Row], width: int) -> str:
     table.add_column("limit", justify="right", no_wrap=True)
     table.add_column("original's own", justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
-    before = None
+    before: World | None = None
     for row in rows:
         table.add_row(
             str(row.world) if row.world != before else "",
@@ -279,7 +274,7 @@ def _table(rows: Iterable[Row], width: int) -> str:
 
 def _what(row: Row) -> str:
     """One line on a check that does not hold."""
-    rank = f" (rank {row.rank})" if row.world > 1 else ""
+    rank = f" (rank {row.rank})" if ranks_of(row.world) > 1 else ""
     amount = f"differs by {figure(row.error)}" if row.error is not None else ""
     words = [text for text in (row.detail.strip().replace("\n", "\n    "), amount) if text]
     return f"  {row.name}{rank}: {' '.join([row.place, ', '.join(words)]).strip()}"

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import importlib.util
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.verify.launch import Ranks
+from slapo_rewrite.verify.layout import Layout, Training, World
 from slapo_rewrite.verify.report import Directive, Report, merge
 
 TWIN = Path(__file__).resolve().parents[1] / "model" / "twin.py"
-# No other world size gets further than one that fails here.
+# No other world gets further than one that fails here.
 EARLY = ("starting", "importing", "loading the schedule", "building the original")
 ORIGINAL = ("building the original", "making the inputs", "the original")
 TWIN_HINT = (
@@ -27,8 +31,9 @@ TWIN_HINT = (
 
 def verify(
     out: Path,
-    worlds: Sequence[int] = (1, 2),
+    worlds: Sequence[World] | None = None,
     *,
+    training: Training | None = None,
     source: str | None = None,
     schedule: str | None = None,
     timeout_s: float = 300,
@@ -38,22 +43,29 @@ def verify(
 
     Args:
         out: The output folder.
-        worlds: The world sizes, one after another.
+        worlds: World sizes for the whole model, and layouts for its pipeline, one after another;
+            by default those of `chosen`.
+        training: How a pipeline is trained.
         source: The original, a module or a file; by default the recorded one.
         schedule: The schedule, a file or the name of a bundled one; by default the recorded one.
-        timeout_s: How long one world size may take.
+        timeout_s: How long one world may take.
         progress: Told in a few words what is being done.
 
     Raises:
         NotAnOutput: `out` has no readable record, or lacks the rewritten model.
         SourceError: There is no such file.
         ScheduleError: There is no such schedule.
-        UsageError: A world size is not a positive number.
+        UsageError: A world size is not a positive number, or the output does not fit a layout.
     """
-    if not worlds or any(world < 1 for world in worlds):
-        raise errors.UsageError(f"world sizes are positive numbers, not {list(worlds)}")
     out = Path(out).resolve()
     record = read_record(out)
+    worlds = chosen(out) if worlds is None else worlds
+    sizes = [world for world in worlds if isinstance(world, int)]
+    if not worlds or any(size < 1 for size in sizes):
+        raise errors.UsageError(f"world sizes are positive numbers, not {sizes}")
+    for world in worlds:
+        if isinstance(world, Layout):
+            check_layout(out, world)
     schedule_name = schedule or str(record["schedule"]["name"])
     schedule_path = find_schedule(schedule_name)
     report = Report(tuple(dict.fromkeys(worlds)))
@@ -66,11 +78,14 @@ def verify(
         "out": str(out),
         "stem": Path(record["source"]["file"]).stem,
         "sys_path": [os.path.abspath(path) for path in sys.path],
+        "training": asdict(training or Training()),
     }
     _compare_hash(report, "schedule", record, _sha256(schedule_path))
     for world in report.worlds:
         with tempfile.TemporaryDirectory(prefix="slapo-verify-") as folder:
-            ranks = Ranks(job, world, Path(folder), timeout_s, progress or (lambda text: None))
+            layout = None if isinstance(world, int) else asdict(world)
+            told = {**job, "layout": layout}
+            ranks = Ranks(told, world, Path(folder), timeout_s, progress or (lambda text: None))
             ranks.run()
             failure = ranks.failure(out)
             _add(report, world, ranks.results(), record)
@@ -81,6 +96,77 @@ def verify(
             if failure.stage.startswith(EARLY):
                 break
     return report
+
+
+def chosen(
+    out: Path,
+    sizes: Sequence[int] | None = None,
+    pipe: int | None = None,
+    tensor: int | None = None,
+    data: int | None = None,
+) -> list[World]:
+    """The worlds to verify, of what a command line asks for.
+
+    Where it asks for nothing, the whole model at sizes 1 and 2, and the pipeline, if there is one,
+    on as many ranks as it has stages. Where it asks for one of the two kinds, only that.
+
+    Args:
+        out: The output folder.
+        sizes: World sizes for the whole model.
+        pipe: Pipeline stages.
+        tensor: Ranks that share a stage's layers.
+        data: Replicas of the pipeline.
+
+    Raises:
+        UsageError: A layout is asked for, and the output has no stages.
+    """
+    stages = stages_of(out)
+    asked = not (pipe is tensor is data is None)
+    if asked and not stages:
+        raise errors.UsageError(
+            f"`{out}` has no pipeline stages: --pp, --tp and --dp lay out the ranks of a pipeline",
+            hint="cut the model in the schedule, by cut_pipeline_stage or cut_evenly; the whole "
+            "model is split over as many ranks as --world says",
+        )
+    worlds: list[World] = list(sizes or ([] if asked else [1, 2]))
+    if asked or (stages and not sizes):
+        worlds.append(Layout(*(1 if n is None else n for n in (pipe or stages, tensor, data))))
+    return worlds
+
+
+def stages_of(out: Path) -> int:
+    """How many pipeline stages an output has."""
+    path = out / "pipeline.py"
+    for node in ast.parse(path.read_bytes()).body if path.is_file() else ():
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "STAGES":
+            return len(node.value.elts) if isinstance(node.value, ast.Tuple) else 0
+    return 0
+
+
+def check_layout(out: Path, layout: Layout) -> None:
+    """Refuses a layout that the stages of an output cannot run in.
+
+    Raises:
+        UsageError: It does not fit, or there is no engine to run it.
+    """
+    stages = stages_of(out)
+    if min(layout.pipe, layout.tensor, layout.data) < 1:
+        raise errors.UsageError("--pp, --tp and --dp are positive numbers")
+    if layout.pipe != stages:
+        raise errors.UsageError(
+            f"the model in `{out}` is cut into {stages} stages, not {layout.pipe}",
+            hint=f"give --pp {stages}, or change the cuts in the schedule and rewrite",
+        )
+    if layout.tensor > 1 and not (out / "tensor_parallel.py").is_file():
+        raise errors.UsageError(
+            f"--tp {layout.tensor} does not fit: nothing in `{out}` is split over ranks",
+            hint="leave out --tp, or shard layers in the schedule",
+        )
+    if importlib.util.find_spec("deepspeed") is None:
+        raise errors.UsageError(
+            f"the pipeline stages in `{out}` run on deepspeed, which is not installed",
+            hint="pip install deepspeed, or give --world to verify the whole model alone",
+        )
 
 
 def read_record(out: Path) -> dict[str, Any]:
@@ -163,7 +249,10 @@ def _compare_hash(report: Report, what: str, record: Mapping[str, Any], now: str
 
 
 def _add(
-    report: Report, world: int, results: Mapping[int, Mapping[str, Any]], record: Mapping[str, Any]
+    report: Report,
+    world: World,
+    results: Mapping[int, Mapping[str, Any]],
+    record: Mapping[str, Any],
 ) -> None:
     report.rows += merge(world, results)
     for _, result in sorted(results.items()):

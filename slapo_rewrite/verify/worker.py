@@ -77,19 +77,26 @@ def compare(job: dict[str, Any], rank: int, stage: Callable[[str], None], result
     stage("importing torch")
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)
-    pairs = importlib.import_module(f"{PARTS}.pair")
-    checking = importlib.import_module(f"{PARTS}.checks")
-    pair = pairs.Pair(job, rank, stage)
-    checks = checking.Checks(pair)
+    stopped = importlib.import_module(f"{PARTS}.figures").StoppedError
+    pair, checks = models_and_checks(job, rank, stage)
     result["stopped"] = False
     try:
         pair.load()
         checks.run()
-    except checking.StoppedError:
+    except stopped:
         result["stopped"] = True
     finally:
         result["checks"] = [asdict(check) for check in checks.done]
         result.update(source=pair.source, share=pair.share, notes=pair.notes, module=checks.module)
+
+
+def models_and_checks(job: dict[str, Any], rank: int, stage: Callable[[str], None]) -> Any:
+    """Those of the whole model, or of its pipeline."""
+    if job["layout"] is None:
+        pair = importlib.import_module(f"{PARTS}.pair").Pair(job, rank, stage)
+        return pair, importlib.import_module(f"{PARTS}.checks").Checks(pair)
+    staged = importlib.import_module(f"{PARTS}.staged").Staged(job, rank, stage)
+    return staged, importlib.import_module(f"{PARTS}.stage_checks").StageChecks(staged)
 
 
 if __name__ == "__main__":

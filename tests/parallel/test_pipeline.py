@@ -1,268 +1,223 @@
-"""Stages run by DeepSpeed's pipeline engine in real processes, against the model in one."""
+"""Stages run by DeepSpeed's pipeline engine in real processes, against the original in one."""
+
+from __future__ import annotations
 
 import copy
-import importlib
-import sys
-from dataclasses import dataclass
+import json
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from slapo_rewrite.emit.rewrite import import_source, rewrite
-from slapo_rewrite.model.twin import loss_of, step_inputs
-from slapo_rewrite.source.index import SourceFile, locate
-from tests.processes import run
-from tests.rewriting import written
+from slapo_rewrite import cli
+from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.emit.write import write
+from slapo_rewrite.schedule.load import locate
+from slapo_rewrite.verify import launch
+from slapo_rewrite.verify.layout import Layout, Training
+from slapo_rewrite.verify.report import Report
+from slapo_rewrite.verify.run import verify
+from tests.rewriting import imported
+from tests.warm import Forked
 
-pytestmark = pytest.mark.processes
-
-MICRO_BATCHES, STEPS = 2, 5
-GPT = str(Path(__file__).parents[1] / "models" / "gpt.py")
-SIZES = "vocab_size=203, num_hidden_layers=4"
-WIDTHS = "hidden_size=32, num_attention_heads=4, intermediate_size=48, max_position_embeddings=32"
+MODELS = Path(__file__).parents[1] / "models"
+PLAIN, CLIPPED = Training(), Training(zero=1, clipping=0.2)
+BF16 = Training(zero=1, clipping=0.2, bf16=True)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is cut.
+    """A model and its schedule.
 
     Attributes:
-        source: The model's file or module.
-        schedule: The schedule.
-        stages: Pipeline stages.
-        replicas: Data-parallel replicas.
-        shards: Tensor-parallel ranks.
-        clipping: The norm that gradients are clipped to, with ZeRO 1; 0 for neither.
+        name: The model's.
+        source: Its file or module.
+        schedule: The schedule's file or name, which has a small model to verify.
+        cuts: Lines to end the schedule with, by the number of stages; else a knob makes them.
+        settings: Knobs.
+        shared: How two stages on two tensor-parallel ranks train.
+        replicated: How two replicas of two stages train.
         unfit: A setting that the stages are not written for, and what is said of it.
     """
 
+    name: str
     source: str
     schedule: str
-    stages: int
-    replicas: int = 1
-    shards: int = 1
-    clipping: float = 0.0
+    cuts: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+    shared: Training = PLAIN
+    replicated: Training = PLAIN
     unfit: tuple[str, Any, str] | None = None
 
-
-def transformers_case(family: str, model: str, config: str, cuts: list[str], **sizes: Any) -> Case:
-    name = config.partition("(")[0]
-    schedule = f"""\
-from transformers import {name}
-
-
-def model(m):
-    return m.{model}({config})
-
-
-def schedule(s):
-"""
-    schedule += "".join(f"    {line}\n" for line in cuts)
-    return Case(f"transformers.models.{family}.modeling_{family}", schedule, **sizes)
+    def written(self, folder: Path, stages: int, *settings: str) -> Path:
+        """An output of so many stages."""
+        plan = folder / f"plan_{stages}.py"
+        cuts = "".join(f"    {line}\n" for line in self.cuts.get(stages, ()))
+        text = locate(self.schedule).read_text().replace("n_layer=3", "n_layer=4")
+        plan.write_text(f"{text}{cuts}\n\nmodel = verify_model\n")
+        knobs = [*self.settings, *settings, *([] if cuts else [f"pipeline_stages={stages}"])]
+        out = folder / f"{self.name}_in_{stages}"
+        write(out, rewrite(self.source, str(plan), knobs).files)
+        return out
 
 
-GPT_SCHEDULE = """\
-import torch
+def bundled(family: str, **more: Any) -> Case:
+    """A model of transformers with the schedule that ships with the tool."""
+    return Case(family, f"transformers.models.{family}.modeling_{family}", family, **more)
 
 
-def model(m):
-    return m.GPT(m.GPTConfig(vocab_size=203, block_size=32, n_layer=4, n_head=4, n_embd=32))
-
-
-def inputs(model):
-    idx = torch.randint(model.config.vocab_size, (2, 17))
-    return {"idx": idx[:, :-1], "targets": idx[:, 1:].contiguous()}
-
-
-def loss(outputs):
-    return outputs[1]
-
-
-def schedule(s):
-    blocks = s["transformer.h"]
-    blocks["*.attn.c_attn"].shard(["weight", "bias"], axis=0, parts=3)
-    blocks["*.mlp.c_fc"].shard(["weight", "bias"], axis=0)
-    blocks["*.{attn,mlp}.c_proj"].shard("weight", axis=1)
-    s["{transformer.wte,lm_head}"].shard("weight", axis=0)
-    s.infer_sync()
-    blocks[:2].checkpoint()
-    blocks[1].cut_pipeline_stage()
-"""
-
-SLICES = """\
-    s["transformer.drop"].sync("fwd_post", "scatter", axis=1)
-    blocks["*.{attn,mlp}"].sync("fwd_pre", "all_gather", axis=1)
-    blocks["*.{attn,mlp}.c_proj"].sync("fwd_post", "reduce_scatter", axis=1)
-    s["transformer.ln_f"].sync("fwd_post", "all_gather", axis=1)
-    s["lm_head"].sync("bwd_post", "all_reduce")
-    s.infer_sync()
-"""
-
-CASES = {
-    "gpt": Case(GPT, GPT_SCHEDULE, stages=2, shards=2),
-    "slices": Case(GPT, GPT_SCHEDULE.replace("    s.infer_sync()\n", SLICES), stages=2, shards=2),
-    "bert": transformers_case(
-        "bert",
-        "BertForMaskedLM",
-        f"BertConfig({SIZES}, {WIDTHS}, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)",
-        ['s["bert.encoder.layer"][1].cut_pipeline_stage()'],
-        stages=2,
-        replicas=2,
-        clipping=0.2,
-        unfit=("is_decoder", True, "bert.config.is_decoder` is True"),
+GPT = Case("gpt", str(MODELS / "gpt.py"), str(MODELS / "gpt_schedule.py"))
+CASES = [
+    bundled(
+        "bert", replicated=CLIPPED, unfit=("is_decoder", True, r"bert\.config\.is_decoder` is True")
     ),
-    "llama": transformers_case(
+    GPT,
+    bundled("gpt2", shared=CLIPPED, replicated=BF16),
+    bundled(
         "llama",
-        "LlamaForCausalLM",
-        f"LlamaConfig({SIZES}, {WIDTHS}, num_key_value_heads=2)",
-        ['s["model.embed_tokens"].cut_pipeline_stage()']
-        + [f's["model.layers"][{i}].cut_pipeline_stage()' for i in (1, 2)],
-        stages=4,
-        unfit=("tie_word_embeddings", True, "shared otherwise.*lm_head.weight"),
+        settings=("ckpt_ratio=0.5",),
+        shared=BF16,
+        unfit=("tie_word_embeddings", True, r"shared otherwise.*lm_head\.weight"),
     ),
-    "gpt2": transformers_case(
-        "gpt2",
-        "GPT2LMHeadModel",
-        "GPT2Config(vocab_size=2003, n_layer=4, n_embd=32, n_head=4, n_positions=32, "
-        "resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)",
-        ['s.cut_evenly(4, by="cost")'],
-        stages=4,
-    ),
-    "t5": transformers_case(
+    bundled(
         "t5",
-        "T5ForConditionalGeneration",
-        "T5Config(vocab_size=203, num_layers=2, d_model=32, d_kv=8, num_heads=4, d_ff=48, "
-        "dropout_rate=0.0)",
-        [
-            's["encoder.block"][0].cut_pipeline_stage()',
-            's["encoder.final_layer_norm"].cut_pipeline_stage()',
-            's["decoder.block"][0].cut_pipeline_stage()',
-        ],
-        stages=4,
+        cuts={
+            2: ('s["encoder.final_layer_norm"].cut_pipeline_stage()',),
+            4: (
+                's["encoder.block"][0].cut_pipeline_stage()',
+                's["encoder.final_layer_norm"].cut_pipeline_stage()',
+                's["decoder.block"][0].cut_pipeline_stage()',
+            ),
+        },
+        replicated=CLIPPED,
     ),
-}
+]
 
 
-def made(folder: Path) -> tuple[Any, Any, Any]:
-    """The schedule, the rewritten model's module and its pipeline, from an output folder."""
-    sys.path.insert(0, str(folder.parent))
-    name = next(folder.glob("*.model")).stem  # a marker
-    names = ("s", name, "pipeline")
-    schedule, module, pipeline = (importlib.import_module(f"{folder.name}.{n}") for n in names)
-    return schedule, module, pipeline
+@pytest.fixture
+def warm(monkeypatch):
+    """Starts ranks in a fraction of the time."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(launch.subprocess, "Popen", Forked)
 
 
-def steps_of(schedule: Any, model: Any, replicas: int) -> list[list[dict[str, Any]]]:
-    """What the micro-batches of all steps give the model, those of all replicas."""
-    count = MICRO_BATCHES * replicas
-    return [
-        [step_inputs(schedule, model, seed=count * step + m) for m in range(count)]
-        for step in range(STEPS)
+def trained(out: Path, layout: Layout, training: Training = PLAIN) -> Report:
+    report = verify(out, [layout], training=training)
+    assert report.ok, report.render()
+    return report
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.usefixtures("warm")
+def test_the_engine_trains_as_one_process_does(case, tmp_path):
+    two = case.written(tmp_path, 2)
+    report = trained(two, Layout(2))
+    assert [row.name for row in report.rows] == [
+        "starts as the whole model does",
+        "loads the original's weights",
+        "gives them back bit for bit",
+        "copies alike",
+        "loss in eval mode",
+        "loss",
+        "gradients complete",
+        "gradients",
+        "losses of steps 2 to 5",
+        "weights after 5 steps",
+        "copies alike after 5 steps",
     ]
+    assert max(report.shares.values()) < 0.9
+    trained(two, Layout(2, tensor=2), case.shared)
+    trained(two, Layout(2, data=2), case.replicated)
+    trained(case.written(tmp_path, 4), Layout(4))
 
 
-def trained(folders: list[tuple[Path, Case]]) -> list[Any]:
-    """For each case, losses and weights after training with the pipeline engine."""
-    import deepspeed
-    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo")
-    results = []
-    for folder, case in folders:
-        schedule, module, pipeline = made(folder)
-        start, drawn = torch.load(folder / "start.pt")
-        topology = PipeModelDataParallelTopology(case.stages, case.shards, case.replicas)
-        torch.manual_seed(0)
-        model = schedule.model(module)
-        # transformers initialises a file of its own a little differently from one outside of it.
-        whole = start if case.shards > 1 else model.state_dict()
-        torch.manual_seed(0)
-        pipe = pipeline.build(model.config, topology=topology)
-        # The weights are drawn as in one process.
-        torch.testing.assert_close(pipeline.to_full(pipe), whole, rtol=0, atol=0)
-        if case.shards > 1:
-            assert torch.equal(torch.get_rng_state(), drawn)
-        pipeline.load_full(pipe, {name: tensor + 1 for name, tensor in start.items()})
-        with pytest.raises(ValueError, match=f"cut into {case.stages} stages, not 7"):
-            pipeline.build(model.config, num_stages=7)
-        if case.unfit:
-            name, value, message = case.unfit
-            other = copy.deepcopy(model.config)
-            setattr(other, name, value)
-            with pytest.raises(ValueError, match=message):
-                pipeline.STAGES[0](other)
-        pipeline.load_full(pipe, start)
-        torch.testing.assert_close(pipeline.to_full(pipe), start, rtol=0, atol=0)
-        engine, *_ = deepspeed.initialize(
-            model=pipe,
-            optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9),
-            config={
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_accumulation_steps": MICRO_BATCHES,
-                "gradient_clipping": case.clipping,
-                "zero_optimization": {"stage": 1 if case.clipping else 0},
-                "zero_allow_untested_optimizer": True,
-                "steps_per_print": 1000,
-                "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
-            },
-        )
-        first = MICRO_BATCHES * engine.grid.get_data_parallel_rank()
-        losses = []
-        for step in steps_of(schedule, model, case.replicas):
-            mine = step[first : first + MICRO_BATCHES]
-            batches = iter([pipeline.batch(**inputs) for inputs in mine])
-            losses.append(float(engine.train_batch(batches)))
-        full = pipeline.to_full(pipe)
-        own = sum(p.numel() for p in pipe.parameters())
-        results.append((losses, full if dist.get_rank() == 0 else None, own))
-    return results
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm")
+def test_slices_of_the_sequence_on_all_axes_with_layers_checkpointed(tmp_path):
+    out = GPT.written(tmp_path, 2, "sequence_parallel=true", "ckpt_ratio=0.5")
+    trained(out, Layout(2, tensor=2, data=2))
 
 
-def reference(folder: Path, case: Case) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses and weights of the original in one process; saves what it starts from."""
-    schedule = importlib.import_module(f"{folder.name}.s")
-    module = import_source(SourceFile.read(*locate(case.source)))
-    torch.manual_seed(0)
-    model = schedule.model(module)
-    torch.save((model.state_dict(), torch.get_rng_state()), folder / "start.pt")
-    model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in steps_of(schedule, model, case.replicas):
-        total = 0.0
-        for inputs in step:
-            loss = loss_of(schedule, model(**inputs)) / len(step)
-            loss.backward()
-            total += float(loss.detach())
-        if case.clipping:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clipping)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses, model.state_dict(), sum(p.numel() for p in model.parameters())
+def broken(out: Path, old: str, new: str) -> Report:
+    """What verification says where `pipeline.py` has something else."""
+    file = out / "pipeline.py"
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+    report = verify(out, [Layout(2)])
+    file.write_text(text)
+    assert not report.ok
+    return report
 
 
-def test_the_engine_trains_as_one_process_does(tmp_path):
-    folders = []
-    for name, case in CASES.items():
-        (tmp_path / f"{name}.py").write_text(case.schedule)
-        output = rewrite(case.source, str(tmp_path / f"{name}.py"))
-        model_file = written(tmp_path, output)
-        folder = model_file.parent
-        (folder / "s.py").write_text(case.schedule)
-        (folder / f"{model_file.stem}.model").touch()
-        folders.append((folder, case))
-    sys.path.insert(0, str(tmp_path))
-    expected = [reference(folder, case) for folder, case in folders]
-    ranks = run(trained, 4, folders, timeout_s=300)
-    for number, (losses, weights, size) in enumerate(expected):
-        for results in ranks:
-            torch.testing.assert_close(results[number][0], losses, rtol=1e-5, atol=1e-6)
-            assert results[number][2] < size
-        full = ranks[0][number][1]
-        assert full.keys() == weights.keys()
-        torch.testing.assert_close(full, weights, rtol=1e-4, atol=1e-5)
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm")
+def test_what_is_wrong_is_seen_and_told(tmp_path):
+    out = GPT.written(tmp_path, 2)
+    lost = broken(out, '"wte", GPTStage1', '"head", GPTStage1').render()
+    assert "copies alike after 5 steps (rank 0): transformer.wte.weight on rank 0 is not" in lost
+    assert "of one parameter wrong in `gradients`, in model order:\n    first, last" in lost
+    line = r'/plan_2\.py:\d+: s\["{transformer\.wte,lm_head}"\]\.shard\('
+    assert re.search(re.escape(str(tmp_path)) + line, lost)
+    loop = "        for block in self.transformer.h[2:]:\n"
+    detached = broken(out, loop, f"        x = x.detach() + 0 * x\n{loop}")
+    assert {row.name for row in detached.rows if not row.ok} >= {"gradients"}
+    assert "right again: transformer.h.2.ln_1.weight" in detached.render()
+    death = "        print('last words', flush=True)\n        import os\n        os._exit(3)\n"
+    dead = broken(out, loop, f"{death}{loop}").render()
+    assert "rank 1 at pipeline pp2 dies with exit status 3 during: the stages in eval" in dead
+    assert "    last words\n" in dead
+
+
+@pytest.mark.processes
+def test_the_command_line_verifies_model_and_pipeline(tmp_path, capsys):
+    out = GPT.written(tmp_path, 2)
+    assert cli.main(["verify", str(out)]) == cli.DONE
+    printed = capsys.readouterr().out.rstrip()
+    words = "verified: rewritten equals original at world sizes 1, 2 and pipeline pp2"
+    assert printed.endswith(words)
+    verification = json.loads((out / "rewrite.json").read_text())["verification"]
+    assert (verification["verdict"], verification["worlds"]) == ("equal", [1, 2, "pp2"])
+    checks = [check for check in verification["checks"] if check["world"] == "pp2"]
+    assert {"loss", "gradients", "weights after 5 steps"} <= {check["check"] for check in checks}
+    assert verification["parameters_on_a_rank"]["pp2"] < 0.9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--pp", "3"], "is cut into 2 stages, not 3"),
+        (["--dp", "0"], "--dp is at least 1"),
+        (["--tp", "2"], "--tp 2 does not fit: nothing in"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(arguments, words, tmp_path, capsys):
+    out = GPT.written(tmp_path, 2, "tensor_parallel=false")
+    assert cli.main(["verify", str(out), *arguments]) == cli.WRONG_INPUT
+    assert words in capsys.readouterr().err
+
+
+def test_an_output_without_stages_has_no_layout(tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = [GPT.source, "--schedule", GPT.schedule, "-o", str(out)]
+    assert cli.main([*arguments, "--pp", "2"]) == cli.WRONG_INPUT
+    assert "`--pp` belongs to `--verify`" in capsys.readouterr().err
+    assert cli.main([*arguments, "--verify", "--pp", "2"]) == cli.WRONG_INPUT
+    assert f"`{out}` has no pipeline stages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.unfit], ids=lambda case: case.name)
+def test_a_model_that_the_stages_are_not_written_for_is_refused(case, tmp_path):
+    out = case.written(tmp_path, 2)
+    pipeline = imported(out / "pipeline.py")
+    model = imported(tmp_path / "plan_2.py").model(imported(next(out.glob("modeling_*.py"))))
+    with pytest.raises(ValueError, match="cut into 2 stages, not 7"):
+        pipeline.build(model.config, num_stages=7)
+    name, value, message = case.unfit
+    other = copy.deepcopy(model.config)
+    setattr(other, name, value)
+    with pytest.raises(ValueError, match=message):
+        pipeline.STAGES[0](other)

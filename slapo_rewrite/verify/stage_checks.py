@@ -1,0 +1,150 @@
+"""What is compared between the original and the stages of its pipeline, in order."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .figures import (
+    LIMITS,
+    LIMITS_BF16,
+    Check,
+    StoppedError,
+    compare,
+    compare_gradients,
+    compare_loss,
+    compare_state,
+    some,
+)
+from .staged import STEPS, Staged, Trained
+
+
+class StageChecks:
+    """Runs the checks on one rank; the first one compares numbers, since all have the same.
+
+    Attributes:
+        done: What was checked so far.
+        module: Always None: no module's output can be told from another stage's.
+
+    Args:
+        staged: The original and the stage.
+    """
+
+    def __init__(self, staged: Staged) -> None:
+        self.staged = staged
+        self.done: list[Check] = []
+        self.module = None
+
+    def run(self) -> None:
+        """All of them.
+
+        Raises:
+            StoppedError: One failed after which the others mean nothing.
+        """
+        self.start()
+        self.state()
+        self.training()
+        tried = self.staged.blocker.tried
+        if tried:
+            self.done.append(Check("runs without the tool", False, detail="; ".join(tried)))
+
+    def start(self) -> None:
+        """The stages' first weights are those of the whole model."""
+        self.staged.stage("gathering the first weights")
+        check = compare_state(self.staged.drawn, self.staged.engine.full())
+        check.name = "starts as the whole model does"
+        self.done.append(check)
+
+    def state(self) -> None:
+        """The original's weights go in, every one to a stage, and come back bit for bit."""
+        staged, name = self.staged, "loads the original's weights"
+        staged.stage("loading the original's state dict")
+        try:
+            staged.engine.load(staged.full)
+        except Exception as error:
+            self.done.append(Check(name, False, detail=f"{type(error).__name__}: {error}"))
+            raise StoppedError from error
+        self.done.append(Check(name, True))
+        staged.stage("gathering the full state dict")
+        self.done.append(compare_state(staged.full, staged.engine.full()))
+        self.done.append(self._copies("copies alike"))
+
+    def _copies(self, name: str) -> Check:
+        """That each parameter is the same on all ranks that hold it, by whichever name."""
+        found = self.staged.copies()
+        wrong = {n: list(held.values()) for n, held in found.items() if len(held) > 1}
+        words = [
+            f"{n} on rank {a[0]} is not that on rank {b[0]}" for n, (a, b, *_) in wrong.items()
+        ]
+        several = [n for n, held in found.items() if sum(map(len, held.values())) > 1]
+        return Check(
+            name,
+            not wrong,
+            detail=some("", words)
+            if wrong
+            else f"{len(several)} of {len(found)} parameters have any",
+            differs=[(n, math.inf) for n in self.staged.full if n in wrong],
+        )
+
+    def training(self) -> None:
+        """The loss in eval mode and of each step, the first step's gradients, the weights."""
+        staged = self.staged
+        staged.make_inputs()
+        want = exact = eval_loss = exact_eval_loss = None
+        if staged.rank == 0:
+            staged.stage("the original in eval mode")
+            eval_loss = staged.evaluate(staged.original)
+            exact_eval_loss = staged.exactly(staged.evaluate)
+            staged.stage("training the original")
+            want = staged.train(staged.original)
+            if not torch.stack(want.losses).isfinite().all():
+                words = f"the original's losses are {[float(loss) for loss in want.losses]}"
+                self.done.append(Check("loss", False, detail=f"{words}: nothing can be concluded"))
+                raise StoppedError
+            staged.stage("training the original in float64")
+            exact = staged.exactly(staged.train)
+        got = staged.train_stages()
+        if want is not None and eval_loss is not None:
+            name = "loss in eval mode"
+            limit = self.limits["loss"]
+            self.done.append(
+                compare_loss(name, limit, staged.eval_loss, eval_loss, exact_eval_loss)
+            )
+            self._compare(got, want, exact)
+        self.done.append(self._copies(f"copies alike after {STEPS} steps"))
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The largest relative errors that are allowed."""
+        return LIMITS_BF16 if self.staged.training.bf16 else LIMITS
+
+    def _compare(self, got: Trained, want: Trained, exact: Trained | None) -> None:
+        losses = zip(
+            got.losses, want.losses, exact.losses if exact else [None] * STEPS, strict=True
+        )
+        names = ["loss", *[f"losses of steps 2 to {STEPS}"] * (STEPS - 1)]
+        limits = [self.limits["loss"], *[self.limits["later losses"]] * (STEPS - 1)]
+        first, *later = [
+            compare_loss(name, limit, *loss)
+            for name, limit, loss in zip(names, limits, losses, strict=True)
+        ]
+        self.done.append(first)
+        if got.gradients:
+            known = exact.gradients if exact else {}
+            aliases = self.staged.aliases
+            self.done += compare_gradients(
+                "gradients", got.gradients, want.gradients, known, aliases
+            )
+        self.done.append(max(later, key=lambda check: check.error or 0.0))
+        check = compare(
+            f"weights after {STEPS} steps",
+            self.limits["weights"],
+            got.weights,
+            want.weights,
+            exact.weights if exact else {},
+        )
+        missing = [name for name in want.weights if name not in got.weights]
+        if missing:
+            check.ok, check.detail = False, some("missing:", missing)
+        self.done.append(check)

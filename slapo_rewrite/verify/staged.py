@@ -1,0 +1,266 @@
+"""The original on one rank, and the pipeline stage that this rank holds."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .engines import Batch, DeepSpeed, micro_batches, optimizer_of
+from .figures import Named, gradients_of
+from .layout import Layout, Training
+from .original import Original
+from .probes import dropouts
+
+STEPS = 5
+SEED = 1  # not the original's
+
+
+@dataclass
+class Trained:
+    """What training gave.
+
+    Attributes:
+        losses: The loss of each step.
+        gradients: Those of the first step, as the optimizer was given them.
+        weights: The state dict after the last step.
+    """
+
+    losses: list[Tensor]
+    gradients: Named
+    weights: Named
+
+
+@dataclass
+class Built:
+    """How a model was built.
+
+    Attributes:
+        args: What its class was given.
+        kwargs: That by name.
+        weights: The state dict that it had then.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    weights: Named
+
+
+class Staged(Original):
+    """The original, which the first rank runs, and the stages, which an engine runs.
+
+    Attributes:
+        engine: The engine.
+        drawn: The weights that the whole rewritten model starts from.
+        steps: What each step gives the model: the micro-batches of all replicas.
+    """
+
+    def load(self) -> None:
+        """Imports everything, builds the original, joins the process group, builds the stages."""
+        job = self.job
+        self.layout, self.training = Layout(**job["layout"]), Training(**job["training"])
+        self.engine = DeepSpeed(self.layout, self.training, self.rank)
+        self.import_all()
+        pipeline = importlib.import_module(f"{self.rewritten_module.__package__}.pipeline")
+        self.build_original(exactly=self.rank == 0)
+        for model in (self.original, self.exact):
+            if model is not None:
+                self.switch_dropout_off(model)
+        self.stage("finding what the model is built from")
+        built = self.built_from(pipeline.STAGES[0].__mro__[1])
+        self.drawn = built.weights
+        self.join_group()
+        self.stage("building the stages")
+        torch.manual_seed(SEED)
+        self.engine.build(pipeline, built.args, built.kwargs)
+        held = self.engine.stage.float()
+        self.switch_dropout_off(held)
+        sizes = [sum(p.numel() for p in m.parameters()) for m in (held, self.original)]
+        self.share = sizes[0] / max(1, sizes[1])
+        if not sizes[0]:
+            raise ValueError(
+                "a stage of the small model holds no parameter: let verify_model(m) in the "
+                "schedule build as many layers as model(m) does"
+            )
+
+    def small(self, module: Any) -> nn.Module:
+        """A small model with all of its layers, as far as the tool makes it."""
+        with torch.device("meta"):
+            full = self.schedule.model(module)
+        model: nn.Module = self.twin.build_deep(self.schedule, module, full)
+        if module is self.original_module and _names(model) != _names(full):
+            words = "the small model has other layers than the model, for which the stages are cut"
+            if words not in self.notes:
+                self.notes.append(words)
+        return model
+
+    def built_from(self, kind: type) -> Built:
+        """How the small model is built from the rewritten module; its class is `kind`."""
+        torch.manual_seed(SEED)
+        with _watched(kind) as built:
+            model = self.small(self.rewritten_module)
+        return built[id(model)]
+
+    def switch_dropout_off(self, model: nn.Module) -> None:
+        """Sets every dropout probability of a model to 0."""
+        words = "dropout is set to 0 in both models"
+        for holder, name, rate in list(dropouts(model, configs=True)):
+            if rate > 0 and words not in self.notes:
+                self.notes.append(words)
+            setattr(holder, name, 0.0)
+
+    def make_inputs(self) -> None:
+        """Makes other inputs for each micro-batch of each replica."""
+        self.stage("making the inputs")
+        count = micro_batches(self.layout) * self.layout.data
+        self.steps = [
+            [
+                self.twin.step_inputs(self.schedule, self.original, seed=count * step + number)
+                for number in range(count)
+            ]
+            for step in range(STEPS)
+        ]
+
+    def mine(self, step: list[Batch]) -> list[Batch]:
+        """This replica's part of a step."""
+        count = micro_batches(self.layout)
+        return step[count * self.engine.replica :][:count]
+
+    def evaluate(self, model: nn.Module) -> Tensor:
+        """The original's loss on the first step's micro-batches in eval mode."""
+        model.eval()
+        try:
+            with torch.no_grad():
+                losses = [self._loss(model, inputs) for inputs in self.steps[0]]
+            return torch.stack(losses).mean()
+        finally:
+            model.train()
+
+    def train(self, model: nn.Module) -> Trained:
+        """Trains the original, as the engine trains the stages."""
+        runs = copy.deepcopy(model).bfloat16() if self._rounds(model) else model
+        optimizer = optimizer_of(model.parameters())
+        losses, gradients = [], Named()
+        for step in self.steps:
+            parts = []
+            for inputs in step:
+                loss = self._loss(runs, inputs) / len(step)
+                loss.backward()  # type: ignore[no-untyped-call]
+                parts.append(loss.detach())
+                if runs is not model:
+                    _add_gradients(runs, model)
+            if self.training.clipping:
+                nn.utils.clip_grad_norm_(model.parameters(), self.training.clipping)
+            gradients = gradients or {n: g.clone() for n, g in gradients_of(model).items()}
+            optimizer.step()
+            optimizer.zero_grad()
+            if runs is not model:
+                runs.load_state_dict(model.state_dict())
+            losses.append(torch.stack(parts).sum())
+        return Trained(losses, gradients, runs.state_dict())
+
+    def _rounds(self, model: nn.Module) -> bool:
+        return self.training.bf16 and model is self.original
+
+    def _loss(self, model: nn.Module, inputs: Batch) -> Tensor:
+        outputs = model(**self.given(model, inputs))
+        loss: Tensor = self.twin.loss_of(self.schedule, outputs)
+        return loss
+
+    def train_stages(self) -> Trained:
+        """Trains the stages; gradients are only known where each parameter has its own."""
+        gradients: list[Named] = []
+        known = not self.training.zero and not self.training.bf16
+
+        def note() -> None:
+            if not gradients and known:
+                own = gradients_of(self.engine.stage)
+                gradients.append({name: gradient.clone() for name, gradient in own.items()})
+
+        self.engine.start(note)
+        self.stage("the stages in eval mode")
+        self.eval_loss = torch.tensor(self.engine.evaluate(self.mine(self.steps[0])))
+        losses = []
+        for number, step in enumerate(self.steps, 1):
+            self.stage(f"step {number} of the stages")
+            losses.append(torch.tensor(self.engine.step(self.mine(step))))
+        self.stage("gathering gradients and weights")
+        found = self.gathered(gradients[0]) if gradients else Named()
+        return Trained(losses, found, self.engine.full())
+
+    def gathered(self, named: Named) -> Named:
+        """Full tensors of all stages, from tensors like this stage's parameters, on rank 0."""
+        if self.loading is not None:
+            named = dict(self.loading.to_full(self.engine.stage, named))
+        first = self.rank % self.layout.tensor == 0 and self.engine.replica == 0
+        everywhere: list[Any] = [None] * self.world
+        into = everywhere if self.rank == 0 else None
+        dist.gather_object(named if first else {}, into)
+        return {n: t for part in everywhere if part for n, t in part.items()}
+
+    def copies(self) -> dict[str, dict[str, list[int]]]:
+        """The ranks that hold each parameter, by what it holds there; its names are one.
+
+        Tensors that are parts on each rank are whole here.
+        """
+        state = {n: p.detach() for n, p in self.engine.stage.named_parameters()}
+        if self.loading is not None:
+            state = dict(self.loading.to_full(self.engine.stage, state))
+        mine = {self.aliases.get(n, [n])[0]: _digest(t) for n, t in state.items()}
+        everywhere: list[dict[str, str]] = [{} for _ in range(self.world)]
+        dist.all_gather_object(everywhere, mine)
+        found: dict[str, dict[str, list[int]]] = {}
+        for rank, theirs in enumerate(everywhere):
+            for name, digest in theirs.items():
+                found.setdefault(name, {}).setdefault(digest, []).append(rank)
+        return found
+
+
+def _names(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()
+
+
+def _add_gradients(source: nn.Module, target: nn.Module) -> None:
+    """Moves one model's gradients to the other's, in the other's precision."""
+    for own, other in zip(source.parameters(), target.parameters(), strict=True):
+        if own.grad is not None:
+            gradient = own.grad.to(other.dtype)
+            other.grad = gradient if other.grad is None else other.grad + gradient
+            own.grad = None
+
+
+@contextlib.contextmanager
+def _watched(kind: type) -> Iterator[dict[int, Built]]:
+    """Notes how each instance of a class is built, by the instance's id."""
+    built: dict[int, Built] = {}
+    own = vars(kind).get("__init__")
+    original: Any = kind.__init__  # type: ignore[misc]
+
+    def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        given = copy.deepcopy((args, kwargs))
+        original(self, *args, **kwargs)
+        if type(self) is kind:
+            weights = {n: t.clone() for n, t in self.state_dict().items()}
+            built[id(self)] = Built(*given, weights)
+
+    kind.__init__ = build  # type: ignore[misc]
+    try:
+        yield built
+    finally:
+        if own is None:
+            del kind.__init__  # type: ignore[misc]
+        else:
+            kind.__init__ = own  # type: ignore[misc]
