@@ -307,9 +307,12 @@ def is_inside_method(name: str) -> bool:
 def _mark_parameters(module: Any, *_: object) -> None:
     """Marks sharded parameters, also those that loading has replaced."""
     for name, shard in module.sharded_parameters.items():
+        parameter = getattr(module, name)
+        if parameter is None:  # another pipeline stage holds it
+            continue
         # DeepSpeed counts a parameter in the gradient norm on every rank if it is so
         # marked, else on the first rank only.
-        getattr(module, name).model_parallel = shard.is_first()
+        parameter.model_parallel = shard.is_first()
 
 
 def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:
