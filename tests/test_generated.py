@@ -14,7 +14,7 @@ from tests import golden
 # Methods that no line names.
 CALLED_BY_TORCH = {"forward", "backward", "_should_skip_dynamo"}
 # What a `pipeline.py` offers.
-PIPELINE = {"build", "batch", "to_full", "load_full"}
+PIPELINE = {"build", "batch", "to_full", "load_full", "read_checkpoint", "write_checkpoint"}
 AGAIN = "run `make generated`, and read what changed"
 
 

@@ -36,6 +36,7 @@ RUNTIME_ORDER = (
     "loading",
     "pretrained",
     "stages",
+    "checkpoints",
 )
 RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
 

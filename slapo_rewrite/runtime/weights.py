@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .tensor_parallel import block_sizes, world_of_one
+from .tensor_parallel import block_sizes, world_of
 
 # From where to where along each axis of a tensor.
 Ranges = Sequence[tuple[int, int]]
@@ -414,7 +414,7 @@ def map_weights(
         original: Makes the original, which is looked at on the meta device only.
         weights: What each tensor is made of, by its name in the module.
     """
-    with torch.device("meta"), world_of_one(), originals_standing():
+    with torch.device("meta"), world_of(1), originals_standing():
         shapes = {n: tuple(t.shape) for n, t in original().state_dict().items()}
     module: Any = make()
     module.weight_map = WeightMap(
@@ -426,7 +426,7 @@ def map_weights(
     module.register_state_dict_post_hook(_mark_as_mapped)
     if _standing is None:
         return module
-    with world_of_one():
+    with world_of(1):
         standing = original()
     _standing.append(StandingOriginal(standing, module, unsaved_buffers(module, make)))
     return standing

@@ -244,6 +244,43 @@ PARTITIONED = """
     `"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}`."""
 
 
+WRITE_LAYERS = '''\
+def write_checkpoint(folder, full, *args, **kwargs):
+    """Writes the original's state dict as a checkpoint of the stages.
+
+    What loads it is `engine.load_checkpoint(folder, load_module_only=True)`.
+
+    Args:
+        folder: Where the checkpoint goes.
+        full: The original's state dict.
+        *args: Those of `{model}`.
+        **kwargs: Those of `{model}`.
+
+    Raises:
+        FileExistsError: The folder has such a checkpoint already.
+    """
+    write_layers(folder, full, [partial(stage, *args, **kwargs) for stage in STAGES])'''
+WRITE_PARTS = '''\
+def write_checkpoint(folder, full, *args, tensor_parallel_size=1, **kwargs):
+    """Writes the original's state dict as a checkpoint of the stages.
+
+    What loads it is `engine.load_checkpoint(folder, load_module_only=True)`.
+
+    Args:
+        folder: Where the checkpoint goes.
+        full: The original's state dict.
+        *args: Those of `{model}`.
+        tensor_parallel_size: How many ranks are to share each stage.
+        **kwargs: Those of `{model}`.
+
+    Raises:
+        FileExistsError: The folder has such a checkpoint already.
+        ValueError: The model does not divide over so many ranks.
+    """
+    stages = [partial(stage, *args, **kwargs) for stage in STAGES]
+    write_parts(folder, full, stages, tensor_parallel_size)'''
+
+
 @dataclass(frozen=True)
 class Text:
     """Everything that `pipeline.py` is made of.
@@ -298,7 +335,7 @@ class Text:
         ]
         if self.gathers:
             model = self.model.__name__
-            lines.append(f"        draw_parts(self, recording, lambda: {model}(*args, **kwargs))")
+            lines.append(f"        draw_parts(self, recording, partial({model}, *args, **kwargs))")
         lines += [
             "",
             textwrap.indent(forward_text(self.stages, stage), "    "),
@@ -308,8 +345,8 @@ class Text:
         return "\n".join(lines)
 
     def functions(self) -> str:
-        """`build`, `batch`, `to_full` and `load_full`."""
-        count = len(self.stages.stages)
+        """`build`, `batch`, and what loads and saves."""
+        count, model = len(self.stages.stages), self.model.__name__
         names = ", ".join(self.name(n) for n in range(count))
         given = [name for name, _ in self.stages.stages[0].given]
         inputs = given[0] if len(given) == 1 else f"({', '.join(given)})"
@@ -320,6 +357,8 @@ class Text:
         specs = "".join(f"{self._spec(n)},\n" for n in range(count))
         partitioned = PARTITIONED if self.has_shards else ""
         groups = "    set_group(model_parallel_group(topology))\n" if self.has_shards else ""
+        join = "joined" if self.gathers else "united"
+        writing = (WRITE_PARTS if self.has_shards else WRITE_LAYERS).format(model=model)
         once = "    count_once(module, layers, STAGES)\n" if self.tie else ""
         return f'''\
 STAGES = ({names})
@@ -332,11 +371,11 @@ def build(*args, num_stages=None, topology=None, **kwargs):
     would have from the same seed; so ranks are to be seeded alike.{partitioned}
 
     Args:
-        *args: Those of `{self.model.__name__}`.
+        *args: Those of `{model}`.
         num_stages: {count}, if it is given.
         topology: Which ranks hold which stage; without it, each stage is held by as
             many ranks as there are, in data parallel.
-        **kwargs: Those of `{self.model.__name__}`.
+        **kwargs: Those of `{model}`.
 
     Raises:
         ValueError: A number of stages that the model is not cut into.
@@ -376,6 +415,28 @@ def load_full(module, full):
     """Takes the original's state dict; do it before `deepspeed.initialize`."""
     stage = stage_of(module, STAGES)
     stage.load_state_dict({{n: t for n, t in full.items() if has_place(stage, n)}})
+
+
+def read_checkpoint(folder, *args, tag=None, **kwargs):
+    """The original's state dict, from what `engine.save_checkpoint(folder)` wrote.
+
+    One process is enough, without an engine. The weights are those that the engine
+    computes with: rounded ones, where it trains in half precision.
+
+    Args:
+        folder: That of `save_checkpoint`.
+        *args: Those of `{model}`.
+        tag: The checkpoint's; without it, the latest is read.
+        **kwargs: Those of `{model}`.
+
+    Raises:
+        ValueError: The checkpoint is of other stages, or of another model.
+    """
+    files = layer_files(folder, tag, len(STAGES))
+    return {join}(files, partial({model}, *args, **kwargs))
+
+
+{writing}
 '''
 
     def _spec(self, number: int) -> str:
@@ -405,7 +466,9 @@ def load_full(module, full):
         stages = {"check_ties", "gathered", "has_place", "keep", "stage_of"}
         stages |= {"check_settings"} if self.settings else set()
         stages |= {"count_once"} if self.tie else set()
-        found = {"stages": stages, "delayed": {"Recording"}}
+        checkpoints = {"layer_files", "joined" if self.gathers else "united"}
+        checkpoints.add("write_parts" if self.has_shards else "write_layers")
+        found = {"stages": stages, "delayed": {"Recording"}, "checkpoints": checkpoints}
         if self.has_shards:
             stages.add("model_parallel_group")
             found["tensor_parallel"] = {"set_group"}
@@ -442,7 +505,7 @@ def load_full(module, full):
         bound |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
         specs = {"PipelineModule", "LayerSpec", "TiedLayerSpec"} & names
         imports = {f".{module}": set(used) for module, used in self.helpers().items()}
-        imports["deepspeed.pipe"] = specs
+        imports |= {"deepspeed.pipe": specs, "functools": {"partial"}}
         known = {name for module in imports.values() for name in module}
         self._check_names(known | {n.name for n in tree.body if isinstance(n, ast.FunctionDef)})
         for name in sorted(names - bound - known - set(dir(builtins)) - {"self"}):

@@ -185,7 +185,7 @@ def check_build(name: str, loading, module, tensor_parallel) -> None:
     # so the reference is the rewritten model in a world of one.
     schedule = ScheduleFile.load(name).module
     torch.manual_seed(3)
-    with tensor_parallel.world_of_one():
+    with tensor_parallel.world_of(1):
         whole = schedule.verify_model(module).state_dict()
     torch.manual_seed(3)
     built = loading.full_state_dict(loading.build(partial(schedule.verify_model, module)))

@@ -1,0 +1,57 @@
+"""What several ranks hold, put together in one process."""
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_rewrite.runtime import checkpoints
+from slapo_rewrite.runtime.grouped_query import ReplicatedShard
+from slapo_rewrite.runtime.tensor_parallel import Shard, world_of
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        Shard(0, (8,)),
+        Shard(1, (11,)),
+        Shard(0, (8, 4, 4)),
+        Shard(0, (16,), multiple_of=4),
+        ReplicatedShard(0, (8,), multiple_of=4),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_parts_make_up_the_whole(shard, size):
+    full = torch.rand(shard.full_size(), shard.full_size())
+    parts = []
+    for rank in range(size):
+        with world_of(size, rank):
+            parts.append(shard.cut(full))
+    with world_of(size):
+        assert torch.equal(shard.joined(parts), full)
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(layers)])
+
+
+def stage(number: int) -> Model:
+    """A part of the model under the whole's names."""
+    model = Model()
+    model.layers[1 - number] = None
+    return model
+
+
+def test_other_stages_and_other_models_are_refused(tmp_path):
+    full = Model().state_dict()
+    checkpoints.write_layers(tmp_path, full, [lambda: stage(0), lambda: stage(1)])
+    files = checkpoints.layer_files(tmp_path, None, 2)
+    read = checkpoints.united(files, Model)
+    assert list(read) == list(full) and all(torch.equal(read[n], full[n]) for n in full)
+    with pytest.raises(ValueError, match="a checkpoint of 2 stages, not 3"):
+        checkpoints.layer_files(tmp_path, "weights", 3)
+    with pytest.raises(ValueError, match=r"only the model has \['layers\.2\.bias'"):
+        checkpoints.united(files, lambda: Model(3))
+    with pytest.raises(FileExistsError):
+        checkpoints.write_layers(tmp_path, full, [lambda: stage(0)])
