@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .delayed import Recording, default_generator
-from .tensor_parallel import Shard, wait_for_group, world_of_one, world_size
+from .tensor_parallel import Shard, wait_for_group, world_of, world_size
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
@@ -132,7 +132,7 @@ def take_parts(model: nn.Module, make: Callable[[], nn.Module]) -> None:
         model: The model, or a part of it; its weights are filled in place.
         make: Makes the model, which is whole where this calls it.
     """
-    with world_of_one(), Recording(torch.get_default_device()) as recording:
+    with world_of(1), Recording(torch.get_default_device()) as recording:
         whole = make().state_dict()
     divided, filled = shards(model), set()
     for name, tensor in model.state_dict(keep_vars=True).items():

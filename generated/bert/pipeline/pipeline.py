@@ -1,11 +1,14 @@
 # Written by slapo-rewrite 0.1.0 for modeling_bert.py; rewrite.json says from what.
 """`BertForMaskedLM` in 2 stages, for DeepSpeed's pipeline engine."""
 
+from functools import partial
+
 import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch.nn import CrossEntropyLoss
 from transformers.masking_utils import create_bidirectional_mask
 
+from .checkpoints import joined, layer_files, write_parts
 from .delayed import Recording
 from .loading import full_state_dict
 from .modeling_bert import BertForMaskedLM
@@ -40,7 +43,7 @@ class BertForMaskedLMStage0(BertForMaskedLM):
         check_settings(self, SETTINGS)
         check_ties(self, TIES)
         keep(self, recording, self.bert.embeddings, self.bert.encoder.layer[:6])
-        draw_parts(self, recording, lambda: BertForMaskedLM(*args, **kwargs))
+        draw_parts(self, recording, partial(BertForMaskedLM, *args, **kwargs))
 
     def forward(self, inputs):
         input_ids, given_attention_mask = inputs
@@ -65,7 +68,7 @@ class BertForMaskedLMStage1(BertForMaskedLM):
         check_settings(self, SETTINGS)
         check_ties(self, TIES)
         keep(self, recording, self.bert.encoder.layer[6:], self.cls)
-        draw_parts(self, recording, lambda: BertForMaskedLM(*args, **kwargs))
+        draw_parts(self, recording, partial(BertForMaskedLM, *args, **kwargs))
 
     def forward(self, inputs):
         hidden_states, given_attention_mask = inputs
@@ -161,3 +164,42 @@ def load_full(module, full):
     """Takes the original's state dict; do it before `deepspeed.initialize`."""
     stage = stage_of(module, STAGES)
     stage.load_state_dict({n: t for n, t in full.items() if has_place(stage, n)})
+
+
+def read_checkpoint(folder, *args, tag=None, **kwargs):
+    """The original's state dict, from what `engine.save_checkpoint(folder)` wrote.
+
+    One process is enough, without an engine. The weights are those that the engine
+    computes with: rounded ones, where it trains in half precision.
+
+    Args:
+        folder: That of `save_checkpoint`.
+        *args: Those of `BertForMaskedLM`.
+        tag: The checkpoint's; without it, the latest is read.
+        **kwargs: Those of `BertForMaskedLM`.
+
+    Raises:
+        ValueError: The checkpoint is of other stages, or of another model.
+    """
+    files = layer_files(folder, tag, len(STAGES))
+    return joined(files, partial(BertForMaskedLM, *args, **kwargs))
+
+
+def write_checkpoint(folder, full, *args, tensor_parallel_size=1, **kwargs):
+    """Writes the original's state dict as a checkpoint of the stages.
+
+    What loads it is `engine.load_checkpoint(folder, load_module_only=True)`.
+
+    Args:
+        folder: Where the checkpoint goes.
+        full: The original's state dict.
+        *args: Those of `BertForMaskedLM`.
+        tensor_parallel_size: How many ranks are to share each stage.
+        **kwargs: Those of `BertForMaskedLM`.
+
+    Raises:
+        FileExistsError: The folder has such a checkpoint already.
+        ValueError: The model does not divide over so many ranks.
+    """
+    stages = [partial(stage, *args, **kwargs) for stage in STAGES]
+    write_parts(folder, full, stages, tensor_parallel_size)

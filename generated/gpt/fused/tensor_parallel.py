@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 _group = None
-_alone = False
+# How many ranks there are inside `world_of`, and which of them this is.
+_supposed: tuple[int, int] | None = None
 
 
 def set_group(group: dist.ProcessGroup | None) -> None:
@@ -31,24 +32,31 @@ def set_group(group: dist.ProcessGroup | None) -> None:
 
 
 @contextmanager
-def world_of_one() -> Iterator[None]:
-    """Inside, layers are made whole, as if this rank were the only one."""
-    global _alone
-    before, _alone = _alone, True
+def world_of(size: int, rank: int = 0) -> Iterator[None]:
+    """Inside, layers are made as on one of so many ranks, which need not be there.
+
+    In a world of one they are made whole.
+    """
+    global _supposed
+    before, _supposed = _supposed, (size, rank)
     try:
         yield
     finally:
-        _alone = before
+        _supposed = before
 
 
 def world_size() -> int:
     """How many ranks share the model's layers."""
-    return 1 if _alone or not dist.is_initialized() else dist.get_world_size(_group)
+    if _supposed is not None:
+        return _supposed[0]
+    return dist.get_world_size(_group) if dist.is_initialized() else 1
 
 
 def rank() -> int:
     """This process's place in the tensor-parallel group."""
-    return 0 if _alone or not dist.is_initialized() else dist.get_rank(_group)
+    if _supposed is not None:
+        return _supposed[1]
+    return dist.get_rank(_group) if dist.is_initialized() else 0
 
 
 def wait_for_group() -> None:
@@ -174,8 +182,12 @@ class Shard:
         """The full tensor, on every rank, from the parts that the ranks hold."""
         if world_size() == 1:
             return part
+        sizes = [sum(pieces) for pieces in self.sizes()]
+        return self.joined(gather_parts(part, self.axis, sizes))
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """The full tensor, from the parts of all ranks."""
         sizes = self.sizes()
-        parts = gather_parts(part, self.axis, [sum(pieces) for pieces in sizes])
         pieces = [torch.split(p, sizes[r], self.axis) for r, p in enumerate(parts)]
         by_block = [p[block] for block in range(len(self.blocks)) for p in pieces]
         return torch.cat(by_block, self.axis)

@@ -1,10 +1,13 @@
 # Written by slapo-rewrite 0.1.0 for gpt.py; rewrite.json says from what.
 """`GPT` in 2 stages, for DeepSpeed's pipeline engine."""
 
+from functools import partial
+
 import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch.nn import functional as F
 
+from .checkpoints import joined, layer_files, write_parts
 from .delayed import Recording
 from .gpt import GPT
 from .loading import full_state_dict
@@ -42,7 +45,7 @@ class GPTStage0(GPT):
             self.transformer.drop,
             self.transformer.h[:6],
         )
-        draw_parts(self, recording, lambda: GPT(*args, **kwargs))
+        draw_parts(self, recording, partial(GPT, *args, **kwargs))
 
     def forward(self, idx):
         T = idx.size(1)
@@ -68,7 +71,7 @@ class GPTStage1(GPT):
         keep(
             self, recording, self.transformer.h[6:], self.transformer.ln_f, self.lm_head
         )
-        draw_parts(self, recording, lambda: GPT(*args, **kwargs))
+        draw_parts(self, recording, partial(GPT, *args, **kwargs))
 
     def forward(self, x):
         for block in self.transformer.h[6:]:
@@ -146,3 +149,42 @@ def load_full(module, full):
     """Takes the original's state dict; do it before `deepspeed.initialize`."""
     stage = stage_of(module, STAGES)
     stage.load_state_dict({n: t for n, t in full.items() if has_place(stage, n)})
+
+
+def read_checkpoint(folder, *args, tag=None, **kwargs):
+    """The original's state dict, from what `engine.save_checkpoint(folder)` wrote.
+
+    One process is enough, without an engine. The weights are those that the engine
+    computes with: rounded ones, where it trains in half precision.
+
+    Args:
+        folder: That of `save_checkpoint`.
+        *args: Those of `GPT`.
+        tag: The checkpoint's; without it, the latest is read.
+        **kwargs: Those of `GPT`.
+
+    Raises:
+        ValueError: The checkpoint is of other stages, or of another model.
+    """
+    files = layer_files(folder, tag, len(STAGES))
+    return joined(files, partial(GPT, *args, **kwargs))
+
+
+def write_checkpoint(folder, full, *args, tensor_parallel_size=1, **kwargs):
+    """Writes the original's state dict as a checkpoint of the stages.
+
+    What loads it is `engine.load_checkpoint(folder, load_module_only=True)`.
+
+    Args:
+        folder: Where the checkpoint goes.
+        full: The original's state dict.
+        *args: Those of `GPT`.
+        tensor_parallel_size: How many ranks are to share each stage.
+        **kwargs: Those of `GPT`.
+
+    Raises:
+        FileExistsError: The folder has such a checkpoint already.
+        ValueError: The model does not divide over so many ranks.
+    """
+    stages = [partial(stage, *args, **kwargs) for stage in STAGES]
+    write_parts(folder, full, stages, tensor_parallel_size)

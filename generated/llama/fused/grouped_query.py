@@ -14,7 +14,6 @@ from .tensor_parallel import (
     Shard,
     all_reduce_gradient,
     collective,
-    gather_parts,
     rank,
     record_shard,
     sum_parts,
@@ -52,12 +51,10 @@ class ReplicatedShard(Shard):
         """Whether no rank before this one holds the same part."""
         return rank() % self.replicas() == 0
 
-    def gather(self, part: Tensor) -> Tensor:
-        """The full tensor, on every rank, from the parts that the ranks hold."""
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """The full tensor, from the parts of all ranks."""
         if self.replicas() == 1:
-            return super().gather(part)
-        sizes = [self.multiple_of] * world_size()
-        parts = gather_parts(part, self.axis, sizes)
+            return super().joined(parts)
         return torch.cat(parts[:: self.replicas()], self.axis)
 
     def sum_replicas(self, part: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
 # Written by slapo-rewrite 0.1.0 for modeling_llama.py; rewrite.json says from what.
 """`LlamaForCausalLM` in 2 stages, for DeepSpeed's pipeline engine."""
 
+from functools import partial
+
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import slice_logits_to_keep
 
+from .checkpoints import joined, layer_files, write_parts
 from .delayed import Recording
 from .loading import full_state_dict
 from .modeling_llama import LlamaForCausalLM
@@ -38,7 +41,7 @@ class LlamaForCausalLMStage0(LlamaForCausalLM):
             self.model.layers[:16],
             self.model.rotary_emb,
         )
-        draw_parts(self, recording, lambda: LlamaForCausalLM(*args, **kwargs))
+        draw_parts(self, recording, partial(LlamaForCausalLM, *args, **kwargs))
 
     def forward(self, inputs):
         input_ids, attention_mask = inputs
@@ -81,7 +84,7 @@ class LlamaForCausalLMStage1(LlamaForCausalLM):
             self.model.rotary_emb,
             self.lm_head,
         )
-        draw_parts(self, recording, lambda: LlamaForCausalLM(*args, **kwargs))
+        draw_parts(self, recording, partial(LlamaForCausalLM, *args, **kwargs))
 
     def forward(self, inputs):
         hidden_states, attention_mask = inputs
@@ -178,3 +181,42 @@ def load_full(module, full):
     """Takes the original's state dict; do it before `deepspeed.initialize`."""
     stage = stage_of(module, STAGES)
     stage.load_state_dict({n: t for n, t in full.items() if has_place(stage, n)})
+
+
+def read_checkpoint(folder, *args, tag=None, **kwargs):
+    """The original's state dict, from what `engine.save_checkpoint(folder)` wrote.
+
+    One process is enough, without an engine. The weights are those that the engine
+    computes with: rounded ones, where it trains in half precision.
+
+    Args:
+        folder: That of `save_checkpoint`.
+        *args: Those of `LlamaForCausalLM`.
+        tag: The checkpoint's; without it, the latest is read.
+        **kwargs: Those of `LlamaForCausalLM`.
+
+    Raises:
+        ValueError: The checkpoint is of other stages, or of another model.
+    """
+    files = layer_files(folder, tag, len(STAGES))
+    return joined(files, partial(LlamaForCausalLM, *args, **kwargs))
+
+
+def write_checkpoint(folder, full, *args, tensor_parallel_size=1, **kwargs):
+    """Writes the original's state dict as a checkpoint of the stages.
+
+    What loads it is `engine.load_checkpoint(folder, load_module_only=True)`.
+
+    Args:
+        folder: Where the checkpoint goes.
+        full: The original's state dict.
+        *args: Those of `LlamaForCausalLM`.
+        tensor_parallel_size: How many ranks are to share each stage.
+        **kwargs: Those of `LlamaForCausalLM`.
+
+    Raises:
+        FileExistsError: The folder has such a checkpoint already.
+        ValueError: The model does not divide over so many ranks.
+    """
+    stages = [partial(stage, *args, **kwargs) for stage in STAGES]
+    write_parts(folder, full, stages, tensor_parallel_size)
