@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slapo_rewrite.fusion import Alternative, Example, Found, Numerics, Refusal, Rule
-from slapo_rewrite.runtime.kernels.bias_gelu import activation_dropout
+from slapo_rewrite.runtime.kernels.bias_gelu import activation_dropout, bias_activation
 
 
 def dropped(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -34,6 +34,12 @@ KINDS = {
     **dict.fromkeys((gelu_tanh, written_out, without_a_power, factored), "gelu_tanh"),
     quick_gelu.written_out: "quick_gelu",
 }
+
+
+def with_bias(x: Tensor, bias: Tensor, kind: str, p: float, training: bool) -> Tensor:
+    return bias_activation(x, bias, kind, p=p, training=training)
+
+
 PATTERNS = {dropped(activation): kind for activation, kind in KINDS.items()}
 
 MODEL = """\
@@ -78,6 +84,9 @@ def schedule(s):
 class ActivationDropout(Rule):
     """Activate and drop in one kernel, forward and backward, without a mask.
 
+    The bias of a linear layer right before is added there as well: its gradient is summed on the
+    way.
+
     Rewrite:
         hidden_states = self.act(hidden_states)
         hidden_states = self.dropout(hidden_states)
@@ -109,7 +118,7 @@ class ActivationDropout(Rule):
     alternatives = tuple(Alternative(pattern, fused) for pattern in PATTERNS)
     examples = (
         Example(
-            MODEL,
+            MODEL.replace("4 * width)\n        self.wo", "4 * width, bias=False)\n        self.wo"),
             SCHEDULE,
             """\
 +from .kernels import activation_dropout
@@ -122,10 +131,14 @@ class ActivationDropout(Rule):
             MODEL.replace("ReLU()", "GELU()"),
             SCHEDULE,
             """\
-+from .kernels import activation_dropout
++from .kernels import bias_activation
+-        x = self.wi(x)
 -        x = self.act(x)
 -        x = self.dropout(x)
-+        x = activation_dropout(x, "gelu", p=self.dropout.p, training=self.training)
++        x = nn.functional.linear(x, self.wi.weight)
++        x = bias_activation(
++            x, self.wi.bias, "gelu", p=self.dropout.p, training=self.training
++        )
 """,
         ),
     )
@@ -135,10 +148,19 @@ class ActivationDropout(Rule):
         Refusal(MODEL.replace("x = self.dropout(x)", "x = x + self.dropout(x)"), SCHEDULE, "SR309"),
     )
 
+    def biased(self, found: Found) -> str | None:
+        """The layer that gives what is activated."""
+        return found.layer("x")
+
+    def replacement(self, found: Found) -> Callable[..., Tensor]:
+        """The kernel with the bias of the layer, where there is one."""
+        return fused if self.biased(found) is None else with_bias
+
     def refuses(self, found: Found) -> str | None:
         """Nothing to drop."""
         return f"`{found.operands['p']}` is 0: it drops nothing" if found.live("p") == 0 else None
 
     def operands(self, found: Found) -> Mapping[str, str]:
-        """What the pattern is given, and the activation's name."""
-        return {**found.operands, "kind": f'"{PATTERNS[found.alternative.pattern]}"'}
+        """What the pattern is given, the activation's name, and the bias."""
+        given = {**found.operands, "kind": f'"{PATTERNS[found.alternative.pattern]}"'}
+        return {**given, "bias": f"self.{self.biased(found)}.bias"}

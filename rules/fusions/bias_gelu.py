@@ -1,31 +1,31 @@
-"""The bias of a linear layer, added by itself, and GELU after it, in one kernel."""
+"""The bias of a linear layer and GELU after it, in one kernel."""
 
+from collections.abc import Callable, Mapping
+
+from slapo_rewrite.rules.fusions.geglu import gelu, gelu_tanh
 from slapo_rewrite.rules.fusions.gelu_tanh import factored, without_a_power, written_out
 from torch import Tensor
-from torch.nn import functional as F
 
 from slapo_rewrite.fusion import Alternative, Example, Found, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.bias_gelu import bias_gelu
 
 
-def gelu(x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x + bias)
+def with_bias(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """The pattern of a bias that is added, and GELU."""
+
+    def after(x: Tensor, bias: Tensor) -> Tensor:
+        return activation(x + bias)
+
+    return after
 
 
-def gelu_tanh(x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x + bias, approximate="tanh")
+def alone(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """The pattern of GELU; the linear layer before it adds the bias."""
 
+    def after(x: Tensor) -> Tensor:
+        return activation(x)
 
-def gelu_written_out(x: Tensor, bias: Tensor) -> Tensor:
-    return written_out(x + bias)
-
-
-def gelu_without_a_power(x: Tensor, bias: Tensor) -> Tensor:
-    return without_a_power(x + bias)
-
-
-def gelu_factored(x: Tensor, bias: Tensor) -> Tensor:
-    return factored(x + bias)
+    return after
 
 
 def fused(x: Tensor, bias: Tensor) -> Tensor:
@@ -35,6 +35,11 @@ def fused(x: Tensor, bias: Tensor) -> Tensor:
 def fused_tanh(x: Tensor, bias: Tensor) -> Tensor:
     return bias_gelu(x, bias, "tanh")
 
+
+KERNELS = {
+    gelu: fused,
+    **dict.fromkeys((gelu_tanh, written_out, without_a_power, factored), fused_tanh),
+}
 
 MODEL = """\
 import torch
@@ -78,40 +83,41 @@ def schedule(s):
 class BiasGelu(Rule):
     """Add a bias and compute GELU in one kernel, forward and backward.
 
-    For models that add the bias by themselves: inside a linear layer the matrix product adds it at
-    no cost, so `apply_all` leaves this rule out.
+    The bias is one that the model adds by itself, or that of the linear layer before, which then
+    gives its product alone. Forwards that saves nothing, since a product adds a bias at no cost;
+    backwards the bias's gradient is summed where GELU's is computed, and not in a pass of its own.
 
     Rewrite:
-        x = self.up(x) + self.bias
-        return self.down(F.gelu(x))
+        hidden_states = self.dense(hidden_states)
+        hidden_states = self.act(hidden_states)
         -->
-        return self.down(bias_gelu(self.up(x), self.bias))
+        hidden_states = nn.functional.linear(hidden_states, self.dense.weight)
+        hidden_states = bias_gelu(hidden_states, self.dense.bias)
 
     Shapes:
         x (..., F), bias (F,) -> (..., F)
 
     Numerics:
-        Reassociated: the sum is not rounded before GELU is computed. On a CPU the same operations
-        as before, a GELU that is written out apart.
+        Reassociated: the sum is not rounded before GELU is computed, the product is. On a CPU the
+        same operations, the bias added by itself.
 
     State:
         Unchanged.
 
     Raises:
-        SR309 what is added is no parameter with one axis, or the sum is used elsewhere too.
+        SR309 no linear layer with a bias gives what GELU alone reads, or what is added is no
+        parameter with one axis, or the sum is used elsewhere too.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053; Hendrycks & Gimpel 2016, arXiv:1606.08415.
     """
 
     name = "bias_gelu"
     numerics = Numerics.REASSOCIATED
+    pays = "backwards the bias's gradient is summed without reading its terms once more"
     rank = 20
     alternatives = (
-        Alternative(gelu, fused),
-        Alternative(gelu_tanh, fused_tanh),
-        Alternative(gelu_written_out, fused_tanh),
-        Alternative(gelu_without_a_power, fused_tanh),
-        Alternative(gelu_factored, fused_tanh),
+        *(Alternative(with_bias(gelu), kernel) for gelu, kernel in KERNELS.items()),
+        *(Alternative(alone(gelu), kernel) for gelu, kernel in KERNELS.items()),
     )
     examples = (
         Example(
@@ -143,8 +149,20 @@ class BiasGelu(Rule):
         Refusal(MODEL.replace("zeros(4 * width)", "zeros(1, 1, 4 * width)"), SCHEDULE, "SR309"),
     )
 
+    def biased(self, found: Found) -> str | None:
+        """The layer before, where nothing else adds a bias."""
+        return None if "bias" in found.operands else found.layer("x")
+
+    def operands(self, found: Found) -> Mapping[str, str]:
+        """What is given to GELU, and the bias."""
+        return {"bias": f"self.{self.biased(found)}.bias", **found.operands}
+
     def refuses(self, found: Found) -> str | None:
         """What is added is no bias."""
+        if "bias" not in found.operands:
+            if self.biased(found) is None:
+                return f"`{found.operands['x']}` is not what a linear layer with a bias gives"
+            return None
         bias = found.live("bias")
         if not isinstance(bias, Tensor) or bias.dim() != 1:
             return f"`{found.operands['bias']}` is no parameter with one axis"

@@ -1,5 +1,7 @@
 """Dropout and a residual addition, in one kernel."""
 
+from collections.abc import Callable, Mapping
+
 from slapo_rewrite.rules.fusions.residual_rms_norm import broadcast
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,6 +16,10 @@ def dropped(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor:
 
 def fused(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor:
     return dropout_residual(x, residual, p=p, training=training)
+
+
+def with_bias(x: Tensor, residual: Tensor, bias: Tensor, p: float, training: bool) -> Tensor:
+    return dropout_residual(x, residual, input_bias=bias, p=p, training=training)
 
 
 MODEL = """\
@@ -58,7 +64,8 @@ class DropoutResidual(Rule):
     """Drop and add to the residual in one kernel, forward and backward, without a mask.
 
     For where the norm of the sum lies in another module; where it follows, `residual_layer_norm`
-    and `residual_rms_norm` do more.
+    and `residual_rms_norm` do more. The bias of a linear layer right before is added there as well:
+    its gradient is summed on the way.
 
     Rewrite:
         hidden_states = hidden_states + self.dropout(forwarded_states)
@@ -93,9 +100,15 @@ class DropoutResidual(Rule):
             SCHEDULE,
             """\
 +from .kernels import dropout_residual
+-        forwarded_states = self.dense(forwarded_states)
 -        hidden_states = hidden_states + self.dropout(forwarded_states)
++        forwarded_states = nn.functional.linear(forwarded_states, self.dense.weight)
 +        hidden_states = dropout_residual(
-+            forwarded_states, hidden_states, p=self.dropout.p, training=self.training
++            forwarded_states,
++            hidden_states,
++            input_bias=self.dense.bias,
++            p=self.dropout.p,
++            training=self.training,
 +        )
 """,
         ),
@@ -105,6 +118,19 @@ class DropoutResidual(Rule):
         Refusal(MODEL.replace("s + self.dropout", "s * self.dropout"), SCHEDULE, "SR309"),
         Refusal(MODEL.replace("hidden_states + self", "1.0 + self"), SCHEDULE, "SR309"),
     )
+
+    def biased(self, found: Found) -> str | None:
+        """The layer that gives what is dropped."""
+        return found.layer("x")
+
+    def replacement(self, found: Found) -> Callable[..., Tensor]:
+        """The kernel with the bias of the layer, where there is one."""
+        return fused if self.biased(found) is None else with_bias
+
+    def operands(self, found: Found) -> Mapping[str, str]:
+        """What the pattern is given, and the bias."""
+        layer = self.biased(found)
+        return {**found.operands, "bias": f"self.{layer}.bias"} if layer else found.operands
 
     def refuses(self, found: Found) -> str | None:
         """Nothing to drop, or two that are not of one size."""

@@ -7,7 +7,7 @@ from slapo_rewrite.rules.fusions.residual_rms_norm import added, broadcast
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import Alternative, Calling, Example, Found, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.layer_norm import add_layer_norm, residual_layer_norm
 
 
@@ -166,15 +166,19 @@ class ResidualLayerNorm(Rule):
 
     Before a norm that closes a block (BERT) nothing else reads the sum: `add_layer_norm`. Before
     one that opens a block (GPT) the sum goes on as the residual: `residual_layer_norm`. The norm's
-    weight and bias are read where it was called.
+    weight and bias are read where it was called. So is the bias of a linear layer right before: the
+    layer gives its product alone then, and backwards the bias's gradient is summed on the way.
 
     Rewrite:
+        hidden_states = self.dense(hidden_states)
         hidden_states = self.dropout(hidden_states)
         hidden_states = self.LayerNorm(hidden_states + input_tensor)
         -->
+        hidden_states = nn.functional.linear(hidden_states, self.dense.weight)
         hidden_states = add_layer_norm(
             hidden_states, input_tensor, self.LayerNorm.weight, self.LayerNorm.bias,
-            self.LayerNorm.eps, p=self.dropout.p, training=self.training
+            self.LayerNorm.eps, input_bias=self.dense.bias, p=self.dropout.p,
+            training=self.training
         )
 
         x = x + self.attn(self.ln_1(x))
@@ -217,14 +221,17 @@ class ResidualLayerNorm(Rule):
             POST_SCHEDULE,
             """\
 +from .kernels import add_layer_norm
+-        hidden_states = self.dense(hidden_states)
 -        hidden_states = self.dropout(hidden_states)
 -        hidden_states = self.LayerNorm(hidden_states + input_tensor)
++        hidden_states = nn.functional.linear(hidden_states, self.dense.weight)
 +        hidden_states = add_layer_norm(
 +            hidden_states,
 +            input_tensor,
 +            self.LayerNorm.weight,
 +            self.LayerNorm.bias,
 +            self.LayerNorm.eps,
++            input_bias=self.dense.bias,
 +            p=self.dropout.p,
 +            training=self.training,
 +        )
@@ -238,7 +245,12 @@ class ResidualLayerNorm(Rule):
 -        x = x + self.attn(self.ln_1(x))
 -        x = x + self.mlp(self.ln_2(x))
 +        normed, x = residual_layer_norm(
-+            self.attn(self.ln_1(x)), x, self.ln_2.weight, self.ln_2.bias, self.ln_2.eps
++            nn.functional.linear(self.ln_1(x), self.attn.weight),
++            x,
++            self.ln_2.weight,
++            self.ln_2.bias,
++            self.ln_2.eps,
++            input_bias=self.attn.bias,
 +        )
 +        x = x + self.mlp(normed)
 """,
@@ -262,4 +274,20 @@ class ResidualLayerNorm(Rule):
 
     def operands(self, found: Found) -> Mapping[str, str]:
         """Of two that are added as they are, the older one is the residual."""
-        return added(found)
+        layer = self.biased(found)
+        return added(found) | ({"input_bias": f"self.{layer}.bias"} if layer else {})
+
+    def biased(self, found: Found) -> str | None:
+        """The layer that gives what is added to the residual."""
+        swapped = added(found)["x"] != found.operands["x"]
+        return found.layer("residual" if swapped else "x")
+
+    def expression(self, found: Found) -> Calling | None:
+        """The kernel with the bias, where it adds one."""
+        if self.biased(found) is None:
+            return None
+        both = found.alternative.pattern in (dropped_and_kept, kept)
+        name = "residual_layer_norm" if both else "add_layer_norm"
+        keywords = ("input_bias", "p", "training") if "p" in found.operands else ("input_bias",)
+        given = ("x", "residual", "weight", "bias", "eps")
+        return Calling(name, f"slapo_rewrite.runtime.kernels.layer_norm.{name}", given, keywords)

@@ -44,6 +44,7 @@ from slapo_rewrite.edit.pretrained import MAPPED, ORIGINAL, converted_models, ke
 from slapo_rewrite.edit.reads import readings
 from slapo_rewrite.edit.state import (
     Annotation,
+    Decompose,
     Directive,
     Function,
     ModuleState,
@@ -71,8 +72,10 @@ from slapo_rewrite.model.layers import (
     base_of,
     qualified,
     replicated,
+    scatters,
 )
 from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.runtime.tensor_parallel import ReduceScatter
 
 
 def collect(
@@ -137,7 +140,7 @@ class _Collection:
                 self._annotate(node, annotation, state.replacement is not None)
                 keep_checkpoints(self.desks, node, ORIGINAL, (annotation.cause,))
             if state.decompose:
-                self._decompose(node, state, layers.get(path), state.decompose.cause)
+                self._decompose(node, state, layers.get(path), followed)
             # What stands in another's place, or is of another file, is wrapped where it is made.
             home = self._home(node)
             if state.replacement or self.desks.is_other(home):
@@ -305,19 +308,15 @@ class _Collection:
                 calling.places.add(caller.path, key, call, causes)
 
     def _decompose(
-        self, node: Node, state: ModuleState, layer: Layer | None, cause: Directive
+        self, node: Node, state: ModuleState, layer: Layer | None, followed: Followed
     ) -> None:
         """The product and the sum where the layer is called, with what else the layer does."""
-        assert node.owner is not None
+        assert node.owner is not None and state.decompose is not None
+        cause = state.decompose.cause
         hooks = [s.cause for s in state.syncs if isinstance(s.op, Function)]
         wraps = [w.cause for w in (state.checkpoint, state.fork) if w]
-        keywords = dict(layer.keywords) if layer else {}
-        before = after = None
-        if layer and layer.name.startswith("ColumnParallel"):
-            before = "all_reduce_gradient" if keywords.pop("reduce_input_gradient", True) else None
-        elif layer and layer.name.startswith("RowParallel"):
-            after = "all_reduce"
-        if hooks or wraps or keywords.keys() - {"parts"} or (layer and not (before or after)):
+        around = _around(layer, state.decompose)
+        if hooks or wraps or around is None:
             others = [*hooks, *wraps, *state.causes()]
             raise errors.Unsupported(
                 f"`{node.path}` cannot be decomposed: what else is asked of it needs the layer "
@@ -328,7 +327,9 @@ class _Collection:
                 "split over its outputs without a gather",
             )
         caller, relative = self._caller(node)
-        what = AddBias(MULTIPLIED[qualified(node.cls)], before, after)
+        shared = frozenset(name for path, name in followed.shared if path == node.path)
+        product = MULTIPLIED[qualified(node.cls)]
+        what = AddBias(product, *around, state.decompose.adds, shared)
         causes = united([cause], state.causes())
         calling = self.desks.computing(caller.cls) or self._home(caller)
         calling.places.add(caller.path, ("call", relative, "bias"), what, causes)
@@ -478,6 +479,24 @@ class _Collection:
             elif node.parent is not None and node.parent.path in found:
                 found[path] = found[node.parent.path]
         return found
+
+
+def _around(
+    layer: Layer | None, asked: Decompose
+) -> tuple[Collective | None, Collective | None] | None:
+    """The collectives before and after a layer's product; None where the layer does more."""
+    if layer is None:
+        return None, None
+    more = dict(layer.keywords).keys() - {"parts"}
+    if layer.name.startswith("ColumnParallel") and more <= {"reduce_input_gradient"}:
+        return (None if more else Collective("all_reduce_gradient")), None
+    if layer.name.startswith("RowParallel") and not more:
+        return None, Collective("all_reduce")
+    if layer.name.startswith("RowParallel") and scatters(layer) and not asked.adds:
+        reduce = dict(layer.keywords)["reduce"]
+        assert isinstance(reduce, ReduceScatter)
+        return None, Collective("reduce_scatter", (("axis", reduce.axis),))
+    return None
 
 
 def _sharing(cls: type, followed: Followed) -> str | None:

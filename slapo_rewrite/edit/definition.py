@@ -178,11 +178,15 @@ class AddBias:
         product: `linear`, or `matmul` where the weight is not transposed.
         before: The collective that the layer's input goes through, if any.
         after: The one that the product goes through.
+        adds: Whether the bias is added there, and not by what follows.
+        shared: The parameters that meet parts: their gradients are added up.
     """
 
     product: str
-    before: str | None
-    after: str | None
+    before: Collective | None
+    after: Collective | None
+    adds: bool = True
+    shared: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

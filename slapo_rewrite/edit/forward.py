@@ -207,23 +207,33 @@ class ForwardWriter:
             )
         value = call.args[0]
 
-        def through(collective: str | None) -> tuple[str, str]:
-            return self.call(Collective(collective), causes) if collective else ("", "")
+        def through(collective: Collective | None) -> tuple[str, str]:
+            return self.call(collective, causes) if collective else ("", "")
+
+        def parameter(name: str) -> str:
+            opened, closed = ("", "")
+            if name in change.shared:
+                opened, closed = through(Collective("all_reduce_gradient"))
+            return f"{opened}{layer}.{name}{closed}"
 
         head, tail = through(change.before)
         if change.product == "linear":
             head = f"{self._functional('linear', causes)}({head}"
-            tail = f"{tail}, {layer}.weight)"
+            tail = f"{tail}, {parameter('weight')})"
         else:
             if not head and not isinstance(value, (ast.Name, ast.Attribute, ast.Call)):
                 head, tail = "(", ")"
-            tail = f"{tail} @ {layer}.weight"
+            tail = f"{tail} @ {parameter('weight')}"
         opened, closed = through(change.after)
-        head, tail = f"{opened}{head}", f"{tail}{closed} + {layer}.bias"
-        if not self._stands_alone(statement, call):
+        head, tail = f"{opened}{head}", f"{tail}{closed}"
+        if change.adds:
+            tail += f" + {parameter('bias')}"
+        is_call = not change.adds and (change.product == "linear" or change.after is not None)
+        if not (is_call or self._stands_alone(statement, call)):
             head, tail = f"({head}", f"{tail})"
         (start, end), (first, last) = self.file.span(call), self.file.span(value)
-        why = f"the bias of `{layer.removeprefix('self.')}` is added separately"
+        where = "separately" if change.adds else "by what follows"
+        why = f"the bias of `{layer.removeprefix('self.')}` is added {where}"
         inside = self.at(statement).inside
         inside.append(Edit(start, first, head, causes, why))
         inside.append(Edit(last, end, tail, causes, why))

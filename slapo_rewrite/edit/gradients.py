@@ -70,8 +70,11 @@ class Gradients:
     def _belongs_to_class(self, path: str, name: str) -> bool:
         """Whether a module's own class adds up: it reads the parameter, or is alone to do so.
 
-        Where it does not, it may all the same if that saves telling it from others of its class.
+        Where it does not, it may all the same if that saves telling it from others of its class. A
+        layer that is decomposed is not called: what it holds is read where it was.
         """
+        if (state := self.states.get(path)) is not None and state.decompose:
+            return False
         found = self.readings.get((path, name), [])
         if any(reading.inside for reading in found):
             return True

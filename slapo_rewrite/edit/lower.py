@@ -157,6 +157,7 @@ class _Lowering:
             frozenset(heads),
             self._attributes(layers),
             frozenset(path for path, state in self.states.items() if state.fork),
+            frozenset(p for p, s in self.states.items() if s.decompose and not s.decompose.adds),
         )
 
     def _layers_and_parameters(self) -> tuple[dict[str, Layer], dict[str, list[ShardedParameter]]]:

@@ -191,9 +191,15 @@ class Fork:
 
 @dataclass(frozen=True)
 class Decompose:
-    """A linear layer's bias added where the layer is called."""
+    """A linear layer's bias added where the layer is called.
+
+    Attributes:
+        cause: The directive that asked.
+        adds: Whether it is added there; what follows adds it otherwise.
+    """
 
     cause: Directive = field(compare=False)
+    adds: bool = True
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,7 @@ class Claim:
         constructor: A statement for the end of the constructor: it makes what is called.
         moved: Whether the statements go there, with their comments.
         values: What stands for each parameter; the match's own values where None.
+        layer: The linear layer before the match whose bias the expression adds.
     """
 
     match: Match
@@ -124,6 +125,7 @@ class Claim:
     constructor: str | None = None
     moved: bool = False
     values: Mapping[str, Value] | None = None
+    layer: str | None = None
 
     def touched(self) -> set[tuple[str, int]]:
         """The statements that go and the expression that is replaced, by path and identity."""
@@ -135,8 +137,14 @@ class Claim:
 
     def called(self) -> list[str]:
         """The paths of the modules that are called in the match."""
-        lead = f"{self.node.path}." if self.node.path else ""
-        return [f"{lead}{called}" for called in self.match.calls]
+        return [self._below(called) for called in self.match.calls]
+
+    def multiplied(self) -> list[str]:
+        """The path of the linear layer of which the product alone is taken."""
+        return [self._below(self.layer)] if self.layer is not None else []
+
+    def _below(self, relative: str) -> str:
+        return f"{self.node.path}.{relative}" if self.node.path else relative
 
     def place(self) -> errors.Span:
         """Where it stands."""
@@ -300,7 +308,9 @@ class Engine:
             self.speller = Speller(self.file, self.cause)
             self._texts.clear()
             edits, absorbed = self._carried_out(live)
-        return Rewrite(edits, tuple(self.speller.references.values()), absorbed, notes)
+        multiplied = tuple(dict.fromkeys(path for c in live for path in c.multiplied()))
+        references = tuple(self.speller.references.values())
+        return Rewrite(edits, references, absorbed, notes, multiplied=multiplied)
 
     def _carried_out(self, claims: Sequence[Claim]) -> tuple[list[Edit], tuple[str, ...]]:
         """The edits, and the modules that are called no more."""

@@ -155,7 +155,10 @@ def _take(rule: Rule, found: Found, looked: Looked) -> None:
     expression = rule.expression(found) or read(rule.replacement(found))
     values: dict[str, Value] | None = {} if isinstance(expression, Renamed) else None
     operands = rule.operands(found)
-    claim = Claim(found.match, found.node, expression, operands, rule.name, values=values)
+    layer = rule.biased(found)
+    claim = Claim(
+        found.match, found.node, expression, operands, rule.name, values=values, layer=layer
+    )
     reason = rule.refuses(found)
     if reason is None:
         looked.claims.append(claim)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from slapo_rewrite.edit.examples import Example, Refusal
 from slapo_rewrite.fusion.engine import Calling, Renamed
 from slapo_rewrite.model.facts import method_of
+from slapo_rewrite.model.layers import MULTIPLIED, qualified
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match
@@ -84,6 +85,29 @@ class Found:
             found = getattr(found, name, None)
         return found
 
+    def layer(self, name: str) -> str | None:
+        """The linear layer whose output, the bias added to it, an operand is and nothing else.
+
+        Its name in the module, that calls it there alone: a replacement may add the bias by itself
+        (`Rule.biased`). None where there is no such layer.
+        """
+        value = self.value(name)
+        match value.node:
+            case ast.Call(func=ast.Attribute(ast.Name("self"), called), args=[given], keywords=[]):
+                layer = self.node.children.get(called)
+            case _:
+                return None
+        if layer is None or value.site is not value or isinstance(given, ast.Starred):
+            return None
+        if qualified(layer.cls) not in MULTIPLIED or "bias" not in layer.parameters:
+            return None
+        inside = {id(n) for node in self.match.nodes for n in (node, node.site)}
+        if any(use.by is None or id(use.by) not in inside for use in value.uses):
+            return None
+        owners = (self.match.file.classes.get(cls.__name__) for cls in self.node.cls.__mro__)
+        calls = [n for owner in owners if owner for n in ast.walk(owner) if _calls(n, called)]
+        return called if calls == [value.node] else None
+
     def buffer(self, name: str) -> ast.expr | None:
         """The expression that a buffer of the module is registered with, and that it stays.
 
@@ -99,6 +123,14 @@ class Found:
         registered = sum(_registered(node, name) is not None for node in nodes)
         written = any(_writes(node, name) for node in nodes)
         return made[0] if len(made) == registered == 1 and not written else None
+
+
+def _calls(node: ast.AST, name: str) -> bool:
+    """Whether a node is a call of the module's attribute of that name."""
+    match node:
+        case ast.Call(func=ast.Attribute(ast.Name("self"), called)):
+            return called == name
+    return False
 
 
 def _registered(node: ast.AST, name: str) -> ast.expr | None:
@@ -173,6 +205,13 @@ class Rule:
     def operands(self, found: Found) -> Mapping[str, str]:
         """The text of each parameter of the replacement, by name."""
         return found.operands
+
+    def biased(self, found: Found) -> str | None:
+        """The linear layer before the match whose bias the replacement adds (`Found.layer`).
+
+        Where the layer is called, the product alone is written then.
+        """
+        return None
 
     @functools.cached_property
     def kernels(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from slapo_rewrite import errors
@@ -117,10 +117,16 @@ class Apply(Rebuilding, Rewriting):
             raise nothing_found(rule.name, nearest_miss(rule, inner, call.sources, given), at)
         return carried_out(engine, looked.claims, looked.left, rules=[(rule.name, looked)])
 
+    def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
+        """The modules that get a new class; where there are none, as for any change."""
+        if call.done is not None and call.done.classes:
+            return Rebuilding.targets(self, call, nodes)
+        return Rewriting.targets(self, call, nodes)
+
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
         """Records the new class of a module, where the rule has one for it."""
         if call.done is None or node.path not in call.done.classes:
-            return state
+            return Rewriting.apply(self, call, node, state)
         return self.rebuilt(call, node, state)
 
 

@@ -6,14 +6,14 @@ import inspect
 import re
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.examples import Example as Example
 from slapo_rewrite.edit.examples import Refusal as Refusal
 from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.edit.state import Directive, Function, ModuleState, Part
+from slapo_rewrite.edit.state import Decompose, Directive, Function, ModuleState, Part
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
@@ -167,9 +167,17 @@ class Rewriting(Primitive):
         """
         raise NotImplementedError
 
+    def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
+        """The modules selected, and linear layers whose bias the changed source adds."""
+        layers = call.done.multiplied if call.done is not None else ()
+        found = {node.path: node for node in nodes}
+        return (found | {path: call.tree.nodes[path] for path in layers}).values()
+
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
-        """Asks nothing more of a module."""
-        return state
+        """Records of such a layer that where it is called, the product alone is taken."""
+        if call.done is None or node.path not in call.done.multiplied:
+            return state
+        return replace(state, decompose=Decompose(call.directive, adds=False))
 
 
 def signature_of(function: Any) -> inspect.Signature:

@@ -19,14 +19,15 @@ RULES = (
     *("rms_norm", "residual_rms_norm", "residual_layer_norm", "dropout_residual"),
     *("swiglu", "geglu", "reglu", "activation_dropout", "quick_gelu", "bias_gelu"),
 )
+POST_NORM = {"residual_layer_norm": 2, "dropout_residual": 2}
 LLAMA = {"rms_norm": 1, "residual_rms_norm": 1, "swiglu": 1}
 # The class, what is set of its configuration, and at how many places each rule is taken.
 PLACES: Mapping[str, tuple[str, Mapping[str, object], Mapping[str, int]]] = {
-    "bert": ("BertForMaskedLM", {}, {"residual_layer_norm": 2, "dropout_residual": 2}),
-    "roberta": ("RobertaForMaskedLM", {}, {"residual_layer_norm": 2, "dropout_residual": 2}),
-    "gpt2": ("GPT2LMHeadModel", {}, {}),
-    "gpt_neo": ("GPTNeoForCausalLM", {}, {"residual_layer_norm": 1}),
-    "gpt_neox": ("GPTNeoXForCausalLM", {}, {"residual_layer_norm": 1}),
+    "bert": ("BertForMaskedLM", {}, {**POST_NORM, "bias_gelu": 2}),
+    "roberta": ("RobertaForMaskedLM", {}, {**POST_NORM, "bias_gelu": 1}),
+    "gpt2": ("GPT2LMHeadModel", {}, {"bias_gelu": 1}),
+    "gpt_neo": ("GPTNeoForCausalLM", {}, {"residual_layer_norm": 1, "bias_gelu": 1}),
+    "gpt_neox": ("GPTNeoXForCausalLM", {}, {"residual_layer_norm": 1, "bias_gelu": 1}),
     "opt": ("OPTForCausalLM", {}, {"dropout_residual": 2}),
     "llama": ("LlamaForCausalLM", {}, LLAMA),
     "mistral": ("MistralForCausalLM", {}, LLAMA),
@@ -44,13 +45,17 @@ PLACES: Mapping[str, tuple[str, Mapping[str, object], Mapping[str, int]]] = {
         {"feed_forward_proj": "gated-gelu"},
         {"rms_norm": 1, "dropout_residual": 3, "geglu": 1},
     ),
-    "bart": ("BartForConditionalGeneration", {}, {"residual_layer_norm": 7, "dropout_residual": 5}),
+    "bart": (
+        "BartForConditionalGeneration",
+        {},
+        {"residual_layer_norm": 7, "dropout_residual": 5, "bias_gelu": 2},
+    ),
     "pegasus": (
         "PegasusForConditionalGeneration",
         {},
-        {"residual_layer_norm": 1, "dropout_residual": 5},
+        {"residual_layer_norm": 1, "dropout_residual": 5, "bias_gelu": 2},
     ),
-    "vit": ("ViTForImageClassification", {}, {"residual_layer_norm": 1}),
+    "vit": ("ViTForImageClassification", {}, {"residual_layer_norm": 1, "bias_gelu": 1}),
 }
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from slapo_rewrite.model.follow.borders import enter_border, enter_layer, leave_border, leave_layer
 from slapo_rewrite.model.follow.flow import PART, State
+from slapo_rewrite.model.follow.packing import ratio_of
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.sizes import Attribute, Size
 from slapo_rewrite.model.follow.vocabulary import (
@@ -28,7 +29,7 @@ from slapo_rewrite.model.follow.vocabulary import (
     ShardedParameter,
     layer_key,
 )
-from slapo_rewrite.model.layers import Layer, replicated
+from slapo_rewrite.model.layers import Layer, replicated, split_of
 from slapo_rewrite.model.tree import Node
 
 
@@ -72,6 +73,23 @@ def _install_layer(run: Run, node: Node, layer: Layer, undo: list[Callable[[], N
     modules, old = parent.live._modules, node.live
     modules[name] = new
     undo.append(lambda: modules.__setitem__(name, old))
+    if node.path in run.asked.multiplied:
+        _know_bias(run, node, layer, new)
+
+
+def _know_bias(run: Run, node: Node, layer: Layer, new: Any) -> None:
+    """The bias of a sharded layer, that is read where the layer is called."""
+    if split_of(node.live, layer).output == "partition":
+        original: Any = node.live.bias
+        ratio = ratio_of(dict(layer.keywords).get("parts", 1))
+        run.whole[id(new.bias)] = tuple(original.shape)
+        run.blocks[id(new.bias)] = {0: tuple(len(original) * r // sum(ratio) for r in ratio)}
+        run.flow.set(new.bias, State(PART, node.path))
+        return
+    key = (node.path, "bias")
+    covered = node.path if key in run.wanted.shared else None
+    parameters = None if covered else frozenset([key])
+    run.flow.set(new.bias, State(covered=covered, parameters=parameters))
 
 
 def _make_replicated(run: Run, node: Node, layer: Layer, head: str) -> nn.Module:

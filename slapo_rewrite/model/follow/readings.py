@@ -27,8 +27,10 @@ def noted_readings(run: Run) -> Iterator[None]:
 
     def read(module: nn.Module, name: str) -> object:
         value = plain(module, name)
-        if isinstance(value, nn.Parameter) and id(module) in paths:
-            path = paths[id(module)]
+        path = paths.get(id(module))
+        if path is None and not run.depth:  # a sharded layer, of which another module reads it
+            path = next((p for p in run.asked.multiplied if _is_at(module, p)), None)
+        if isinstance(value, nn.Parameter) and path is not None:
             run.followed.readings.add(_reading(run, module, path, name, sys._getframe(1)))
         return value
 
@@ -37,6 +39,11 @@ def noted_readings(run: Run) -> Iterator[None]:
         yield
     finally:
         nn.Module.__getattr__ = plain  # type: ignore[method-assign]
+
+
+def _is_at(module: nn.Module, path: str) -> bool:
+    """Whether a module is the sharded layer at a path."""
+    return module.__dict__.get("_followed_path") == path
 
 
 def _reading(

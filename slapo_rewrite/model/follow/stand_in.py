@@ -138,6 +138,7 @@ class StandIn:
             frozenset(own for own, path in self.paths.items() if path in asked.heads),
             those_in(asked.attributes),
             frozenset(own for own, path in self.paths.items() if path in asked.forked),
+            frozenset(own for own, path in self.paths.items() if path in asked.multiplied),
         )
 
     def _translated(self, found: Followed) -> Followed:

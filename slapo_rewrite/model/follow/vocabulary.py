@@ -76,6 +76,7 @@ class Asked:
         heads: The layers among `layers` whose parts may go into a loss as they are.
         attributes: The integer attributes that are this rank's share, by the module's path.
         forked: The modules all of whose random numbers are a rank's own.
+        multiplied: The linear layers whose bias another module's text adds.
     """
 
     layers: Mapping[str, Layer]
@@ -84,6 +85,7 @@ class Asked:
     heads: frozenset[str] = frozenset()
     attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     forked: frozenset[str] = frozenset()
+    multiplied: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
