@@ -1,7 +1,7 @@
 # Written by slapo-rewrite 0.1.0 for modeling_bert.py; rewrite.json says from what.
 """Kernels that the model uses, each with its reference in PyTorch.
 
-Shapes: M rows, D columns, V classes, D features.
+Shapes: M rows, D columns, F features, V classes, D features.
 """
 
 from collections.abc import Callable
@@ -94,6 +94,16 @@ def row_tile(columns: int) -> tuple[int, int, int]:
     return block_m, block_d, min(max(block_m * block_d // 512, 4), 32)
 
 
+def flat_tile(rows: int, columns: int) -> tuple[int, int, int, int]:
+    """Blocks of rows and of columns for work on single elements, and a block's sizes.
+
+    16 elements for each of four warps' threads, as in `row_tile`; not measured yet.
+    """
+    block_d = min(block_size(columns), 1024)
+    block_m = 2048 // block_d
+    return ceil_div(rows, block_m), ceil_div(columns, block_d), block_m, block_d
+
+
 def reducing_programs(x: Tensor, blocks: int, column_blocks: int = 1) -> int:
     """How many programs share `blocks` blocks of rows and keep a partial sum each.
 
@@ -107,6 +117,17 @@ def reducing_programs(x: Tensor, blocks: int, column_blocks: int = 1) -> int:
     return min(blocks, max(4 * device.multi_processor_count // column_blocks, 1))
 
 
+def activation_reference(x: Tensor, kind: str) -> Tensor:
+    """The activation in PyTorch's operations."""
+    if kind == "relu":
+        return nn.functional.relu(x)
+    if kind == "silu":
+        return nn.functional.silu(x)
+    if kind == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    return nn.functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
 @jit
 def tanh_tile(x):
     """The hyperbolic tangent, to a few units in the last place everywhere."""
@@ -117,6 +138,49 @@ def tanh_tile(x):
     near = 0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488)
     near = x * (1.0 + square * (-0.3333333333333333 + square * near))
     return tl.where(square < 0.0625, near, tl.where(x < 0.0, -far, far))
+
+
+@jit
+def logistic(z):
+    """1 / (1 + exp(-z)) and its derivative, without cancellation."""
+    power = tl.exp(-tl.abs(z))
+    total = 1.0 + power
+    return tl.where(z >= 0.0, 1.0, power) / total, power / (total * total)
+
+
+@jit
+def activate(x, kind: constexpr):
+    """The activation of a tile."""
+    if kind == "relu":
+        return tl.where(x < 0.0, 0.0, x)
+    elif kind == "silu":
+        return x * tl.sigmoid(x)
+    elif kind == "quick_gelu":
+        return x * tl.sigmoid(1.702 * x)
+    elif kind == "gelu_tanh":
+        # (1 + tanh(z)) / 2 is sigmoid(2 z); 1.5957... is 2 sqrt(2 / pi).
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@jit
+def activation_slope(x, kind: constexpr):
+    """The activation's derivative, of a tile."""
+    if kind == "relu":
+        return tl.where(x > 0.0, 1.0, 0.0)
+    elif kind == "silu":
+        share, slope = logistic(x)
+        return share + x * slope
+    elif kind == "quick_gelu":
+        share, slope = logistic(1.702 * x)
+        return share + 1.702 * x * slope
+    elif kind == "gelu_tanh":
+        share, slope = logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return share + x * slope * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
 
 
 def draw_seed(x: Tensor) -> Tensor:
@@ -147,6 +211,249 @@ def kept(seed, rows, first, p, block_d: constexpr):
     a, b, c, d = tl.philox(tl.load(seed), row, column, zero, zero, 7)
     bits = tl.interleave(tl.interleave(a, b), tl.interleave(c, d))
     return tl.uint_to_uniform_float(bits) >= p
+
+
+def bias_activation_reference(
+    x: Tensor, bias: Tensor | None, kind: str, p: float
+) -> Tensor:
+    """`bias_activation` in PyTorch's operations."""
+    y = activation_reference(x if bias is None else x + bias, kind)
+    return nn.functional.dropout(y, p)
+
+
+@jit
+def bias_activation_forward_kernel(
+    x,
+    bias,
+    seed,
+    y,
+    m,
+    f,
+    column_blocks,
+    x_stride,
+    p,
+    keep_scale,
+    kind: constexpr,
+    has_bias: constexpr,
+    has_dropout: constexpr,
+    block_m: constexpr,
+    block_f: constexpr,
+):
+    """Writes y (M, F)."""
+    block, across = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
+    rows = (block * block_m + tl.arange(0, block_m)).to(tl.int64)
+    columns = across * block_f + tl.arange(0, block_f)
+    inside = (rows < m)[:, None] & (columns < f)[None, :]
+    x_at = rows[:, None] * x_stride + columns[None, :]
+    value = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
+    if has_bias:
+        value += tl.load(bias + columns, mask=columns < f).to(tl.float32)[None, :]
+    out = activate(value, kind)
+    if has_dropout:
+        keep = kept(seed, rows, across * block_f, p, block_f)
+        out = tl.where(keep, out * keep_scale, 0.0)
+    at = rows[:, None] * f + columns[None, :]
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def bias_activation_backward_kernel(
+    dy,
+    x,
+    bias,
+    seed,
+    dx,
+    dbias,
+    m,
+    f,
+    dy_stride,
+    x_stride,
+    p,
+    keep_scale,
+    kind: constexpr,
+    has_bias: constexpr,
+    has_dropout: constexpr,
+    bias_gradient: constexpr,
+    block_m: constexpr,
+    block_f: constexpr,
+):
+    """Writes dx (M, F), and each program's part of dbias, (programs, F)."""
+    columns = tl.program_id(0) * block_f + tl.arange(0, block_f)
+    if has_bias:
+        added = tl.load(bias + columns, mask=columns < f, other=0.0).to(tl.float32)
+    db = tl.zeros((block_m, block_f), tl.float32)
+    step = tl.num_programs(1) * block_m
+    for start in range(tl.program_id(1) * block_m, m, step):
+        rows = (start + tl.arange(0, block_m)).to(tl.int64)
+        inside = (rows < m)[:, None] & (columns < f)[None, :]
+        x_at = rows[:, None] * x_stride + columns[None, :]
+        dy_at = rows[:, None] * dy_stride + columns[None, :]
+        value = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
+        if has_bias:
+            value += added[None, :]
+        g = tl.load(dy + dy_at, mask=inside, other=0.0).to(tl.float32)
+        if has_dropout:
+            keep = kept(seed, rows, tl.program_id(0) * block_f, p, block_f)
+            g = tl.where(keep, g * keep_scale, 0.0)
+        g *= activation_slope(value, kind)
+        if bias_gradient:
+            db += g
+        at = rows[:, None] * f + columns[None, :]
+        tl.store(dx + at, g.to(dx.dtype.element_ty), mask=inside)
+    if bias_gradient:
+        at = tl.program_id(1) * f + columns
+        tl.store(dbias + at, tl.sum(db, 0), mask=columns < f)
+
+
+def bias_activation_forward(
+    x: Tensor, bias: Tensor | None, seed: Tensor | None, kind: str, p: float
+) -> Tensor:
+    """The activated rows, (..., F)."""
+    rows = rows_of(x)
+    dtype = x.dtype if bias is None else torch.promote_types(x.dtype, bias.dtype)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    m, f = rows.shape
+    row_blocks, column_blocks, block_m, block_f = flat_tile(m, f)
+    with device_of(x):
+        bias_activation_forward_kernel[(row_blocks * column_blocks,)](
+            rows,
+            rows if bias is None else bias.contiguous(),
+            rows if seed is None else seed,
+            y,
+            m,
+            f,
+            column_blocks,
+            rows.stride(0),
+            p,
+            keep_scale(p),
+            kind=kind,
+            has_bias=bias is not None,
+            has_dropout=seed is not None,
+            block_m=block_m,
+            block_f=block_f,
+        )
+    return y
+
+
+def bias_activation_backward(
+    dy: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    kind: str,
+    p: float,
+    bias_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of x, (..., F), and of the bias, (F,)."""
+    rows, dy_rows = rows_of(x), rows_of(dy)
+    m, f = rows.shape
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    row_blocks, column_blocks, block_m, block_f = flat_tile(m, f)
+    programs = reducing_programs(x, row_blocks, column_blocks)
+    dbias = torch.empty((programs, f), dtype=torch.float32, device=x.device)
+    with device_of(x):
+        bias_activation_backward_kernel[(column_blocks, programs)](
+            dy_rows,
+            rows,
+            rows if bias is None else bias.contiguous(),
+            rows if seed is None else seed,
+            dx,
+            dbias,
+            m,
+            f,
+            dy_rows.stride(0),
+            rows.stride(0),
+            p,
+            keep_scale(p),
+            kind=kind,
+            has_bias=bias is not None,
+            has_dropout=seed is not None,
+            bias_gradient=bias_gradient,
+            block_m=block_m,
+            block_f=block_f,
+        )
+    if bias is None or not bias_gradient:
+        return dx, None
+    return dx, dbias.sum(0).to(bias.dtype)
+
+
+class BiasActivationFunction(torch.autograd.Function):
+    """dropout(activation(x + bias)), differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, kind: str, p: float
+    ) -> Tensor:
+        """Keeps x, the bias and the seed, and not the sum."""
+        seed = draw_seed(x) if p > 0 else None
+        ctx.save_for_backward(x, bias, seed)
+        ctx.kind, ctx.p = kind, p
+        return bias_activation_forward(x, bias, seed, kind, p)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        """Gradients of x and bias."""
+        x, bias, seed = ctx.saved_tensors
+        bias_gradient = bias is not None and ctx.needs_input_grad[1]
+        dx, dbias = bias_activation_backward(
+            dy, x, bias, seed, ctx.kind, ctx.p, bias_gradient
+        )
+        return dx, dbias, None, None
+
+
+def bias_activation(
+    x: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    *,
+    p: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """dropout(activation(x + bias)).
+
+    Shapes: x (..., F), bias (F,) or None -> (..., F).
+    Numerics: reassociated; float32 inside, rounded once. The bias's gradient is summed
+        in float32, in the same order at every run. Reseeded where p > 0: dropout draws
+        other numbers than `torch.nn.functional.dropout`, from the same generator, and
+        stores no mask.
+    Source: Hendrycks & Gimpel 2016, arXiv:1606.08415; Salmon et al. 2011,
+        doi:10.1145/2063384.2063405.
+
+    Args:
+        x: The linear layer's output before its bias.
+        bias: Its bias.
+        kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
+        p: The share that dropout drops.
+        training: Whether dropout drops at all.
+    """
+    p, bias = p if training else 0.0, linear_bias(x, bias)
+    if not runs_triton(x, bias):
+        return bias_activation_reference(x, bias, kind, p)
+    y: Tensor = BiasActivationFunction.apply(x, bias, kind, p)
+    return y
+
+
+def bias_gelu(
+    x: Tensor,
+    bias: Tensor | None,
+    approximate: str = "none",
+    *,
+    p: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """dropout(gelu(x + bias)), as `bias_activation`.
+
+    Args:
+        x: The linear layer's output before its bias.
+        bias: Its bias.
+        approximate: "none" for the error function, "tanh" for what GPT-2 calls
+            `gelu_new`, as in `torch.nn.functional.gelu`.
+        p: The share that dropout drops.
+        training: Whether dropout drops at all.
+    """
+    kind = "gelu_tanh" if approximate == "tanh" else "gelu"
+    return bias_activation(x, bias, kind, p=p, training=training)
 
 
 # ignore_index, label_smoothing, softcap

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .kernels import cross_entropy, residual_layer_norm
+from .kernels import bias_gelu, cross_entropy, residual_layer_norm
 from .tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    all_reduce_gradient,
     part_size,
 )
 
@@ -68,7 +69,11 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+        return self.dropout(
+            self.c_proj(
+                bias_gelu(F.linear(all_reduce_gradient(x), self.c_fc.weight), self.c_fc.bias)
+            )
+        )
 
 
 class Block(nn.Module):
