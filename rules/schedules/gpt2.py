@@ -52,7 +52,7 @@ def schedule(
     With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages.
     """
     if fuse:
-        s.apply_all()
+        s.apply_all(concrete_args={"encoder_hidden_states": None})  # no cross-attention
     blocks = s["transformer.h"]
     if tensor_parallel:
         blocks["*.attn.c_attn"].shard("weight", axis=1, parts=3)

@@ -91,9 +91,9 @@ def find(
     found = find_pattern(pattern, scopes)
     more: dict[str, list[Match]] = {}
     misses: dict[str, list[Miss]] = {}
-    for scope in scopes:
+    for scope in found.branched:
         if not (scope.graph.decided or _takes(scope, given)) or _owner(scope) is None:
-            continue
+            continue  # no way is known, or it is no method
         node = nodes[scope.path]
         taken = {id(s) for m in found if m.path == scope.path for s in m.statements}
         for match in find_pattern(pattern, [_followed(scope, node, sources, given)]):
@@ -104,6 +104,8 @@ def find(
                 elif opened is not None:
                     miss = Miss(scope.path, scope.function, pattern.name, pattern.size, opened)
                     misses.setdefault(scope.path, []).append(miss)
+    if not more and not misses:
+        return found
     paths = dict.fromkeys(scope.path for scope in scopes)
     every = [m for p in paths for m in (*(m for m in found if m.path == p), *more.get(p, ()))]
     near = [m for own in misses.values() for m in own]
@@ -114,7 +116,7 @@ def find(
 def _takes(scope: Scope, given: Given) -> bool:
     """Whether a function is a `forward` with one of the arguments."""
     function = scope.graph.function
-    if scope.function != "forward" or function is None:
+    if not given.values or scope.function != "forward" or function is None:
         return False
     arguments = (n for n in ast.walk(function.args) if isinstance(n, ast.arg))
     return any(argument.arg in given.values for argument in arguments)

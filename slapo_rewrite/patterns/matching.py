@@ -89,11 +89,13 @@ class Matcher:
 
     Attributes:
         nearest: Why the attempt that came furthest ended.
+        branched: Whether one may have ended at a branch.
     """
 
     def __init__(self, pattern: Pattern, graph: Graph) -> None:
         self.pattern, self.graph = pattern, graph
         self.nearest: Stop | None = None
+        self.branched = False
 
     def starts(self) -> list[Value]:
         """The values that may be the pattern's first result, or that one may hide in."""
@@ -147,6 +149,7 @@ class Matcher:
 
     def stop(self, stop: Stop) -> None:
         """Notes why an attempt ended; the one that came furthest is kept."""
+        self.branched |= stop.complete
         if self.nearest is None or stop.reach > self.nearest.reach:
             self.nearest = stop
 
@@ -240,6 +243,8 @@ class Matcher:
     ) -> None:
         hidden = value.inside is not None
         between = False
+        if so_far.held and value.operation in _SEVERAL:
+            self.branched |= isinstance(value.node, ast.If)
         if held is None and value.operation in _SEVERAL:
             ways = [inner.operation for _, inner in value.arguments]
             between = wanted.operation in ways or value.operation == "loop"

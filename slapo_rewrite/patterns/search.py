@@ -146,11 +146,13 @@ class Matches(Sequence[Match]):
         found: The matches, in the order of the tree and of the text.
         misses: The nearest miss of each module without a match.
         first: The pattern's first parameter.
+        branched: The functions in which a branch may have been in the way.
     """
 
     found: tuple[Match, ...]
     misses: tuple[Miss, ...] = ()
     first: str = ""
+    branched: tuple[Scope, ...] = ()
 
     @overload
     def __getitem__(self, index: int) -> Match: ...
@@ -249,18 +251,21 @@ def find_pattern(pattern: Pattern, scopes: Sequence[Scope]) -> Matches:
     """Every place in some functions where a pattern stands."""
     found: list[Match] = []
     misses: list[Miss] = []
+    branched: list[Scope] = []
     for path, group in itertools.groupby(scopes, key=lambda scope: scope.path):
         here: list[Match] = []
         near: list[Miss] = []
         for scope in group:
             matcher = Matcher(pattern, scope.graph)
             here += _matches(matcher, scope)
+            branched += [scope] if matcher.branched else []
             if matcher.nearest is not None:
                 near.append(Miss(path, scope.function, pattern.name, pattern.size, matcher.nearest))
         found += here
         if near and not here:
             misses.append(max(near, key=lambda miss: miss.stop.reach))
-    return Matches(tuple(found), tuple(misses), next(iter(pattern.parameters), ""))
+    first = next(iter(pattern.parameters), "")
+    return Matches(tuple(found), tuple(misses), first, tuple(branched))
 
 
 def _matches(matcher: Matcher, scope: Scope) -> Iterator[Match]:
