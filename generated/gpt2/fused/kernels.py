@@ -1,7 +1,7 @@
 # Written by slapo-rewrite 0.1.0 for modeling_gpt2.py; rewrite.json says from what.
 """Kernels that the model uses, each with its reference in PyTorch.
 
-Shapes: M rows, D columns, F features, V classes, B batch, N heads, T queries, S keys; M = B N T rows.
+Shapes: M rows, D columns, F features, V classes, D features, B batch, N heads, T queries, S keys; M = B N T rows.
 """
 
 from collections.abc import Callable
@@ -818,6 +818,389 @@ def causal_lm_cross_entropy(
     return masked_lm_cross_entropy(
         logits, shift_labels, vocab_size, num_items_in_batch, ignore_index
     )
+
+
+def residual_layer_norm_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    input_bias: Tensor | None,
+    p: float,
+) -> tuple[Tensor, Tensor]:
+    """`residual_layer_norm` in PyTorch's operations."""
+    if input_bias is not None:
+        x = x + input_bias
+    total = nn.functional.dropout(x, p) + residual
+    return nn.functional.layer_norm(total, total.shape[-1:], weight, bias, eps), total
+
+
+@jit
+def layer_norm_forward_kernel(
+    x,
+    residual,
+    input_bias,
+    seed,
+    weight,
+    bias,
+    y,
+    total,
+    mean,
+    rstd,
+    m,
+    d,
+    x_stride,
+    residual_stride,
+    p,
+    keep_scale,
+    eps,
+    has_residual: constexpr,
+    has_input_bias: constexpr,
+    has_dropout: constexpr,
+    has_weight: constexpr,
+    has_bias: constexpr,
+    block_m: constexpr,
+    block_d: constexpr,
+):
+    """Writes y (M, D), mean and rstd (M,), and the sum (M, D) where there is one."""
+    rows = (tl.program_id(0) * block_m + tl.arange(0, block_m)).to(tl.int64)
+    columns = tl.arange(0, block_d)
+    real = columns < d
+    inside = (rows < m)[:, None] & real[None, :]
+    at = rows[:, None] * d + columns[None, :]
+    x_at = rows[:, None] * x_stride + columns[None, :]
+    value = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
+    if has_residual:
+        if has_input_bias:
+            added = tl.load(input_bias + columns, mask=real, other=0.0).to(tl.float32)
+            value += added[None, :]
+        if has_dropout:
+            keep = kept(seed, rows, 0, p, block_d)
+            value = tl.where(keep, value * keep_scale, 0.0)
+        residual_at = rows[:, None] * residual_stride + columns[None, :]
+        value += tl.load(residual + residual_at, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    mu = tl.sum(tl.where(inside, value, 0.0), 1) / d
+    centred = tl.where(inside, value - mu[:, None], 0.0)
+    r = tl.rsqrt(tl.sum(centred * centred, 1) / d + eps)
+    tl.store(mean + rows, mu, mask=rows < m)
+    tl.store(rstd + rows, r, mask=rows < m)
+    out = centred * r[:, None]
+    if has_weight:
+        scale = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
+        out *= scale[None, :]
+    if has_bias:
+        out += tl.load(bias + columns, mask=real, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def layer_norm_backward_kernel(
+    dy,
+    dtotal,
+    total,
+    seed,
+    weight,
+    mean,
+    rstd,
+    dx,
+    dresidual,
+    dweight,
+    dbias,
+    dinput_bias,
+    m,
+    d,
+    dy_stride,
+    dtotal_stride,
+    total_stride,
+    p,
+    keep_scale,
+    has_dtotal: constexpr,
+    has_residual: constexpr,
+    has_dropout: constexpr,
+    has_weight: constexpr,
+    weight_gradient: constexpr,
+    bias_gradient: constexpr,
+    input_bias_gradient: constexpr,
+    block_m: constexpr,
+    block_d: constexpr,
+):
+    """Writes dx and dresidual (M, D), and each program's part of the sums over rows.
+
+    Those are dweight, dbias and dinput_bias, (programs, D) each.
+    """
+    columns = tl.arange(0, block_d)
+    real = columns < d
+    if has_weight:
+        scale = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
+    dw = tl.zeros((block_m, block_d), tl.float32)
+    db = tl.zeros((block_m, block_d), tl.float32)
+    dib = tl.zeros((block_m, block_d), tl.float32)
+    step = tl.num_programs(0) * block_m
+    for start in range(tl.program_id(0) * block_m, m, step):
+        rows = (start + tl.arange(0, block_m)).to(tl.int64)
+        inside = (rows < m)[:, None] & real[None, :]
+        at = rows[:, None] * d + columns[None, :]
+        total_at = rows[:, None] * total_stride + columns[None, :]
+        dy_at = rows[:, None] * dy_stride + columns[None, :]
+        mu = tl.load(mean + rows, mask=rows < m, other=0.0)[:, None]
+        r = tl.load(rstd + rows, mask=rows < m, other=0.0)[:, None]
+        value = tl.load(total + total_at, mask=inside, other=0.0).to(tl.float32)
+        hat = tl.where(inside, (value - mu) * r, 0.0)
+        g = tl.load(dy + dy_at, mask=inside, other=0.0).to(tl.float32)
+        if weight_gradient:
+            dw += g * hat
+        if bias_gradient:
+            db += g
+        if has_weight:
+            g *= scale[None, :]
+        along = tl.sum(g * hat, 1) / d
+        g = (g - (tl.sum(g, 1) / d)[:, None] - hat * along[:, None]) * r
+        if has_dtotal:
+            dtotal_at = rows[:, None] * dtotal_stride + columns[None, :]
+            g += tl.load(dtotal + dtotal_at, mask=inside, other=0.0).to(tl.float32)
+        if has_residual:
+            tl.store(dresidual + at, g.to(dresidual.dtype.element_ty), mask=inside)
+        if has_dropout:
+            keep = kept(seed, rows, 0, p, block_d)
+            g = tl.where(keep, g * keep_scale, 0.0)
+        if input_bias_gradient:
+            dib += tl.where(inside, g, 0.0)
+        tl.store(dx + at, g.to(dx.dtype.element_ty), mask=inside)
+    at = tl.program_id(0) * d + columns
+    if weight_gradient:
+        tl.store(dweight + at, tl.sum(dw, 0), mask=real)
+    if bias_gradient:
+        tl.store(dbias + at, tl.sum(db, 0), mask=real)
+    if input_bias_gradient:
+        tl.store(dinput_bias + at, tl.sum(dib, 0), mask=real)
+
+
+def layer_norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    input_bias: Tensor | None,
+    seed: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The normalised rows and the sum, (..., D); mean and rstd, (M,).
+
+    Without a residual the sum is x.
+    """
+    rows = rows_of(x)
+    residual_rows = rows if residual is None else rows_of(residual)
+    (m, d), device = rows.shape, x.device
+    total, dtype = x, torch.promote_types(x.dtype, residual_rows.dtype)
+    if residual is not None:
+        total = torch.empty(x.shape, dtype=dtype, device=device)
+    if torch.is_autocast_enabled(device.type):  # under it layer_norm gives float32
+        dtype = torch.float32
+    y = torch.empty(x.shape, dtype=dtype, device=device)
+    mean = torch.empty((m,), dtype=torch.float32, device=device)
+    rstd = torch.empty_like(mean)
+    block_m, block_d, num_warps = row_tile(d)
+    with device_of(x):
+        layer_norm_forward_kernel[(ceil_div(m, block_m),)](
+            rows,
+            residual_rows,
+            rows if input_bias is None else input_bias.contiguous(),
+            rstd if seed is None else seed,
+            rows if weight is None else weight.contiguous(),
+            rows if bias is None else bias.contiguous(),
+            y,
+            total,
+            mean,
+            rstd,
+            m,
+            d,
+            rows.stride(0),
+            residual_rows.stride(0),
+            p,
+            keep_scale(p),
+            eps,
+            has_residual=residual is not None,
+            has_input_bias=input_bias is not None,
+            has_dropout=seed is not None,
+            has_weight=weight is not None,
+            has_bias=bias is not None,
+            block_m=block_m,
+            block_d=block_d,
+            num_warps=num_warps,
+        )
+    return y, total, mean, rstd
+
+
+def layer_norm_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    seed: Tensor | None,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    p: float,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+    sums: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """The gradients of x, residual and, as far as `sums` asks, the three vectors.
+
+    Those are weight, bias and input_bias.
+    """
+    rows, dy_rows = rows_of(total), rows_of(dy)
+    dtotal_rows = dy_rows if dtotal is None else rows_of(dtotal)
+    (m, d), device = rows.shape, total.device
+    block_m, block_d, num_warps = row_tile(d)
+    programs = reducing_programs(total, ceil_div(m, block_m))
+    dx = torch.empty(total.shape, dtype=x_dtype, device=device)
+    dresidual = dx
+    apart = seed is not None or residual_dtype != x_dtype
+    if residual_dtype is not None and apart:
+        dresidual = torch.empty(total.shape, dtype=residual_dtype, device=device)
+    parts = torch.empty((3, programs, d), dtype=torch.float32, device=device)
+    with device_of(total):
+        layer_norm_backward_kernel[(programs,)](
+            dy_rows,
+            dtotal_rows,
+            rows,
+            rstd if seed is None else seed,
+            rows if weight is None else weight.contiguous(),
+            mean,
+            rstd,
+            dx,
+            dresidual,
+            *parts.unbind(),
+            m,
+            d,
+            dy_rows.stride(0),
+            dtotal_rows.stride(0),
+            rows.stride(0),
+            p,
+            keep_scale(p),
+            has_dtotal=dtotal is not None,
+            has_residual=residual_dtype is not None and apart,
+            has_dropout=seed is not None,
+            has_weight=weight is not None,
+            weight_gradient=sums[0],
+            bias_gradient=sums[1],
+            input_bias_gradient=sums[2],
+            block_m=block_m,
+            block_d=block_d,
+            num_warps=num_warps,
+        )
+    return dx, dresidual, [parts[i].sum(0) if sums[i] else None for i in range(3)]
+
+
+class LayerNormFunction(torch.autograd.Function):
+    """The normalised rows and the sum; without a residual, no sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        input_bias: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        p: float,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Keeps the sum, each row's statistics and the seed."""
+        seed = draw_seed(x) if p > 0 else None
+        y, total, mean, rstd = layer_norm_forward(
+            x, residual, input_bias, seed, weight, bias, eps, p
+        )
+        ctx.save_for_backward(total, seed, weight, mean, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.p = p
+        ctx.dtypes = [
+            None if t is None else t.dtype
+            for t in (x, residual, input_bias, weight, bias)
+        ]
+        return y if residual is None else (y, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:
+        """Gradients of x, residual, input_bias, weight and bias."""
+        total, seed, weight, mean, rstd = ctx.saved_tensors
+        if dy is None and dtotal is None:
+            return (None,) * 7
+        x_dtype, residual_dtype, *_ = ctx.dtypes
+        dx, dresidual, (dweight, dbias, dinput_bias) = layer_norm_backward(
+            torch.zeros_like(total) if dy is None else dy,
+            dtotal,
+            total,
+            seed,
+            weight,
+            mean,
+            rstd,
+            ctx.p,
+            x_dtype,
+            residual_dtype,
+            tuple(ctx.needs_input_grad[i] for i in (3, 4, 2)),
+        )
+        gradients = (
+            dx,
+            None if residual_dtype is None else dresidual,
+            dinput_bias,
+            dweight,
+            dbias,
+        )
+        return (
+            *(
+                None if g is None else g.to(dtype)
+                for g, dtype in zip(gradients, ctx.dtypes, strict=True)
+            ),
+            None,
+            None,
+        )
+
+
+def residual_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    input_bias: Tensor | None = None,
+    p: float = 0.0,
+    training: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Normalises dropout(x + input_bias) + residual as `layer_norm` does.
+
+    Shapes: x and residual (..., D), weight, bias and input_bias (D,) or None -> the
+        normalised rows and the sum, (..., D) each.
+    Numerics: reassociated; reseeded where p > 0: dropout draws other numbers than
+        `torch.nn.functional.dropout`, from the same generator, and stores no mask.
+    Source: Ba et al. 2016, arXiv:1607.06450; Salmon et al. 2011,
+        doi:10.1145/2063384.2063405.
+
+    Args:
+        x: What is added to the residual.
+        residual: The stream that runs past the layers.
+        weight: The scale.
+        bias: The shift.
+        eps: Added to the variance.
+        input_bias: Added to x first, the bias of the linear layer before.
+        p: The share of x that dropout drops.
+        training: Whether dropout drops at all.
+    """
+    p, input_bias = p if training else 0.0, linear_bias(x, input_bias)
+    tensors = (x, residual, weight, bias, input_bias)
+    if not runs_triton(*tensors) or x.shape != residual.shape:
+        return residual_layer_norm_reference(
+            x, residual, weight, bias, eps, input_bias, p
+        )
+    y, total = LayerNormFunction.apply(x, residual, input_bias, weight, bias, eps, p)
+    return y, total
 
 
 def masked_softmax_reference(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
