@@ -17,6 +17,7 @@ from slapo_rewrite.fusion import (
     Refusal,
     Renamed,
     Rule,
+    loss_of,
 )
 from slapo_rewrite.patterns.search import CallSite
 from slapo_rewrite.runtime.kernels.cross_entropy import (
@@ -296,9 +297,3 @@ class CrossEntropy(Rule):
         given["logits"] = rows.format(parenthesised(given["logits"]), given["size"])
         given["labels"] = flat.format(parenthesised(given["labels"]))
         return given
-
-
-def loss_of(found: Found) -> str:
-    """The dotted name of the function that a model computes its loss by."""
-    loss = found.attribute("loss_function")
-    return f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', loss)}"

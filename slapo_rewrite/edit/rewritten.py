@@ -55,6 +55,7 @@ class Rewrite:
         again: Whether the call is still to be carried out, on the changed source.
         multiplied: Paths of linear layers whose bias the new text adds: where they are called, the
             product alone is to be taken.
+        idle: Paths of modules that are not always called any more, whatever is below them.
     """
 
     edits: list[Edit]
@@ -64,3 +65,4 @@ class Rewrite:
     classes: Mapping[str, NewClass] = field(default_factory=dict)
     again: bool = False
     multiplied: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()

@@ -115,6 +115,7 @@ class Project:
             except Again as again:
                 self._begin_again(again)
             else:
+                plan.check_cuts()
                 return plan
 
     def _begin_again(self, again: Again) -> None:

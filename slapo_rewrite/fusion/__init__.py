@@ -1,18 +1,28 @@
 """Computations that take the place of others: rules, and how what they say becomes source."""
 
 from slapo_rewrite.edit.examples import Example, Refusal
-from slapo_rewrite.fusion.engine import Calling, Renamed
+from slapo_rewrite.fusion.engine import Calling, Renamed, Spread
+from slapo_rewrite.fusion.forks import Fork, fork_of
+from slapo_rewrite.fusion.heads import SHIFTS, Declined, head_of, labels_of, loss_of
 from slapo_rewrite.fusion.packing import Packing
 from slapo_rewrite.fusion.rule import Alternative, Found, Numerics, Rule
 
 __all__ = [
+    "SHIFTS",
     "Alternative",
     "Calling",
+    "Declined",
     "Example",
+    "Fork",
     "Found",
     "Numerics",
     "Packing",
     "Refusal",
     "Renamed",
     "Rule",
+    "Spread",
+    "fork_of",
+    "head_of",
+    "labels_of",
+    "loss_of",
 ]

@@ -97,6 +97,26 @@ class Renamed:
         return spell(self.origin) + self.arguments
 
 
+class Spread(Protocol):
+    """How an expression is written that changes more than one place."""
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """The modules whose calls it leaves out, some or all, relative to the module."""
+        ...
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """The outputs that are None in training then, by name or number."""
+        ...
+
+    def edits(
+        self, text: str, cause: Directive, why: str, line_length: int
+    ) -> dict[ast.stmt, list[Edit]]:
+        """What changes, by statement."""
+        ...
+
+
 @dataclass(frozen=True)
 class Claim:
     """A match that an expression takes the place of.
@@ -113,6 +133,7 @@ class Claim:
         moved: Whether the statements go there, with their comments.
         values: What stands for each parameter; the match's own values where None.
         layer: The linear layer before the match whose bias the expression adds.
+        spread: How it is written where one place is not enough.
     """
 
     match: Match
@@ -126,6 +147,7 @@ class Claim:
     moved: bool = False
     values: Mapping[str, Value] | None = None
     layer: str | None = None
+    spread: Spread | None = None
 
     def touched(self) -> set[tuple[str, int]]:
         """The statements that go and the expression that is replaced, by path and identity."""
@@ -142,6 +164,10 @@ class Claim:
     def multiplied(self) -> list[str]:
         """The path of the linear layer of which the product alone is taken."""
         return [self._below(self.layer)] if self.layer is not None else []
+
+    def idle(self) -> list[str]:
+        """The paths of modules that are called elsewhere, and not always any more."""
+        return [self._below(path) for path in self.spread.idle] if self.spread else []
 
     def _below(self, relative: str) -> str:
         return f"{self.node.path}.{relative}" if self.node.path else relative
@@ -232,7 +258,10 @@ class Engine:
         if (reason := _misuse(first)) is not None:
             return Left(first, reason)
         for claim in group:
-            for path in claim.called():
+            for path in (*claim.called(), *claim.idle()):
+                tied = self._tied_to_sharded(path) if path in claim.idle() else None
+                if tied is not None:
+                    return Left(claim, f"{tied}, and it reads that whole", "leave it whole")
                 if (state := self._scheduled(path)) is not None:
                     line = _first_line(state)
                     return Left(
@@ -262,6 +291,17 @@ class Engine:
                 plain = ModuleState(annotations=state.annotations)
                 if state != plain:
                     return state
+        return None
+
+    def _tied_to_sharded(self, path: str) -> str | None:
+        """That a parameter of a module is sharded by one of its names, where it has several."""
+        for names in self.tree.ties.values():
+            if any(name.rpartition(".")[0] == path for name in names):
+                for name in names:
+                    holder, _, last = name.rpartition(".")
+                    state = self.states.get(holder)
+                    if state is not None and any(shard.name == last for shard in state.shards):
+                        return f"`{name}` is sharded{_first_line(state)}"
         return None
 
     def refused(self, left: Left) -> errors.RewriteError:
@@ -309,8 +349,9 @@ class Engine:
             self._texts.clear()
             edits, absorbed = self._carried_out(live)
         multiplied = tuple(dict.fromkeys(path for c in live for path in c.multiplied()))
+        idle = tuple(dict.fromkeys(path for c in live for path in c.idle()))
         references = tuple(self.speller.references.values())
-        return Rewrite(edits, references, absorbed, notes, multiplied=multiplied)
+        return Rewrite(edits, references, absorbed, notes, multiplied=multiplied, idle=idle)
 
     def _carried_out(self, claims: Sequence[Claim]) -> tuple[list[Edit], tuple[str, ...]]:
         """The edits, and the modules that are called no more."""
@@ -396,15 +437,22 @@ class Engine:
     def _edits(self, claims: Sequence[Claim]) -> dict[ast.stmt, list[Edit]]:
         """The edits of one module's class, by statement."""
         writings = []
+        spread: list[tuple[ast.stmt, list[Edit]]] = []
         for claim in claims:
             self._check_names(claim)
+            if claim.spread is not None:
+                given = (self._text(claim), self.cause, f"`{claim.what}`", self.line_length)
+                spread += claim.spread.edits(*given).items()
+                continue
             replaced = claim.match.replaced
             statement = self.sharing.statement_of(replaced.node)
             why = f"`{claim.what}`"
             text = self._text(claim)
             writings.append(Writing(replaced, statement, text, self.cause, why, claim.moved))
         edits = place_edits(self.file, writings, self.line_length)
-        for statement, claim in self._idle(claims):
+        for statement, changes in spread:
+            edits.setdefault(statement, []).extend(changes)
+        for statement, claim in self._idle([c for c in claims if c.spread is None]):
             edits[statement] = [removed(self.file, statement, self.cause, f"`{claim.what}`")]
         for claim in claims:
             if claim.method is not None:

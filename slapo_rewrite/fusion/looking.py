@@ -161,7 +161,7 @@ def _take(rule: Rule, found: Found, looked: Looked) -> None:
     )
     reason = rule.refuses(found)
     if reason is None:
-        looked.claims.append(claim)
+        looked.claims.append(replace(claim, spread=rule.spread(found)))
     else:
         looked.left.append(Left(claim, reason))
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from slapo_rewrite.edit.examples import Example, Refusal
-from slapo_rewrite.fusion.engine import Calling, Renamed
+from slapo_rewrite.fusion.engine import Calling, Renamed, Spread
 from slapo_rewrite.model.facts import method_of
 from slapo_rewrite.model.layers import MULTIPLIED, qualified
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match
-from slapo_rewrite.patterns.values import Value
+from slapo_rewrite.patterns.values import Graph, Value
 
 
 class Numerics(enum.Enum):
@@ -107,6 +107,13 @@ class Found:
         owners = (self.match.file.classes.get(cls.__name__) for cls in self.node.cls.__mro__)
         calls = [n for owner in owners if owner for n in ast.walk(owner) if _calls(n, called)]
         return called if calls == [value.node] else None
+
+    @property
+    def graph(self) -> Graph:
+        """The values of the function that the match stands in."""
+        scopes = self.sources.scopes[self.sources.fingerprints.of(self.node)]
+        graphs: dict[str, Graph] = {scope.function: scope.graph for scope in scopes}
+        return graphs[self.match.function]
 
     def buffer(self, name: str) -> ast.expr | None:
         """The expression that a buffer of the module is registered with, and that it stays.
@@ -211,6 +218,10 @@ class Rule:
 
         Where the layer is called, the product alone is written then.
         """
+        return None
+
+    def spread(self, found: Found) -> Spread | None:
+        """How it is written where one place is not enough."""
         return None
 
     @functools.cached_property

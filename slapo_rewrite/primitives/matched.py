@@ -60,6 +60,9 @@ def noted(
         note: dict[str, object] = {"rule": name}
         if paths:
             note["applied"] = list(dict.fromkeys(paths))
+        spread = [claim.spread for claim in kept if claim.what == name and claim.spread]
+        if absent := list(dict.fromkeys(output for each in spread for output in each.absent)):
+            note["none in training"] = absent
         reasons = {
             general(each.claim.node.path): each.reason for each in left if each.claim.what == name
         }

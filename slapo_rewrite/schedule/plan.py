@@ -26,6 +26,7 @@ class Plan:
         states: What was asked of each module path; a path that is not in it was not touched.
         order: The position of each path in the tree.
         idle: Modules that are not called any more, and which directive did that.
+        seldom: Modules that are only called in eval mode, likewise; what they hold may be.
         notes: What became of the rules that a directive asked for, by its number.
 
     Args:
@@ -49,6 +50,7 @@ class Plan:
         self.directives: list[Directive] = []
         self.states: dict[str, ModuleState] = {}
         self.idle: dict[str, Directive] = {}
+        self.seldom: dict[str, Directive] = {}
         self.notes: dict[int, tuple[Mapping[str, object], ...]] = {}
         self.order = {path: number for number, path in enumerate(tree.nodes)}
 
@@ -78,6 +80,7 @@ class Plan:
             return primitive.answer(call, nodes, self.states)
         if done is not None:
             self.idle |= dict.fromkeys(done.absorbed, directive)
+            self.seldom |= dict.fromkeys(done.idle, directive)
         else:
             rewrite = primitive.rewrites(call, list(nodes), self.states, self.line_length)
             if rewrite is not None and rewrite.edits:
@@ -104,6 +107,7 @@ class Plan:
             key = (node.kind, id(state))
             if key not in decided:
                 decided[key] = primitive.apply(call, node, state)
+            self._check_ties(node, decided[key])
             self.states[node.path] = decided[key]
             if (module := primitive.replacement(call, node)) is not None:
                 grafts[node.path] = module
@@ -120,14 +124,34 @@ class Plan:
         while above is not None and above.path not in self.idle:
             above = above.parent
         if above is not None:
-            cause = self.idle[above.path]
-            line = f" of line {cause.at.line}" if cause.at else ""
-            raise errors.ConflictingEdits(
-                f"`{above.path}` is no longer called since `{cause.primitive}(...)`{line}",
-                at=directive.at,
-                also=[cause.at] if cause.at else [],
-                hint="schedule what takes its place",
-            )
+            words, hint = f"`{above.path}` is no longer called", "schedule what takes its place"
+            raise _conflict(words, self.idle[above.path], directive, hint)
+        if node.path in self.seldom:
+            words, hint = f"in training `{node.path}` is no longer called", "leave it as it is"
+            raise _conflict(words, self.seldom[node.path], directive, hint)
+
+    def _check_ties(self, node: Node, state: ModuleState) -> None:
+        """What is read of a module that is not called stays whole, by whatever name."""
+        for shard in state.shards if self.seldom else ():
+            name = f"{node.path}.{shard.name}"
+            tied = (other for names in self.tree.ties.values() if name in names for other in names)
+            for other in tied:
+                path = other.rpartition(".")[0]
+                if path in self.seldom:
+                    words = f"`{name}` is `{other}` too, which is read whole in training"
+                    raise _conflict(words, self.seldom[path], shard.cause, "leave it whole")
+
+    def check_cuts(self) -> None:
+        """Of what the last stage of a pipeline gives, the engine computes the loss.
+
+        Raises:
+            ConflictingEdits: In training there are no logits.
+        """
+        cut = next((state.cut for state in self.states.values() if state.cut), None)
+        if cut is not None and self.seldom:
+            path, cause = next(iter(self.seldom.items()))
+            words = f"the last stage is to give what `{path}` gives, which training leaves out"
+            raise _conflict(words, cause, cut, None)
 
     def _check_untouched(self, grafts: Mapping[str, Any], at: Span | None) -> None:
         """What a replaced module holds goes with it, so it cannot have been scheduled before."""
@@ -143,3 +167,16 @@ class Plan:
                     also=earlier[:1],
                     hint="replace first, then schedule what stands there",
                 )
+
+
+def _conflict(
+    words: str, cause: Directive, directive: Directive, hint: str | None
+) -> errors.ConflictingEdits:
+    """The error for what an earlier directive leaves no room for."""
+    line = f" of line {cause.at.line}" if cause.at else ""
+    return errors.ConflictingEdits(
+        f"{words} since `{cause.primitive}(...)`{line}",
+        at=directive.at,
+        also=[cause.at] if cause.at else [],
+        hint=hint,
+    )

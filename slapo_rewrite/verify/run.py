@@ -23,6 +23,8 @@ TWIN = Path(__file__).resolve().parents[1] / "model" / "twin.py"
 # No other world gets further than one that fails here.
 EARLY = ("starting", "importing", "loading the schedule", "building the original")
 ORIGINAL = ("building the original", "making the inputs", "the original")
+# Where the record of a rule names outputs that are None in training, by the schedule's wish.
+ABSENT = "none in training"
 TWIN_HINT = (
     "the small model that verification makes does not run: define verify_model(m) in the "
     "schedule, and inputs(model) where it needs other inputs, or mend those that are there"
@@ -77,6 +79,7 @@ def verify(
         "source": find_source(source or str(record["source"]["name"])),
         "out": str(out),
         "stem": Path(record["source"]["file"]).stem,
+        "absent": [n for note in record.get("rules", ()) for n in note.get(ABSENT, ())],
         "sys_path": [os.path.abspath(path) for path in sys.path],
         "training": asdict(training or Training()),
     }

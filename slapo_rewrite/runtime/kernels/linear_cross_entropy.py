@@ -15,7 +15,9 @@ from .cross_entropy import (
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_reference,
+    flat_labels,
     loss_scale,
+    shifted,
 )
 from .launch import runs_triton
 
@@ -90,7 +92,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         differentiate: bool,
     ) -> Tensor:
         """Keeps the gradients of the sum of losses, and no logits."""
-        labels = labels.reshape(-1).to(hidden.device).contiguous()
+        labels = flat_labels(labels, hidden)
         scale = loss_scale(labels, options[0], num_items)
         wanted = [differentiate and need for need in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -174,3 +176,74 @@ def linear_cross_entropy(
         hidden, weight, bias, labels, options, num_items, dtype, differentiate
     )
     return loss
+
+
+def masked_lm_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """The loss of transformers' `ForMaskedLMLoss`, without keeping the logits.
+
+    Args:
+        hidden: The output layer's input, (B, T, D).
+        weight: The output layer's weight, (V, D).
+        labels: (B, T).
+        num_items_in_batch: What the sum is divided by, where gradients are accumulated
+            over several batches; without it, the number of labels that count here.
+        ignore_index: The label of predictions that do not count.
+        bias: The output layer's bias, (V,).
+        softcap: As in `linear_cross_entropy`.
+    """
+    return linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        num_items=num_items_in_batch,
+    )
+
+
+def causal_lm_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """The loss of transformers' `ForCausalLMLoss`, without keeping the logits.
+
+    Args:
+        hidden: The output layer's input, (B, T, D).
+        weight: The output layer's weight, (V, D).
+        labels: (B, T); a token's label is the next one.
+        num_items_in_batch: As in `masked_lm_linear_cross_entropy`.
+        ignore_index: The label of predictions that do not count.
+        shift_labels: The labels as they stand beside their predictions, if that is done.
+        bias: The output layer's bias, (V,).
+        softcap: As in `linear_cross_entropy`.
+    """
+    if shift_labels is None:
+        shift_labels = shifted(labels, ignore_index)
+    return masked_lm_linear_cross_entropy(
+        hidden,
+        weight,
+        shift_labels,
+        num_items_in_batch,
+        ignore_index,
+        bias=bias,
+        softcap=softcap,
+    )

@@ -1,0 +1,376 @@
+"""The output layer and its cross entropy at once, without the logits."""
+
+import ast
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from slapo_rewrite.edit.text import accessor
+from slapo_rewrite.fusion import (
+    SHIFTS,
+    Alternative,
+    Calling,
+    Declined,
+    Example,
+    Fork,
+    Found,
+    Numerics,
+    Refusal,
+    Renamed,
+    Rule,
+    Spread,
+    fork_of,
+    head_of,
+    labels_of,
+    loss_of,
+)
+from slapo_rewrite.patterns.search import CallSite
+from slapo_rewrite.patterns.standing import text_of
+from slapo_rewrite.patterns.values import Value, described
+from slapo_rewrite.runtime.kernels.linear_cross_entropy import (
+    causal_lm_linear_cross_entropy,
+    linear_cross_entropy,
+    masked_lm_linear_cross_entropy,
+)
+
+KERNELS = "slapo_rewrite.runtime.kernels"
+# What computes the loss of transformers' models, the rule `cross_entropy` included.
+LOSSES = {
+    "transformers.loss.loss_utils.ForCausalLMLoss": "causal_lm_linear_cross_entropy",
+    "transformers.loss.loss_utils.ForMaskedLMLoss": "masked_lm_linear_cross_entropy",
+    f"{KERNELS}.cross_entropy.causal_lm_cross_entropy": "causal_lm_linear_cross_entropy",
+    f"{KERNELS}.cross_entropy.masked_lm_cross_entropy": "masked_lm_linear_cross_entropy",
+}
+OF_MODEL = "self.loss_function"
+# What transformers' losses are given first.
+LOGITS_FIRST = ("logits", "labels", "vocab_size")
+# What a cross entropy is given besides: what the kernel takes too, and what it does not.
+OPTIONS = {"ignore_index": -100, "label_smoothing": 0.0}
+NOT_TAKEN = {"weight": None, "size_average": None, "reduce": None, "reduction": "mean"}
+
+
+def is_loss(_: str, call: CallSite) -> bool:
+    return call.operation in ("cross_entropy", OF_MODEL, *LOSSES)
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return linear_cross_entropy(hidden, weight, labels)
+
+
+def masked_lm(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return masked_lm_linear_cross_entropy(hidden, weight, labels)
+
+
+def causal_lm(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return causal_lm_linear_cross_entropy(hidden, weight, labels)
+
+
+WRITER = """\
+from torch import nn
+from torch.nn import functional as F
+
+
+class Writer(nn.Module):
+    def __init__(self, width, classes):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes, bias=False)
+
+    def forward(self, x, labels=None):
+        x = self.norm(x)
+        logits = self.head(x)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
+        return loss, logits
+"""
+GPT = WRITER.replace(
+    """\
+        logits = self.head(x)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
+""",
+    """\
+        if labels is not None:
+            # if we are given some desired targets also calculate the loss
+            logits = self.head(x)
+            loss = F.cross_entropy(
+                logits.view(-1, logits.size(-1)), labels.view(-1), ignore_index=-1
+            )
+        else:
+            logits = self.head(x[:, [-1], :])
+            loss = None
+""",
+)
+SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Writer(8, 11)
+
+
+def inputs(model):
+    labels = torch.arange(12).view(2, 6) % 11
+    labels[0, :2] = -100
+    return {"x": torch.randn(2, 6, 8), "labels": labels}
+
+
+def loss(outputs):
+    return outputs[0]
+
+
+def schedule(s):
+    s.apply("linear_cross_entropy")
+"""
+GPT_SCHEDULE = SCHEDULE.replace("-100", "-1")
+SHIFTED = WRITER.replace(", bias=False", "").replace(
+    """\
+        logits = self.head(x)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
+""",
+    """\
+        logits = self.head(x).contiguous()
+        logits = 30.0 * F.tanh(logits / 30.0)
+        if labels is None:
+            return logits
+        shifted = logits[..., :-1, :].contiguous()
+        labels = labels[..., 1:].contiguous().to(shifted.device)
+        loss = F.cross_entropy(shifted.view(-1, 11), labels.view(-1), label_smoothing=0.1)
+""",
+)
+MADE, LOSS = "= self.head(x)\n", "labels.view(-1))\n"
+SCALED = WRITER.replace(MADE, f"{MADE}        logits = logits * 0.5\n")
+READ = WRITER.replace(LOSS, f"{LOSS}            right = logits.argmax(-1) == labels\n")
+SUMMED = WRITER.replace(LOSS, 'labels.view(-1), reduction="sum")\n')
+DEEP = WRITER.replace("nn.Linear(", "nn.Bilinear(width, ").replace(MADE, "= self.head(x, x)\n")
+SHARD = '    s["head"].shard("weight", axis=0)\n'
+LATE_SHARD = SCHEDULE + SHARD
+EARLY_SHARD = SCHEDULE.replace("def schedule(s):\n", f"def schedule(s):\n{SHARD}")
+
+
+class LinearCrossEntropy(Rule):
+    """Compute a loss in training without the logits: output layer and cross entropy at once.
+
+    In training, where labels are given, the output layer is not called and the logits that
+    `forward` returns are None (a tuple of a model of transformers is the shorter for it). In eval
+    mode, and without labels, everything is as before. Since this changes what `forward` returns it
+    is only done when asked for.
+
+    The logits may pass through a soft cap, `bound * tanh(logits / bound)`, through `.float()` and
+    a shift of causal models. The layer is called by nobody in training, so that its hooks do not
+    run, and adapters on it have no part in the loss. Its weight is not split: it cannot be sharded.
+
+    Rewrite:
+        logits = self.head(x)
+        if labels is not None:
+            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
+        -->
+        logits = None if self.training and labels is not None else self.head(x)
+        if logits is None:
+            loss = linear_cross_entropy(x, self.head.weight, labels)
+        elif labels is not None:
+            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
+
+    Shapes:
+        x (..., D), weight (V, D), labels (...) -> ()
+
+    Numerics:
+        Reassociated: the loss is computed in float32, of logits of the layer's dtype, and so are
+        the sums that make the weight's gradient.
+
+    State:
+        Unchanged.
+
+    Raises:
+        SR309 the logits are scaled, or needed for more than the loss; the layer is no plain linear
+        one; weights of classes, another reduction, another loss; SR306 the layer is scheduled after
+        it.
+
+    Source: Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989.
+    """
+
+    name = "linear_cross_entropy"
+    numerics = Numerics.REASSOCIATED
+    rank = 50
+    alternatives = ()
+    calls = (
+        Alternative(is_loss, plain),
+        Alternative(is_loss, masked_lm),
+        Alternative(is_loss, causal_lm),
+    )
+    examples = (
+        Example(
+            WRITER,
+            SCHEDULE,
+            """\
++from .kernels import linear_cross_entropy
+-        logits = self.head(x)
++        logits = None if self.training and labels is not None else self.head(x)
+-        if labels is not None:
++        if logits is None:
++            loss = linear_cross_entropy(x, self.head.weight, labels)
++        elif labels is not None:
+""",
+        ),
+        Example(
+            GPT,
+            GPT_SCHEDULE,
+            """\
++from .kernels import linear_cross_entropy
+-            logits = self.head(x)
+-            loss = F.cross_entropy(
+-                logits.view(-1, logits.size(-1)), labels.view(-1), ignore_index=-1
+-            )
++            if self.training:
++                logits = None
++                loss = linear_cross_entropy(
++                    x, self.head.weight, labels, ignore_index=-1
++                )
++            else:
++                logits = self.head(x)
++                loss = F.cross_entropy(
++                    logits.view(-1, logits.size(-1)), labels.view(-1), ignore_index=-1
++                )
+""",
+        ),
+        Example(
+            SHIFTED,
+            SCHEDULE,
+            """\
++from .kernels import linear_cross_entropy
+-        logits = self.head(x).contiguous()
+-        logits = 30.0 * F.tanh(logits / 30.0)
++        if self.training and labels is not None:
++            logits = None
++        else:
++            logits = self.head(x).contiguous()
++            logits = 30.0 * F.tanh(logits / 30.0)
+-        shifted = logits[..., :-1, :].contiguous()
+-        labels = labels[..., 1:].contiguous().to(shifted.device)
+-        loss = F.cross_entropy(shifted.view(-1, 11), labels.view(-1), label_smoothing=0.1)
++        if logits is None:
++            loss = linear_cross_entropy(
++                x[..., :-1, :],
++                self.head.weight,
++                labels[..., 1:],
++                bias=self.head.bias,
++                softcap=30.0,
++                label_smoothing=0.1,
++            )
++        else:
++            shifted = logits[..., :-1, :].contiguous()
++            labels = labels[..., 1:].contiguous().to(shifted.device)
++            loss = F.cross_entropy(shifted.view(-1, 11), labels.view(-1), label_smoothing=0.1)
+""",
+        ),
+    )
+    refusals = (
+        *(Refusal(model, SCHEDULE, "SR309") for model in (SCALED, READ, SUMMED, DEEP)),
+        Refusal(WRITER, EARLY_SHARD, "SR309"),
+        Refusal(WRITER, LATE_SHARD, "SR306"),
+    )
+
+    def refuses(self, found: Found) -> str | None:
+        """What keeps the loss from being computed without the logits."""
+        try:
+            written(found)
+        except Declined as declined:
+            return str(declined)
+        return None
+
+    def expression(self, found: Found) -> Calling | Renamed | None:
+        """The call, with all of its arguments."""
+        try:
+            return written(found)
+        except Declined:
+            return None
+
+    def operands(self, found: Found) -> Mapping[str, str]:
+        """None: they stand in the call."""
+        return {}
+
+    def spread(self, found: Found) -> Spread | None:
+        """The fork between training and all else."""
+        return fork(found)
+
+
+def fork(found: Found) -> Fork:
+    """Where the loss in training parts from all else.
+
+    Raises:
+        Declined: The logits are needed, or come from elsewhere.
+    """
+    loss = found.match.root
+    plain = loss.operation == "cross_entropy"
+    given = dict(loss.arguments)
+    first, second = ("input", "target") if plain else LOGITS_FIRST[:2]
+    logits, labels = given.get(first, given.get("0")), given.get(second, given.get("1"))
+    if logits is None or labels is None:
+        raise Declined("the loss is not given logits and labels")
+    head, targets = head_of(found, logits, rows=plain), labels_of(labels)
+    if targets.shift not in SHIFTS.get(head.shift, ("",)) or (head.shift and not plain):
+        raise Declined("logits and labels are not shifted alike")
+    return fork_of(found, head, loss, targets)
+
+
+def written(found: Found) -> Renamed:
+    """The call that computes the loss.
+
+    Raises:
+        Declined: The loss is another one.
+    """
+    loss, kernel = found.match.root, "linear_cross_entropy"
+    operation = loss.operation.removeprefix("call ")
+    if operation != "cross_entropy":
+        name = loss_of(found) if operation == OF_MODEL else operation
+        if name not in LOSSES:
+            short = name.rpartition(".")[2]
+            raise Declined(f"`self.loss_function` is `{short}`, no cross entropy over a vocabulary")
+        kernel = LOSSES[name]
+    parted = fork(found)
+    layer = accessor(parted.head.path)
+    hidden = f"{parted.hidden}[{parted.head.shift}]" if parted.head.shift else parted.hidden
+    given = [hidden, f"{layer}.weight", parted.labels]
+    if found.attribute(f"{parted.head.path}.bias") is not None:
+        given.append(f"bias={layer}.bias")
+    if parted.head.softcap is not None:
+        given.append(f"softcap={text_of(parted.head.softcap)}")
+    more = options(loss) if operation == "cross_entropy" else others(found, parted)
+    arguments = ", ".join([*given, *more])
+    origin = f"{KERNELS}.linear_cross_entropy.{kernel}"
+    return Renamed("linear_cross_entropy", origin, f"({arguments})")
+
+
+def options(loss: Value) -> list[str]:
+    """The keywords of a cross entropy, where they are not what the kernel takes by itself."""
+    given = dict(loss.arguments)
+    for name, default in NOT_TAKEN.items():
+        if given[name].operation != "constant" or given[name].literal != default:
+            raise Declined(f"the loss is given `{name}`, which the kernel does not take")
+    found = []
+    for name, plain in OPTIONS.items():
+        if not given[name].is_leaf:
+            raise Declined(f"`{name}` of the loss is {described(given[name])}")
+        if given[name].operation != "constant" or given[name].literal != plain:
+            found.append(f"{name}={text_of(given[name])}")
+    return found
+
+
+def others(found: Found, parted: Fork) -> list[str]:
+    """What a loss of transformers is given besides logits, labels and the vocabulary's size."""
+    call, file = parted.loss, found.match.file
+    if len(call.args) > len(LOGITS_FIRST) or any(isinstance(a, ast.Starred) for a in call.args):
+        raise Declined("the loss is given more than logits, labels and a size by position")
+    size = dict(found.match.root.arguments)
+    size_given = size.get("vocab_size", size.get("2"))
+    if size_given is None or not parted.head.is_size(size_given, found):
+        raise Declined(f"the loss takes rows of another size than `{parted.head.path}` gives")
+    kept = [k for k in call.keywords if k.arg not in LOGITS_FIRST]
+    for node in (n for k in kept for n in ast.walk(k.value) if isinstance(n, ast.Name)):
+        if not parted.holds_as_well(node):
+            raise Declined(f"`{node.id}` holds something else where the ways part")
+    return [file.segment(k) for k in kept]

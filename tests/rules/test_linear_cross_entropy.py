@@ -1,0 +1,192 @@
+"""Losses without logits in the models of transformers: as the original's, whatever is given."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from slapo_rewrite import errors
+from slapo_rewrite.emit.rewrite import rewrite
+from tests.rewriting import imported, written
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 32,
+}
+GPT2 = {"vocab_size": 61, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+T5 = {
+    "decoder_start_token_id": 0,
+    "dropout_rate": 0.0,
+    "vocab_size": 61,
+    "d_model": 16,
+    "d_ff": 24,
+    "d_kv": 4,
+    "num_layers": 2,
+    "num_heads": 4,
+}
+OPT = {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of transformers.
+
+    Attributes:
+        family: The package it is in.
+        model: Its class.
+        config: How it is made small.
+        options: Whether its loss takes those that a trainer gives.
+    """
+
+    family: str
+    model: str
+    config: dict[str, object]
+    options: bool = True
+
+    @property
+    def source(self) -> str:
+        return f"transformers.models.{self.family}.modeling_{self.family}"
+
+
+CASES = [
+    Case("llama", "LlamaForCausalLM", SIZES),
+    Case("qwen2", "Qwen2ForCausalLM", {**SIZES, "tie_word_embeddings": True}),
+    Case("gemma2", "Gemma2ForCausalLM", {**SIZES, "final_logit_softcapping": 0.5}),
+    Case("gpt2", "GPT2LMHeadModel", GPT2),
+    Case("opt", "OPTForCausalLM", OPT),
+    Case("bert", "BertLMHeadModel", {**SIZES, "is_decoder": True}),
+    Case("bert", "BertForMaskedLM", SIZES, options=False),
+    Case("t5", "T5ForConditionalGeneration", {**T5, "scale_decoder_outputs": True}, options=False),
+]
+SCHEDULE = """\
+from transformers import {config}
+
+
+def model(m):
+    return m.{model}({config}(**{sizes}))
+
+
+def schedule(s):
+    s.apply("linear_cross_entropy")
+"""
+LABELS = torch.tensor([[3, -100, 5, 0, 7, 2], [6, 1, 2, -100, 60, -100]])
+IDS = LABELS.clamp(min=0)
+OPTIONS = {
+    "plain": {},
+    "items": {"num_items_in_batch": 11},
+    "tensor": {"num_items_in_batch": torch.tensor(11)},
+    "ignored": {"ignore_index": 5, "labels": IDS},
+    "shifted": {"shift_labels": LABELS.flip(1)},
+    "nothing": {"labels": torch.full_like(LABELS, -100)},
+    "tuple": {"return_dict": False},
+    "kept": {"logits_to_keep": 4, "labels": LABELS[:, -4:]},
+}
+
+
+def text(case: Case) -> str:
+    config = getattr(importlib.import_module(case.source), case.model).config_class.__name__
+    return SCHEDULE.format(config=config, model=case.model, sizes=case.config)
+
+
+def made(case: Case, module, state=None):
+    """A model in double precision that drops nothing."""
+    torch.manual_seed(0)
+    cls = getattr(module, case.model)
+    model = cls(cls.config_class(**case.config)).double()
+    for inner in model.modules():
+        if isinstance(inner, torch.nn.Dropout):
+            inner.p = 0.0
+    if state is not None:
+        model.load_state_dict(state)
+    return model.train()
+
+
+def step(model, **options):
+    """The outputs of a training step, and every gradient."""
+    model.zero_grad()
+    outputs = model(**{"input_ids": IDS, "labels": LABELS, **options})
+    loss = outputs[0]
+    loss.backward()
+    return outputs, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
+def test_loss_and_gradients(case, tmp_path):
+    """In training; and that nothing changes in eval mode, or where no labels are given."""
+    (tmp_path / "s.py").write_text(text(case))
+    output = rewrite(case.source, str(tmp_path / "s.py"))
+    original = made(case, importlib.import_module(case.source))
+    model = made(case, imported(written(tmp_path, output)), original.state_dict())
+    known = inspect.signature(original.forward).parameters
+    for name, options in OPTIONS.items():
+        if name == "kept" and "logits_to_keep" not in known:
+            continue
+        if not case.options and options.keys() & {"ignore_index", "shift_labels"}:
+            continue
+        (want, gradients), (have, own) = step(original, **options), step(model, **options)
+        torch.testing.assert_close(
+            have[0], want[0], rtol=1e-6, atol=0, equal_nan=True, check_dtype=False
+        )
+        torch.testing.assert_close(own, gradients, rtol=1e-4, atol=1e-8, equal_nan=True)
+        if name == "tuple":
+            assert len(have) == len(want) - 1, "the logits are left out"
+        else:
+            assert have.logits is None
+    if "decoder_input_ids" not in known:
+        with pytest.raises(ValueError, match="batch_size"):
+            step(model, labels=LABELS[:, :-1])
+
+    bare = {"input_ids": IDS}
+    if "decoder_input_ids" in known:
+        bare["decoder_input_ids"] = IDS
+    same(original(**bare), model(**bare))
+    for one in (original, model):
+        one.eval()
+    same(original(**bare, labels=LABELS), model(**bare, labels=LABELS))
+    if original.can_generate():
+        options = {"max_new_tokens": 3, "do_sample": False}
+        assert torch.equal(original.generate(IDS, **options), model.generate(IDS, **options))
+
+
+APPLY = '    s.apply("linear_cross_entropy")\n'
+SHARD = '    s["model.embed_tokens"].shard("weight", axis=0)\n'
+CUT = '    s["model.layers.0"].cut_pipeline_stage()\n'
+REFUSED = {
+    "the weight is split by another name": (APPLY + SHARD, "SR306", "read whole in training"),
+    "it was split before": (SHARD + APPLY, "SR309", "`model.embed_tokens.weight` is sharded"),
+    "the stages need logits": (APPLY + CUT, "SR306", "which training leaves out"),
+    "they did before": (CUT + APPLY, "SR306", "which training leaves out"),
+    "there is no loss left": (APPLY + APPLY, "SR309", "the logits are a branch"),
+}
+
+
+@pytest.mark.parametrize("lines", REFUSED.values(), ids=REFUSED)
+def test_refused(lines, tmp_path):
+    """What would read part of the weight, or logits; both lines of the schedule are named."""
+    asked, code, words = lines
+    case = CASES[1]
+    (tmp_path / "s.py").write_text(text(case).replace(APPLY, asked))
+    with pytest.raises(errors.RewriteError, match=words) as caught:
+        rewrite(case.source, str(tmp_path / "s.py"))
+    assert caught.value.code == code
+    said = caught.value.render()
+    first = text(case).splitlines().index(APPLY.rstrip()) + 1
+    for line in (first, first + 1) if words != "the logits are a branch" else (first + 1,):
+        assert f"s.py:{line}:" in said or f"line {line}" in said
+
+
+def same(want, have):
+    """Logits, and the loss if there is one, to the bit."""
+    assert torch.equal(want.logits, have.logits)
+    assert (want.loss is None) == (have.loss is None)
+    assert want.loss is None or torch.equal(want.loss, have.loss)
