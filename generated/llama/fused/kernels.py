@@ -444,6 +444,18 @@ def loss_scale(
     return items.reciprocal()
 
 
+def flat_labels(labels: Tensor, logits: Tensor) -> Tensor:
+    """Labels of as many rows as logits (or what they are made of) have, on their device.
+
+    Raises:
+        ValueError: There are more or fewer.
+    """
+    labels, rows = labels.reshape(-1), logits.shape[:-1].numel()
+    if len(labels) != rows:
+        raise ValueError(f"there are {len(labels)} labels for {rows} predictions")
+    return labels.to(logits.device).contiguous()
+
+
 class CrossEntropyFunction(torch.autograd.Function):
     """The loss, differentiable in the logits."""
 
@@ -457,7 +469,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         in_place: bool,
     ) -> Tensor:
         """Keeps the logits and one number for each row."""
-        labels = labels.reshape(-1).to(logits.device).contiguous()
+        labels = flat_labels(labels, logits)
         losses, statistics = cross_entropy_forward(rows_of(logits), labels, options)
         scale = loss_scale(labels, options[0], num_items)
         ctx.save_for_backward(logits, labels, statistics, scale)
