@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.expressions import formatted, parenthesised
 from slapo_rewrite.edit.splice import Edit, apply_edits
 from slapo_rewrite.patterns.search import Match
+from slapo_rewrite.patterns.standing import gives
 from slapo_rewrite.patterns.values import Graph, Value
 
 _SYMBOLS = {
@@ -67,6 +69,14 @@ def _named(match: Match) -> Match:
     return replace(match, operands=operands, values=values)
 
 
+def _line(statement: ast.stmt) -> int:
+    return statement.lineno
+
+
+def _first(lines: tuple[int, list[str]]) -> int:
+    return lines[0]
+
+
 class _Moving:
     def __init__(self, match: Match, graph: Graph, at: errors.Span | None, method: bool) -> None:
         match = _named(match)
@@ -81,16 +91,19 @@ class _Moving:
             if match.operands[name].startswith("self.") and not (method and value.is_leaf)
         }
         self.found: dict[str, str] = {}
+        # The names that the body gives to what it computes, and which of these hold what.
+        self.kept: set[str] = set()
+        self.named: dict[int, str] = {}
 
     def run(self) -> Moved:
         replaced = self.match.replaced
-        lines = [line for s in replaced.removed for line in self._lines(s)]
         node = replaced.node
+        if len(self.match.results) > 1 and isinstance(node, ast.stmt):
+            self.moved.lines = self._several(node)
+            return self._finished()
+        lines = [line for s in replaced.removed for line in self._lines(s)]
         if isinstance(node, ast.AugAssign):
-            symbol = _SYMBOLS[type(node.op)]
-            left = self._text(node.target, node)
-            right = parenthesised(self._text(node.value, node))
-            lines.append(f"return {parenthesised(left)} {symbol} {right}")
+            lines.append(f"return {self._augmented(node)}")
         elif isinstance(node, ast.stmt):
             lines += [*self._lines(node), f"return {replaced.target.removesuffix(' = ')}"]
         else:
@@ -99,11 +112,73 @@ class _Moving:
             assert statement is not None
             text = self._text(node, statement)
             lines.append(f"return ({text})" if "\n" in text else f"return {text}")
+        self.moved.lines = lines
+        return self._finished()
+
+    def _finished(self) -> Moved:
+        """What was moved, with its parameters: the pattern's own first."""
         order = [name for name in self.match.operands if name in self.found]
         order += [name for name in self.found if name not in order]
-        self.moved.lines = lines
         self.moved.arguments = {name: self.found[name] for name in order}
         return self.moved
+
+    def _several(self, own: ast.stmt) -> list[str]:
+        """The body where several results have names of their own at the place of the call."""
+        replaced, results = self.match.replaced, self.match.results
+        moved = sorted({*replaced.removed, *(() if replaced.above else (own,))}, key=_line)
+        read: list[ast.AST] = [*(node for node, _ in replaced.reads), *moved]
+        texts: dict[int, str] = {}
+        given = [r for r in results if moved and gives(moved[-1], [r])]
+        last = moved[-1] if given and not self._read_as(given[0], [*read[:-1]]) else None
+        moved = [statement for statement in moved if statement is not last]
+        held = {b.name: b.value for s in moved for b in self.graph.bound if b.statement is s}
+        self.named = {id(value): name for name, value in held.items()}
+        self.kept = set(held)
+        if last is not None:
+            texts[id(given[0])] = self._value(last)
+        lines = [(s.lineno, self._lines(s)) for s in moved]
+        for result in results:
+            if id(result) in texts:
+                continue
+            statement = result.site.statement
+            assert statement is not None
+            names = [name for name, value in held.items() if value in (result, result.site)]
+            if (not names and statement in moved) or self._is_nested(result):
+                raise errors.NoMatch(
+                    "a result has no name that it keeps",
+                    at=self.file.at(result.site.node),
+                    also=[self.at] if self.at else [],
+                    hint="give it a line and a name of its own in the model",
+                )
+            if not names and (names := self._read_as(result, read)):
+                text = self._text(result.site.node, statement)
+                lines.append((statement.lineno, [f"{names[-1]} = {text}"]))
+            texts[id(result)] = names[-1] if names else self._text(result.site.node, statement)
+        body = [line for _, own_lines in sorted(lines, key=_first) for line in own_lines]
+        return [*body, f"return {', '.join(texts[id(result)] for result in results)}"]
+
+    def _is_nested(self, result: Value) -> bool:
+        """Whether a result is computed inside the text of another."""
+        others = (r.site.node for r in self.match.results if r is not result)
+        return any(node is result.site.node for other in others for node in ast.walk(other))
+
+    def _read_as(self, result: Value, nodes: Iterable[ast.AST]) -> list[str]:
+        """The names by which some texts read a result."""
+        inside = [n for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)]
+        return [n.id for n in inside if self.graph.loads.get(n) in (result, result.site)]
+
+    def _value(self, statement: ast.stmt) -> str:
+        """What a statement gives a name."""
+        if isinstance(statement, ast.AugAssign):
+            return self._augmented(statement)
+        assert isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None
+        return self._text(statement.value, statement)
+
+    def _augmented(self, node: ast.AugAssign) -> str:
+        """What `x += y` gives."""
+        left = self._text(node.target, node)
+        right = parenthesised(self._text(node.value, node))
+        return f"{parenthesised(left)} {_SYMBOLS[type(node.op)]} {right}"
 
     def _lines(self, statement: ast.stmt) -> list[str]:
         """A statement with its comments, as it stands in the new function."""
@@ -152,7 +227,9 @@ class _Moving:
             return self._given(node.attr if isinstance(node, ast.Attribute) else text, text, node)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             held = self.graph.names.get(statement, {}).get(node.id)
-            if held is None or id(held) in self.inner:
+            if held is not None and id(held) in self.inner:
+                return None if node.id in self.kept else self.named.get(id(held))
+            if held is None:
                 return None
             if id(held) in self.operands:
                 return self._operand(self.operands[id(held)])

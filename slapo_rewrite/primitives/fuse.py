@@ -38,6 +38,29 @@ class Masked(nn.Module):
             x = x * mask
         return F.gelu(x)
 """
+RESIDUAL = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        x = x + self.up(x)
+        return x + self.down(F.gelu(x))
+"""
+KEPT = """\
+def add_and_gelu(x, y):
+    total = x + y
+    gated = F.gelu(total)
+    return gated, total
+
+
+"""
 BIAS_GELU = (
     MODEL
     + """\
@@ -57,6 +80,7 @@ class Fuse(Rewriting):
     compiles, with the pattern's operands as parameters; with `"triton"` the kernel that one of the
     tool's rules knows for them is called; without a compiler they become a method. The function or
     method is called what the pattern is called, or `name`; `concrete_args` is as for `find`.
+    One of a pattern that returns a tuple gives all of its results: `normed, x = self._both(x, y)`.
 
     Rewrite:
         y = self.up(x)
@@ -109,6 +133,21 @@ class Fuse(Rewriting):
 +        \"""The part of `forward` that computes `bias_gelu`.\"""
 +        y = self.bias + x
 +        return self.act(y)
+""",
+        ),
+        Example(
+            RESIDUAL,
+            BIAS_GELU.replace("MLP", "Residual").replace("def schedule", KEPT + "def schedule")
+            + "    s.fuse(add_and_gelu)\n",
+            """\
+-        x = x + self.up(x)
+-        return x + self.down(F.gelu(x))
++        gated, x = self._add_and_gelu(x, self.up(x))
++        return x + self.down(gated)
++    def _add_and_gelu(self, x, y):
++        \"""The part of `forward` that computes `add_and_gelu`.\"""
++        x = x + y
++        return F.gelu(x), x
 """,
         ),
         Example(
@@ -191,13 +230,6 @@ class Fuse(Rewriting):
         graph = next(
             s.graph for s in scopes if s.function == match.function and s.graph.file is match.file
         )
-        if len(match.results) > 1:
-            raise errors.Unsupported(
-                f"`{name}` returns several values: only a kernel may",
-                at=match.place,
-                also=[at] if at else [],
-                hint="fuse a pattern for each of them, or replace(function, pattern)",
-            )
         if match.file is not file or not match.replaced.whole:  # the engine refuses it
             return Claim(match, node, Calling(name, name, ()), {}, name)
         method = call.arguments["compiler"] is None
