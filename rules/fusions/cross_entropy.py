@@ -80,18 +80,6 @@ def losses(rows: Rows, flat: Labels) -> list[Callable[..., Tensor]]:
     return [of_float32, of_rows_in_float32, plain]
 
 
-def fused(logits: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(logits, labels)
-
-
-def masked_lm(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
-    return masked_lm_cross_entropy(logits, labels, vocab_size)
-
-
-def causal_lm(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
-    return causal_lm_cross_entropy(logits, labels, vocab_size)
-
-
 # How logits and labels are made rows, as it is written.
 ROWS: dict[Rows, str] = {viewed: "{}.view(-1, {})", reshaped: "{}.reshape(-1, {})"}
 FLAT: dict[Labels, str] = {viewed_labels: "{}.view(-1)", reshaped_labels: "{}.reshape(-1)"}
@@ -103,10 +91,9 @@ PATTERNS = {
 # What is left out where it is what the kernel takes by itself.
 DEFAULTS = {"ignore_index": "-100", "label_smoothing": "0.0"}
 # The losses of transformers that models have by configuration.
-KERNELS = "slapo_rewrite.runtime.kernels.cross_entropy"
 OF_TRANSFORMERS = {
-    "transformers.loss.loss_utils.ForCausalLMLoss": "causal_lm_cross_entropy",
-    "transformers.loss.loss_utils.ForMaskedLMLoss": "masked_lm_cross_entropy",
+    "transformers.loss.loss_utils.ForCausalLMLoss": causal_lm_cross_entropy,
+    "transformers.loss.loss_utils.ForMaskedLMLoss": masked_lm_cross_entropy,
 }
 
 
@@ -211,8 +198,9 @@ class CrossEntropy(Rule):
     numerics = Numerics.REASSOCIATED
     pays = "reads the logits twice, and makes no copy of them in float32"
     rank = 40
-    alternatives = tuple(Alternative(pattern, fused) for pattern in PATTERNS)
-    calls = (Alternative(is_loss_function, masked_lm), Alternative(is_loss_function, causal_lm))
+    alternatives = tuple(map(Alternative, PATTERNS))
+    calls = (Alternative(is_loss_function),)
+    functions = (cross_entropy, *OF_TRANSFORMERS.values())
     examples = (
         Example(
             MODEL,
@@ -281,13 +269,12 @@ class CrossEntropy(Rule):
         if found.alternative in self.calls:
             call = found.match.root.node
             assert isinstance(call, ast.Call)
-            name = OF_TRANSFORMERS.get(loss_of(found), "")
-            file = found.match.file
+            file, loss = found.match.file, OF_TRANSFORMERS.get(loss_of(found), cross_entropy)
             arguments = file.text[file.span(call.func)[1] : file.span(call)[1]]
-            return Renamed(self.name, f"{KERNELS}.{name}", arguments)
+            return Renamed.of(loss, arguments)
         given = found.operands
         more = tuple(n for n, default in DEFAULTS.items() if given[n] != default)
-        return Calling(self.name, f"{KERNELS}.cross_entropy", ("logits", "labels"), more)
+        return Calling.of(cross_entropy, ("logits", "labels"), more)
 
     def operands(self, found: Found) -> Mapping[str, str]:
         """Logits and labels as rows, as they are written."""

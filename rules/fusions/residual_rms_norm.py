@@ -35,10 +35,6 @@ def after_adding(norm: Callable[[Tensor, Tensor, float], Tensor]) -> list[Callab
     return [with_dropout, without]
 
 
-def fused(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return residual_rms_norm(x, residual, weight, eps)
-
-
 # What the kernel is told besides, for each way to write the norm.
 NORMS: dict[Callable[..., Tensor], dict[str, str]] = {
     scaled: {},
@@ -138,7 +134,8 @@ class ResidualRmsNorm(Rule):
     numerics = Numerics.RESEEDED
     pays = "the sum is read once, and dropout keeps no mask"
     rank = 40
-    alternatives = tuple(Alternative(pattern, fused) for pattern in PATTERNS)
+    alternatives = tuple(map(Alternative, PATTERNS))
+    functions = (residual_rms_norm,)
     examples = (
         Example(
             MODEL,
@@ -170,8 +167,7 @@ class ResidualRmsNorm(Rule):
         """The call, with the keywords that it needs."""
         given = self.operands(found)
         keywords = tuple(k for k in ("offset", "cast", "p", "training") if k in given)
-        origin = "slapo_rewrite.runtime.kernels.rms_norm.residual_rms_norm"
-        return Calling(self.name, origin, ("x", "residual", "weight", "eps"), keywords)
+        return Calling.of(residual_rms_norm, ("x", "residual", "weight", "eps"), keywords)
 
     def operands(self, found: Found) -> Mapping[str, str]:
         """What the kernel is told of the norm goes with what it is given."""

@@ -27,6 +27,7 @@ from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.patterns.operations import by_module
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.values import Value
+from slapo_rewrite.source.facts import dotted
 from slapo_rewrite.source.index import SourceFile
 
 
@@ -63,6 +64,15 @@ class Calling:
     parameters: tuple[str, ...]
     keywords: tuple[str, ...] = ()
 
+    @classmethod
+    def of(
+        cls, function: Callable[..., object], parameters: Sequence[str], keywords: Sequence[str]
+    ) -> Calling:
+        """A call of a live function."""
+        origin = dotted(function)
+        assert origin is not None
+        return cls(origin.rpartition(".")[2], origin, tuple(parameters), tuple(keywords))
+
     def reads(self) -> list[str]:
         """The parameters in the order in which they are read."""
         return [*self.parameters, *self.keywords]
@@ -87,6 +97,13 @@ class Renamed:
     name: str
     origin: str
     arguments: str
+
+    @classmethod
+    def of(cls, function: Callable[..., object], arguments: str) -> Renamed:
+        """A call of a live function."""
+        origin = dotted(function)
+        assert origin is not None
+        return cls(origin.rpartition(".")[2], origin, arguments)
 
     def reads(self) -> list[str]:
         """Nothing: the arguments stay as they are."""

@@ -17,6 +17,7 @@ from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.values import Graph, Value
+from slapo_rewrite.source.facts import dotted
 
 
 class Numerics(enum.Enum):
@@ -35,11 +36,12 @@ class Alternative:
     Attributes:
         pattern: A function or module class, as for `find`.
         replacement: A function of one `return`, whose expression is written with the operands that
-            the pattern's parameters of the same names stand for.
+            the pattern's parameters of the same names stand for; None where the rule writes a call
+            by `expression`.
     """
 
     pattern: Callable[..., Any]
-    replacement: Callable[..., Any]
+    replacement: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,7 @@ class Rule:
         rank: Of several rules that claim one place, `apply_all` takes the one of the highest rank.
         alternatives: What is looked for, the first that matches counts.
         calls: Calls that are looked for as well: their patterns are predicates, as for `find`.
+        functions: What `expression` writes calls of.
         examples: Shown and run as tests.
         refusals: Likewise.
     """
@@ -194,6 +197,7 @@ class Rule:
     rank: ClassVar[int] = 0
     alternatives: ClassVar[tuple[Alternative, ...]]
     calls: ClassVar[tuple[Alternative, ...]] = ()
+    functions: ClassVar[tuple[Callable[..., Any], ...]] = ()
     examples: ClassVar[tuple[Example, ...]] = ()
     refusals: ClassVar[tuple[Refusal, ...]] = ()
 
@@ -203,6 +207,7 @@ class Rule:
 
     def replacement(self, found: Found) -> Callable[..., Any]:
         """The function whose expression is written."""
+        assert found.alternative.replacement is not None, f"{self.name} has no `expression`"
         return found.alternative.replacement
 
     def expression(self, found: Found) -> Calling | Renamed | None:
@@ -229,7 +234,8 @@ class Rule:
         """What it takes of `runtime/kernels`, `gated.swiglu` say."""
         from slapo_rewrite.fusion.template import template_of
 
-        every = (*self.alternatives, *self.calls)
-        names = [n for a in every for n in template_of(a.replacement).names()]
+        written = [a.replacement for a in (*self.alternatives, *self.calls) if a.replacement]
+        names = [name for function in written for name in template_of(function).names()]
+        names += [name for function in self.functions if (name := dotted(function)) is not None]
         lead = "slapo_rewrite.runtime.kernels."
         return tuple(dict.fromkeys(n.removeprefix(lead) for n in names if n.startswith(lead)))
