@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from slapo_rewrite.rules.fusions.sdpa import MASKS, added
+from slapo_rewrite.rules.fusions.sdpa import MASKS, added, is_number
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -72,6 +72,20 @@ def given(scores: Tensor, mask: Tensor) -> Tensor:
     return masked_softmax(scores, mask)
 
 
+def called_keeping(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return masked_softmax(torch.matmul(q, k), scale=scale, keep=mask)
+
+
+def infix_keeping(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return masked_softmax(q @ k, scale=scale, keep=mask)
+
+
+def given_keeping(scores: Tensor, mask: Tensor) -> Tensor:
+    return masked_softmax(scores, keep=mask)
+
+
+# What is written where a mask is added, and where it hides.
+ADDING, KEEPING = (called, infix, given), (called_keeping, infix_keeping, given_keeping)
 HIDDEN: list[Hidden] = [added_if_given, *MASKS]
 SOFTMAX: list[Softmax] = [plain_softmax, float32_softmax, upcast_softmax]
 SCALED = {
@@ -198,7 +212,7 @@ class MaskedSoftmax(Rule):
 +from .kernels import masked_softmax
 -        scores = scores.masked_fill(mask, float("-inf"))
 -        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-+        weights = masked_softmax(scores, ~mask)
++        weights = masked_softmax(scores, keep=~mask)
 """,
         ),
     )
@@ -213,7 +227,9 @@ class MaskedSoftmax(Rule):
     )
 
     def refuses(self, found: Found) -> str | None:
-        """Why not: the function is not called."""
+        """Why not: the function is not called, or what is added is no tensor."""
+        if is_number(found, "mask"):
+            return "what is added is a number"
         kind = found.attribute("config._attn_implementation")
         if found.match.function == "eager_attention_forward" and kind not in (None, "eager"):
             return f"the model attends by {kind!r}, and not by `eager_attention_forward`"
@@ -221,20 +237,24 @@ class MaskedSoftmax(Rule):
 
     def replacement(self, found: Found) -> Callable[..., Any]:
         """The product of queries and keys as it is written there."""
-        if found.alternative.replacement is not called:
-            return given
+        adding = hidden_by(found) in (added, added_if_given)
+        in_one_call, between, alone = ADDING if adding else KEEPING
+        if found.alternative.pattern not in SCALED:
+            return alone
         product = next(node for node in found.match.nodes if node.operation == "matmul")
-        return infix if isinstance(product.node, ast.BinOp) else called
+        return between if isinstance(product.node, ast.BinOp) else in_one_call
 
     def operands(self, found: Found) -> Mapping[str, str]:
         """What the operands are, a mask as the kernel takes it."""
-        operands, pattern = dict(found.operands), found.alternative.pattern
-        scores, hidden = SCALED[pattern] if pattern in SCALED else (None, UNSCALED[pattern])
-        if hidden is not added_if_given:
-            mask = operands["mask"]
-            operands["mask"] = MASKS[hidden].format(
-                mask if hidden is added else parenthesised(mask)
-            )
-        if scores is divided:
+        operands, hidden = dict(found.operands), hidden_by(found)
+        if hidden not in (added, added_if_given):
+            operands["mask"] = MASKS[hidden].format(parenthesised(operands["mask"]))
+        if SCALED.get(found.alternative.pattern, (None, None))[0] is divided:
             operands["scale"] = f"1.0 / {parenthesised(operands['scale'])}"
         return operands
+
+
+def hidden_by(found: Found) -> Hidden:
+    """How the mask hides scores."""
+    pattern = found.alternative.pattern
+    return SCALED[pattern][1] if pattern in SCALED else UNSCALED[pattern]

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slapo_rewrite.edit.expressions import parenthesised
 from slapo_rewrite.fusion import Alternative, Calling, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.patterns.values import Value, reached
 
 
 def scaled(q: Tensor, k: Tensor, scale: Any) -> Tensor:
@@ -79,23 +80,22 @@ def masked(
     return [with_dropout, without]
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v)
-
-
-# How a mask is written for the operation, which takes true for what is seen.
+# How a mask that hides is written for the operation, which takes true for what is seen.
 MASKS: dict[Callable[..., Tensor], str] = {
-    added: "{}",
     hidden_where_zero: "{} != 0",
     hidden_where_true: "~{}",
     hidden_where_false: "{}",
 }
 # What gives a mask another dtype.
 CASTS = ("bool", "to", "byte", "float", "int", "type")
+# Operations that give floating point, whatever they are given; those that do if their input is.
+FLOATING = {"embedding", "softmax", "sigmoid", "tanh", "exp", "log", "sqrt", "rsqrt"}
+PASSING = {"view", "reshape", "permute", "transpose", "expand", "unsqueeze", "contiguous", "item"}
+PASSING |= {"neg", "clone", "detach", "masked_fill", "tril", "triu", "repeat"}
 SPELLINGS = list(itertools.product((scaled, divided), (softmax, float32_softmax)))
 PATTERNS = {
     pattern: (scores, hidden)
-    for hidden in (*MASKS, None)
+    for hidden in (added, *MASKS, None)
     for scores, weights in SPELLINGS
     for pattern in (masked(scores, hidden, weights) if hidden else unmasked(scores, weights))
 }
@@ -150,18 +150,20 @@ def schedule(s):
 class Sdpa(Rule):
     """Compute attention by torch's `scaled_dot_product_attention`.
 
-    A mask that is a lower triangle by its construction, cut to the tokens, becomes `is_causal`.
+    A mask that is a lower triangle by its construction, cut to the tokens, becomes `is_causal`. One
+    that is added, and may be boolean, gets the dtype of the queries: adding true adds one, where
+    the operation takes it for what is seen.
 
     Rewrite:
         scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         y = self.drop(F.softmax(scores + mask, dim=-1)) @ v
         -->
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=self.drop.p if self.training else 0.0
+            q, k, v, attn_mask=mask.to(q.dtype), dropout_p=self.drop.p if self.training else 0.0
         )
 
     Shapes:
-        q (B, N, T, H), k and v (B, N, S, H), mask like (B, N, T, S) -> (B, N, T, H)
+        q (B, N, T, H), k and v (B, N, S, H), mask like (T, S) or (B, N, T, S) -> (B, N, T, H)
 
     Numerics:
         Reseeded: dropout draws other numbers; without it, the same formula rounded elsewhere. A
@@ -180,7 +182,8 @@ class Sdpa(Rule):
     numerics = Numerics.RESEEDED
     pays = "the scores, (B, N, T, S), are never written to memory"
     rank = 90
-    alternatives = tuple(Alternative(pattern, fused) for pattern in PATTERNS)
+    alternatives = tuple(map(Alternative, PATTERNS))
+    functions = (F.scaled_dot_product_attention,)
     examples = (
         Example(
             MODEL,
@@ -208,21 +211,25 @@ class Sdpa(Rule):
     )
 
     def refuses(self, found: Found) -> str | None:
-        """Torch takes a number for the scale, and adds masks of floating point alone."""
+        """Torch takes a number for the scale, and a tensor for a mask."""
         scale = found.value("scale")
         if isinstance(found.live("scale"), Tensor) or not (scale.number or scale.is_leaf):
             return "the scale may be a tensor"
+        if is_number(found, "mask"):
+            return "what is added is a number"
         mask = found.live("mask") if "mask" in found.match.values else None
-        if PATTERNS[found.alternative.pattern][1] is added and isinstance(mask, Tensor):
-            return None if mask.is_floating_point() else "what is added is not of floating point"
+        if isinstance(mask, Tensor) and mask.dim() < 2:
+            return "torch takes no mask of one axis"
+        if PATTERNS[found.alternative.pattern][1] is added and added_mask(found) is None:
+            return "what is added may be boolean, and nothing there has a name to cast it like"
         return None
 
     def expression(self, found: Found) -> Calling:
         """The call, with the keywords that it needs."""
         given = self.operands(found)
         keywords = ("attn_mask", "dropout_p", "is_causal", "scale")
-        origin = "torch.nn.functional.scaled_dot_product_attention"
-        return Calling(self.name, origin, ("q", "k", "v"), tuple(k for k in keywords if k in given))
+        keywords = tuple(name for name in keywords if name in given)
+        return Calling.of(F.scaled_dot_product_attention, ("q", "k", "v"), keywords)
 
     def operands(self, found: Found) -> Mapping[str, str]:
         """The text of what is given; what torch takes by itself is left out."""
@@ -230,11 +237,10 @@ class Sdpa(Rule):
         given = dict(found.operands)
         if hidden is hidden_where_zero and is_causal(found):
             given["is_causal"] = "True"
+        elif hidden is added:
+            given["attn_mask"] = added_mask(found) or given["mask"]
         elif hidden is not None:
-            mask = given["mask"]
-            given["attn_mask"] = (
-                mask if hidden is added else MASKS[hidden].format(parenthesised(mask))
-            )
+            given["attn_mask"] = MASKS[hidden].format(parenthesised(given["mask"]))
         if "p" in given and given["training"] != "False" and given["p"] not in ("0", "0.0"):
             always = given["training"] == "True"
             given["dropout_p"] = (
@@ -247,12 +253,46 @@ class Sdpa(Rule):
         return given
 
 
+def is_number(found: Found, name: str) -> bool:
+    """Whether what stands for a parameter is a number."""
+    return name in found.match.values and found.value(name).number
+
+
+def added_mask(found: Found) -> str | None:
+    """A mask that is added, as floating point; None where that cannot be written."""
+    mask = found.operands["mask"]
+    if is_floating(found.value("mask"), found):
+        return mask
+    like = next((n for n in ("q", "k", "v") if found.operands[n].isidentifier()), None)
+    return f"{parenthesised(mask)}.to({found.operands[like]}.dtype)" if like else None
+
+
+def is_floating(value: Value, found: Found) -> bool:
+    """Whether a value is certainly of floating point."""
+    first = [argument for _, argument in value.arguments[:2]]
+    match value.operation:
+        case "constant":
+            return isinstance(value.literal, float)
+        case "attribute":
+            live = found.attribute(str(value.literal))
+            return isinstance(live, Tensor) and live.is_floating_point()
+        case "add" | "sub" | "mul":
+            return any(is_floating(argument, found) for argument in first)
+        case "where":
+            return any(is_floating(argument, found) for _, argument in value.arguments[1:])
+        case "to":
+            return str(first[1].literal).startswith(("torch.float", "torch.bfloat"))
+        case name if name in PASSING:
+            return is_floating(first[0], found)
+    return value.operation in FLOATING
+
+
 def is_usual(scale: str, q: str, k: str) -> bool:
     """Whether a scale is one over the root of the channels of a head, which torch takes."""
     sizes = [f"{x}{size}" for x in (q, k) for size in (".size(-1)", ".shape[-1]", ".size(dim=-1)")]
     text = ast.unparse(ast.parse(scale, mode="eval"))
     for size in sizes:
-        if text in (f"{size} ** -0.5", f"1 / {size} ** 0.5", f"1.0 / {size} ** 0.5"):
+        if text in (f"{size} ** (-0.5)", f"1 / {size} ** 0.5", f"1.0 / {size} ** 0.5"):
             return True
         if re.fullmatch(rf"1(\.0)? / (math|np|numpy)\.sqrt\({re.escape(size)}\)", text):
             return True
@@ -260,16 +300,37 @@ def is_usual(scale: str, q: str, k: str) -> bool:
 
 
 def is_causal(found: Found) -> bool:
-    """Whether the mask is a buffer that is made as a lower triangle, cut to its first tokens."""
+    """Whether the mask is a buffer that is made as a lower triangle, cut to its first tokens.
+
+    A query is the token of its place then only if there are no keys of earlier tokens: the mask of
+    one token hides nothing, however many keys there are.
+    """
     match found.value("mask").node:
         case ast.Subscript(
             value=ast.Attribute(value=ast.Name("self"), attr=name),
             slice=ast.Tuple(
                 elts=[*_, ast.Slice(None, ast.Name(one)), ast.Slice(None, ast.Name(other))]
             ),
-        ) if one == other:
+        ) if one == other and not has_more_keys(found):
             made = found.buffer(name)
             return made is not None and is_lower_triangle(made)
+    return False
+
+
+def has_more_keys(found: Found) -> bool:
+    """Whether there may be more keys than queries: those of a cache, say, or of other tokens."""
+    queries = {(value.operation, value.literal) for value in reached([found.value("q")])}
+    for value in reached([found.value("k")]):
+        along = [argument.literal for name, argument in value.arguments if name == "dim"]
+        if value.operation == "cat" and along != [-1]:
+            return True
+        if value.operation == "attribute":
+            live = found.attribute(str(value.literal))
+            other = isinstance(live, Tensor) and not isinstance(live, nn.Parameter)
+        else:
+            other = value.operation == "parameter"
+        if other and (value.operation, value.literal) not in queries:
+            return True
     return False
 
 

@@ -115,3 +115,12 @@ def test_what_a_pattern_names_stands_in_it(rule: Rule):
     for alternative in rule.alternatives:
         needs = compiled(alternative).needs
         assert named_operations(alternative.pattern) <= needs, alternative.pattern.__qualname__
+
+
+@pytest.mark.parametrize("rule", ALL.values(), ids=named)
+def test_a_replacement_is_what_is_written(rule: Rule):
+    """A rule that writes its calls itself has no function beside them that says nothing."""
+    written = type(rule).expression is not Rule.expression
+    for alternative in (*rule.alternatives, *rule.calls):
+        assert (alternative.replacement is None) == written, alternative.pattern.__qualname__
+    assert bool(rule.functions) == written

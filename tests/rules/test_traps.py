@@ -85,7 +85,7 @@ def test_a_result_that_takes_the_name_of_another_which_is_read_in_between(tmp_pa
     assert "normed, x = residual_rms_norm(" in text and "x = normed" in text
 
 
-def compare(folder, source: str, schedule: str) -> str:
+def compare(folder, source: str, schedule: str, **tolerance: float) -> str:
     """Rewrites, holds outputs and gradients against the original's, gives the model's text."""
     output = rewritten(folder, source, schedule)
     given = ScheduleFile.load(str(folder / "s.py")).module
@@ -97,7 +97,7 @@ def compare(folder, source: str, schedule: str) -> str:
         given.loss(outputs).backward()
         found.append([outputs, *(p.grad for p in model.parameters() if p.grad is not None)])
     for expected, actual in zip(*found, strict=True):
-        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(actual, expected, **tolerance)
     return output.files[output.model_file]
 
 

@@ -682,8 +682,10 @@ def softmax_with_every_mask(device):
                 masks += [make(1, 3, 2, size), make(2, 3, 2, 1)]
                 masks += [make(2, 1, 1, size, dtype=torch.float32)]
             for mask in masks:
+                kept = mask is not None and mask.dtype == torch.bool
+                name = "keep" if kept else "mask"
                 compare(
-                    lambda x, mask: masked_softmax(x, mask, 0.3),
+                    lambda x, mask, name=name: masked_softmax(x, scale=0.3, **{name: mask}),
                     lambda x, mask: eager_softmax(x, mask, 0.3),
                     x,
                     mask,
@@ -700,13 +702,11 @@ def softmax_of_rows_masked_whole(device):
     for make in makers(device):
         x = make(2, 1, 3, 8).requires_grad_()
         low = torch.finfo(make.dtype).min
-        for mask in (
-            torch.zeros(3, 8, dtype=torch.bool, device=device),
-            torch.full((3, 8), low, dtype=make.dtype, device=device),
-        ):
-            y = masked_softmax(x, mask, 0.5)
+        none = torch.zeros(3, 8, dtype=torch.bool, device=device)
+        lowest = torch.full((3, 8), low, dtype=make.dtype, device=device)
+        for y in (masked_softmax(x, None, 0.5, none), masked_softmax(x, lowest, 0.5)):
             assert torch.equal(y, torch.full_like(y, 1 / 8))
-        y = masked_softmax(x, torch.zeros(3, 8, dtype=torch.bool, device=device))
+        y = masked_softmax(x, keep=none)
         assert not torch.autograd.grad(y.float().pow(2).sum() + y[..., 0].sum(), x)[0].any()
         nothing = masked_softmax(x, torch.full((3, 8), float("-inf"), device=device))
         assert nothing.isnan().all()

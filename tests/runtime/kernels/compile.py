@@ -135,7 +135,7 @@ def calls(dtype: torch.dtype, d: int = 1024, v: int = 32000) -> dict[str, Callab
         "cross_entropy": lambda f: f(make(64, v), labels(64), label_smoothing=0.1, softcap=30.0),
         "linear_cross_entropy": lambda f: f(make(64, 32), make(v, 32), labels(64)),
         "masked_softmax": lambda f: f(make(2, 4, 32, d), make(2, 1, 32, d), 0.3),
-        "masked_softmax keep": lambda f: f(make(2, 4, 32, d), keep, 0.3),
+        "masked_softmax keep": lambda f: f(make(2, 4, 32, d), None, 0.3, keep),
     }
 
 

@@ -65,7 +65,7 @@ SCRIPT = """
         k.bias_activation(x, w, "quick_gelu", p=0.5),
         k.bias_gelu(x, w), *k.rotary(q, q, x[:1].detach(), x[:1].detach()),
         k.cross_entropy(x, labels), k.linear_cross_entropy(x, torch.ones(20, 8), labels),
-        k.masked_softmax(x, labels[..., None] == 0, 0.5),
+        k.masked_softmax(x, None, 0.5, labels[..., None] == 0),
     )
     sum(o.sum() for o in outputs).backward()
     assert x.grad is not None and w.grad is not None and q.grad is not None

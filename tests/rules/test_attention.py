@@ -1,0 +1,146 @@
+"""Attention in ways that are near to what torch's operation does, and not quite that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from slapo_rewrite.rules.fusions import masked_softmax, sdpa
+
+from tests.rewriting import refused
+from tests.rules.test_traps import compare
+
+HIDDEN = """\
+        scores = scores.masked_fill(self.seen[:, :, :T, :T] == 0, float("-inf"))
+"""
+GIVEN = sdpa.MODEL.replace("forward(self, x)", "forward(self, x, mask)")
+INPUTS = '{"x": torch.randn(2, 6, 16)}'
+BOOLEAN = "torch.arange(6)[None] % 3 > 0"
+
+
+def hidden(line: str, mask: str) -> tuple[str, str]:
+    """The example with another mask, which is given to it."""
+    source = GIVEN.replace(HIDDEN, f"        {line}\n")
+    assert source != GIVEN
+    given = INPUTS.replace("16)}", f'16), "mask": {mask}}}')
+    return source, sdpa.SCHEDULE.replace(INPUTS, given)
+
+
+ADDED = {
+    "boolean": ("scores = scores + mask", BOOLEAN, "attn_mask=mask.to(q.dtype)"),
+    "integers": ("scores = mask + scores", "torch.arange(6)[None] % 3", "mask.to(q.dtype)"),
+    "of another dtype": ("scores = scores + mask", "torch.rand(1, 6).half()", "mask.to(q.dtype)"),
+    "made of flags": (
+        "scores = scores + (1.0 - mask[:, None, None]) * -10000.0",
+        "(torch.arange(12) % 5 > 0).view(2, 6).float()",
+        "attn_mask=(1.0 - mask[:, None, None]) * -10000.0",
+    ),
+    "a buffer": (
+        "scores = scores + self.seen[:, :, :T, :T]",
+        "None",
+        "attn_mask=self.seen[:, :, :T, :T]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "mask", "written"), ADDED.values(), ids=list(ADDED))
+def test_what_is_added_is_added(line: str, mask: str, written: str, tmp_path):
+    text = compare(tmp_path, *hidden(line, mask))
+    assert written in text and "softmax" not in text
+
+
+def test_a_boolean_mask_that_nothing_can_be_cast_like(tmp_path):
+    source, schedule = hidden("scores = scores + mask", BOOLEAN)
+    source = source.replace("q @ k.transpose", "(2 * q) @ (1 * k).transpose")
+    source = source.replace("weights @ v", "weights @ (1 * v)")
+    assert "may be boolean" in refused(tmp_path, source, schedule, "SR309")
+
+
+def test_a_number_that_is_added(tmp_path):
+    source, schedule = hidden("scores = scores + 1.0", "None")
+    assert "what is added is a number" in refused(tmp_path, source, schedule, "SR309")
+
+
+@pytest.mark.parametrize("mask", [BOOLEAN, "torch.randn(2, 1, 6, 6)", "None"])
+def test_a_mask_that_the_softmax_adds(mask: str, tmp_path):
+    schedule = masked_softmax.SCHEDULE.replace("torch.randn(2, 1, 6, 6)", mask)
+    assert "masked_softmax(" in compare(tmp_path, masked_softmax.MODEL, schedule)
+
+
+def test_a_mask_of_one_axis(tmp_path):
+    source, schedule = hidden("scores = scores + self.bias", "None")
+    bias = "self.heads = heads\n        self.bias = nn.Parameter(torch.randn(6))"
+    source = source.replace("self.heads = heads", bias)
+    assert "one axis" in refused(tmp_path, source, schedule, "SR309")
+
+
+LEARNED = "self.bias = nn.Parameter(torch.randn(1, heads, 6, 6))"
+
+
+def test_a_learned_bias_gets_its_gradient(tmp_path):
+    source, schedule = hidden("scores = scores + self.bias", "None")
+    source = source.replace("self.heads = heads", f"self.heads = heads\n        {LEARNED}")
+    assert "attn_mask=self.bias" in compare(tmp_path, source, schedule)
+
+
+CACHED = {
+    "of an argument": "k, v = torch.cat([mask, k], dim=2), torch.cat([mask, v], dim=2)",
+    "of a method": "k, v = self.all_of(k, v, mask)",
+}
+METHOD = """
+    def all_of(self, k, v, past):
+        return torch.cat([past, k], dim=2), torch.cat([past, v], dim=2)
+"""
+
+
+@pytest.mark.parametrize("line", CACHED.values(), ids=list(CACHED))
+def test_the_mask_of_one_token_hides_no_key_of_a_cache(line: str, tmp_path):
+    """`seen[:1, :1]` is spread over all keys, where `is_causal` would leave the first alone."""
+    source = GIVEN.replace("        scores = (q @", f"        {line}\n        scores = (q @", 1)
+    given = '{"x": torch.randn(2, 1, 16), "mask": torch.randn(2, 4, 3, 4)}'
+    text = compare(tmp_path, source + METHOD, sdpa.SCHEDULE.replace(INPUTS, given))
+    assert "attn_mask=self.seen[:, :, :T, :T] != 0" in text
+
+
+def test_fewer_tokens_than_the_mask_has(tmp_path):
+    for tokens in (1, 16):
+        given = sdpa.SCHEDULE.replace("torch.randn(2, 6, 16)", f"torch.randn(2, {tokens}, 16)")
+        assert "is_causal=True" in compare(tmp_path, sdpa.MODEL, given)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_nothing_is_dropped_in_evaluation(p: float, tmp_path):
+    source = sdpa.MODEL.replace("nn.Dropout(0.0)", f"nn.Dropout({p})")
+    schedule = sdpa.SCHEDULE.replace("m.Attention(16, 4)", "m.Attention(16, 4).eval()")
+    assert "dropout_p=self.drop.p if self.training else 0.0" in compare(tmp_path, source, schedule)
+
+
+SCALES = {
+    "* (1.0 / math.sqrt(k.size(-1)))": None,
+    "/ math.sqrt(k.size(-1))": None,
+    "* k.shape[-1] ** -0.5": None,
+    "/ (q.size(-1) ** 0.5)": None,
+    "* 0.3": "scale=0.3",
+    "/ 4": "scale=1.0 / 4",
+    "/ math.sqrt(self.heads)": "scale=1.0 / math.sqrt(self.heads)",
+    "* self.heads ** -0.5": "scale=self.heads**-0.5",
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_scale_as_it_is_written(scale: str, tmp_path):
+    source = sdpa.MODEL.replace("* (1.0 / math.sqrt(k.size(-1)))", scale)
+    text, written = compare(tmp_path, source, sdpa.SCHEDULE), SCALES[scale]
+    assert (written in text) if written else ("scale=" not in text)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_of_float32_under_autocast(dtype, tmp_path):
+    source, schedule = hidden("scores = scores + mask", "torch.randn(2, 1, 6, 6)")
+    source = source.replace(
+        "        B, T, C",
+        f"        with torch.autocast('cpu', {dtype}, enabled={dtype != torch.float32}):\n"
+        "            return self.attend(x, mask)\n\n    def attend(self, x, mask):\n"
+        "        B, T, C",
+    )
+    close = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.01}
+    assert "attn_mask=mask.to(q.dtype)" in compare(tmp_path, source, schedule, **close)
