@@ -269,9 +269,9 @@ class CrossEntropy(Rule):
         if found.alternative in self.calls:
             call = found.match.root.node
             assert isinstance(call, ast.Call)
-            file, loss = found.match.file, OF_TRANSFORMERS.get(loss_of(found), cross_entropy)
+            file = found.match.file
             arguments = file.text[file.span(call.func)[1] : file.span(call)[1]]
-            return Renamed.of(loss, arguments)
+            return Renamed.of(OF_TRANSFORMERS[loss_of(found)], arguments)
         given = found.operands
         more = tuple(n for n, default in DEFAULTS.items() if given[n] != default)
         return Calling.of(cross_entropy, ("logits", "labels"), more)

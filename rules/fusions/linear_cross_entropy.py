@@ -3,13 +3,10 @@
 import ast
 from collections.abc import Mapping
 
-from torch import Tensor
-
 from slapo_rewrite.edit.text import accessor
 from slapo_rewrite.fusion import (
     SHIFTS,
     Alternative,
-    Calling,
     Declined,
     Example,
     Fork,
@@ -33,13 +30,13 @@ from slapo_rewrite.runtime.kernels.linear_cross_entropy import (
     masked_lm_linear_cross_entropy,
 )
 
-KERNELS = "slapo_rewrite.runtime.kernels"
+OURS = "slapo_rewrite.runtime.kernels.cross_entropy"
 # What computes the loss of transformers' models, the rule `cross_entropy` included.
 LOSSES = {
-    "transformers.loss.loss_utils.ForCausalLMLoss": "causal_lm_linear_cross_entropy",
-    "transformers.loss.loss_utils.ForMaskedLMLoss": "masked_lm_linear_cross_entropy",
-    f"{KERNELS}.cross_entropy.causal_lm_cross_entropy": "causal_lm_linear_cross_entropy",
-    f"{KERNELS}.cross_entropy.masked_lm_cross_entropy": "masked_lm_linear_cross_entropy",
+    "transformers.loss.loss_utils.ForCausalLMLoss": causal_lm_linear_cross_entropy,
+    "transformers.loss.loss_utils.ForMaskedLMLoss": masked_lm_linear_cross_entropy,
+    f"{OURS}.causal_lm_cross_entropy": causal_lm_linear_cross_entropy,
+    f"{OURS}.masked_lm_cross_entropy": masked_lm_linear_cross_entropy,
 }
 OF_MODEL = "self.loss_function"
 # What transformers' losses are given first.
@@ -51,18 +48,6 @@ NOT_TAKEN = {"weight": None, "size_average": None, "reduce": None, "reduction": 
 
 def is_loss(_: str, call: CallSite) -> bool:
     return call.operation in ("cross_entropy", OF_MODEL, *LOSSES)
-
-
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return linear_cross_entropy(hidden, weight, labels)
-
-
-def masked_lm(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return masked_lm_linear_cross_entropy(hidden, weight, labels)
-
-
-def causal_lm(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return causal_lm_linear_cross_entropy(hidden, weight, labels)
 
 
 WRITER = """\
@@ -197,11 +182,8 @@ class LinearCrossEntropy(Rule):
     numerics = Numerics.REASSOCIATED
     rank = 50
     alternatives = ()
-    calls = (
-        Alternative(is_loss, plain),
-        Alternative(is_loss, masked_lm),
-        Alternative(is_loss, causal_lm),
-    )
+    calls = (Alternative(is_loss),)
+    functions = (linear_cross_entropy, *dict.fromkeys(LOSSES.values()))
     examples = (
         Example(
             WRITER,
@@ -282,12 +264,9 @@ class LinearCrossEntropy(Rule):
             return str(declined)
         return None
 
-    def expression(self, found: Found) -> Calling | Renamed | None:
+    def expression(self, found: Found) -> Renamed:
         """The call, with all of its arguments."""
-        try:
-            return written(found)
-        except Declined:
-            return None
+        return written(found)
 
     def operands(self, found: Found) -> Mapping[str, str]:
         """None: they stand in the call."""
@@ -323,7 +302,7 @@ def written(found: Found) -> Renamed:
     Raises:
         Declined: The loss is another one.
     """
-    loss, kernel = found.match.root, "linear_cross_entropy"
+    loss, kernel = found.match.root, linear_cross_entropy
     operation = loss.operation.removeprefix("call ")
     if operation != "cross_entropy":
         name = loss_of(found) if operation == OF_MODEL else operation
@@ -341,8 +320,7 @@ def written(found: Found) -> Renamed:
         given.append(f"softcap={text_of(parted.head.softcap)}")
     more = options(loss) if operation == "cross_entropy" else others(found, parted)
     arguments = ", ".join([*given, *more])
-    origin = f"{KERNELS}.linear_cross_entropy.{kernel}"
-    return Renamed("linear_cross_entropy", origin, f"({arguments})")
+    return Renamed.of(kernel, f"({arguments})")
 
 
 def options(loss: Value) -> list[str]:

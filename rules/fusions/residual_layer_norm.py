@@ -287,7 +287,7 @@ class ResidualLayerNorm(Rule):
         if self.biased(found) is None:
             return None
         both = found.alternative.pattern in (dropped_and_kept, kept)
-        name = "residual_layer_norm" if both else "add_layer_norm"
+        kernel = residual_layer_norm if both else add_layer_norm
         keywords = ("input_bias", "p", "training") if "p" in found.operands else ("input_bias",)
         given = ("x", "residual", "weight", "bias", "eps")
-        return Calling(name, f"slapo_rewrite.runtime.kernels.layer_norm.{name}", given, keywords)
+        return Calling.of(kernel, given, keywords)

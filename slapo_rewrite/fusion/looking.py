@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.fusion.branches import NOTHING, Given, find
-from slapo_rewrite.fusion.engine import Claim, Left, Renamed
+from slapo_rewrite.fusion.engine import Calling, Claim, Left, Renamed
 from slapo_rewrite.fusion.rule import Alternative, Found, Rule
 from slapo_rewrite.fusion.template import template_of
 from slapo_rewrite.model.facts import NodeFacts
@@ -19,7 +19,6 @@ from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.named import named_operations
 from slapo_rewrite.patterns.pattern import Pattern, pattern_of
 from slapo_rewrite.patterns.search import Match, Matches, Miss, Scope, find_calls, scopes_of
-from slapo_rewrite.patterns.values import Value
 
 
 def pattern_for(wanted: object, sources: Sources, at: errors.Span | None) -> Pattern:
@@ -152,18 +151,23 @@ def _find(
 
 
 def _take(rule: Rule, found: Found, looked: Looked) -> None:
-    expression = rule.expression(found) or read(rule.replacement(found))
-    values: dict[str, Value] | None = {} if isinstance(expression, Renamed) else None
-    operands = rule.operands(found)
-    layer = rule.biased(found)
-    claim = Claim(
-        found.match, found.node, expression, operands, rule.name, values=values, layer=layer
-    )
     reason = rule.refuses(found)
-    if reason is None:
-        looked.claims.append(replace(claim, spread=rule.spread(found)))
-    else:
-        looked.left.append(Left(claim, reason))
+    if reason is not None:
+        nothing = Calling(rule.name, rule.name, ())
+        looked.left.append(Left(Claim(found.match, found.node, nothing, {}, rule.name), reason))
+        return
+    expression = rule.expression(found) or read(rule.replacement(found))
+    claim = Claim(
+        found.match,
+        found.node,
+        expression,
+        rule.operands(found),
+        rule.name,
+        values={} if isinstance(expression, Renamed) else None,
+        layer=rule.biased(found),
+        spread=rule.spread(found),
+    )
+    looked.claims.append(claim)
 
 
 @functools.cache
