@@ -1215,13 +1215,15 @@ def residual_layer_norm(
     return y, total
 
 
-def masked_softmax_reference(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def masked_softmax_reference(
+    x: Tensor, mask: Tensor | None, scale: float, keep: Tensor | None
+) -> Tensor:
     """`masked_softmax` in PyTorch's operations."""
     scores = x * scale
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    elif mask is not None:
+    if mask is not None:
         scores = scores + mask
+    if keep is not None:
+        scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     return scores.softmax(-1, dtype=wide).to(x.dtype)
 
@@ -1389,7 +1391,10 @@ def masked_softmax_backward(
 
 
 class MaskedSoftmaxFunction(torch.autograd.Function):
-    """softmax(x * scale + mask), differentiable in x and in an additive mask."""
+    """softmax(x * scale + mask), differentiable in x and in the mask.
+
+    A boolean mask says which scores are kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -1412,7 +1417,12 @@ class MaskedSoftmaxFunction(torch.autograd.Function):
         return dx, None if dmask is None else dmask.sum_to_size(mask.shape), None
 
 
-def masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+def masked_softmax(
+    x: Tensor,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+    keep: Tensor | None = None,
+) -> Tensor:
     """softmax(x * scale + mask) over the last axis, in float32.
 
     Shapes: x (B, N, T, S) or without its first axes, mask broadcast to it -> as x.
@@ -1421,26 +1431,28 @@ def masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) ->
 
     Args:
         x: Scores.
-        mask: Numbers to add, or which scores to keep, as in
-            `torch.nn.functional.scaled_dot_product_attention`; None for neither. Where
-            no score of a row is kept, all weigh the same.
+        mask: Numbers to add, if any; True adds 1.
         scale: What scores are multiplied by first; kernels take a number, no tensor.
+        keep: Which scores count, if not all. Where none of a row does, all weigh the
+            same.
     """
+    given = mask if keep is None else keep
     kernel = (
-        runs_triton(x, None if mask is None or mask.dtype == torch.bool else mask)
+        runs_triton(x, mask)
         and x.dim() in (2, 3, 4)
         and not isinstance(scale, Tensor)
+        and (mask is None or keep is None)
         and (
-            mask is None
+            given is None
             or (
-                mask.device == x.device
-                and torch.broadcast_shapes(x.shape, mask.shape) == x.shape
+                given.device == x.device
+                and torch.broadcast_shapes(x.shape, given.shape) == x.shape
                 # The mask's gradient is made of weights in x's dtype.
-                and not (mask.requires_grad and mask.dtype != x.dtype)
+                and not (given.requires_grad and given.dtype != x.dtype)
             )
         )
     )
     if not kernel:
-        return masked_softmax_reference(x, mask, scale)
-    y: Tensor = MaskedSoftmaxFunction.apply(x, mask, scale)
+        return masked_softmax_reference(x, mask, scale, keep)
+    y: Tensor = MaskedSoftmaxFunction.apply(x, given, scale)
     return y
