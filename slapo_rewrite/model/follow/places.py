@@ -10,9 +10,12 @@ import sys
 import types
 from collections.abc import Callable
 
+import torch
+
 from slapo_rewrite.model.follow.vocabulary import Place
 
 _PACKAGE = os.path.dirname(__file__)
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 def calling_frame() -> types.FrameType | None:
@@ -20,7 +23,7 @@ def calling_frame() -> types.FrameType | None:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if os.path.dirname(name) != _PACKAGE and "/torch/" not in name.replace("\\", "/"):
+        if os.path.dirname(name) != _PACKAGE and not name.startswith(_TORCH):
             return frame
         frame = frame.f_back
     return None
