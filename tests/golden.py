@@ -99,6 +99,9 @@ def goldens() -> Iterator[Golden]:
             yield Golden(model, "parallel_loss", source, schedule, ("parallel_loss=true",))
         if model in PIPELINE:
             yield Golden(model, "pipeline", source, schedule, ("pipeline_stages=2",))
+        if model == "llama":
+            settings = ("pipeline_stages=2", "pipeline_engine=torch")
+            yield Golden(model, "pipeline_torch", source, schedule, settings)
 
 
 @dataclass(frozen=True)

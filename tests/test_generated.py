@@ -15,6 +15,7 @@ from tests import golden
 CALLED_BY_TORCH = {"forward", "backward", "_should_skip_dynamo"}
 # What a `pipeline.py` offers.
 PIPELINE = {"build", "batch", "to_full", "load_full", "read_checkpoint", "write_checkpoint"}
+PIPELINE |= {"schedule", "step", "eval"}
 AGAIN = "run `make generated`, and read what changed"
 
 

@@ -42,12 +42,14 @@ def schedule(
     fork_dropout: bool = False,
     fuse: bool = False,
     pipeline_stages: int = 1,
+    pipeline_engine: str = "deepspeed",
 ):
     """Splits the layers, and checkpoints the first `ckpt_ratio` of them.
 
     With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
     With `fuse` every rule that pays is applied first, before anything is split.
-    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages.
+    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
+    DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
     """
     if fuse:
         s.apply_all()
@@ -73,4 +75,4 @@ def schedule(
         layers["*" if sequence_parallel else "*.attention.self"].fork_rng()
     layers[: round(ckpt_ratio * len(layers["*"]))].checkpoint()
     if pipeline_stages > 1:
-        s.cut_evenly(pipeline_stages)
+        s.cut_evenly(pipeline_stages, target=pipeline_engine)

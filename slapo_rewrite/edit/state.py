@@ -210,6 +210,23 @@ class Inlined:
 
 
 @dataclass(frozen=True)
+class StageEnd:
+    """A pipeline stage ends after the module.
+
+    Attributes:
+        target: What runs the stages, one of `TARGETS`.
+        cause: The directive that asked.
+    """
+
+    target: str
+    cause: Directive
+
+
+# Whose pipeline stages can be cut for.
+TARGETS = ("deepspeed", "torch")
+
+
+@dataclass(frozen=True)
 class ModuleState:
     """Everything that was asked of one module."""
 
@@ -225,7 +242,7 @@ class ModuleState:
     annotations: tuple[Annotation, ...] = ()
     decompose: Decompose | None = None
     inlined: Inlined | None = None
-    cut: Directive | None = field(default=None, compare=False)  # changes nothing of the module
+    cut: StageEnd | None = field(default=None, compare=False)  # changes nothing of the module
 
     def causes(self) -> tuple[Directive, ...]:
         """The directives that split the module or communicate at its border."""

@@ -37,6 +37,7 @@ RUNTIME_ORDER = (
     "pretrained",
     "stages",
     "checkpoints",
+    "torch_pipeline",
 )
 RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
 

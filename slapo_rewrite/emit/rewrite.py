@@ -215,7 +215,11 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
             f"# Written by slapo-rewrite {__version__} for {name}; rewrite.json says from what."
         )
         helpers = {} if single_file else helper_files(used, definitions, header)
-    cuts = [Cut(path, state.cut) for path, state in plan.states.items() if state.cut]
+    cuts = [
+        Cut(path, state.cut.cause, state.cut.target)
+        for path, state in plan.states.items()
+        if state.cut
+    ]
     if cuts:
         with project.timed("stages"):
             files = {**texts, **helpers}

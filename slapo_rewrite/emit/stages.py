@@ -39,6 +39,7 @@ def stage_files(
 
     Raises:
         CannotCut: No stage can end there.
+        ConflictingEdits: Cuts are for different engines.
         NameTaken: The model's file, or a name in it, is called as something that this adds.
     """
     from slapo_rewrite.stages.cut import pipeline
@@ -48,6 +49,14 @@ def stage_files(
             "pipeline stages are a file of their own, which `--single-file` does not leave",
             at=cuts[0].cause.at,
             hint="leave out --single-file, or the cuts",
+        )
+    if others := [cut for cut in cuts if cut.target != cuts[0].target]:
+        first, other = sorted((cuts[0], others[0]), key=lambda cut: cut.cause.number)
+        raise errors.ConflictingEdits(
+            f'this stage is cut for target="{other.target}", and another one for "{first.target}"',
+            at=other.cause.at,
+            also=[first.cause.at] if first.cause.at else [],
+            hint="one pipeline.py is for one engine: give all cuts the same target",
         )
     files = {"__init__.py": "", **files}
     text = pipeline(files, project.file, project.schedule.module, cuts, sliced)

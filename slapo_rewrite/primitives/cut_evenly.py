@@ -30,6 +30,8 @@ class CutEvenly(CutPipelineStage):
     sort that `simulate.stages.Device` describes. A table that is looked up costs next to nothing
     then, and a head much: it can have a stage for itself, behind the last layer.
 
+    `target` says what runs the stages: `"deepspeed"`, or `"torch"`, its `distributed.pipelining`.
+
     Rewrite:
         s.cut_evenly(2)
         -->
@@ -38,6 +40,10 @@ class CutEvenly(CutPipelineStage):
         s.cut_evenly(2, by="cost")  # where the head costs more than the layers
         -->
         s["layers"][3].cut_pipeline_stage()
+
+        s.cut_evenly(2, target="torch")
+        -->
+        s["layers"][1].cut_pipeline_stage(target="torch")
 
     Shapes:
         Unchanged.
@@ -63,11 +69,13 @@ class CutEvenly(CutPipelineStage):
             MODEL.replace("torch.randn(2, 1)", "torch.randn(2, 72)")
             + 'def schedule(s):\n    s.cut_evenly(2, by="cost")\n',
         ),
+        Example(STACK, MODEL + 'def schedule(s):\n    s.cut_evenly(2, target="torch")\n'),
     )
     refusals = (
         Refusal(STACK, MODEL + "def schedule(s):\n    s.cut_evenly(5)\n", "SR206"),
         Refusal(STACK, MODEL + 'def schedule(s):\n    s.cut_evenly(2, by="size")\n', "SR206"),
         Refusal(STACK, MODEL + 'def schedule(s):\n    s.cut_evenly(6, by="cost")\n', "SR206"),
+        Refusal(STACK, MODEL + 'def schedule(s):\n    s.cut_evenly(2, target="tf")\n', "SR206"),
         Refusal(
             STACK,
             MODEL.partition("def inputs")[0] + 'def schedule(s):\n    s.cut_evenly(2, by="cost")\n',
@@ -82,9 +90,9 @@ class CutEvenly(CutPipelineStage):
     )
 
     def signature(self) -> inspect.Signature:
-        """`cut_evenly(n, by="parameters")`."""
+        """`cut_evenly(n, by="parameters", target="deepspeed")`."""
 
-        def cut_evenly(n: int, by: str = "parameters") -> None: ...
+        def cut_evenly(n: int, by: str = "parameters", target: str = "deepspeed") -> None: ...
 
         return signature_of(cut_evenly)
 

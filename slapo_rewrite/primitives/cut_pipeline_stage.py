@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.edit.state import TARGETS, ModuleState, StageEnd
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,
@@ -57,11 +57,19 @@ class CutPipelineStage(Primitive):
     """End a pipeline stage after the selected modules.
 
     The output has a file `pipeline.py`: a class for each stage, written out of the `forward` of the
-    modules on the way to the cuts, and `build`, which gives a `deepspeed.pipe.PipelineModule` of
-    them with the model's own loss. Branches that training does not take are left out. What a stage
-    needs of earlier ones is handed on, or worked out again where it is no part of the backward pass
-    (masks, rotary tables). Parameters of several stages are kept in step by `TiedLayerSpec`. A
-    stage is a subclass of the model that holds its own part of it, by the same names.
+    modules on the way to the cuts, and `build`, which makes the stages. Branches that training does
+    not take are left out. What a stage needs of earlier ones is handed on, or worked out again
+    where it is no part of the backward pass (masks, rotary tables). A stage is a subclass of the
+    model that holds its own part of it, by the same names. The loss is the model's own.
+
+    `target` says what runs the stages; all cuts of a schedule have the same one.
+
+    - `"deepspeed"`: `build(config)` gives a `deepspeed.pipe.PipelineModule`. Parameters of several
+      stages are kept in step by `TiedLayerSpec`.
+    - `"torch"`: `build(config, mesh=mesh)` gives this rank's stages, each a
+      `torch.distributed.pipelining.PipelineStage`, by the axes `pp` and `tp` of the mesh. Every
+      stage takes what it needs of the step's arguments by name. `schedule` runs them by a class of
+      torch's, and adds up the gradients of what several stages hold.
 
     The stages are written for the arguments that the schedule's `inputs` give; all others have
     their defaults. They are run on a small model before they are written, against the model itself.
@@ -71,11 +79,18 @@ class CutPipelineStage(Primitive):
         -->
         pipeline.py with `StackStage0`, `StackStage1`, `build`, `batch`, `to_full`, `load_full`
 
+        s["layers"][1].cut_pipeline_stage(target="torch")
+        -->
+        the same and `schedule`, without DeepSpeed:
+        stages = pipeline.build(8, depth=4, mesh=mesh)
+        schedule = pipeline.schedule(stages, Schedule1F1B, n_microbatches=2)
+        losses = schedule.step(**pipeline.batch(x, y))
+
     Shapes:
         Unchanged.
 
     Numerics:
-        Exact.
+        Exact. Gradients are of the mean of the micro-batches' losses.
 
     State:
         A stage's parameters have the names of the original's; `to_full` gathers all stages.
@@ -83,9 +98,10 @@ class CutPipelineStage(Primitive):
     Raises:
         SR310 a module inside a branch or a loop that is not over layers, or called twice; a value
         that cannot get across; parameters shared in more ways than DeepSpeed has ties; SR306 two
-        cuts after one module; SR305 a module list (select one of its elements).
+        cuts after one module, or for different targets; SR305 a module list (select one of its
+        elements); SR206 a target that there is not.
 
-    Source: Slapo, arXiv 2302.08005, section 3.3.3; deepspeed.pipe.
+    Source: Slapo, arXiv 2302.08005, section 3.3.3; deepspeed.pipe; torch.distributed.pipelining.
     """
 
     name = "cut_pipeline_stage"
@@ -95,6 +111,10 @@ class CutPipelineStage(Primitive):
             STACK,
             MODEL + 'def schedule(s):\n    s["first"].cut_pipeline_stage()\n'
             '    s["layers"][2].cut_pipeline_stage()\n',
+        ),
+        Example(
+            STACK,
+            MODEL + 'def schedule(s):\n    s["layers"][1].cut_pipeline_stage(target="torch")\n',
         ),
     )
     refusals: ClassVar[tuple[Refusal, ...]] = (
@@ -107,17 +127,30 @@ class CutPipelineStage(Primitive):
             "SR306",
         ),
         Refusal(STACK, MODEL + 'def schedule(s):\n    s["first"].cut_pipeline_stage(2)\n', "SR206"),
+        Refusal(
+            STACK,
+            MODEL + 'def schedule(s):\n    s["first"].cut_pipeline_stage()\n'
+            '    s["layers"][2].cut_pipeline_stage(target="torch")\n',
+            "SR306",
+        ),
     )
 
     def signature(self) -> inspect.Signature:
-        """`cut_pipeline_stage()`."""
+        """`cut_pipeline_stage(target="deepspeed")`."""
 
-        def cut_pipeline_stage() -> None: ...
+        def cut_pipeline_stage(target: str = "deepspeed") -> None: ...
 
         return signature_of(cut_pipeline_stage)
 
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
         """Marks the module."""
+        target = call.arguments["target"]
+        if target not in TARGETS:
+            raise errors.BadArgument(
+                f"stages are cut for {' or '.join(TARGETS)}, not for {target!r}",
+                at=call.directive.at,
+                hint=errors.did_you_mean(str(target), TARGETS),
+            )
         check_called(call, node)
         if not node.path:
             raise errors.Unsupported(
@@ -129,6 +162,6 @@ class CutPipelineStage(Primitive):
             raise errors.ConflictingEdits(
                 f"a stage ends after `{node.path}` already",
                 at=call.directive.at,
-                also=[state.cut.at] if state.cut.at else [],
+                also=[place for place in [state.cut.cause.at] if place],
             )
-        return replace(state, cut=call.directive)
+        return replace(state, cut=StageEnd(target, call.directive))

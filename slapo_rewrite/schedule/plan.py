@@ -151,7 +151,7 @@ class Plan:
         if cut is not None and self.seldom:
             path, cause = next(iter(self.seldom.items()))
             words = f"the last stage is to give what `{path}` gives, which training leaves out"
-            raise _conflict(words, cause, cut, None)
+            raise _conflict(words, cause, cut.cause, None)
 
     def _check_untouched(self, grafts: Mapping[str, Any], at: Span | None) -> None:
         """What a replaced module holds goes with it, so it cannot have been scheduled before."""

@@ -12,10 +12,19 @@ from slapo_rewrite.errors import Span
 from slapo_rewrite.model.tree import Tree, build_model
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.flatten import Flattening
+from slapo_rewrite.stages.for_torch import TorchText
 from slapo_rewrite.stages.plan import Planner, Stages, trains
 from slapo_rewrite.stages.program import Cut, divided, with_calls_apart
 from slapo_rewrite.stages.trial import Trial, imported
-from slapo_rewrite.stages.write import Text, forward_text, held_by, loss_text, shared_names, ties_of
+from slapo_rewrite.stages.write import (
+    Text,
+    check_one_group,
+    forward_text,
+    held_by,
+    loss_text,
+    shared_names,
+    ties_of,
+)
 
 
 def pipeline(
@@ -59,13 +68,16 @@ def _pipeline(
         raise errors.CannotCut(
             f"the model's class {type(model).__name__} is not defined in {file.path.name}", at=at
         )
+    engine = TorchText if cuts[0].target == "torch" else Text
     trial = Trial(schedule, module, model, at)
     inside = ways(tree, cuts)
     world = vars(module)
     flat = Flattening(model, file, world, inside, trial.part, at).flat(trial.inputs)
     flat = with_calls_apart(flat, lambda text: trains(model, text))
     program = divided(flat, cuts, model)
-    stages = Planner(program, trial.seen(program), model, [c.cause.at for c in cuts]).stages()
+    by_name = engine is TorchText
+    places = [c.cause.at for c in cuts]
+    stages = Planner(program, trial.seen(program), model, places, by_name).stages()
     check_whole(stages, sliced, at)
     if not stages.labels:
         raise errors.CannotCut(
@@ -76,10 +88,13 @@ def _pipeline(
     trial.check_stand_ins(stages)
     trial.check([run(text, world) for text in texts], stages)
     held = held_by(stages, model)
-    return Text(
+    shared = ties_of(held, model)
+    if engine is Text:
+        check_one_group(shared, at)
+    return engine(
         stages,
         held,
-        ties_of(held, model, at),
+        shared,
         type(model),
         file,
         flat.settings,

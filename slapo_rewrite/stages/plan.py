@@ -56,6 +56,7 @@ class Stage:
     Attributes:
         pieces: Numbers of its statements, those that it works out again first.
         given: What it takes from the stage before.
+        named: Arguments of the step that it takes by name, where every stage is given these.
         hands_on: What it gives to the next one.
         standing_in: For a statement and a name in it, the name that is read in its place.
         borrowed: The statements and names for which another value stands in, of the same name too,
@@ -66,6 +67,7 @@ class Stage:
 
     pieces: list[int]
     given: list[Version]
+    named: list[Version] = field(default_factory=list)
     anew: dict[Version, Version] = field(default_factory=dict)
     hands_on: list[Version] = field(default_factory=list)
     standing_in: dict[tuple[int, str], str] = field(default_factory=dict)
@@ -82,6 +84,8 @@ class Stages:
         tail: The statements that make the loss of what the last stage gives.
         labels: The arguments that the loss needs.
         scattered: Values that do not lie in one piece of memory.
+        by_name: Whether every stage is given the step's arguments by name. Only what takes part in
+            the backward pass goes from stage to stage then.
         spelling: Values that are called otherwise than in the program.
     """
 
@@ -90,11 +94,18 @@ class Stages:
     tail: Stage
     labels: list[str]
     scattered: set[Version]
+    by_name: bool = False
     spelling: dict[Version, str] = field(default_factory=dict)
 
     def spelled(self, version: Version) -> str:
         """What a value is called."""
         return self.spelling.get(version, version[0])
+
+    def arguments(self) -> dict[str, str]:
+        """What the stages take by name: the step's arguments, by what they are called there."""
+        taken = {version for stage in self.stages for version in stage.named}
+        order = [(name, ARGUMENT) for name in self.program.parameters]
+        return {self.spelled(v): v[0] for v in order if v in taken}
 
     def lines(self, stage: Stage, depth: Depth | None = None, returned: str = "") -> list[str]:
         """The statements of a stage, without those whose results nothing reads."""
@@ -123,6 +134,7 @@ class Planner:
         seen: What each value was in a run.
         model: The model, which tells what has parameters.
         cuts: The schedule's lines, one for each cut.
+        by_name: Whether every stage is given the step's arguments by name.
     """
 
     def __init__(
@@ -131,8 +143,10 @@ class Planner:
         seen: Mapping[Version, Seen],
         model: Any,
         cuts: Sequence[Span | None],
+        by_name: bool,
     ) -> None:
         self.program, self.seen, self.model, self.cuts = program, seen, model, cuts
+        self.by_name = by_name
 
     def stages(self) -> Stages:
         """The stages.
@@ -158,8 +172,13 @@ class Planner:
                 )
         wanted = list(program.loss_reads)
         tail = self.stage(len(own), list(numbers[last + 1 :]), last + 1, wanted, True)
-        labels = [name for name, number in tail.given if number == ARGUMENT]
-        needed = [v for v in tail.given if v[1] != ARGUMENT]
+        if self.by_name:  # the loss is handed one label; the last stage gives it the others
+            before = {v for piece in program.pieces[: last + 1] for v in piece.reads}
+            named = sorted(tail.named, key=before.__contains__)
+            labels, needed = named[:1], [*tail.given, *named[1:]]
+        else:
+            labels = [v for v in tail.given if v[1] == ARGUMENT]
+            needed = [v for v in tail.given if v[1] != ARGUMENT]
         found: list[Stage] = []
         for number in reversed(range(len(own))):
             start = own[number][0]
@@ -168,7 +187,8 @@ class Planner:
             found.insert(0, stage)
             needed = stage.given
         scattered = {version for version, seen in self.seen.items() if seen.is_scattered}
-        stages = Stages(program, found, tail, labels, scattered)
+        names = [name for name, _ in labels]
+        stages = Stages(program, found, tail, names, scattered, self.by_name)
         while (clash := self.clash(stages)) is not None:
             stages.spelling[clash] = f"given_{clash[0]}"
         return stages
@@ -189,7 +209,9 @@ class Planner:
         for version in wanted:
             if version[1] < start and (number or version[1] == ARGUMENT):
                 self.bring(version, number, given, again, anew, is_tail)
-        stage = Stage([*sorted(again), *own], self.ordered(given), anew)
+        named = [v for v in self.ordered(given) if self.by_name and v[1] == ARGUMENT]
+        taken = [v for v in self.ordered(given) if v not in named]
+        stage = Stage([*sorted(again), *own], taken, named, anew)
         for piece in sorted(again):
             for version in pieces[piece].reads:
                 if self.seen[version].kind == "grad" and version not in given:
@@ -216,7 +238,8 @@ class Planner:
         name, number = version
         seen = self.seen[version]
         is_argument = number == ARGUMENT
-        if seen.kind == "grad" or (is_argument and (seen.kind == "int" or not stage or is_tail)):
+        is_at_hand = self.by_name or seen.kind == "int" or not stage or is_tail
+        if seen.kind == "grad" or (is_argument and is_at_hand):
             given[version] = None
         elif number in again:
             pass
@@ -225,13 +248,15 @@ class Planner:
             for needed in self.program.pieces[number].reads:
                 if self.seen[needed].kind != "grad":
                     self.bring(needed, stage, given, again, anew, is_tail)
-        elif seen.kind == "int":
+        elif seen.kind == "int" and not self.by_name:
             given[version] = None
         elif (first := self.before_layers(version)) is not None:
             anew[version] = first
             self.bring(first, stage, given, again, anew, is_tail)
         else:
-            what = "a float without gradient" if seen.kind == "float" else "no tensor"
+            what = {"float": "a float without gradient", "int": "a tensor without gradient"}.get(
+                seen.kind, "no tensor"
+            )
             at = self.program.pieces[number].at if number != ARGUMENT else None
             also = [self.cuts[min(stage, len(self.cuts)) - 1]]
             places = [p for p in (at, *also) if p]
@@ -314,7 +339,7 @@ class Planner:
         """
         for stage in [*stages.stages, stages.tail]:
             has: dict[str, Version] = {}
-            for version in stage.given:
+            for version in [*stage.given, *stage.named]:
                 name = stages.spelled(version)
                 if name in has:
                     return self.renamed(version, has[name])

@@ -29,10 +29,12 @@ class Cut:
     Attributes:
         path: Its path.
         cause: Who asks.
+        target: What runs the stages, one of `TARGETS`.
     """
 
     path: str
     cause: Directive
+    target: str
 
 
 @dataclass(frozen=True)

@@ -175,9 +175,13 @@ class Trial:
         wanted = gradients(self.model, self.expected)
         with self.seeded():
             given: Any = tuple(self.inputs[name] for name, _ in stages.stages[0].given)
+            named = {name: self.inputs[given] for name, given in stages.arguments().items()}
             *forwards, loss = functions
             for function in forwards:
-                given = function(self.model, given[0] if len(given) == 1 else given)
+                if stages.by_name:
+                    given = function(self.model, *given, **named)
+                else:
+                    given = function(self.model, given[0] if len(given) == 1 else given)
                 given = given if isinstance(given, tuple) else (given,)
             labels = tuple(self.inputs[name] for name in stages.labels)
             result = loss(

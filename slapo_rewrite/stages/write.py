@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import black
 
@@ -27,6 +27,8 @@ def forward_text(stages: Stages, stage: Stage, depth: Depth | None = None) -> st
     takes = [stages.spelled(v) for v in stage.given]
     gives = ", ".join(stages.spelled(v) for v in stage.hands_on)
     argument, unpacked = arguments(takes, "inputs")
+    if stages.by_name:
+        argument, unpacked = named_arguments(takes, stages, stage), []
     returned = ", ".join(
         f"{stages.spelled(v)}.contiguous()"
         if v in stages.scattered and v not in stage.given and stage is not stages.stages[-1]
@@ -57,6 +59,19 @@ def arguments(names: Sequence[str], together: str) -> tuple[str, list[str]]:
     if len(names) == 1:
         return names[0], []
     return together, [f"{', '.join(names)} = {together}"]
+
+
+def named_arguments(takes: Sequence[str], stages: Stages, stage: Stage) -> str:
+    """The parameters of a stage that is given all arguments of the step by name.
+
+    Args:
+        takes: What it takes from the stage before.
+        stages: All stages.
+        stage: The stage.
+    """
+    named = [stages.spelled(v) for v in stage.named]
+    apart = ["/"] if set(takes) & stages.arguments().keys() else []
+    return ", ".join([*takes, *apart, *(["*", *named] if named else []), "**_"])
 
 
 def defined(head: str, body: Iterable[str]) -> str:
@@ -192,12 +207,8 @@ class Tie:
     names: dict[int, tuple[str, ...]]
 
 
-def ties_of(held: Sequence[Sequence[Held]], model: Any, at: Span | None) -> Tie | None:
-    """The parameters that more than one stage holds.
-
-    Raises:
-        CannotCut: They make more groups than DeepSpeed can keep in step.
-    """
+def ties_of(held: Sequence[Sequence[Held]], model: Any) -> list[Tie]:
+    """The parameters that more than one stage holds, for each group of stages."""
     spelled: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         spelled.setdefault(id(parameter), []).append(name)
@@ -213,18 +224,29 @@ def ties_of(held: Sequence[Sequence[Held]], model: Any, at: Span | None) -> Tie 
     for by_stage in where.values():
         if len(by_stage) > 1:
             groups.setdefault(tuple(by_stage), []).append(by_stage)
-    if len(groups) > 1:
-        (one, other), *_ = [tuple(g[0] for g in list(groups.values())[:2])]
-        raise errors.CannotCut(
-            f"`{next(iter(one.values()))}` and `{next(iter(other.values()))}` are shared by "
-            "different stages, and DeepSpeed ties a stage to one group of others only",
-            at=at,
-            hint="cut so that the same stages share both",
+    return [
+        Tie(
+            next(iter(group[0].values())).rpartition(".")[0].rpartition(".")[2] or "shared",
+            {number: tuple(by_stage[number] for by_stage in group) for number in numbers},
         )
-    for stage_numbers, group in groups.items():
-        key = next(iter(group[0].values())).rpartition(".")[0].rpartition(".")[2] or "shared"
-        return Tie(key, {n: tuple(by_stage[n] for by_stage in group) for n in stage_numbers})
-    return None
+        for numbers, group in groups.items()
+    ]
+
+
+def check_one_group(ties: Sequence[Tie], at: Span | None) -> None:
+    """Refuses more groups of stages with shared parameters than DeepSpeed can keep in step.
+
+    Raises:
+        CannotCut: There are several.
+    """
+    if len(ties) > 1:
+        one, other = (next(iter(tie.names.values()))[0] for tie in ties[:2])
+        raise errors.CannotCut(
+            f"`{one}` and `{other}` are shared by different stages, and DeepSpeed ties a stage to "
+            "one group of others only",
+            at=at,
+            hint='cut so that the same stages share both, or for target="torch"',
+        )
 
 
 def shared_names(model: Any) -> list[tuple[str, ...]]:
@@ -283,12 +305,12 @@ def write_checkpoint(folder, full, *args, tensor_parallel_size=1, **kwargs):
 
 @dataclass(frozen=True)
 class Text:
-    """Everything that `pipeline.py` is made of.
+    """Everything that `pipeline.py` is made of, for DeepSpeed's engine.
 
     Attributes:
         stages: The stages.
         held: What each of them holds.
-        tie: The parameters that several hold.
+        shared: The parameters that several hold.
         model: The model's class.
         file: The file that defines it.
         settings: Attributes of the model that branches were left out for.
@@ -299,13 +321,15 @@ class Text:
 
     stages: Stages
     held: Sequence[Sequence[Held]]
-    tie: Tie | None
+    shared: Sequence[Tie]
     model: type
     file: SourceFile
     settings: Mapping[str, Any]
     ties: Sequence[tuple[str, ...]]
     has_shards: bool
     gathers: bool
+
+    engine: ClassVar[str] = "DeepSpeed's pipeline engine"
 
     def name(self, number: int) -> str:
         """What a stage's class is called."""
@@ -353,13 +377,14 @@ class Text:
         labels = self.stages.labels
         answer = labels[0] if len(labels) == 1 else f"({', '.join(labels)})"
         taken = [p for p in self.stages.program.parameters if p in {*given, *labels}]
-        state = "full_state_dict({})" if self.gathers else "{}.state_dict()"
+        held = "stage_of(module, STAGES)"
+        state = f"full_state_dict({held})" if self.gathers else f"{held}.state_dict()"
         specs = "".join(f"{self._spec(n)},\n" for n in range(count))
         partitioned = PARTITIONED if self.has_shards else ""
         groups = "    set_group(model_parallel_group(topology))\n" if self.has_shards else ""
         join = "joined" if self.gathers else "united"
         writing = (WRITE_PARTS if self.has_shards else WRITE_LAYERS).format(model=model)
-        once = "    count_once(module, layers, STAGES)\n" if self.tie else ""
+        once = "    count_once(module, layers, STAGES)\n" if self.shared else ""
         return f'''\
 STAGES = ({names})
 
@@ -408,7 +433,7 @@ def batch({", ".join(taken)}):
 
 def to_full(module):
     """The original's state dict, on every rank. Every rank calls it."""
-    return gathered(module, {state.format("stage_of(module, STAGES)")})
+    return gathered({state}, module.mpu().get_pipe_parallel_group())
 
 
 def load_full(module, full):
@@ -441,11 +466,12 @@ def read_checkpoint(folder, *args, tag=None, **kwargs):
 
     def _spec(self, number: int) -> str:
         name = self.name(number)
-        if self.tie is None or number not in self.tie.names:
+        tie = next((tie for tie in self.shared if number in tie.names), None)
+        if tie is None:
             return f"LayerSpec({name}, *args, **kwargs)"
-        names = self.tie.names[number]
+        names = tie.names[number]
         tied = repr(names[0]) if len(names) == 1 else repr(list(names))
-        return f"TiedLayerSpec({self.tie.key!r}, {name}, *args, tied_weight_attr={tied}, **kwargs)"
+        return f"TiedLayerSpec({tie.key!r}, {name}, *args, tied_weight_attr={tied}, **kwargs)"
 
     def head(self) -> str:
         """What stands before the classes."""
@@ -463,19 +489,26 @@ def read_checkpoint(folder, *args, tag=None, **kwargs):
 
     def helpers(self) -> dict[str, set[str]]:
         """The names that it uses of each helper module."""
-        stages = {"check_ties", "gathered", "has_place", "keep", "stage_of"}
+        stages = {"check_ties", "gathered", "has_place", "keep"}
         stages |= {"check_settings"} if self.settings else set()
-        stages |= {"count_once"} if self.tie else set()
-        checkpoints = {"layer_files", "joined" if self.gathers else "united"}
-        checkpoints.add("write_parts" if self.has_shards else "write_layers")
-        found = {"stages": stages, "delayed": {"Recording"}, "checkpoints": checkpoints}
+        found = {"stages": stages, "delayed": {"Recording"}}
         if self.has_shards:
-            stages.add("model_parallel_group")
             found["tensor_parallel"] = {"set_group"}
         if self.gathers:
             stages.add("draw_parts")
             found["loading"] = {"full_state_dict"}
+        for module, names in self.engine_helpers().items():
+            found.setdefault(module, set()).update(names)
         return found
+
+    def engine_helpers(self) -> dict[str, set[str]]:
+        """The names of helper modules that only what is written for this engine uses."""
+        names = {"stage_of"}
+        names |= {"count_once"} if self.shared else set()
+        names |= {"model_parallel_group"} if self.has_shards else set()
+        checkpoints = {"layer_files", "joined" if self.gathers else "united"}
+        checkpoints.add("write_parts" if self.has_shards else "write_layers")
+        return {"stages": names, "checkpoints": checkpoints}
 
     def written(self, header: str) -> str:
         """The whole file.
@@ -489,8 +522,8 @@ def read_checkpoint(folder, *args, tag=None, **kwargs):
         body = f"{self.head()}\n\n{self.classes()}\n\n\n{self.functions()}\n"
         count = len(self.stages.stages)
         text = (
-            f'{header}\n"""`{self.model.__name__}` in {count} stages, for DeepSpeed\'s pipeline '
-            f'engine."""\n\n{_import_text(self._imports(body))}\n\n{body}'
+            f'{header}\n"""`{self.model.__name__}` in {count} stages, for {self.engine}."""\n\n'
+            f"{_import_text(self._imports(body))}\n\n{body}"
         )
         return black.format_str(text, mode=black.Mode())
 
@@ -503,9 +536,10 @@ def read_checkpoint(folder, *args, tag=None, **kwargs):
             n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
         }
         bound |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-        specs = {"PipelineModule", "LayerSpec", "TiedLayerSpec"} & names
         imports = {f".{module}": set(used) for module, used in self.helpers().items()}
-        imports |= {"deepspeed.pipe": specs, "functools": {"partial"}}
+        if specs := {"PipelineModule", "LayerSpec", "TiedLayerSpec"} & names:
+            imports["deepspeed.pipe"] = specs
+        imports["functools"] = {"partial"} & names
         known = {name for module in imports.values() for name in module}
         self._check_names(known | {n.name for n in tree.body if isinstance(n, ast.FunctionDef)})
         for name in sorted(names - bound - known - set(dir(builtins)) - {"self"}):

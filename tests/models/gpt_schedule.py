@@ -32,12 +32,14 @@ def schedule(
     ckpt_ratio: float = 0.0,
     fuse: bool = False,
     pipeline_stages: int = 1,
+    pipeline_engine: str = "deepspeed",
 ):
     """Splits the blocks, and checkpoints the first `ckpt_ratio` of them.
 
     With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
     With `fuse` every rule that pays is applied first, before anything is split.
-    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages.
+    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
+    DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
     """
     if fuse:
         s.apply_all()
@@ -58,4 +60,4 @@ def schedule(
         s.infer_sync()
     blocks[: round(ckpt_ratio * len(blocks["*"]))].checkpoint()
     if pipeline_stages > 1:
-        s.cut_evenly(pipeline_stages)
+        s.cut_evenly(pipeline_stages, target=pipeline_engine)

@@ -1,0 +1,205 @@
+"""Stages run by torch's own schedules in real processes, against the model in one."""
+
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from slapo_rewrite.emit.rewrite import import_source, rewrite
+from slapo_rewrite.model.twin import loss_of, step_inputs
+from slapo_rewrite.source.index import SourceFile, locate
+from tests.processes import run
+from tests.rewriting import written
+from tests.stages.cases import CASES, for_torch
+
+pytestmark = pytest.mark.processes
+
+MICRO_BATCHES, STEPS = 4, 5
+SHORT = 3  # at this step sequences are shorter
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the stages of a model are run.
+
+    Attributes:
+        case: The model's name.
+        pipeline: Ranks on the axis `pp`.
+        kind: The schedule.
+        replicas: What makes the replicas, of which there are two, alike; None for one.
+        shards: Ranks on the axis `tp`.
+    """
+
+    case: str
+    pipeline: int
+    kind: Any
+    replicas: Any = None
+    shards: int = 1
+
+
+LAYOUTS = (
+    Layout("gpt", 2, Schedule1F1B, shards=2),
+    Layout("slices", 2, ScheduleGPipe, shards=2),
+    Layout("bert", 2, Schedule1F1B, replicas=DistributedDataParallel),
+    Layout("llama", 4, ScheduleGPipe),
+    Layout("gpt2", 4, Schedule1F1B),
+    Layout("gpt2", 2, ScheduleInterleaved1F1B, replicas=fully_shard),
+    Layout("t5", 4, Schedule1F1B),
+    Layout("t5", 2, ScheduleInterleaved1F1B, replicas=fully_shard),
+)
+
+
+def made(folder: Path) -> tuple[Any, Any, Any]:
+    """The schedule, the rewritten model's module and its pipeline, from an output folder."""
+    sys.path.insert(0, str(folder.parent))
+    name = next(folder.glob("*.model")).stem  # a marker
+    names = ("s", name, "pipeline")
+    schedule, module, pipeline = (importlib.import_module(f"{folder.name}.{n}") for n in names)
+    return schedule, module, pipeline
+
+
+def steps_of(schedule: Any, model: Any, replicas: int) -> list[list[dict[str, Any]]]:
+    """What the micro-batches of all steps give the model, those of all replicas."""
+    count = MICRO_BATCHES * replicas
+    steps = [
+        [step_inputs(schedule, model, seed=count * step + m) for m in range(count)]
+        for step in range(STEPS)
+    ]
+    steps[SHORT] = [
+        {name: value[:, :-2].contiguous() for name, value in inputs.items()}
+        for inputs in steps[SHORT]
+    ]
+    return steps
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several micro-batches as one batch."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def trained(folders: dict[str, Path]) -> list[Any]:
+    """For each layout, losses and weights after training, and the loss in a last evaluation."""
+    results = []
+    for layout in LAYOUTS:
+        folder = folders[layout.case]
+        schedule, module, pipeline = made(folder)
+        start = torch.load(folder / "weights.pt")
+        copies = 2 if layout.replicas else 1
+        sizes = (layout.pipeline, copies, layout.shards)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
+        torch.manual_seed(0)
+        model = schedule.model(module)
+        torch.manual_seed(0)
+        stages = pipeline.build(model.config, mesh=mesh)
+        # transformers initialises a file of its own a little differently from one outside of it.
+        drawn = start if layout.shards > 1 else model.state_dict()
+        torch.testing.assert_close(pipeline.to_full(stages), drawn, rtol=0, atol=0)
+        pipeline.load_full(stages, start)
+        torch.testing.assert_close(pipeline.to_full(stages), start, rtol=0, atol=0)
+        for stage in stages:
+            if layout.replicas is fully_shard:
+                fully_shard(stage.submod, mesh=mesh["dp"])
+            elif layout.replicas:
+                group = mesh["dp"].get_group()
+                stage.submod = layout.replicas(stage.submod, process_group=group)
+        if layout.kind is ScheduleInterleaved1F1B:
+            with pytest.raises(ValueError, match="runs one stage on a rank, and there are 2"):
+                pipeline.schedule(stages, Schedule1F1B, MICRO_BATCHES)
+        parameters = [p for stage in stages for p in stage.submod.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        run = pipeline.schedule(stages, layout.kind, MICRO_BATCHES)
+        first = MICRO_BATCHES * mesh["dp"].get_local_rank()
+        losses = []
+        check_refusals(pipeline, run, joined(steps_of(schedule, model, 1)[0]))
+        for step in steps_of(schedule, model, copies):
+            mine = joined(step[first : first + MICRO_BATCHES])
+            losses.append(run.step(**pipeline.batch(**mine)))
+            optimizer.step()
+            optimizer.zero_grad()
+        full = pipeline.to_full(stages)
+        outputs, after = run.eval(**pipeline.batch(**mine))
+        assert bool(losses[0]) == bool(after) == (outputs is not None)
+        evaluated = [float(sum(each)) / MICRO_BATCHES for each in [*losses, after] if each]
+        own = sum(p.numel() for p in parameters)
+        results.append((evaluated, full if dist.get_rank() == 0 else None, own, first))
+    return results
+
+
+def check_refusals(pipeline: Any, run: Any, inputs: dict[str, Any]) -> None:
+    """What cannot be run is said before anything is sent."""
+    count = len(pipeline.STAGES)
+    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    if count == 2:
+        with pytest.raises(ValueError, match="cut into 2 stages, which 4 ranks on the axis `pp`"):
+            pipeline.build(mesh=whole)
+    with pytest.raises(ValueError, match=f"no axis `pp` to lay {count} stages out on, but .'dp'"):
+        pipeline.build(mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
+    batch = pipeline.batch(**inputs)
+    with pytest.raises(ValueError, match="the labels are None"):
+        run.step(**batch | {"target": None})
+    rows = {name: value[1:] for name, value in batch.items()}
+    with pytest.raises(ValueError, match="a batch of 7 rows cannot be divided into 4 equal"):
+        run.step(**rows)
+
+
+def reference(folder: Path, source: str, copies: int) -> tuple[Any, Any, int]:
+    """Losses of the original in one process, and its weights; saves what it starts from."""
+    schedule = importlib.import_module(f"{folder.name}.s")
+    module = import_source(SourceFile.read(*locate(source)))
+    torch.manual_seed(0)
+    model = schedule.model(module)
+    model.train()
+    torch.save(model.state_dict(), folder / "weights.pt")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in steps_of(schedule, model, copies):
+        each = [loss_of(schedule, model(**inputs)) for inputs in step]
+        (sum(each) / len(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(torch.stack(each).detach())
+    with torch.no_grad():
+        losses.append(torch.stack([loss_of(schedule, model(**inputs)) for inputs in step]))
+    return torch.stack(losses), model.state_dict(), sum(p.numel() for p in model.parameters())
+
+
+def test_torch_schedules_train_as_one_process_does(tmp_path):
+    folders = {}
+    for name in dict.fromkeys(layout.case for layout in LAYOUTS):
+        source, text = CASES[name].source, for_torch(CASES[name].schedule)
+        (tmp_path / f"{name}.py").write_text(text)
+        output = rewrite(source, str(tmp_path / f"{name}.py"))
+        assert not any("deepspeed" in text for text in output.files.values())
+        model_file = written(tmp_path, output)
+        folders[name] = model_file.parent
+        (model_file.parent / "s.py").write_text(text)
+        (model_file.parent / f"{model_file.stem}.model").touch()
+    sys.path.insert(0, str(tmp_path))
+    expected = [
+        reference(folders[at.case], CASES[at.case].source, 2 if at.replicas else 1)
+        for at in LAYOUTS
+    ]
+    ranks = run(trained, 4, folders, timeout_s=300)
+    for number, (losses, weights, size) in enumerate(expected):
+        for results in ranks:
+            had, full, own, first = results[number]
+            assert own < size
+            if had:
+                wanted = losses[:, first : first + MICRO_BATCHES].mean(1)
+                torch.testing.assert_close(torch.tensor(had), wanted, rtol=1e-5, atol=1e-6)
+            if full is not None:
+                torch.testing.assert_close(full, weights, rtol=1e-4, atol=1e-5)
+        assert any(results[number][0] for results in ranks)
