@@ -4,8 +4,8 @@ import pytest
 
 from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import rewrite
-from tests.parallel.test_pipeline import CASES
-from tests.rewriting import refused
+from tests.rewriting import refused, rewritten
+from tests.stages.cases import CASES
 
 SOURCE = """\
 import torch
@@ -175,6 +175,24 @@ def test_the_shape_of_a_slice_is_not_the_shape_of_the_whole(tmp_path):
     (tmp_path / "s.py").write_text(case.schedule + SLICES)
     with pytest.raises(errors.CannotCut, match="what gets there may be a slice"):
         rewrite(case.source, str(tmp_path / "s.py"))
+
+
+def test_for_torch_only_what_is_trained_goes_from_stage_to_stage(tmp_path):
+    source = written("x = self.first(x)", "z = self.inner(x) > 0", "x = self.sequence(x) * z")
+    schedule = SCHEDULE.format(cut='s["inner"]')
+    assert rewritten(tmp_path, source, schedule)
+    schedule = schedule.replace("stage()", 'stage(target="torch")')
+    text = refused(tmp_path, source, schedule, "SR310")
+    assert "`z` is needed after the cut and cannot get there: it is a tensor without grad" in text
+
+
+def test_one_pipeline_is_for_one_engine(tmp_path):
+    source = written("x = self.inner(self.first(x))", "x = self.sequence(x)")
+    schedule = SCHEDULE.format(cut='s["inner"]["a"]')
+    schedule += '    s["inner"]["b"].cut_pipeline_stage(target="torch")\n'
+    text = refused(tmp_path, source, schedule, "SR306")
+    assert 'cut for target="torch", and another one for "deepspeed"' in text
+    assert text.count(".cut_pipeline_stage(") == 2
 
 
 def test_single_file_has_no_room_for_stages(tmp_path):

@@ -6,8 +6,8 @@ from pathlib import Path
 import black
 
 from slapo_rewrite.emit.rewrite import rewrite
-from tests.parallel.test_pipeline import CASES
 from tests.rewriting import rewritten
+from tests.stages.cases import CASES, for_torch
 from tests.stages.test_refusals import SCHEDULE, written
 
 GPT = Path(__file__).parents[1] / "models"
@@ -123,3 +123,57 @@ def test_settings_that_decide_are_checked_when_stages_are_built(tmp_path):
     text = rewritten(tmp_path, source, SCHEDULE.format(cut='s["first"]')).files["pipeline.py"]
     assert 'SETTINGS = {"deep": False}' in text
     assert "check_settings(self, SETTINGS)" in text
+
+
+FOR_TORCH = for_torch(SCHEDULE)
+
+
+def test_for_torch_stages_take_the_arguments_by_name(tmp_path):
+    text = pipeline_of(tmp_path, CASES["llama"].source, for_torch(CASES["llama"].schedule))
+    assert method(text, 0, "forward").startswith("def forward(self, *, input_ids, **_):")
+    assert method(text, 2, "forward").startswith(
+        "def forward(self, hidden_states, *, attention_mask, **_):"
+    )
+    assert method(text, 2, "forward").endswith("\n    return hidden_states")
+    assert (
+        'return {"input_ids": input_ids, "attention_mask": attention_mask, "target": labels}'
+        in text
+    )
+    assert "deepspeed" not in text.lower()
+    assert black.format_str(text, mode=black.Mode()) == text
+
+
+def test_for_torch_what_is_handed_on_and_an_argument_of_its_name_are_apart(tmp_path):
+    lines = ("z = x", "x = self.first(x)", "x = self.inner(x) * z.sign()")
+    cut = FOR_TORCH.format(cut='s["first"]')
+    text = rewritten(tmp_path, written(*lines[1:2], "x = self.inner(x)"), cut)
+    assert method(text.files["pipeline.py"], 1, "forward").startswith(
+        "def forward(self, x, /, **_):"
+    )
+    text = rewritten(tmp_path, written(*lines), cut).files["pipeline.py"]
+    assert method(text, 1, "forward").startswith("def forward(self, x, *, given_x, **_):")
+    assert 'return {"given_x": x, "target": y}' in text
+
+
+def test_for_torch_the_last_stage_hands_the_loss_all_labels_but_one(tmp_path):
+    source = written("x = self.inner(self.first(x))").replace("x, y)", "x, y, weight)", 1)
+    source = source.replace("F.mse_loss(self.last(x), y)", "(weight * (self.last(x) - y)).mean()")
+    schedule = FOR_TORCH.replace('"y": torch', '"weight": torch.rand(2, 1), "y": torch')
+    text = rewritten(tmp_path, source, schedule.format(cut='s["inner"]["a"]')).files["pipeline.py"]
+    assert (
+        method(text, 1, "forward")
+        == """\
+def forward(self, x, /, *, weight, **_):
+    x = self.inner.b(x)
+    last_output = self.last(x)
+    return last_output, weight"""
+    )
+    assert (
+        method(text, 1, "loss")
+        == """\
+def loss(self, outputs, y):
+    last_output, weight = outputs
+    return (weight * (last_output - y)).mean()"""
+    )
+    assert "def batch(x, y, weight):" in text
+    assert 'return {"x": x, "weight": weight, "target": y}' in text
