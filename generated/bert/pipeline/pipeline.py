@@ -157,7 +157,10 @@ def batch(input_ids, attention_mask, labels):
 
 def to_full(module):
     """The original's state dict, on every rank. Every rank calls it."""
-    return gathered(module, full_state_dict(stage_of(module, STAGES)))
+    return gathered(
+        full_state_dict(stage_of(module, STAGES)),
+        module.mpu().get_pipe_parallel_group(),
+    )
 
 
 def load_full(module, full):

@@ -135,9 +135,13 @@ def has_place(model: nn.Module, name: str) -> bool:
     return getattr(found, name.rpartition(".")[2], model) is not None
 
 
-def gathered(module: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of all stages, by name, on every rank. Every rank calls it."""
-    group = module.mpu().get_pipe_parallel_group()
+def gathered(named: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]:
+    """The tensors of all stages, by name, on every rank. Every rank calls it.
+
+    Args:
+        named: Those of this rank's stages.
+        group: The ranks that hold the stages of one model.
+    """
     mine = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items()}
     listed: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(listed, mine, group=group)

@@ -1,0 +1,1 @@
+"""modeling_llama.py, tensor parallel; rewrite.diff shows what changed."""

@@ -1,0 +1,262 @@
+# Written by slapo-rewrite 0.1.0 for modeling_llama.py; rewrite.json says from what.
+"""Stages run by `torch.distributed.pipelining`: where they are, and what a step does."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.nn.parallel import DistributedDataParallel
+
+from .delayed import default_generator
+
+
+def tensor_parallel_group(mesh: DeviceMesh) -> Any:
+    """This rank's group along the axis `tp`; itself alone where the mesh has none."""
+    if "tp" in (mesh.mesh_dim_names or ()):
+        return mesh.get_group("tp")
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def own_numbers(mesh: DeviceMesh, count: int) -> range:
+    """The numbers of the stages that this rank holds.
+
+    Args:
+        mesh: The mesh. With fewer ranks on its axis `pp` than there are stages, the
+            stages go round: with two ranks the first holds the stages 0 and 2.
+        count: How many stages there are.
+
+    Raises:
+        ValueError: They cannot be laid out on the mesh.
+    """
+    axes = mesh.mesh_dim_names or ()
+    if "pp" not in axes:
+        raise ValueError(
+            f"the mesh has no axis `pp` to lay {count} stages out on, but {axes}: name "
+            "its axes in `init_device_mesh`"
+        )
+    ranks = mesh.size(axes.index("pp"))
+    if count % ranks:
+        raise ValueError(
+            f"the model is cut into {count} stages, which {ranks} ranks on the axis "
+            "`pp` cannot hold evenly: change the cuts in the schedule, or the mesh"
+        )
+    return range(mesh.get_local_rank("pp"), count, ranks)
+
+
+def placed(
+    kinds: Sequence[type[nn.Module]],
+    numbers: Iterable[int],
+    mesh: DeviceMesh,
+    *args: Any,
+    **kwargs: Any,
+) -> list[PipelineStage]:
+    """Makes the stages of this rank, on the mesh's device.
+
+    Args:
+        kinds: The classes of all stages.
+        numbers: Which of them this rank holds.
+        mesh: The mesh.
+        *args: What the classes are made with.
+        **kwargs: Likewise.
+    """
+    device = torch.device(mesh.device_type)
+    generator = default_generator(torch.get_default_device())
+    before = generator.get_state()
+    stages = []
+    for number in numbers:
+        generator.set_state(before)  # each stage draws what the whole model would
+        module = kinds[number](*args, **kwargs).to(device)
+        group = mesh.get_group("pp")
+        stages.append(PipelineStage(module, number, len(kinds), device, group=group))
+    return stages
+
+
+def unwrapped(stage: PipelineStage) -> Any:
+    """A stage's module as it was before it was wrapped for data parallelism."""
+    module = stage.submod
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+class Schedule:
+    """Runs a schedule of `torch.distributed.pipelining` over this rank's stages.
+
+    Torch fixes the sizes of what stages hand on at a schedule's first step. For a batch
+    of other sizes the schedule is made anew, which costs one more micro-batch.
+
+    Args:
+        stages: The stages of this rank, wrapped for data parallelism or not.
+        kind: The schedule's class.
+        n_microbatches: How many parts a batch is divided into, by rows.
+        shared: For each parameter that several stages hold, its name there, by stage.
+        **options: More that the class is made with.
+
+    Raises:
+        ValueError: The schedule is for one stage on a rank, and there are several.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        kind: Any,
+        n_microbatches: int,
+        shared: Sequence[Mapping[int, str]] = (),
+        **options: Any,
+    ) -> None:
+        self.takes_several = issubclass(kind, PipelineScheduleMulti)
+        if len(stages) > 1 and not self.takes_several:
+            raise ValueError(
+                f"`{kind.__name__}` runs one stage on a rank, and there are "
+                f"{len(stages)}: take `ScheduleInterleaved1F1B`, say"
+            )
+        self.stages, self.kind, self.n_microbatches = stages, kind, n_microbatches
+        self.shared, self.options = shared, options
+        self.made_for: Any = None
+        self.schedule: Any = None
+
+    def step(self, **batch: Any) -> list[Tensor]:
+        """Adds the gradients of the mean of all micro-batches' losses.
+
+        Those of shared parameters are added up over the stages, so gradients must be
+        zeroed before the next step. Every rank on the axis `pp` gives it all of the
+        batch.
+
+        Args:
+            **batch: What `batch` returns.
+
+        Returns:
+            Each micro-batch's loss where the last stage is, elsewhere nothing.
+        """
+        losses: list[Tensor] = []
+        schedule = self.fitting(batch, trains=True)
+        schedule.step(**batch, losses=losses, return_outputs=False)
+        sum_shared_gradients(self.stages, self.shared)
+        return [loss.detach() for loss in losses]
+
+    @torch.no_grad()
+    def eval(self, **batch: Any) -> tuple[Any, list[Tensor]]:
+        """Runs all stages forward, as they are: put them into `eval` mode yourself.
+
+        Args:
+            **batch: What `batch` returns. Without labels there are no losses.
+
+        Returns:
+            The last stage's outputs of the whole batch, and each micro-batch's loss,
+            where the last stage is; elsewhere None and nothing.
+        """
+        losses: list[Tensor] = []
+        outputs = self.fitting(batch, trains=False).eval(**batch, losses=losses)
+        return outputs, losses
+
+    def fitting(self, batch: Mapping[str, Any], trains: bool) -> Any:
+        """The schedule of torch's for batches like this one.
+
+        Raises:
+            ValueError: The batch cannot be divided, or has no labels to train with.
+        """
+        target = batch["target"]
+        if target is None and trains:
+            raise ValueError("there is nothing to train for: the labels are None")
+        sizes = {
+            name: (value.shape, value.dtype) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
+        if self.made_for == (trains, sizes):
+            return self.schedule
+        rows = next(v.shape[0] for v in batch.values() if isinstance(v, Tensor))
+        if rows % self.n_microbatches:
+            raise ValueError(
+                f"a batch of {rows} rows cannot be divided into {self.n_microbatches} "
+                "equal micro-batches"
+            )
+        stages = [
+            PipelineStage(
+                s.submod, s.stage_index, s.num_stages, s.device, group=s.group
+            )
+            for s in self.stages
+        ]
+        self.schedule = self.kind(
+            stages if self.takes_several else stages[0],
+            self.n_microbatches,
+            loss_fn=None if target is None else self.loss,
+            **self.options,
+        )
+        self.made_for = trains, sizes
+        return self.schedule
+
+    def loss(self, outputs: Any, labels: Tensor) -> Tensor:
+        """The model's own loss. It is only asked for where the last stage is."""
+        return unwrapped(self.stages[-1]).loss(outputs, labels)  # type: ignore[no-any-return]
+
+
+def sum_shared_gradients(
+    stages: Sequence[PipelineStage], shared: Sequence[Mapping[int, str]]
+) -> None:
+    """Adds up the gradients of what several stages hold, on each of them.
+
+    Every rank that holds one of these stages calls it.
+
+    Args:
+        stages: The stages of this rank.
+        shared: For each parameter that several stages hold, its name there, by stage.
+    """
+    for names in shared:
+        held = [p for p in parameters_of(stages, names) if p.requires_grad]
+        for parameter in held:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [local(parameter.grad) for parameter in held]
+        if gradients:
+            total: Any = sum(from_ranks(stages[0], names, sum(gradients)))  # type: ignore[arg-type]
+            for gradient in gradients:
+                gradient.copy_(total)
+
+
+def parameters_of(
+    stages: Sequence[PipelineStage], names: Mapping[int, str]
+) -> list[nn.Parameter]:
+    """A parameter that several stages hold, as it is in each of these."""
+    return [
+        attrgetter(names[stage.stage_index])(unwrapped(stage))
+        for stage in stages
+        if stage.stage_index in names
+    ]
+
+
+def local(tensor: Any) -> Tensor:
+    """The part of a tensor that lies here, where FSDP2 has divided it."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def from_ranks(
+    stage: PipelineStage, numbers: Mapping[int, Any], tensor: Tensor
+) -> list[Tensor]:
+    """The tensors of all ranks that hold one of some stages, in the ranks' order.
+
+    Args:
+        stage: A stage of this rank.
+        numbers: The stages' numbers.
+        tensor: What this rank sends to all others.
+    """
+    holders = sorted({stage.stage_index_to_group_rank[number] for number in numbers})
+    group: Any = stage.group
+    tensor = tensor.contiguous()
+    found, transfers = [], []
+    for holder in holders:
+        found.append(tensor)
+        if holder != stage.group_rank:
+            found[-1] = torch.empty_like(tensor)
+            peer = dist.get_global_rank(group, holder)
+            transfers += [
+                dist.P2POp(dist.isend, tensor, peer, group),
+                dist.P2POp(dist.irecv, found[-1], peer, group),
+            ]
+    for transfer in dist.batch_isend_irecv(transfers) if transfers else ():
+        transfer.wait()
+    return found
