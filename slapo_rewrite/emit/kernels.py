@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from slapo_rewrite.emit.pick import Library, Picked, import_groups
+from slapo_rewrite.emit.pick import LINE_LENGTH, Library, Picked, import_groups
 
 FOLDER = Path(__file__).resolve().parents[1] / "runtime" / "kernels"
 
@@ -50,7 +51,7 @@ def picked(names: Iterable[str]) -> Picked:
         wanted.setdefault(home, set()).add(name)
     bodies: list[str] = []
     imports: dict[str, set[str]] = {}
-    legend: dict[str, None] = {}
+    legend: dict[str, str] = {}
     for module in reversed(files):
         if module not in wanted:
             continue
@@ -59,11 +60,13 @@ def picked(names: Iterable[str]) -> Picked:
             wanted.setdefault(other, set()).update(used)
         for line in (line for group in part.imports for line in group):
             _add(line, imports)
-        bodies.insert(0, part.body.strip("\n"))
-        legend = {**dict.fromkeys(_legend(part.docstring or "")), **legend}
+        heading = (part.docstring or "").partition("\n")[0]
+        bodies.insert(0, f"# {heading}\n\n\n" + part.body.strip("\n"))
+        legend = {**legend_of(part.docstring or ""), **legend}
     docstring = "Kernels that the model uses, each with its reference in PyTorch.\n"
     if legend:
-        docstring += f"\nShapes: {', '.join(legend)}.\n"
+        shapes = ", ".join(f"{letter} {meaning}" for letter, meaning in legend.items())
+        docstring += "\n" + textwrap.fill(f"Shapes: {shapes}.", LINE_LENGTH) + "\n"
     groups = [group.splitlines() for group in import_groups(imports)]
     return Picked(groups, "\n\n" + "\n\n\n".join(bodies), docstring)
 
@@ -82,7 +85,8 @@ def _add(line: str, imports: dict[str, set[str]]) -> None:
             imports.setdefault(shown, set()).add("")
 
 
-def _legend(docstring: str) -> list[str]:
-    """What the letters of a file's shapes mean."""
+def legend_of(docstring: str) -> dict[str, str]:
+    """What the letters of a file's shapes mean; one letter means the same in every file."""
     found = re.search(r"^Shapes: (.*?)\.$", docstring, re.S | re.M)
-    return [" ".join(part.split()) for part in found[1].split(",")] if found else []
+    parts = [" ".join(part.split()) for part in found[1].split(",")] if found else []
+    return {letter: meaning for letter, _, meaning in (part.partition(" ") for part in parts)}

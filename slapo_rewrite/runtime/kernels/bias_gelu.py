@@ -1,6 +1,6 @@
 """The bias of a linear layer, the activation after it, and dropout after that.
 
-Shapes: M rows, F features.
+Shapes: M rows, F inner features.
 Source: Hendrycks & Gimpel 2016, arXiv:1606.08415.
 """
 

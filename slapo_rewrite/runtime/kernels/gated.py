@@ -1,6 +1,6 @@
 """Gated linear units without their matrix products: activation(gate) * up, dropped out.
 
-Shapes: M rows, F features.
+Shapes: M rows, F inner features.
 Source: Shazeer 2020, arXiv:2002.05202.
 """
 

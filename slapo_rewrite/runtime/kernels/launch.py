@@ -1,6 +1,6 @@
 """What the kernels share: where they run, and how their work is divided.
 
-Shapes: M rows, D columns.
+Shapes: M rows, D features.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Softmax of attention scores, scaled and masked, in one pass.
 
-Shapes: B batch, N heads, T queries, S keys; M = B N T rows.
+Shapes: M rows, B batch, N query heads, T tokens, S tokens attended to.
 Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
 """
 
@@ -55,7 +55,7 @@ def masked_softmax_forward_kernel(
     block_m: constexpr,
     block_s: constexpr,
 ):
-    """Writes y (M, S)."""
+    """Writes y (M, S), a row for each token of each head."""
     rows = (tl.program_id(0) * block_m + tl.arange(0, block_m)).to(tl.int64)
     token, head, batch = rows % t, rows // t % n, rows // t // n
     columns = tl.arange(0, block_s)[None, :]

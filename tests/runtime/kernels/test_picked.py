@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -9,6 +10,7 @@ import textwrap
 import black
 import pytest
 
+from slapo_rewrite.emit import kernels
 from slapo_rewrite.emit.helpers import RUNTIME
 from slapo_rewrite.emit.pick import Library
 from tests.runtime.kernels.picked import ORDER, PUBLIC, one_file
@@ -86,3 +88,19 @@ def test_all_of_them_run_from_one_file(triton, tmp_path):
         env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", **environment},
     )
     assert done.stdout == f"{triton} False\n", done.stdout + done.stderr
+
+
+def test_a_letter_means_the_same_in_every_file():
+    known: dict[str, str] = {}
+    for library in kernels.libraries().values():
+        for letter, meaning in kernels.legend_of(ast.get_docstring(library.tree) or "").items():
+            assert known.setdefault(letter, meaning) == meaning
+
+
+def test_the_head_says_each_letter_once_and_each_part_what_it_is():
+    picked = kernels.picked(["masked_softmax", "rotary", "rms_norm", "cross_entropy"])
+    assert picked.docstring is not None and "Shapes: M rows, " in picked.docstring
+    letters = re.findall(r"(?<=[ \n])[A-Z](?= )", picked.docstring.partition("Shapes:")[2])
+    assert len(letters) == len(set(letters)) > 5
+    assert max(map(len, picked.docstring.splitlines())) <= 88
+    assert "\n\n\n# Rotary position embedding of queries and keys" in picked.body
