@@ -1,7 +1,8 @@
 # Written by slapo-rewrite 0.1.0 for modeling_gpt2.py; rewrite.json says from what.
 """Kernels that the model uses, each with its reference in PyTorch.
 
-Shapes: M rows, D columns, F features, V classes, D features, B batch, N heads, T queries, S keys; M = B N T rows.
+Shapes: M rows, D features, F inner features, V classes, B batch, N query heads, T
+tokens, S tokens attended to.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+# What the kernels share: where they run, and how their work is divided.
+
 
 try:
     import triton
@@ -117,6 +121,9 @@ def reducing_programs(x: Tensor, blocks: int, column_blocks: int = 1) -> int:
     return min(blocks, max(4 * device.multi_processor_count // column_blocks, 1))
 
 
+# Activation functions inside kernels, in float32, and the same in PyTorch.
+
+
 def activation_reference(x: Tensor, kind: str) -> Tensor:
     """The activation in PyTorch's operations."""
     if kind == "relu":
@@ -183,6 +190,9 @@ def activation_slope(x, kind: constexpr):
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
 
 
+# Random numbers that the backward pass draws again, so that no mask is stored.
+
+
 def draw_seed(x: Tensor) -> Tensor:
     """A seed from the generator of x's device, left there: (1,), int64.
 
@@ -211,6 +221,9 @@ def kept(seed, rows, first, p, block_d: constexpr):
     a, b, c, d = tl.philox(tl.load(seed), row, column, zero, zero, 7)
     bits = tl.interleave(tl.interleave(a, b), tl.interleave(c, d))
     return tl.uint_to_uniform_float(bits) >= p
+
+
+# The bias of a linear layer, the activation after it, and dropout after that.
 
 
 def bias_activation_reference(
@@ -454,6 +467,9 @@ def bias_gelu(
     """
     kind = "gelu_tanh" if approximate == "tanh" else "gelu"
     return bias_activation(x, bias, kind, p=p, training=training)
+
+
+# Cross entropy of a large vocabulary, without a copy of the logits in float32.
 
 
 # ignore_index, label_smoothing, softcap
@@ -830,6 +846,9 @@ def causal_lm_cross_entropy(
     return masked_lm_cross_entropy(
         logits, shift_labels, vocab_size, num_items_in_batch, ignore_index
     )
+
+
+# Layer normalisation, with the bias, dropout and residual addition before it.
 
 
 def residual_layer_norm_reference(
@@ -1215,6 +1234,9 @@ def residual_layer_norm(
     return y, total
 
 
+# Softmax of attention scores, scaled and masked, in one pass.
+
+
 def masked_softmax_reference(
     x: Tensor, mask: Tensor | None, scale: float, keep: Tensor | None
 ) -> Tensor:
@@ -1248,7 +1270,7 @@ def masked_softmax_forward_kernel(
     block_m: constexpr,
     block_s: constexpr,
 ):
-    """Writes y (M, S)."""
+    """Writes y (M, S), a row for each token of each head."""
     rows = (tl.program_id(0) * block_m + tl.arange(0, block_m)).to(tl.int64)
     token, head, batch = rows % t, rows // t % n, rows // t // n
     columns = tl.arange(0, block_s)[None, :]

@@ -1,7 +1,8 @@
 # Written by slapo-rewrite 0.1.0 for modeling_llama.py; rewrite.json says from what.
 """Kernels that the model uses, each with its reference in PyTorch.
 
-Shapes: M rows, D columns, V classes, F features, D features, B batch, N query heads, K key heads, T tokens, H head size, R <= H rotated part.
+Shapes: M rows, D features, V classes, F inner features, B batch, N query heads, K key
+heads, T tokens, H head size, R <= H rotated part.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+# What the kernels share: where they run, and how their work is divided.
+
 
 try:
     import triton
@@ -114,6 +118,9 @@ def reducing_programs(x: Tensor, blocks: int, column_blocks: int = 1) -> int:
     return min(blocks, max(4 * device.multi_processor_count // column_blocks, 1))
 
 
+# Activation functions inside kernels, in float32, and the same in PyTorch.
+
+
 def activation_reference(x: Tensor, kind: str) -> Tensor:
     """The activation in PyTorch's operations."""
     if kind == "relu":
@@ -180,6 +187,9 @@ def activation_slope(x, kind: constexpr):
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
 
 
+# Random numbers that the backward pass draws again, so that no mask is stored.
+
+
 def draw_seed(x: Tensor) -> Tensor:
     """A seed from the generator of x's device, left there: (1,), int64.
 
@@ -208,6 +218,9 @@ def kept(seed, rows, first, p, block_d: constexpr):
     a, b, c, d = tl.philox(tl.load(seed), row, column, zero, zero, 7)
     bits = tl.interleave(tl.interleave(a, b), tl.interleave(c, d))
     return tl.uint_to_uniform_float(bits) >= p
+
+
+# Cross entropy of a large vocabulary, without a copy of the logits in float32.
 
 
 # ignore_index, label_smoothing, softcap
@@ -586,6 +599,9 @@ def causal_lm_cross_entropy(
     )
 
 
+# Gated linear units without their matrix products: activation(gate) * up, dropped out.
+
+
 @jit
 def gated_forward_kernel(
     gate,
@@ -774,6 +790,9 @@ def swiglu(
 ) -> Tensor:
     """dropout(silu(gate) * up), as `gated`."""
     return gated(gate, up, "silu", p=p, training=training)
+
+
+# Root mean square normalisation, with dropout and the residual addition before it.
 
 
 def rms_norm_reference(
@@ -1143,6 +1162,9 @@ def residual_rms_norm(
         return rms_norm_reference(total, weight, eps, offset, cast), total
     y, total = RMSNormFunction.apply(x, residual, weight, eps, offset, cast, p)
     return y, total
+
+
+# Rotary position embedding of queries and keys, in Hugging Face's half-split layout.
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

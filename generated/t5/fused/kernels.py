@@ -1,7 +1,7 @@
 # Written by slapo-rewrite 0.1.0 for modeling_t5.py; rewrite.json says from what.
 """Kernels that the model uses, each with its reference in PyTorch.
 
-Shapes: M rows, D columns, F features, V classes, D features.
+Shapes: M rows, D features, F inner features, V classes.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+# What the kernels share: where they run, and how their work is divided.
+
 
 try:
     import triton
@@ -122,6 +125,9 @@ def reducing_programs(x: Tensor, blocks: int, column_blocks: int = 1) -> int:
     return min(blocks, max(4 * device.multi_processor_count // column_blocks, 1))
 
 
+# Activation functions inside kernels, in float32, and the same in PyTorch.
+
+
 def activation_reference(x: Tensor, kind: str) -> Tensor:
     """The activation in PyTorch's operations."""
     if kind == "relu":
@@ -188,6 +194,9 @@ def activation_slope(x, kind: constexpr):
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
 
 
+# Random numbers that the backward pass draws again, so that no mask is stored.
+
+
 def draw_seed(x: Tensor) -> Tensor:
     """A seed from the generator of x's device, left there: (1,), int64.
 
@@ -216,6 +225,9 @@ def kept(seed, rows, first, p, block_d: constexpr):
     a, b, c, d = tl.philox(tl.load(seed), row, column, zero, zero, 7)
     bits = tl.interleave(tl.interleave(a, b), tl.interleave(c, d))
     return tl.uint_to_uniform_float(bits) >= p
+
+
+# The bias of a linear layer, the activation after it, and dropout after that.
 
 
 def bias_activation_reference(
@@ -444,6 +456,9 @@ def activation_dropout(
 ) -> Tensor:
     """dropout(activation(x)), as `bias_activation`."""
     return bias_activation(x, None, kind, p=p, training=training)
+
+
+# Cross entropy of a large vocabulary, without a copy of the logits in float32.
 
 
 # ignore_index, label_smoothing, softcap
@@ -765,6 +780,9 @@ def cross_entropy(
     return loss
 
 
+# The bias of a linear layer, dropout after it, and the residual addition.
+
+
 @jit
 def dropout_residual_forward_kernel(
     x,
@@ -977,6 +995,9 @@ def dropout_residual(
         return nn.functional.dropout(x, p) + residual
     total: Tensor = DropoutResidualFunction.apply(x, residual, input_bias, p)
     return total
+
+
+# Root mean square normalisation, with dropout and the residual addition before it.
 
 
 def rms_norm_reference(
