@@ -145,9 +145,12 @@ class LinearCrossEntropy(Rule):
     mode, and without labels, everything is as before. Since this changes what `forward` returns it
     is only done when asked for.
 
+    What is saved is the memory of the logits and of their gradient, at the price of no less traffic
+    than the kernel of `cross_entropy` has.
+
     The logits may pass through a soft cap, `bound * tanh(logits / bound)`, through `.float()` and
-    a shift of causal models. The layer is called by nobody in training, so that its hooks do not
-    run, and adapters on it have no part in the loss. Its weight is not split: it cannot be sharded.
+    a shift of causal models. The layer is not called in training: its hooks do not run, and an
+    adapter on it has no part in the loss. Its weight has to stay whole, by whatever name.
 
     Rewrite:
         logits = self.head(x)

@@ -41,6 +41,7 @@ def schedule(
     ckpt_ratio: float = 0.0,
     fork_dropout: bool = False,
     fuse: bool = False,
+    fuse_head: bool = False,
     pipeline_stages: int = 1,
     pipeline_engine: str = "deepspeed",
 ):
@@ -48,9 +49,12 @@ def schedule(
 
     With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
     With `fuse` every rule that pays is applied first, before anything is split.
+    With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
     With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
     DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
     """
+    if fuse_head:
+        s.apply("linear_cross_entropy")
     if fuse:
         s.apply_all()
     layers = s["bert.encoder.layer"]
@@ -59,8 +63,9 @@ def schedule(
         layers["*.intermediate.dense"].shard(["weight", "bias"], axis=0)
         layers["*.{attention.output.dense,output.dense}"].shard("weight", axis=1)
 
-        s["bert.embeddings.word_embeddings"].shard("weight", axis=0)
-        s["cls.predictions.decoder"].shard(["weight", "bias"], axis=0)
+        if not fuse_head:
+            s["bert.embeddings.word_embeddings"].shard("weight", axis=0)
+            s["cls.predictions.decoder"].shard(["weight", "bias"], axis=0)
         if sequence_parallel:
             s["bert.encoder"].sync("fwd_pre", "scatter", axis=1)
             layers["*.{attention.self,intermediate}"].sync("fwd_pre", "all_gather", axis=1)

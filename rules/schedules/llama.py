@@ -49,6 +49,7 @@ def schedule(
     ckpt_ratio: float = 0.0,
     fork_dropout: bool = False,
     fuse: bool = False,
+    fuse_head: bool = False,
     pipeline_stages: int = 1,
     pipeline_engine: str = "deepspeed",
 ):
@@ -56,9 +57,12 @@ def schedule(
 
     With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
     With `fuse` every rule that pays is applied first, before anything is split.
+    With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
     With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
     DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
     """
+    if fuse_head:
+        s.apply("linear_cross_entropy")
     if fuse:
         s.apply_all()
     layers = s["model.layers"]
@@ -67,7 +71,8 @@ def schedule(
         layers["*.mlp.{gate_proj,up_proj}"].shard("weight", axis=0)
         layers["*.{self_attn.o_proj,mlp.down_proj}"].shard("weight", axis=1)
 
-        s["{model.embed_tokens,lm_head}"].shard("weight", axis=0)
+        if not fuse_head:
+            s["{model.embed_tokens,lm_head}"].shard("weight", axis=0)
         if sequence_parallel:
             layers[0].sync("fwd_pre", "scatter", axis=1)
             layers["*.{self_attn,mlp}"].sync("fwd_pre", "all_gather", axis=1)

@@ -36,12 +36,16 @@ def schedule(
     ckpt_ratio: float = 0.0,
     fork_dropout: bool = False,
     fuse: bool = False,
+    fuse_head: bool = False,
 ):
     """Splits the blocks, and checkpoints the first `ckpt_ratio` of each stack.
 
     With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
     With `fuse` every rule that pays is applied first, before anything is split.
+    With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
     """
+    if fuse_head:
+        s.apply("linear_cross_entropy")
     if fuse:
         s.apply_all()
     stacks = s["{encoder,decoder}.block"]
@@ -54,12 +58,13 @@ def schedule(
         rows.sync("fwd_post", "all_reduce")
         stacks["**.relative_attention_bias"].shard("weight", axis=1)
 
-        s["{shared,encoder.embed_tokens,decoder.embed_tokens}"].shard("weight", axis=0)
-        s["{shared,encoder.embed_tokens,decoder.embed_tokens}"].sync("fwd_post", "all_reduce")
-        s["lm_head"].shard("weight", axis=0)
-        s["lm_head"].sync("bwd_post", "all_reduce")
-        if not parallel_loss:
-            s["lm_head"].sync("fwd_post", "all_gather", axis=-1)
+        if not fuse_head or parallel_loss:  # a parallel loss splits the head: refused
+            s["{shared,encoder.embed_tokens,decoder.embed_tokens}"].shard("weight", axis=0)
+            s["{shared,encoder.embed_tokens,decoder.embed_tokens}"].sync("fwd_post", "all_reduce")
+            s["lm_head"].shard("weight", axis=0)
+            s["lm_head"].sync("bwd_post", "all_reduce")
+            if not parallel_loss:
+                s["lm_head"].sync("fwd_post", "all_gather", axis=-1)
     if fork_dropout:
         stacks["**.{SelfAttention,EncDecAttention,DenseReluDense}"].fork_rng()
     for stack in stacks:

@@ -123,6 +123,10 @@ class _Writer:
             start, indent = self.file.span(fork.guard)[0], fork.guard.col_offset
             above = self._laid(block, indent) + "\n" + " " * indent + "el"
             edits[fork.guard] = [self._edit(start, start, above)]
+        elif isinstance(last, ast.Return):
+            start, indent = self.file.span(fork.losing[0])[0], last.col_offset
+            above = self._laid(block, indent) + "\n" + " " * indent
+            edits[fork.losing[0]] = [self._edit(start, start, above)]
         else:
             edits[fork.losing[0]] = [self._fork(f"{block}else:\n", fork.losing[0], last)]
         return edits
@@ -305,13 +309,8 @@ class _Forking:
         self, body: list[ast.stmt], loss: ast.stmt, first: int, name: str
     ) -> list[ast.stmt]:
         """The statements that do nothing but compute the loss, it being the last."""
-        match loss:
-            case ast.Assign(targets=[ast.Name()], value=value) | ast.Return(value=value) if (
-                value is self.loss.node
-            ):
-                pass
-            case _:
-                raise Declined("the statement computes more than the loss")
+        if not _gives(loss, self.loss.node):
+            raise Declined("the statement computes more than the loss")
         last = body.index(loss)
         start = last
         while start > first and self._serves(body[start - 1], body[start : last + 1], name):
@@ -426,6 +425,20 @@ class _Forking:
         if name is None:
             raise Declined(f"the labels, {described(value)}, have no name where the ways part")
         return f"{name}[{self.labels.shift}]" if self.labels.shift else name
+
+
+def _gives(statement: ast.stmt, call: ast.AST) -> bool:
+    """Whether a statement gives what a call gives: a name, or to the caller, others beside it."""
+    match statement:
+        case ast.Assign(targets=[ast.Name()], value=value) | ast.Return(value=value) if (
+            value is call
+        ):
+            return True
+        case ast.Return(value=ast.Tuple(elts=given)):
+            return call in given
+        case ast.Return(value=ast.Call(keywords=named)):
+            return call in [each.value for each in named]
+    return False
 
 
 def _not_none(test: ast.expr) -> str:

@@ -31,6 +31,7 @@ def schedule(
     parallel_loss: bool = False,
     ckpt_ratio: float = 0.0,
     fuse: bool = False,
+    fuse_head: bool = False,
     pipeline_stages: int = 1,
     pipeline_engine: str = "deepspeed",
 ):
@@ -38,9 +39,12 @@ def schedule(
 
     With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
     With `fuse` every rule that pays is applied first, before anything is split.
+    With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
     With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
     DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
     """
+    if fuse_head:
+        s.apply("linear_cross_entropy")
     if fuse:
         s.apply_all()
     blocks = s["transformer.h"]
@@ -49,7 +53,8 @@ def schedule(
         blocks["*.mlp.c_fc"].shard(["weight", "bias"], axis=0)
         blocks["*.{attn,mlp}.c_proj"].shard("weight", axis=1)
 
-        s["{transformer.wte,lm_head}"].shard("weight", axis=0)
+        if not fuse_head:
+            s["{transformer.wte,lm_head}"].shard("weight", axis=0)
         if sequence_parallel:
             s["transformer.drop"].sync("fwd_post", "scatter", axis=1)
             blocks["*.{attn,mlp}"].sync("fwd_pre", "all_gather", axis=1)

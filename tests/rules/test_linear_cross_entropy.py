@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.emit.write import write
+from slapo_rewrite.verify.run import verify
 from tests.rewriting import imported, written
 
 SIZES = {
@@ -183,6 +186,28 @@ def test_refused(lines, tmp_path):
     first = text(case).splitlines().index(APPLY.rstrip()) + 1
     for line in (first, first + 1) if words != "the logits are a branch" else (first + 1,):
         assert f"s.py:{line}:" in said or f"line {line}" in said
+
+
+KNOBS = ("fuse_head=true", "fuse=true", "ckpt_ratio=0.5")
+GPT = Path(__file__).parents[1] / "models"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("source", "schedule", "left_out"),
+    [
+        ("transformers.models.bert.modeling_bert", "bert", "logits"),
+        (str(GPT / "gpt.py"), str(GPT / "gpt_schedule.py"), "0"),
+    ],
+    ids=["bert", "gpt"],
+)
+def test_verified_on_two_ranks(source, schedule, left_out, tmp_path):
+    """Beside split layers, the vocabulary being whole; verification knows what is left out."""
+    output = rewrite(source, schedule, (*KNOBS, "sequence_parallel=true"))
+    write(tmp_path, output.files)
+    report = verify(tmp_path, worlds=(2,))
+    assert report.ok, report.render()
+    assert f"left out: {left_out}" in report.render()
 
 
 def same(want, have):
