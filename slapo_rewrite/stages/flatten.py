@@ -96,7 +96,12 @@ class Flattening(Calls):
                     "let inputs(model) in the schedule give it",
                 )
         if function.args.kwarg:
-            values[function.args.kwarg.arg] = Extra()
+            more: dict[str, Value] = {
+                name: Something(True, Tensor) for name in sorted(given - set(parameters))
+            }
+            values |= more
+            parameters += more
+            values[function.args.kwarg.arg] = Extra({name: name for name in more}, more)
         names.me = function.args.args[0].arg
         lines: list[Line] = []
         result = self.block(body_of(function), scope, lines)

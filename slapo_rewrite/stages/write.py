@@ -389,28 +389,29 @@ class Text:
 STAGES = ({names})
 
 
-def build(*args, num_stages=None, topology=None, **kwargs):
+def build(*args, num_stages=None, topology=None, dynamic_shape=False, **kwargs):
     """A `PipelineModule` of the stages, for `deepspeed.initialize`.
 
     Each rank makes the weights of its own stage only, the same as the whole model
-    would have from the same seed; so ranks are to be seeded alike.{partitioned}
+    would have from the same seed; so ranks are to be seeded alike. From then on each
+    stage of each replica draws random numbers of its own, for dropout.{partitioned}
+
+    `engine.eval_batch(data)` gives the loss in eval mode, and with `return_logits=True`
+    the logits as well, on the last stage; it cannot leave the loss out.
 
     Args:
         *args: Those of `{model}`.
         num_stages: {count}, if it is given.
         topology: Which ranks hold which stage; without it, each stage is held by as
             many ranks as there are, in data parallel.
+        dynamic_shape: Whether batches are of several shapes, which are then sent with
+            them.
         **kwargs: Those of `{model}`.
 
     Raises:
-        ValueError: A number of stages that the model is not cut into.
+        ValueError: The model is cut into other stages, or there are other processes.
     """
-    asked = num_stages if topology is None else topology.get_dim("pipe")
-    if asked not in (None, len(STAGES)) or num_stages not in (None, asked):
-        raise ValueError(
-            f"the model is cut into {{len(STAGES)}} stages, not {{asked}}: "
-            "change the cuts in the schedule, or the topology"
-        )
+    check_layout(len(STAGES), num_stages, topology)
 
     def loss(outputs, labels):
         return stage_of(module, STAGES).loss(outputs, labels)
@@ -422,12 +423,17 @@ def build(*args, num_stages=None, topology=None, **kwargs):
         topology=topology,
         loss_fn=loss,
         partition_method="uniform",
+        dynamic_shape=dynamic_shape,
     )
-{once}    return module
+{once}    seed_apart(module)
+    return module
 
 
 def batch({", ".join(taken)}):
-    """The model's arguments as the inputs and labels that the engine takes."""
+    """The model's arguments as the inputs and labels that the engine takes.
+
+    All are tensors. What is trained is the mean of the losses of all micro-batches.
+    """
     return {inputs}, {answer}
 
 
@@ -503,7 +509,7 @@ def read_checkpoint(folder, *args, tag=None, **kwargs):
 
     def engine_helpers(self) -> dict[str, set[str]]:
         """The names of helper modules that only what is written for this engine uses."""
-        names = {"stage_of"}
+        names = {"check_layout", "seed_apart", "stage_of"}
         names |= {"count_once"} if self.shared else set()
         names |= {"model_parallel_group"} if self.has_shards else set()
         checkpoints = {"layer_files", "joined" if self.gathers else "united"}
