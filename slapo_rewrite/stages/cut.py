@@ -91,6 +91,7 @@ def _pipeline(
     shared = ties_of(held, model)
     if engine is Text:
         check_one_group(shared, at)
+        check_tensors(stages, trial.inputs, at)
     return engine(
         stages,
         held,
@@ -121,6 +122,22 @@ def check_whole(stages: Stages, sliced: Directive | None, at: Span | None) -> No
             hint="cut this model without slices of the sequence, or take the shape of the token "
             "ids in `forward`",
         )
+
+
+def check_tensors(stages: Stages, inputs: Mapping[str, Any], at: Span | None) -> None:
+    """Refuses arguments of a step that the engine does not take.
+
+    Raises:
+        CannotCut: One is no tensor.
+    """
+    given = (*(name for name, _ in stages.stages[0].given), *stages.labels)
+    for name in given:
+        if not hasattr(inputs[name], "untyped_storage"):
+            raise errors.CannotCut(
+                f"the step is given `{name}`, {inputs[name]!r}, and the engine takes tensors only",
+                at=at,
+                hint=f"let inputs(model) in the schedule give a tensor, or leave `{name}` out",
+            )
 
 
 def run(text: str, world: Mapping[str, Any]) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 import black
 
 from slapo_rewrite.emit.rewrite import rewrite
-from tests.rewriting import rewritten
+from tests.rewriting import refused, rewritten
 from tests.stages.cases import CASES, for_torch
 from tests.stages.test_refusals import SCHEDULE, written
 
@@ -177,3 +177,25 @@ def loss(self, outputs, y):
     )
     assert "def batch(x, y, weight):" in text
     assert 'return {"x": x, "weight": weight, "target": y}' in text
+
+
+COST = """\
+def cost(x, y, count=None):
+    return F.mse_loss(x, y) if count is None else F.mse_loss(x, y, reduction="sum") / count
+
+
+class Inner("""
+
+
+def test_what_forward_hands_on_by_kwargs_reaches_the_loss(tmp_path):
+    source = written("x = self.first(x)", "x = self.inner(x)").replace("class Inner(", COST)
+    source = source.replace("forward(self, x, y)", "forward(self, x, y, **kwargs)")
+    source = source.replace("F.mse_loss(self.last(x), y)", "cost(self.last(x), y, **kwargs)")
+    schedule = SCHEDULE.format(cut='s["first"]')
+    schedule = schedule.replace("(2, 1)}", '(2, 1), "count": torch.tensor(3)}')
+    text = rewritten(tmp_path, source, schedule).files["pipeline.py"]
+    assert "return cost(last_output, y, count=count)" in method(text, 1, "loss")
+    assert "def batch(x, y, count):" in text and "return x, (y, count)" in text
+    schedule = schedule.replace("torch.tensor(3)", "3")
+    said = refused(tmp_path, source, schedule, "SR310")
+    assert "the step is given `count`, 3, and the engine takes tensors only" in said
