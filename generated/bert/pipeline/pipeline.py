@@ -13,6 +13,7 @@ from .delayed import Recording
 from .loading import full_state_dict
 from .modeling_bert import BertForMaskedLM
 from .stages import (
+    check_layout,
     check_settings,
     check_ties,
     count_once,
@@ -21,6 +22,7 @@ from .stages import (
     has_place,
     keep,
     model_parallel_group,
+    seed_apart,
     stage_of,
 )
 from .tensor_parallel import set_group
@@ -93,31 +95,32 @@ class BertForMaskedLMStage1(BertForMaskedLM):
 STAGES = (BertForMaskedLMStage0, BertForMaskedLMStage1)
 
 
-def build(*args, num_stages=None, topology=None, **kwargs):
+def build(*args, num_stages=None, topology=None, dynamic_shape=False, **kwargs):
     """A `PipelineModule` of the stages, for `deepspeed.initialize`.
 
     Each rank makes the weights of its own stage only, the same as the whole model
-    would have from the same seed; so ranks are to be seeded alike.
+    would have from the same seed; so ranks are to be seeded alike. From then on each
+    stage of each replica draws random numbers of its own, for dropout.
 
     Where a topology has an axis `model`, the engine's configuration needs
     `"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}`.
+
+    `engine.eval_batch(data)` gives the loss in eval mode, and with `return_logits=True`
+    the logits as well, on the last stage; it cannot leave the loss out.
 
     Args:
         *args: Those of `BertForMaskedLM`.
         num_stages: 2, if it is given.
         topology: Which ranks hold which stage; without it, each stage is held by as
             many ranks as there are, in data parallel.
+        dynamic_shape: Whether batches are of several shapes, which are then sent with
+            them.
         **kwargs: Those of `BertForMaskedLM`.
 
     Raises:
-        ValueError: A number of stages that the model is not cut into.
+        ValueError: The model is cut into other stages, or there are other processes.
     """
-    asked = num_stages if topology is None else topology.get_dim("pipe")
-    if asked not in (None, len(STAGES)) or num_stages not in (None, asked):
-        raise ValueError(
-            f"the model is cut into {len(STAGES)} stages, not {asked}: "
-            "change the cuts in the schedule, or the topology"
-        )
+    check_layout(len(STAGES), num_stages, topology)
 
     def loss(outputs, labels):
         return stage_of(module, STAGES).loss(outputs, labels)
@@ -129,14 +132,14 @@ def build(*args, num_stages=None, topology=None, **kwargs):
             BertForMaskedLMStage0,
             *args,
             tied_weight_attr="bert.embeddings.word_embeddings.weight",
-            **kwargs,
+            **kwargs
         ),
         TiedLayerSpec(
             "word_embeddings",
             BertForMaskedLMStage1,
             *args,
             tied_weight_attr="cls.predictions.decoder.weight",
-            **kwargs,
+            **kwargs
         ),
     ]
     module = PipelineModule(
@@ -145,13 +148,18 @@ def build(*args, num_stages=None, topology=None, **kwargs):
         topology=topology,
         loss_fn=loss,
         partition_method="uniform",
+        dynamic_shape=dynamic_shape,
     )
     count_once(module, layers, STAGES)
+    seed_apart(module)
     return module
 
 
 def batch(input_ids, attention_mask, labels):
-    """The model's arguments as the inputs and labels that the engine takes."""
+    """The model's arguments as the inputs and labels that the engine takes.
+
+    All are tensors. What is trained is the mean of the losses of all micro-batches.
+    """
     return (input_ids, attention_mask), labels
 
 

@@ -110,6 +110,41 @@ def draw_parts(
         take_parts(stage, make)
 
 
+def check_layout(count: int, num_stages: int | None, topology: Any) -> None:
+    """Refuses a number of stages or of ranks that does not fit.
+
+    Args:
+        count: How many stages there are.
+        num_stages: How many are asked for; None for no matter how many.
+        topology: Which ranks are to hold which stage, if that is said.
+
+    Raises:
+        ValueError: There are others.
+    """
+    asked = num_stages if topology is None else topology.get_dim("pipe")
+    if asked not in (None, count) or num_stages not in (None, asked):
+        raise ValueError(
+            f"the model is cut into {count} stages, not {asked}: "
+            "change the cuts in the schedule, or the topology"
+        )
+    world = dist.get_world_size()
+    wanted = count if topology is None else topology.world_size()
+    if world % wanted or (topology is not None and world != wanted):
+        raise ValueError(f"{world} processes do not make up a layout of {wanted} ranks")
+
+
+def seed_apart(module: Any) -> None:
+    """Lets each stage of each replica draw random numbers of its own from now on.
+
+    The tensor-parallel ranks of a stage go on drawing the same ones.
+    """
+    grid = module.mpu()
+    sizes = (module.num_stages, grid.get_data_parallel_world_size())
+    seeds = torch.randint(2**62, sizes, device="cpu")
+    seed = seeds[module.stage_id, grid.get_data_parallel_rank()]
+    torch.manual_seed(int(seed))
+
+
 def model_parallel_group(topology: Any) -> Any:
     """This rank's tensor-parallel group: the ranks along the axis `model`, if any."""
     listed = [] if topology is None else topology.get_axis_comm_lists("model")
