@@ -50,9 +50,11 @@ def schedule(
         s.apply_all()
     stacks = s["{encoder,decoder}.block"]
     if tensor_parallel:
-        columns = stacks["**.{q,k,v,wi}"]
-        columns.shard("weight", axis=0)
-        columns.sync("bwd_post", "all_reduce")
+        stacks["**.{q,k,v,wi}"].shard("weight", axis=0)
+        stacks["**.wi"].sync("bwd_post", "all_reduce")
+        # Once for queries, keys and values; for those of the encoder's states once for all layers.
+        stacks["**.{SelfAttention,EncDecAttention}"].sync("bwd_post", "all_reduce")
+        s["{encoder,decoder}"].sync("bwd_post", "all_reduce", of="encoder_hidden_states")
         rows = stacks["**.{o,wo}"]
         rows.shard("weight", axis=1)
         rows.sync("fwd_post", "all_reduce")

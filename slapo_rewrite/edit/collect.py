@@ -270,7 +270,7 @@ class _Collection:
     ) -> None:
         """The collectives at a module's borders, those that a layer carries out itself apart."""
         syncs = self.states[node.path].syncs if borders else ()
-        sides: dict[str, list[Sync]] = {"argument": [], "result": []}
+        sides: dict[tuple[str, str | None], list[Sync]] = {}
         for border in borders:
             sync = syncs[border.number]
             if isinstance(sync.op, Function):
@@ -278,23 +278,32 @@ class _Collection:
             elif sync.op != "keep":
                 if (node.path, border.number) in followed.summed:
                     sync = replace(sync, partial_gradient=True)
-                sides["result" if sync.mode == "fwd_post" else "argument"].append(sync)
-        for side, asked in sides.items():
-            if not asked:
-                continue
+                side = "result" if sync.mode == "fwd_post" else "argument"
+                sides.setdefault((side, sync.of), []).append(sync)
+        for (side, of), asked in sorted(
+            sides.items(), key=lambda item: (item[0][0], item[0][1] or "")
+        ):
             causes = united(s.cause for s in asked)
             collectives = tuple(map(_collective, asked))
             home = self.desks.computing(node.cls)
             outside = is_layer or home is None or self._is_asked_outside(node, home)
             if home is not None and not outside:
                 what = (
-                    WrapInput(collectives)
+                    WrapInput(collectives, of)
                     if side == "argument"
                     else WrapOutput(
                         collectives, node.path in followed.nested, self._containers(node.cls, home)
                     )
                 )
-                home.places.add(node.path, ("forward", side), what, causes)
+                key = ("forward", side, *([of] if of else []))
+                home.places.add(node.path, key, what, causes)
+            elif of is not None:
+                raise errors.Unsupported(
+                    f"`{of}` of `{node.path}` can only be synchronised where `forward` begins, and "
+                    "that is not written in a file that is rewritten",
+                    at=causes[0].at,
+                    hint="put the sync on a module around it that takes the value as an argument",
+                )
             elif node.owner is None:
                 raise errors.Unsupported(
                     "the model itself is not called by another module", at=causes[0].at

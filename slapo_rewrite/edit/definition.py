@@ -135,9 +135,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class WrapInput:
-    """At the start of `forward`: its first argument goes through collectives, one by one."""
+    """At the start of `forward`: its first argument goes through collectives, one by one.
+
+    Attributes:
+        collectives: One by one.
+        of: Another argument that goes through them instead.
+    """
 
     collectives: tuple[Collective, ...]
+    of: str | None = None
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,22 @@ Found = tuple[ast.FunctionDef, ast.stmt, ast.Call | ast.Subscript]
 SHARES = "[{part_size}(size) for size in {argument}]"
 
 
+def given(forward: ast.FunctionDef, change: WrapInput, text: str) -> str:
+    """A statement about an argument of `forward`, for where that is given."""
+    if change.of is None:
+        return text
+    arguments = forward.args
+    named = [*arguments.posonlyargs, *arguments.args]
+    defaults = dict(
+        zip(reversed([a.arg for a in named]), reversed(arguments.defaults), strict=False)
+    )
+    own = zip((a.arg for a in arguments.kwonlyargs), arguments.kw_defaults, strict=True)
+    default = {**defaults, **dict(own)}.get(change.of)
+    if isinstance(default, ast.Constant) and default.value is None:
+        return f"if {change.of} is not None:\n    {text}"
+    return text
+
+
 class ForwardWriter:
     """Changes the methods of one class that compute.
 
@@ -57,11 +73,11 @@ class ForwardWriter:
                     at=self.file.at(forward),
                     also=[c.at for c in causes[:1] if c.at],
                 )
-            name = positional[0].arg
+            name = change.of or positional[0].arg
             body = forward.body[1:] if ast.get_docstring(forward) is not None else forward.body
             for collective in change.collectives:
-                text = f"{name} = {self.applied(collective, name, causes)}"
-                why = f"{collective.function} of the input"
+                text = given(forward, change, f"{name} = {self.applied(collective, name, causes)}")
+                why = f"{collective.function} of {f'`{name}`' if change.of else 'the input'}"
                 self.at(body[0]).before.append((text, causes, why))
         elif isinstance(change, WrapOutput):
             for statement in returns(forward):

@@ -57,7 +57,7 @@ def done_inside(node: Node, state: ModuleState) -> list[Sync]:
 
 
 def _done_inside(split: Split, state: ModuleState) -> list[Sync]:
-    done = [s for s in _collectives(state) if s.mode == "bwd_post"][:1]
+    done = [s for s in _collectives(state) if s.mode == "bwd_post" and s.of is None][:1]
     after = [s for s in _collectives(state) if s.mode == "fwd_post"][:1]
     if split.output == "partial sum":
         after = [s for s in after if s.op in ("all_reduce", "reduce_scatter")]

@@ -341,4 +341,5 @@ def _needs_following(asked: Asked) -> bool:
 
 def _border(sync: Sync, number: int) -> Border:
     operation = sync.op if isinstance(sync.op, str) else "function"
-    return Border(sync.mode, operation, sync.axis, sync.scatter_axis, sync.partial_gradient, number)
+    partial = sync.partial_gradient
+    return Border(sync.mode, operation, sync.axis, sync.scatter_axis, partial, number, sync.of)

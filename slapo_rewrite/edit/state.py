@@ -93,6 +93,7 @@ class Sync:
             is cut; None where what the value goes into decides.
         cause: The directive that asked.
         scatter_axis: The axis that an all-to-all scatters.
+        of: The argument of `forward` that it is about, where that is not the first.
     """
 
     mode: str
@@ -101,6 +102,7 @@ class Sync:
     partial_gradient: bool | None
     cause: Directive = field(compare=False)
     scatter_axis: int | None = None
+    of: str | None = None
 
 
 @dataclass(frozen=True)

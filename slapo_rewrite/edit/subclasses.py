@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import What, WrapInput, WrapOutput
 from slapo_rewrite.edit.expressions import formatted
-from slapo_rewrite.edit.forward import ForwardWriter
+from slapo_rewrite.edit.forward import ForwardWriter, given
 from slapo_rewrite.edit.imports import CHECKPOINT, Imports
 from slapo_rewrite.edit.kept import context
 from slapo_rewrite.edit.lineages import Lineages
@@ -247,29 +247,49 @@ class SubclassWriter:
         None where the class's own has to be repeated: it returns more than a tensor.
         """
         arguments = [*forward.args.posonlyargs, *forward.args.args][1:]
-        header, passed = "*args, **kwargs", "*args, **kwargs"
+        names = [argument.arg for argument in arguments]
+        inputs = [wrap for wrap in wraps if isinstance(wrap, WrapInput)]
+        if any((wrap.of or names[0]) not in names for wrap in inputs if names):
+            return None
+        # Everything up to the last argument that goes through a collective is named.
+        last = max((names.index(wrap.of) if wrap.of else 0 for wrap in inputs), default=-1)
+        values = dict(zip(names, names[: last + 1], strict=False))
+        lines: list[str] = []
         before, after = "", ""
         for wrap in wraps:
             if isinstance(wrap, WrapInput) and arguments:
-                first = arguments[0]
-                value = first.arg
+                name = wrap.of or names[0]
+                value = name
                 for collective in wrap.collectives:
                     value = writer.applied(collective, value, causes)
-                more = len(all_arguments(forward.args)) > 2
-                header = self.file.segment(first) + (", *args, **kwargs" if more else "")
-                passed = value + (", *args, **kwargs" if more else "")
+                if wrap.of is None:
+                    values[name] = value
+                else:
+                    lines.append(given(forward, wrap, f"{name} = {value}"))
             elif isinstance(wrap, WrapOutput) and not wrap.nested:
                 for collective in wrap.collectives:
                     opened, closed = writer.call(collective, causes)
                     before, after = opened + before, after + closed
             else:
                 return None
-        text = f"return {before}super().forward({passed}){after}"
+        more = ["*args, **kwargs"] if len(all_arguments(forward.args)) > last + 2 else []
+        own = [self._parameter(forward, name, last > 0) for name in values]
+        header = ", ".join(["self", *own, *more])
+        passed = ", ".join([*values.values(), *more])
+        text = "\n".join([*lines, f"return {before}super().forward({passed}){after}"])
         returned = f" -> {self.file.segment(forward.returns)}" if forward.returns else ""
         return (
-            f"\n    def forward(self, {header}){returned}:\n"
+            f"\n    def forward({header}){returned}:\n"
             f"        {formatted(text, 8, self.line_length)}\n"
         )
+
+    def _parameter(self, forward: ast.FunctionDef, name: str, optional: bool) -> str:
+        """A parameter as it is written, with its default where it may be left out."""
+        positional = [*forward.args.posonlyargs, *forward.args.args]
+        text = next(self.file.segment(each) for each in positional if each.arg == name)
+        defaults = dict(zip(reversed(positional), reversed(forward.args.defaults), strict=False))
+        default = next((d for each, d in defaults.items() if each.arg == name), None)
+        return text if default is None or not optional else f"{text}={self.file.segment(default)}"
 
     def recomputing(
         self,

@@ -338,6 +338,8 @@ def _between_collectives(wraps: Sequence[WrapInput | WrapOutput]) -> tuple[str, 
     prefixes, clauses = [], []
     for wrap in sorted(wraps, key=lambda w: isinstance(w, WrapOutput)):
         side = "input" if isinstance(wrap, WrapInput) else "output"
+        if isinstance(wrap, WrapInput) and wrap.of is not None:
+            side = f"argument `{wrap.of}`"
         for collective in wrap.collectives:
             name, does = _DOING.get(collective.function, ("TensorParallel", ""))
             prefixes.append(name)

@@ -22,9 +22,32 @@ from slapo_rewrite.primitives.base import (
 from slapo_rewrite.primitives.shard import MLP, MODEL
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
+_STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 # Reshard strings: R is whole, S split; the letters are the last axis but one, and the last.
 LAYOUTS: dict[str, int | None] = {"RR": None, "RS": -1, "SR": -2}
+
+CROSS = """\
+from torch import nn
+
+
+class Cross(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.own = nn.Linear(width, 4 * width)
+        self.others = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x, encoded=None):
+        inner = self.own(x).sigmoid()
+        if encoded is not None:
+            inner = inner * self.others(encoded)
+        return self.down(inner)
+"""
+
+CROSS_MODEL = MODEL.replace("m.MLP", "m.Cross").replace(
+    '"x": torch.randn(2, 8)', '"x": torch.randn(2, 8), "encoded": torch.randn(2, 8)'
+)
 
 HEAD = """\
 import torch.nn.functional as F
@@ -66,13 +89,14 @@ class Sync(Primitive):
     """Communicate at a module's border: before it, after it, or after its backward pass.
 
     `fwd_pre` is about the first argument, `fwd_post` about the (first) tensor returned, `bwd_post`
-    about the gradient of the first argument. `all_reduce` adds up partial sums,
-    `reduce_scatter(axis)` leaves each rank its slice of the sum, `scatter(axis)` its slice of what
-    is whole, `all_gather(axis)` joins slices. `"SR->RR"` and its like change what is split: `R` is
-    whole, `S` split, the letters are the last axis but one and the last. A row-parallel layer
-    reduces before its bias is added. What an `all_gather` does to the gradient follows from where
-    the value goes: summed and cut for sharded layers (`tensor_parallel_output_grad=True`), cut
-    where every rank uses it alike (False). A function (a forward pre-hook, forward hook or full
+    about the gradient of the first argument; `of` names another argument, such as the encoder's
+    states in a decoder. Where that is not given, nothing happens. `all_reduce` adds up partial
+    sums, `reduce_scatter(axis)` leaves each rank its slice of the sum, `scatter(axis)` its slice of
+    what is whole, `all_gather(axis)` joins slices. `"SR->RR"` and its like change what is split:
+    `R` is whole, `S` split, the letters are the last axis but one and the last. A row-parallel
+    layer reduces before its bias is added. What an `all_gather` does to the gradient follows from
+    where the value goes: summed and cut for sharded layers (`tensor_parallel_output_grad=True`),
+    cut where every rank uses it alike (False). A function (a forward pre-hook, forward hook or full
     backward hook, by `mode`) is copied into the output or imported there.
 
     A head split over the vocabulary with `bwd_post all_reduce` alone hands its partitions on: a
@@ -144,6 +168,34 @@ def schedule(s):
 +            logits = all_gather(logits, full_size=self.head.full_out_features)
 """,
         ),
+        Example(
+            CROSS,
+            CROSS_MODEL
+            + """\
+def schedule(s):
+    s["{own,others}"].shard(["weight", "bias"], axis=0)
+    s["down"].shard("weight", axis=1)
+    s["down"].sync("fwd_post", "all_reduce")
+    s.sync("bwd_post", "all_reduce")
+    s.sync("bwd_post", "all_reduce", of="encoded")
+""",
+            """\
++from .tensor_parallel import (
++    ColumnParallelLinear,
++    RowParallelLinear,
++    all_reduce_gradient,
++)
+-        self.own = nn.Linear(width, 4 * width)
+-        self.others = nn.Linear(width, 4 * width)
+-        self.down = nn.Linear(4 * width, width)
++        self.own = ColumnParallelLinear(width, 4 * width, reduce_input_gradient=False)
++        self.others = ColumnParallelLinear(width, 4 * width, reduce_input_gradient=False)
++        self.down = RowParallelLinear(4 * width, width)
++        x = all_reduce_gradient(x)
++        if encoded is not None:
++            encoded = all_reduce_gradient(encoded)
+""",
+        ),
     )
     refusals = (
         Refusal(
@@ -163,10 +215,15 @@ def schedule(s):
         Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].sync("fwd", "all_reduce")\n', "SR206"),
         Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].sync("fwd_post", "RR->SS")\n', "SR206"),
         Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].sync("fwd_pre", "SR->RR")\n', "SR104"),
+        Refusal(
+            CROSS,
+            CROSS_MODEL + 'def schedule(s):\n    s.sync("bwd_post", "all_reduce", of="encode")\n',
+            "SR206",
+        ),
     )
 
     def signature(self) -> inspect.Signature:
-        """`sync(mode, sync_op_or_fn, *, axis=None, tensor_parallel_output_grad=None)`."""
+        """`sync(mode, sync_op_or_fn, *, axis=None, tensor_parallel_output_grad=None, of=None)`."""
 
         def sync(
             mode: str,
@@ -174,6 +231,7 @@ def schedule(s):
             *,
             axis: int | None = None,
             tensor_parallel_output_grad: bool | None = None,
+            of: str | None = None,
         ) -> None: ...
 
         return signature_of(sync)
@@ -211,7 +269,8 @@ def schedule(s):
             raise errors.BadArgument(
                 "`tensor_parallel_output_grad` is about the gradient of an `all_gather`", at=at
             )
-        added = SyncState(mode, chosen, axis, summed, call.directive, scatter_axis)
+        of = self._argument(call, node)
+        added = SyncState(mode, chosen, axis, summed, call.directive, scatter_axis, of)
         for earlier in state.syncs:
             if replace(earlier, partial_gradient=summed) == added:
                 raise errors.SyncMismatch(
@@ -220,6 +279,31 @@ def schedule(s):
                     also=[earlier.cause.at] if earlier.cause.at else [],
                 )
         return replace(state, syncs=(*state.syncs, added))
+
+    def _argument(self, call: Call, node: Node) -> str | None:
+        """The argument that `of` names; None where that is the first, as without it.
+
+        Raises:
+            BadArgument: `forward` does not take it, or the mode or operation is about no argument.
+        """
+        of, at = call.arguments["of"], call.directive.at
+        if of is None:
+            return None
+        if call.arguments["mode"] == "fwd_post" or not isinstance(
+            call.arguments["sync_op_or_fn"], str
+        ):
+            raise errors.BadArgument(
+                "`of` names an argument: it is for collectives of `fwd_pre` and `bwd_post`", at=at
+            )
+        parameters = inspect.signature(node.live.forward).parameters
+        names = [p.name for p in parameters.values() if p.kind not in _STARRED]
+        if of not in names:
+            raise errors.BadArgument(
+                f"`{node.path}` takes no argument {of!r}",
+                at=at,
+                hint=errors.did_you_mean(str(of), names) or f"it takes {', '.join(names)}",
+            )
+        return of if of != names[0] else None
 
     def _operation(
         self, call: Call, asked: str, axis: int | None

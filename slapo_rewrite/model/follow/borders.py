@@ -137,20 +137,21 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
 def enter_border(
     run: Run, node: Node, border: Border, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
-    """The arguments of a module with the first one taken through a collective."""
-    name = first_argument(module)
-    tensor = args[0] if args else kwargs.get(name)
+    """The arguments of a module with one taken through a collective: the first, or that named."""
+    names = [*inspect.signature(module.forward).parameters]
+    place = names.index(border.of) if border.of is not None else 0
+    name = border.of or next(iter(names), None)
+    tensor = args[place] if place < len(args) else kwargs.get(name)
+    if tensor is None and border.of is not None:
+        return None  # it need not be given to every module that may take it
     if not isinstance(tensor, torch.Tensor):
-        return _no_tensor(node, border, f"`{node.path}` is given no tensor as its first argument")
-    new = _Crossing(run, node, border, tensor, "input").made()
-    if args:
-        return (new, *args[1:]), kwargs
+        what = f"`{border.of}`" if border.of is not None else "its first argument"
+        return _no_tensor(node, border, f"`{node.path}` is given no tensor as {what}")
+    side = f"argument `{border.of}`" if border.of is not None else "input"
+    new = _Crossing(run, node, border, tensor, side).made()
+    if place < len(args):
+        return (*args[:place], new, *args[place + 1 :]), kwargs
     return args, {**kwargs, name: new}
-
-
-def first_argument(module: nn.Module) -> str | None:
-    """The name of the first argument of a module's `forward`."""
-    return next(iter(inspect.signature(module.forward).parameters), None)
 
 
 def leave_border(

@@ -55,6 +55,7 @@ class Border:
         partial_gradient: Whether the gradient of what an all-gather gives is summed over the ranks;
             None where that is to be found out.
         number: Which of the module's syncs it is.
+        of: The argument that it is about, where that is not the first.
     """
 
     mode: str
@@ -63,6 +64,7 @@ class Border:
     scatter_axis: int | None = None
     partial_gradient: bool | None = None
     number: int = 0
+    of: str | None = None
 
 
 @dataclass(frozen=True)
