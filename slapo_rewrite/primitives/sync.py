@@ -35,13 +35,13 @@ class Cross(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.own = nn.Linear(width, 4 * width)
-        self.others = nn.Linear(width, 4 * width)
+        self.other = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x, encoded=None):
         inner = self.own(x).sigmoid()
         if encoded is not None:
-            inner = inner * self.others(encoded)
+            inner = inner * self.other(encoded)
         return self.down(inner)
 """
 
@@ -173,7 +173,7 @@ def schedule(s):
             CROSS_MODEL
             + """\
 def schedule(s):
-    s["{own,others}"].shard(["weight", "bias"], axis=0)
+    s["{own,other}"].shard(["weight", "bias"], axis=0)
     s["down"].shard("weight", axis=1)
     s["down"].sync("fwd_post", "all_reduce")
     s.sync("bwd_post", "all_reduce")
@@ -186,10 +186,10 @@ def schedule(s):
 +    all_reduce_gradient,
 +)
 -        self.own = nn.Linear(width, 4 * width)
--        self.others = nn.Linear(width, 4 * width)
+-        self.other = nn.Linear(width, 4 * width)
 -        self.down = nn.Linear(4 * width, width)
 +        self.own = ColumnParallelLinear(width, 4 * width, reduce_input_gradient=False)
-+        self.others = ColumnParallelLinear(width, 4 * width, reduce_input_gradient=False)
++        self.other = ColumnParallelLinear(width, 4 * width, reduce_input_gradient=False)
 +        self.down = RowParallelLinear(4 * width, width)
 +        x = all_reduce_gradient(x)
 +        if encoded is not None:

@@ -21,6 +21,15 @@ def test_a_layer_sends_as_little_as_megatrons(name, variant):
         assert {r["kind"]: (r["number"], r["size"]) for r in rows} == LEAST[variant.name]
 
 
+def test_a_pair_of_t5s_layers_sends_less():
+    """What the decoder sends back to the encoder is added up once for all layers."""
+    rows = collectives.of_a_layer(MODELS["T5-base"], PLAIN)
+    assert [(row["kind"], row["number"], row["size"]) for row in rows] == [
+        ("all-reduce", 5, 3.0),
+        ("all-reduce", 5, 3.0),
+    ]
+
+
 def test_figures_are_those_of_the_result_file():
     text = collectives.table(report.read(collectives.NAME))
     assert report.marked(collectives.NAME, text) in report.README.read_text()
