@@ -212,11 +212,12 @@ class Sdpa(Rule):
 
     def refuses(self, found: Found) -> str | None:
         """Torch takes a number for the scale, and a tensor for a mask."""
-        scale = found.value("scale")
-        if isinstance(found.live("scale"), Tensor) or not (scale.number or scale.is_leaf):
+        if not is_plain_number(found):
             return "the scale may be a tensor"
         if is_number(found, "mask"):
             return "what is added is a number"
+        if is_overwritten(found.match.root):
+            return "what it gives is written to, and the operation needs it to go back"
         mask = found.live("mask") if "mask" in found.match.values else None
         if isinstance(mask, Tensor) and mask.dim() < 2:
             return "torch takes no mask of one axis"
@@ -251,6 +252,24 @@ class Sdpa(Rule):
         if is_usual(given["scale"], given["q"], given["k"]):
             del given["scale"]
         return given
+
+
+def is_overwritten(value: Value) -> bool:
+    """Whether a value, or a view of it, is written to where it is read."""
+    made = [use.by for use in value.uses if use.by is not None]
+    return any(m.overwrites is value for m in made) or any(
+        is_overwritten(m) for m in made if m.operation in PASSING
+    )
+
+
+def is_plain_number(found: Found) -> bool:
+    """Whether the scale is certainly a number."""
+    scale = found.value("scale")
+    if scale.operation == "parameter":
+        return isinstance(scale.node, ast.arg) and ast.unparse(
+            scale.node.annotation or scale.node
+        ) in ("float", "int")
+    return scale.number or (scale.is_leaf and not isinstance(found.live("scale"), Tensor))
 
 
 def is_number(found: Found, name: str) -> bool:

@@ -315,7 +315,7 @@ class Calls(Through):
         if arguments is None or inputs is None:
             return self.make("call", [("function", new), *numbered(given)], node, pure=False)
         if "training" in known.names:
-            arguments["training"] = self.leaf("training", None, node, number=True)
+            arguments["training"] = self.constant(True, node)  # as every new module
         arguments |= inputs
         ordered = {name: arguments[name] for name in known.names}
         return self.operation(known, ordered, node)

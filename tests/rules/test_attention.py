@@ -6,7 +6,7 @@ import pytest
 import torch
 from slapo_rewrite.rules.fusions import masked_softmax, sdpa
 
-from tests.rewriting import refused
+from tests.rewriting import refused, rewritten
 from tests.rules.test_traps import compare
 
 HIDDEN = """\
@@ -144,3 +144,24 @@ def test_a_mask_of_float32_under_autocast(dtype, tmp_path):
     )
     close = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.01}
     assert "attn_mask=mask.to(q.dtype)" in compare(tmp_path, source, schedule, **close)
+
+
+def test_a_scale_that_is_given_may_be_a_tensor(tmp_path):
+    source = GIVEN.replace("(1.0 / math.sqrt(k.size(-1)))", "mask")
+    schedule = sdpa.SCHEDULE.replace(INPUTS, INPUTS.replace("16)}", '16), "mask": 0.5}'))
+    assert "may be a tensor" in refused(tmp_path, source, schedule, "SR309")
+    told = source.replace("self, x, mask", "self, x, mask: float")
+    assert "scale=mask" in compare(tmp_path, told, schedule)
+
+
+@pytest.mark.parametrize("line", ["y.mul_(2)", "y.transpose(1, 2).mul_(2)", "y *= 2"])
+def test_a_result_that_is_written_to(line: str, tmp_path):
+    source = sdpa.MODEL.replace("        return y", f"        {line}\n        return y")
+    assert "is written to" in refused(tmp_path, source, sdpa.SCHEDULE, "SR309")
+
+
+def test_dropout_that_is_made_where_it_is_called(tmp_path):
+    source = sdpa.MODEL.replace("self.drop(F", "nn.Dropout(0.5)(F")
+    schedule = sdpa.SCHEDULE.replace("m.Attention(16, 4)", "m.Attention(16, 4).eval()")
+    text = rewritten(tmp_path, source, schedule).files["source_0.py"]
+    assert "dropout_p=0.5" in text and "training" not in text
