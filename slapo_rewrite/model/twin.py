@@ -128,10 +128,7 @@ def build_small(schedule: Any, module: Any) -> nn.Module:
         full = _module(schedule.model(module), "model")
     config = getattr(full, "config", None)
     if hasattr(config, "to_dict"):
-        small = small_config(config)
-        if type(full).__name__.endswith("ForSequenceClassification") and small.pad_token_id is None:
-            small.pad_token_id = 0  # without one they refuse more than one row
-        return _module(type(full)(small), "the model's class")
+        return _module(shrunk(full), "the model's class")
     num_parameters = sum(p.numel() for p in full.parameters())
     if num_parameters > LARGEST_TWIN:
         raise ValueError(
@@ -155,8 +152,21 @@ def build_deep(schedule: Any, module: Any, full: nn.Module) -> nn.Module:
     if hasattr(config, "to_dict"):
         # What the schedule says may fit it better.
         with contextlib.suppress(Exception):
-            return type(full)(small_config(config, keep_depth=True))
+            return shrunk(full, keep_depth=True)
     return build_small(schedule, module)
+
+
+def shrunk(full: nn.Module, keep_depth: bool = False) -> nn.Module:
+    """A small model of the same Hugging Face class.
+
+    Args:
+        full: The model, also on the meta device.
+        keep_depth: Whether it has as many layers.
+    """
+    small = small_config(full.config, keep_depth=keep_depth)
+    if type(full).__name__.endswith("ForSequenceClassification") and small.pad_token_id is None:
+        small.pad_token_id = 0  # without one they refuse more than one row
+    return type(full)(small)
 
 
 def _module(built: Any, by: str) -> nn.Module:

@@ -86,8 +86,9 @@ def _pipeline(
     texts = [forward_text(stages, stage, trial.depth) for stage in stages.stages]
     texts.append(loss_text(stages, trial.depth))
     trial.check_stand_ins(stages)
-    trial.check([run(text, world) for text in texts], stages)
     held = held_by(stages, model)
+    paths = [[part.path for part in parts] for parts in held]
+    trial.check([run(text, world) for text in texts], stages, paths)
     shared = ties_of(held, model)
     if engine is Text:
         check_one_group(shared, at)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -383,7 +385,37 @@ def is_tested(node: ast.stmt, name: str) -> bool:
 
 def trains(model: Any, text: str) -> bool:
     """Whether a text calls a module with parameters, or reads a parameter."""
-    return any(has_parameters(model, steps) for steps in module_reads(text))
+    return any(has_parameters(model, steps) for steps in reads_of(model, text))
+
+
+def reads_of(model: Any, text: str) -> Iterator[list[str]]:
+    """What a text reads of a model, what the methods that it calls read among them."""
+    waiting = list(module_reads(text))
+    looked_into: set[Any] = set()
+    while waiting:
+        steps = waiting.pop(0)
+        yield steps
+        owner = model
+        for number, step in enumerate(steps):
+            inner = getattr(owner, "_modules", {}).get(step)
+            if inner is None:
+                method = getattr(type(owner), step, None)
+                if (body := source_of(method)) and (method, *steps[:number]) not in looked_into:
+                    looked_into.add((method, *steps[:number]))
+                    waiting += [[*steps[:number], *more] for more in module_reads(body)]
+                break
+            owner = inner
+
+
+def source_of(method: Any) -> str | None:
+    """The text of a method or property, where it is one that a model's author wrote."""
+    method = method.fget if isinstance(method, property) else method
+    if not inspect.isfunction(method) or method.__module__.startswith("torch."):
+        return None
+    try:
+        return textwrap.dedent(inspect.getsource(method))
+    except (OSError, TypeError):
+        return None
 
 
 def has_parameters(model: Any, steps: Sequence[str]) -> bool:

@@ -80,6 +80,7 @@ class Trial:
                 hint="define verify_model(m) and inputs(model) in the schedule",
             ) from error
         self.world = vars(module)
+        self.pristine = copy.deepcopy(self.model)
         self.model.train()
         with self.seeded():
             outputs = self.model(**self.inputs)
@@ -166,30 +167,36 @@ class Trial:
                         hint="cut elsewhere, or bind what is made of it before the cut",
                     )
 
-    def check(self, functions: Sequence[Callable[..., Any]], stages: Stages) -> None:
+    def check(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        stages: Stages,
+        held: Sequence[Sequence[str]],
+    ) -> None:
         """The stages one after the other must give the model's loss and gradients.
+
+        Each runs in a model of its own, as it will, in which there is nothing but what it holds.
+
+        Args:
+            functions: Each stage's `forward`, and the loss.
+            stages: The stages.
+            held: The paths that each of them holds.
 
         Raises:
             CannotCut: They do not.
         """
         wanted = gradients(self.model, self.expected)
-        with self.seeded():
-            given: Any = tuple(self.inputs[name] for name, _ in stages.stages[0].given)
-            named = {name: self.inputs[given] for name, given in stages.arguments().items()}
-            *forwards, loss = functions
-            for function in forwards:
-                if stages.by_name:
-                    given = function(self.model, *given, **named)
-                else:
-                    given = function(self.model, given[0] if len(given) == 1 else given)
-                given = given if isinstance(given, tuple) else (given,)
-            labels = tuple(self.inputs[name] for name in stages.labels)
-            result = loss(
-                self.model,
-                given[0] if len(given) == 1 else given,
-                labels[0] if len(labels) == 1 else labels,
-            )
-        close = torch.allclose(result, self.expected, rtol=1e-5, atol=1e-6)
+        try:
+            result = self.chained(functions, stages, held)
+        except Exception as error:
+            raise errors.CannotCut(
+                f"the stages fail where the model does not: {type(error).__name__}: {error}",
+                at=self.cause,
+                hint="cut elsewhere, or write the modules on the way to the cut more plainly",
+            ) from error
+        close = isinstance(result, Tensor) and torch.allclose(
+            result, self.expected, rtol=1e-5, atol=1e-6
+        )
         had = gradients(self.model, result) if close else {}
         for name, gradient in wanted.items():
             if name not in had or not torch.allclose(had[name], gradient, rtol=1e-3, atol=1e-6):
@@ -201,6 +208,50 @@ class Trial:
                 at=self.cause,
                 hint="cut elsewhere, or write the modules on the way to the cut more plainly",
             )
+
+    def chained(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        stages: Stages,
+        held: Sequence[Sequence[str]],
+    ) -> Any:
+        """The loss that the stages give, one after the other."""
+        shared = {id(p): p for p in self.pristine.parameters()}
+        own = dict(self.pristine.named_parameters(remove_duplicate=False))
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            shared[id(own[name])] = parameter
+        models = []
+        for paths in held:
+            models.append(copy.deepcopy(self.pristine, dict(shared)))
+            leave_only(models[-1], paths)
+        given: Any = tuple(self.inputs[name] for name, _ in stages.stages[0].given)
+        named = {name: self.inputs[given] for name, given in stages.arguments().items()}
+        *forwards, loss = functions
+        labels = tuple(self.inputs[name] for name in stages.labels)
+        with self.seeded():
+            for function, model in zip(forwards, models, strict=True):
+                if stages.by_name:
+                    given = function(model, *given, **named)
+                else:
+                    given = function(model, given[0] if len(given) == 1 else given)
+                given = given if isinstance(given, tuple) else (given,)
+            return loss(
+                models[-1],
+                given[0] if len(given) == 1 else given,
+                labels[0] if len(labels) == 1 else labels,
+            )
+
+
+def leave_only(module: nn.Module, paths: Sequence[str]) -> None:
+    """Takes the modules out that neither lie on paths nor lead to them."""
+    for name, child in list(module.named_children()):
+        inner = [p.removeprefix(f"{name}.") for p in paths if p.startswith(f"{name}.")]
+        if name in paths:
+            continue
+        if inner:
+            leave_only(child, inner)
+        else:
+            setattr(module, name, None)
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -17,8 +17,8 @@ from slapo_rewrite import errors
 from slapo_rewrite.edit.text import accessor
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.index import SourceFile
-from slapo_rewrite.stages.plan import Stage, Stages
-from slapo_rewrite.stages.program import Depth, module_reads, rewritten
+from slapo_rewrite.stages.plan import Stage, Stages, reads_of
+from slapo_rewrite.stages.program import Depth, rewritten
 from slapo_rewrite.stages.values import NOT_NONE
 
 
@@ -149,7 +149,7 @@ def _used(stages: Stages, number: int, model: Any) -> list[Held]:
             for node in ast.walk(ast.parse(text))
             if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
         }
-        for steps in module_reads(text):
+        for steps in reads_of(model, text):
             path = _longest(model, steps)
             if path:
                 spelled = accessor(path)
@@ -303,6 +303,10 @@ def write_checkpoint(folder, full, *args, tensor_parallel_size=1, **kwargs):
     write_parts(folder, full, stages, tensor_parallel_size)'''
 
 
+# Asks the text of the file that defines a class; for a stage the model's file is to answer.
+FILE_READER = "_can_set_experts_implementation"
+
+
 @dataclass(frozen=True)
 class Text:
     """Everything that `pipeline.py` is made of, for DeepSpeed's engine.
@@ -362,11 +366,24 @@ class Text:
             lines.append(f"        draw_parts(self, recording, partial({model}, *args, **kwargs))")
         lines += [
             "",
+            *self._answers_for_the_file(),
             textwrap.indent(forward_text(self.stages, stage), "    "),
         ]
         if number + 1 == len(self.stages.stages):
             lines += ["", textwrap.indent(loss_text(self.stages), "    ")]
         return "\n".join(lines)
+
+    def _answers_for_the_file(self) -> list[str]:
+        """The methods by which transformers reads the file that defines a class."""
+        found = getattr(self.model, FILE_READER, None)
+        if found is None or not found():
+            return []
+        return [
+            "    @classmethod",
+            f"    def {FILE_READER}(cls):",
+            f"        return {self.model.__name__}.{FILE_READER}()",
+            "",
+        ]
 
     def functions(self) -> str:
         """`build`, `batch`, and what loads and saves."""

@@ -122,6 +122,12 @@ def test_refused(lines, cut, message, shown, tmp_path):
     assert "= help: " in text
 
 
+def test_what_a_stage_leaves_on_the_model_does_not_reach_another_one(tmp_path):
+    lines = ["x = self.first(x)", "self.kept = x.sum()", "x = self.inner(x) * self.kept"]
+    text = refused(tmp_path, written(*lines), SCHEDULE.format(cut='s["inner"]["a"]'), "SR310")
+    assert "the stages fail where the model does not: AttributeError" in text
+
+
 def test_a_float_that_is_given_cannot_cross(tmp_path):
     lines = written("z = x", "x = self.inner(self.first(x))", "x = self.sequence(x) * z")
     text = refused(tmp_path, lines, SCHEDULE.format(cut='s["inner"]'), "SR310")

@@ -115,6 +115,16 @@ def forward(self, x):
     )
 
 
+def test_a_stage_holds_what_its_methods_read(tmp_path):
+    source = written("x = self.first(x)", "x = self.mixed(x)")
+    source += """
+    def mixed(self, x):
+        return self.inner(x) + self.sequence(x)
+"""
+    text = rewritten(tmp_path, source, SCHEDULE.format(cut='s["first"]')).files["pipeline.py"]
+    assert '"""Stage 1: `inner`, `sequence`, `last` and `layers`."""' in text
+
+
 def test_settings_that_decide_are_checked_when_stages_are_built(tmp_path):
     lines = ("x = self.first(x)", "if self.deep:", "    x = self.inner(x)", "x = self.inner(x)")
     source = written(*lines).replace(
