@@ -22,7 +22,7 @@ TABLE = "README.md"
 # Models whose schedules offer it.
 SEQUENCE_PARALLEL = ("bert", "gpt", "gpt2", "llama")
 # GPT-2's offers it as well; stages take seconds to write.
-PIPELINE = ("bert", "gpt", "llama")
+PIPELINE = ("bert", "gpt", "llama", "t5")
 
 HEAD = """# What the bundled schedules give
 

@@ -86,5 +86,5 @@ def schedule(
     if fork_dropout:
         layers["*.self_attn"].fork_rng()
     layers[: round(ckpt_ratio * len(layers["*"]))].checkpoint()
-    if pipeline_stages > 1:
+    if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)

@@ -37,12 +37,16 @@ def schedule(
     fork_dropout: bool = False,
     fuse: bool = False,
     fuse_head: bool = False,
+    pipeline_stages: int = 1,
+    pipeline_engine: str = "deepspeed",
 ):
     """Splits the blocks, and checkpoints the first `ckpt_ratio` of each stack.
 
     With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
     With `fuse` every rule that pays is applied first, before anything is split.
     With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
+    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
+    DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
     """
     if fuse_head:
         s.apply("linear_cross_entropy")
@@ -71,3 +75,5 @@ def schedule(
         stacks["**.{SelfAttention,EncDecAttention,DenseReluDense}"].fork_rng()
     for stack in stacks:
         stack[: round(ckpt_ratio * len(stack["*"]))].checkpoint()
+    if pipeline_stages != 1:
+        s.cut_evenly(pipeline_stages, target=pipeline_engine)

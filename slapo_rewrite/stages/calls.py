@@ -19,6 +19,7 @@ from slapo_rewrite.stages.syntax import (
     body_of,
     bound_in,
     is_default,
+    keyword_name,
     names_in,
     own_arguments,
     positional_name,
@@ -81,6 +82,14 @@ class Calls(Expressions):
             if parameter is None or written or not is_default(parameter, value, taken):
                 break
             positional.pop()
+            changed = True
+        while positional and taken is not None and isinstance(positional[-1], ast.Name):
+            parameter = keyword_name(taken, len(positional) - 1)
+            if parameter is None or not isinstance(scope.names.value(positional[-1]), Constant):
+                break
+            last = positional.pop()
+            beside = comment_after(scope.file, last)
+            by_name.insert(0, (f"{parameter}={self.text(last, scope, out)}", beside))
             changed = True
         if not changed:
             return None

@@ -77,8 +77,7 @@ def _pipeline(
     program = divided(flat, cuts, model)
     by_name = engine is TorchText
     places = [c.cause.at for c in cuts]
-    stages = Planner(program, trial.seen(program), model, places, by_name).stages()
-    check_whole(stages, sliced, at)
+    stages = Planner(program, trial.seen(program), model, places, by_name, sliced).stages()
     if not stages.labels:
         raise errors.CannotCut(
             "the loss needs nothing that the step is given, and the engine wants labels", at=at
@@ -104,25 +103,6 @@ def _pipeline(
         "tensor_parallel.py" in files,
         "loading.py" in files,
     )
-
-
-def check_whole(stages: Stages, sliced: Directive | None, at: Span | None) -> None:
-    """Refuses shapes that are taken of another value, where ranks may hold slices of that one.
-
-    Raises:
-        CannotCut: A stage takes one.
-    """
-    borrowed = [item for stage in stages.stages for item in sorted(stage.borrowed.keys())]
-    if sliced is not None and borrowed:
-        number, name = borrowed[0]
-        raise errors.CannotCut(
-            f"`{name}` is needed after the cut for its shape, and what gets there may be a slice "
-            "of it on each rank",
-            at=stages.program.pieces[number].at,
-            also=[place for place in (sliced.at, at) if place],
-            hint="cut this model without slices of the sequence, or take the shape of the token "
-            "ids in `forward`",
-        )
 
 
 def check_tensors(stages: Stages, inputs: Mapping[str, Any], at: Span | None) -> None:

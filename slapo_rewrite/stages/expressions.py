@@ -11,7 +11,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.flat import Line, Scope
-from slapo_rewrite.stages.syntax import attributes_set, bound_in
+from slapo_rewrite.stages.syntax import attributes_set, bound_in, is_made_for
 from slapo_rewrite.stages.text import closed, dedented, span_of, written_out
 from slapo_rewrite.stages.values import (
     CHANGING,
@@ -69,6 +69,10 @@ class Expressions(ABC):
         return errors.CannotCut(message, at=scope.file.at(node), also=self.also, hint=hint)
 
     @abstractmethod
+    def method_of(self, module: Any, path: str, name: str) -> ast.FunctionDef:
+        """The method that calling a module runs, as it stands in the model's file."""
+
+    @abstractmethod
     def call(self, node: ast.Call, scope: Scope, out: list[Line]) -> str | None:
         """How a call reads; None where as it stands."""
 
@@ -103,6 +107,8 @@ class Expressions(ABC):
                 new = value
             case ast.Subscript() if (value := self.field(node, scope)) is not None:
                 new = value
+            case ast.Subscript(value=listed) if self.is_all_of_it(node, scope):
+                new = self.text(listed, scope, out)
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 one, other = names.value(body), names.value(orelse)
                 if one == other and isinstance(one, Constant) and not one.is_setting:
@@ -164,6 +170,24 @@ class Expressions(ABC):
         if text == OUTDATED:
             raise self.refused("what this was made of has another value by now", scope, node)
         return text
+
+    def is_all_of_it(self, node: ast.Subscript, scope: Scope) -> bool:
+        """Whether a slice of layers ends where the list does, as `__init__` makes it."""
+        steps = scope.names.chain(node.value)
+        if not steps or not isinstance(node.slice, ast.Slice):
+            return False
+        upper = node.slice.upper
+        if node.slice.lower or node.slice.step or upper is None:
+            return False
+        try:
+            owner = scope.names.object_at(steps[:-1])
+            init = self.method_of(owner, ".".join(steps[:-1]), "__init__")
+            full = len(getattr(owner, steps[-1]))
+        except (AttributeError, TypeError, errors.CannotCut):
+            return False
+        number = ast.unparse(upper).removeprefix(f"{scope.names.me}.")
+        same = scope.names.value(upper) == Constant(full, is_setting=True)
+        return same and is_made_for(init, steps[-1], number)
 
     def shortened(self, node: ast.BoolOp, scope: Scope, out: list[Line]) -> str | None:
         """`a and b` without what is known to be true, `a or b` without what is false."""

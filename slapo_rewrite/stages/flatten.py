@@ -30,6 +30,7 @@ from slapo_rewrite.stages.syntax import (
     only_loss,
     own_arguments,
     reads_in,
+    signature_of,
 )
 from slapo_rewrite.stages.text import alone, comment_beside, comments_above, written_out
 from slapo_rewrite.stages.values import (
@@ -277,7 +278,8 @@ class Flattening(Calls):
         self.forget(bound_in([node]), scope, node, out)
         for name, elements in self.elements(node, scope):
             scope.names.values[name] = Something(True, is_module=True)
-            if len(set(map(type, elements))) == 1:
+            kinds = {type(element): element for element in elements}
+            if len({str(signature_of(element)) for element in kinds.values()}) == 1:
                 scope.elements[name] = elements[0]
         target, iterable = self.text(node.target, scope, out), self.text(node.iter, scope, out)
         head = f"for {target} in {iterable}:"

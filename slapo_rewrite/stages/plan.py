@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.liveness import part_of
 from slapo_rewrite.stages.program import (
@@ -63,6 +64,8 @@ class Stage:
         standing_in: For a statement and a name in it, the name that is read in its place.
         borrowed: The statements and names for which another value stands in, of the same name too,
             each with that value's shape and type.
+        whole: A value in the shape that another one has on all ranks together, where each holds a
+            slice of it: its name, that of what it is made like, and of ids in its first axes.
         anew: What its layers make themselves: the value that the loop began with, by the one that
             earlier layers left.
     """
@@ -71,6 +74,7 @@ class Stage:
     given: list[Version]
     named: list[Version] = field(default_factory=list)
     anew: dict[Version, Version] = field(default_factory=dict)
+    whole: tuple[str, Version, Version] | None = None
     hands_on: list[Version] = field(default_factory=list)
     standing_in: dict[tuple[int, str], str] = field(default_factory=dict)
     borrowed: dict[tuple[int, str], Like | None] = field(default_factory=dict)
@@ -112,6 +116,12 @@ class Stages:
     def lines(self, stage: Stage, depth: Depth | None = None, returned: str = "") -> list[str]:
         """The statements of a stage, without those whose results nothing reads."""
         texts: list[str] = []
+        if stage.whole is not None:
+            name, like, ids = stage.whole[0], *map(self.spelled, stage.whole[1:])
+            texts.append(
+                "# Ranks may hold slices of the sequence; this has the shape of all of it.\n"
+                f"{name} = {like}.new_empty(*{ids}.shape, {like}.shape[-1])"
+            )
         for number in stage.pieces:
             piece = self.program.pieces[number]
             text = piece.source(depth)
@@ -137,6 +147,7 @@ class Planner:
         model: The model, which tells what has parameters.
         cuts: The schedule's lines, one for each cut.
         by_name: Whether every stage is given the step's arguments by name.
+        sliced: What lets ranks hold slices of the values between layers.
     """
 
     def __init__(
@@ -146,9 +157,10 @@ class Planner:
         model: Any,
         cuts: Sequence[Span | None],
         by_name: bool,
+        sliced: Directive | None,
     ) -> None:
         self.program, self.seen, self.model, self.cuts = program, seen, model, cuts
-        self.by_name = by_name
+        self.by_name, self.sliced = by_name, sliced
 
     def stages(self) -> Stages:
         """The stages.
@@ -211,15 +223,23 @@ class Planner:
         for version in wanted:
             if version[1] < start and (number or version[1] == ARGUMENT):
                 self.bring(version, number, given, again, anew, is_tail)
-        named = [v for v in self.ordered(given) if self.by_name and v[1] == ARGUMENT]
-        taken = [v for v in self.ordered(given) if v not in named]
-        stage = Stage([*sorted(again), *own], taken, named, anew)
+        stage = Stage([*sorted(again), *own], [], anew=anew)
         for piece in sorted(again):
             for version in pieces[piece].reads:
-                if self.seen[version].kind == "grad" and version not in given:
-                    stand_in = self.substitute(piece, version, given, number)
-                    stage.standing_in[piece, version[0]] = stand_in[0]
-                    stage.borrowed[piece, version[0]] = self.seen[stand_in].like
+                if self.seen[version].kind != "grad" or version in given:
+                    continue
+                stand_in = self.substitute(piece, version, given, number)
+                stage.borrowed[piece, version[0]] = self.seen[stand_in].like
+                name = stand_in[0]
+                if self.sliced is not None:
+                    name = f"whole_{name}"
+                    ids = self.ids(piece, version, given)
+                    given[ids] = None
+                    stage.whole = name, stand_in, ids
+                stage.standing_in[piece, version[0]] = name
+        ordered = self.ordered(given)
+        stage.named = [v for v in ordered if self.by_name and v[1] == ARGUMENT]
+        stage.given = [v for v in ordered if v not in stage.named]
         stage.standing_in = {k: new for k, new in stage.standing_in.items() if k[1] != new}
         return stage
 
@@ -306,6 +326,24 @@ class Planner:
             at=at,
             also=[cut] if cut else [],
             hint="cut elsewhere, or take the shape of something else in `forward`",
+        )
+
+    def ids(self, piece: int, version: Version, given: Iterable[Version]) -> Version:
+        """An argument in the shape of the first axes of a value, of which no rank holds a slice."""
+        like = self.seen[version].like
+        shape = like[0][:-1] if like is not None else None
+        for each in [*given, *((name, ARGUMENT) for name in self.program.parameters)]:
+            seen = self.seen[each]
+            if each[1] == ARGUMENT and seen.kind == "int" and seen.like and seen.like[0] == shape:
+                return each
+        assert self.sliced is not None
+        raise errors.CannotCut(
+            f"`{version[0]}` is needed after the cut for its shape, and what gets there may be a "
+            "slice of it on each rank",
+            at=self.program.pieces[piece].at,
+            also=[place for place in (self.sliced.at, *self.cuts[:1]) if place],
+            hint="cut this model without slices of the sequence, or take the shape of the token "
+            "ids in `forward`",
         )
 
     def made_of(self, version: Version) -> set[Version]:

@@ -102,6 +102,29 @@ def is_read_before(expression: ast.expr, named: ast.NamedExpr) -> bool:
     )
 
 
+def is_made_for(function: ast.FunctionDef, name: str, number: str) -> bool:
+    """Whether an `__init__` makes a list of layers by a comprehension over `range(number)`."""
+    uses = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and n.attr == name]
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(
+                targets=[ast.Attribute(attr=attr)],
+                value=ast.Call(
+                    args=[
+                        ast.ListComp(
+                            generators=[
+                                ast.comprehension(
+                                    iter=ast.Call(func=ast.Name(id="range"), args=[end]), ifs=[]
+                                )
+                            ]
+                        )
+                    ]
+                ),
+            ) if attr == name and len(uses) == 1:
+                return ast.unparse(end).removeprefix("self.") == number
+    return False
+
+
 def is_handed_on(function: ast.FunctionDef, name: str) -> bool:
     """Whether a name is bound once, and read as `**name` in calls only."""
     uses = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name]
@@ -160,6 +183,13 @@ def is_default(name: str, value: Value, taken: inspect.Signature | None) -> bool
     return value == NONE and any(
         p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.parameters.values()
     )
+
+
+def keyword_name(taken: inspect.Signature, number: int) -> str | None:
+    """The parameter that an argument by position is for, where it can be given by name as well."""
+    name = positional_name(taken, number)
+    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return name if name is not None and taken.parameters[name].kind == by_name else None
 
 
 def positional_name(taken: inspect.Signature, number: int) -> str | None:

@@ -64,5 +64,5 @@ def schedule(
             s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()
     blocks[: round(ckpt_ratio * len(blocks["*"]))].checkpoint()
-    if pipeline_stages > 1:
+    if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)

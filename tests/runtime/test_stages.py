@@ -76,3 +76,17 @@ def test_on_the_meta_device_a_stage_has_no_memory():
     keep(part, recording, part.layers[2:], part.norm)
     assert part.state_dict() and all(tensor.is_meta for tensor in part.state_dict().values())
     assert part.embedding is None and part.head is None
+
+
+def test_a_stage_without_layers_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList())
+    with pytest.raises(ValueError, match="fewer than the one that was cut"):
+        keep(model, None, model[0], model[1])
+
+
+def test_settings_that_are_given():
+    model = nn.Linear(2, 2)
+    check_settings(model, {"bias": ...})
+    model.bias = None
+    with pytest.raises(ValueError, match="`bias` is None"):
+        check_settings(model, {"bias": ...})
