@@ -73,7 +73,15 @@ def keep(model: nn.Module, recording: Recording, *held: nn.Module | Tensor) -> N
         model: The model, built inside the recording.
         recording: What was to be done to initialise it.
         *held: Modules and parameters.
+
+    Raises:
+        ValueError: The model is not as deep as the one that was cut.
     """
+    if any(isinstance(m, nn.ModuleList) and not len(m) for m in held):
+        raise ValueError(
+            "a stage would hold none of the layers: the model has fewer than the one that "
+            "was cut; let slapo-rewrite write the stages again for this model"
+        )
     modules = {inner for m in held if isinstance(m, nn.Module) for inner in m.modules()}
     tensors = {id(t) for t in held if isinstance(t, Tensor)}
     tensors |= {id(t) for m in modules for t in own_tensors(m).values()}
@@ -82,6 +90,7 @@ def keep(model: nn.Module, recording: Recording, *held: nn.Module | Tensor) -> N
         for name, tensor in own_tensors(module).items():
             if id(tensor) not in tensors:
                 setattr(module, name, None)
+                getattr(module, "sharded_parameters", {}).pop(name, None)
                 continue
             if id(tensor) not in real:
                 real[id(tensor)] = with_memory(tensor, recording)

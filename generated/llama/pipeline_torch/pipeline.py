@@ -95,9 +95,7 @@ class LlamaForCausalLMStage1(LlamaForCausalLM):
         position_embeddings = self.model.rotary_emb(
             hidden_states, position_ids=position_ids
         )
-        for decoder_layer in self.model.layers[
-            16 : self.model.config.num_hidden_layers
-        ]:
+        for decoder_layer in self.model.layers[16:]:
             hidden_states = decoder_layer(
                 hidden_states,
                 attention_mask=causal_mask,
@@ -105,7 +103,7 @@ class LlamaForCausalLMStage1(LlamaForCausalLM):
                 position_ids=position_ids,
             )
         hidden_states = self.model.norm(hidden_states)
-        hidden_states = slice_logits_to_keep(hidden_states, 0)
+        hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep=0)
         logits = self.lm_head(hidden_states)
         return logits
 

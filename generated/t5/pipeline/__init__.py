@@ -1,0 +1,1 @@
+"""modeling_t5.py, tensor parallel; rewrite.diff shows what changed."""

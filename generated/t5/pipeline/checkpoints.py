@@ -1,0 +1,143 @@
+# Written by slapo-rewrite 0.1.0 for modeling_t5.py; rewrite.json says from what.
+"""DeepSpeed's checkpoints of a model's stages, and the original's state dict."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .loading import shards, under_original_names
+from .stages import has_place
+from .tensor_parallel import world_of
+
+
+def layer_files(
+    folder: str | Path, tag: str | None, count: int
+) -> list[Sequence[Path]]:
+    """What the tensor-parallel ranks saved of each stage.
+
+    Args:
+        folder: The folder of the checkpoints.
+        tag: That of the checkpoint; without it, the latest.
+        count: How many stages there are.
+
+    Raises:
+        ValueError: The checkpoint is of another number of stages.
+    """
+    folder = Path(folder)
+    folder /= tag or (folder / "latest").read_text().strip()
+    by_layer: dict[str, list[Path]] = {}
+    for file in sorted(folder.glob("layer_*-*model_states.pt")):
+        by_layer.setdefault(file.name.partition("-")[0], []).append(file)
+    if len(by_layer) != count:
+        raise ValueError(
+            f"{folder} is a checkpoint of {len(by_layer)} stages, not {count}"
+        )
+    return list(by_layer.values())
+
+
+def read_layer(file: Path) -> dict[str, Tensor]:
+    """What one rank saved of a stage, read when it is used."""
+    named: dict[str, Tensor] = torch.load(
+        file, map_location="cpu", mmap=True, weights_only=True
+    )
+    return named
+
+
+def joined(
+    files: Sequence[Sequence[Path]], make: Callable[[], nn.Module]
+) -> dict[str, Tensor]:
+    """The original's state dict, from the files of a model's stages.
+
+    Args:
+        files: Those of each stage, one for each tensor-parallel rank.
+        make: Makes the model.
+
+    Raises:
+        ValueError: The model has other weights.
+    """
+    full: dict[str, Tensor] = {}
+    with world_of(len(files[0])):
+        with torch.device("meta"):
+            model = make()
+        divided = shards(model)
+        for of_stage in files:
+            parts = [read_layer(file) for file in of_stage]
+            for name in parts[0].keys() - full.keys():
+                if name in divided:
+                    full[name] = divided[name].joined([part[name] for part in parts])
+                else:
+                    full[name] = parts[0][name].clone()
+        return under_original_names(model, in_order(model, full))
+
+
+def in_order(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in the order of the model's.
+
+    Raises:
+        ValueError: They are not those of the model.
+    """
+    names = model.state_dict().keys()
+    if names != named.keys():
+        raise ValueError(
+            f"only the model has {sorted(names - named.keys())}, and only the "
+            f"checkpoint {sorted(named.keys() - names)}"
+        )
+    return {name: named[name] for name in names}
+
+
+def write_layers(
+    folder: str | Path,
+    full: Mapping[str, Tensor],
+    stages: Iterable[Callable[[], nn.Module]],
+    rank: int = 0,
+) -> None:
+    """Writes what one tensor-parallel rank loads.
+
+    Args:
+        folder: The folder of the checkpoints.
+        full: The original's state dict.
+        stages: Make the stages.
+        rank: The rank, as which this is called.
+
+    Raises:
+        FileExistsError: The folder has such a checkpoint already.
+    """
+    tag = "weights"
+    target = Path(folder) / tag
+    target.mkdir(parents=True, exist_ok=rank > 0)
+    for number, make in enumerate(stages):
+        with torch.device("meta"):
+            stage = make()
+        named = {n: t for n, t in full.items() if has_place(stage, n)}
+        stage.load_state_dict(named, assign=True)
+        part = {n: t.detach().clone() for n, t in stage.state_dict().items()}
+        file = f"layer_{number:02}-model_{rank:02}-model_states.pt"
+        torch.save(part, target / file)
+    engine = {"module": None, "dp_world_size": 1}  # what it wants beside the weights
+    torch.save(engine, target / "mp_rank_00_model_states.pt")
+    (target.parent / "latest").write_text(tag)
+
+
+def write_parts(
+    folder: str | Path,
+    full: Mapping[str, Tensor],
+    stages: Sequence[Callable[[], nn.Module]],
+    size: int,
+) -> None:
+    """Writes what the tensor-parallel ranks load.
+
+    Args:
+        folder: The folder of the checkpoints.
+        full: The original's state dict.
+        stages: Make the stages.
+        size: How many ranks share each stage.
+
+    Raises:
+        FileExistsError: The folder has such a checkpoint already.
+        ValueError: Something in the model does not divide over so many ranks.
+    """
+    for rank in range(size):
+        with world_of(size, rank):
+            write_layers(folder, full, stages, rank)

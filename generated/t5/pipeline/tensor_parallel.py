@@ -1,0 +1,509 @@
+# Written by slapo-rewrite 0.1.0 for modeling_t5.py; rewrite.json says from what.
+"""Tensor-parallel layers: each rank holds a part, the group behaves like the whole.
+
+Shapes: B batch, T tokens, D features in, F features out, V vocabulary. A prime (F')
+marks the part that this rank holds.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_group = None
+# How many ranks there are inside `world_of`, and which of them this is.
+_supposed: tuple[int, int] | None = None
+
+
+def set_group(group: dist.ProcessGroup | None) -> None:
+    """Names the tensor-parallel process group. Call it before the model is built.
+
+    Without it the group is the default one where `torch.distributed` is initialised,
+    and a world of one where it is not.
+    """
+    global _group
+    _group = group
+
+
+@contextmanager
+def world_of(size: int, rank: int = 0) -> Iterator[None]:
+    """Inside, layers are made as on one of so many ranks, which need not be there.
+
+    In a world of one they are made whole.
+    """
+    global _supposed
+    before, _supposed = _supposed, (size, rank)
+    try:
+        yield
+    finally:
+        _supposed = before
+
+
+def world_size() -> int:
+    """How many ranks share the model's layers."""
+    if _supposed is not None:
+        return _supposed[0]
+    return dist.get_world_size(_group) if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's place in the tensor-parallel group."""
+    if _supposed is not None:
+        return _supposed[1]
+    return dist.get_rank(_group) if dist.is_initialized() else 0
+
+
+def wait_for_group() -> None:
+    """Returns when every rank of the group has come here."""
+    if world_size() > 1:
+        dist.barrier(group=_group)
+
+
+def part_size(size: int, multiple_of: int = 1) -> int:
+    """This rank's share of `size`, which must divide evenly in units of `multiple_of`.
+
+    Raises:
+        ValueError: `size` does not divide over this many ranks.
+    """
+
+    def fits(ranks: int) -> bool:
+        return ranks == 1 or size % (ranks * multiple_of) == 0
+
+    world = world_size()
+    if not fits(world):
+        largest = max(filter(fits, range(1, world)))
+        heads = f" = {size / multiple_of:g} heads of {multiple_of}"
+        raise ValueError(
+            f"{size}{heads if multiple_of > 1 else ''} does not divide over {world} ranks; "
+            f"the largest tensor-parallel size below {world} that fits is {largest}"
+        )
+    return size // world
+
+
+def part_sizes(size: int, multiple_of: int = 1) -> list[int]:
+    """Every rank's share of `size`: as even as possible, the larger shares first.
+
+    Shares in units of `multiple_of` greater than one must be even.
+
+    Raises:
+        ValueError: `size` cannot be shared by this many ranks.
+    """
+    world = world_size()
+    if multiple_of > 1:
+        return [part_size(size, multiple_of)] * world
+    if size < world:
+        raise ValueError(
+            f"{size} cannot be shared by {world} ranks; "
+            f"the largest tensor-parallel size that fits is {size}"
+        )
+    share, rest = divmod(size, world)
+    return [share + (r < rest) for r in range(world)]
+
+
+def block_sizes(size: int, parts: int | Sequence[int]) -> tuple[int, ...]:
+    """Sizes of the blocks packed along an axis of `size`.
+
+    Args:
+        size: The whole axis.
+        parts: How many equal blocks, or the blocks' relative sizes, such as (4, 1, 1).
+
+    Raises:
+        ValueError: `size` does not divide into such blocks.
+    """
+    ratio = (1,) * parts if isinstance(parts, int) else tuple(parts)
+    if size % sum(ratio):
+        raise ValueError(
+            f"{size} does not divide into blocks of relative sizes {ratio}: "
+            f"it is not a multiple of {sum(ratio)}"
+        )
+    return tuple(size // sum(ratio) * r for r in ratio)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a tensor is divided over the ranks.
+
+    Attributes:
+        axis: The axis that is divided.
+        blocks: Full sizes of the blocks packed along the axis, ordinarily one. Every
+            rank holds a part of each block.
+        multiple_of: Parts are multiples of this, a head's size for instance.
+    """
+
+    axis: int
+    blocks: tuple[int, ...]
+    multiple_of: int = 1
+
+    def full_size(self) -> int:
+        """The axis's size in the full tensor."""
+        return sum(self.blocks)
+
+    def sizes(self) -> list[list[int]]:
+        """Sizes of the pieces that each rank holds, one for each block."""
+        by_block = [part_sizes(size, self.multiple_of) for size in self.blocks]
+        return [[sizes[r] for sizes in by_block] for r in range(world_size())]
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where this rank's pieces lie on the full axis, one for each block."""
+        found, start = [], 0
+        for block, size in enumerate(self.blocks):
+            before = sum(sizes[block] for sizes in self.sizes()[: rank()])
+            length = self.sizes()[rank()][block]
+            found.append((start + before, start + before + length))
+            start += size
+        return found
+
+    def local_size(self) -> int:
+        """The axis's size in this rank's part."""
+        return sum(self.sizes()[rank()])
+
+    def is_first(self) -> bool:
+        """Whether no rank before this one holds the same part."""
+        return True
+
+    def is_full(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has the full tensor's size along the axis."""
+        return tensor.shape[self.axis : self.axis + 1] == (self.full_size(),)
+
+    def cut(self, full: Tensor) -> Tensor:
+        """This rank's part of a full tensor."""
+        if world_size() == 1:
+            return full
+        pieces = [full.narrow(self.axis, a, b - a) for a, b in self.ranges()]
+        return torch.cat(pieces, self.axis)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The full tensor, on every rank, from the parts that the ranks hold."""
+        if world_size() == 1:
+            return part
+        sizes = [sum(pieces) for pieces in self.sizes()]
+        return self.joined(gather_parts(part, self.axis, sizes))
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """The full tensor, from the parts of all ranks."""
+        sizes = self.sizes()
+        pieces = [torch.split(p, sizes[r], self.axis) for r, p in enumerate(parts)]
+        by_block = [p[block] for block in range(len(self.blocks)) for p in pieces]
+        return torch.cat(by_block, self.axis)
+
+
+def gather_parts(part: Tensor, axis: int, sizes: list[int]) -> list[Tensor]:
+    """Every rank's part, given the ranks' sizes along `axis`."""
+    part = part.detach().contiguous()
+    # gloo gathers parts of one size only, so pad to the largest and cut again.
+    if min(sizes) < max(sizes):
+        padding = list(part.shape)
+        padding[axis] = max(sizes) - part.shape[axis]
+        part = torch.cat([part, part.new_empty(padding)], axis)
+    parts = [torch.empty_like(part) for _ in sizes]
+    dist.all_gather(parts, part, group=_group)
+    return [p.narrow(axis, 0, sizes[r]) for r, p in enumerate(parts)]
+
+
+def sum_parts(x: Tensor) -> Tensor:
+    """The sum of the ranks' tensors, in a new tensor."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=_group)
+    return x
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """The tensor itself."""
+    return x
+
+
+class _Collective(torch.autograd.Function):
+    """Runs one function on a tensor and another on its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        run: Callable[[Tensor], Tensor],
+        run_gradient: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.run, ctx.run_gradient = run, run_gradient
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return collective(gradient, ctx.run_gradient, ctx.run), None, None
+
+
+def collective(
+    x: Tensor,
+    run: Callable[[Tensor], Tensor],
+    run_gradient: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """`run(x)`, with `run_gradient` applied to its gradient; `x` in a world of one."""
+    if world_size() == 1:
+        return x
+    apply: Callable[..., Tensor] = _Collective.apply
+    return apply(x, run, run_gradient)
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    """Sums the ranks' partial results; the gradient passes unchanged."""
+    return collective(x, sum_parts, unchanged)
+
+
+def all_reduce_gradient(x: Tensor) -> Tensor:
+    """Passes `x` unchanged; sums the gradients that the ranks have for it."""
+    return collective(x, unchanged, sum_parts)
+
+
+def record_shard(module: Any, name: str, shard: Shard) -> None:
+    """Notes that `module.<name>` is this rank's part of a tensor divided by `shard`.
+
+    The note stands on the module since parameters may be replaced (`to_empty`, FSDP).
+    From then on `load_state_dict` takes the full tensor and keeps this rank's part.
+
+    Raises:
+        RuntimeError: transformers' `from_pretrained`, which cuts nothing, is making the
+            model in a group of several ranks.
+    """
+    if world_size() > 1 and is_inside_method("from_pretrained"):
+        raise RuntimeError(
+            "`from_pretrained` reads whole tensors, and this rank holds parts: build the "
+            "model and use `loading.load_pretrained(model, path)`"
+        )
+    if not hasattr(module, "sharded_parameters"):
+        module.sharded_parameters = {}
+        module.register_state_dict_pre_hook(_refuse_to_save_parts)
+        module.register_load_state_dict_pre_hook(_cut_full_tensors)
+        module.register_load_state_dict_post_hook(_mark_parameters)
+    module.sharded_parameters[name] = shard
+    _mark_parameters(module)
+
+
+def _cut_full_tensors(
+    module: Any, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Before loading: replaces full tensors by this rank's parts of them."""
+    for name, shard in module.sharded_parameters.items():
+        tensor = state_dict.get(prefix + name)
+        if isinstance(tensor, Tensor) and shard.is_full(tensor):
+            state_dict[prefix + name] = shard.cut(tensor.detach())
+
+
+def _refuse_to_save_parts(*_: object) -> None:
+    """Before a state dict is taken: stops transformers from writing parts as a whole.
+
+    Raises:
+        RuntimeError: `model.save_pretrained` takes it, in a group of several ranks.
+    """
+    if world_size() > 1 and is_inside_method("save_pretrained"):
+        raise RuntimeError(
+            "`model.save_pretrained` would write this rank's parts only: "
+            "use `loading.save_pretrained(model, path)`, on every rank"
+        )
+
+
+def is_inside_method(name: str) -> bool:
+    """Whether a method of this name is running."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == name and code.co_varnames[:1] in (("self",), ("cls",)):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _mark_parameters(module: Any, *_: object) -> None:
+    """Marks sharded parameters, also those that loading has replaced."""
+    for name, shard in module.sharded_parameters.items():
+        parameter = getattr(module, name)
+        if parameter is None:  # another pipeline stage holds it
+            continue
+        # DeepSpeed counts a parameter in the gradient norm on every rank if it is so
+        # marked, else on the first rank only.
+        parameter.model_parallel = shard.is_first()
+
+
+def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:
+    """The ranks' outputs put together, whose gradient is this rank's slice."""
+    return y if shard is None else collective(y, shard.gather, shard.cut)
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A linear layer split over its output features: (..., D) -> (..., F').
+
+    Args:
+        in_features: D.
+        out_features: F, of the whole layer; the attribute of that name is F', and
+            `full_out_features` is F.
+        bias: Whether a bias is added.
+        device: Where the parameters are made.
+        dtype: Their type.
+        parts: Blocks packed along the output, as in `block_sizes`.
+        multiple_of: A rank's share of a block is a multiple of this.
+        reduce_input_gradient: Sum the input's gradient over the ranks. Off where
+            that is done once for several layers.
+        gather_output: Return (..., F) on every rank.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        parts: int | Sequence[int] = 1,
+        multiple_of: int = 1,
+        reduce_input_gradient: bool = True,
+        gather_output: bool = False,
+    ) -> None:
+        shard = Shard(0, block_sizes(out_features, parts), multiple_of)
+        super().__init__(in_features, shard.local_size(), bias, device, dtype)
+        self.full_out_features = out_features
+        self.reduce_input_gradient = reduce_input_gradient
+        self.output_shard = replace(shard, axis=-1) if gather_output else None
+        record_shard(self, "weight", shard)
+        if bias:
+            record_shard(self, "bias", shard)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
+        if self.reduce_input_gradient:
+            input = all_reduce_gradient(input)
+        return gather_if_sharded(super().forward(input), self.output_shard)
+
+
+# Makes the sum of the ranks' partial outputs, and adds the bias (None: there is none).
+Reduction = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def sum_now(y: Tensor, bias: Tensor | None) -> Tensor:
+    """The sum of the ranks' partial outputs on every rank, with the bias added to it."""
+    y = all_reduce(y)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer split over its input features: (..., D') -> (..., F).
+
+    Args:
+        in_features: D, of the whole layer; the attribute of that name is D'.
+        out_features: F.
+        bias: Whether a bias is added.
+        device: Where the parameters are made.
+        dtype: Their type.
+        parts: Blocks packed along the input, as in `block_sizes`.
+        multiple_of: A rank's share of a block is a multiple of this.
+        reduce: Adds up the ranks' partial outputs, and the bias to the sum.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        parts: int | Sequence[int] = 1,
+        multiple_of: int = 1,
+        reduce: Reduction = sum_now,
+    ) -> None:
+        shard = Shard(1, block_sizes(in_features, parts), multiple_of)
+        super().__init__(shard.local_size(), out_features, bias, device, dtype)
+        self.reduce = reduce
+        record_shard(self, "weight", shard)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps (..., D') to (..., F), added up as `reduce` does it."""
+        if world_size() == 1:
+            return super().forward(input)
+        return self.reduce(nn.functional.linear(input, self.weight), self.bias)
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding split over its vocabulary: ids (B, T) -> (B, T, D).
+
+    Args:
+        num_embeddings: V, of the whole table; the attribute of that name is V'.
+        embedding_dim: D.
+        padding_idx: The id whose row gets no gradient. The attribute is that row in
+            this rank's part, None where another rank holds it.
+        device: Where the table is made.
+        dtype: Its type.
+        reduce: Adds up what the ranks find.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        reduce: Reduction = sum_now,
+    ) -> None:
+        sizes = part_sizes(num_embeddings)
+        first_id = sum(sizes[: rank()])
+        if padding_idx is not None:
+            padding_idx = range(num_embeddings)[padding_idx] - first_id
+            if not 0 <= padding_idx < sizes[rank()]:
+                padding_idx = None
+        super().__init__(
+            sizes[rank()], embedding_dim, padding_idx, device=device, dtype=dtype
+        )
+        self.first_id = first_id
+        self.full_num_embeddings = num_embeddings
+        self.reduce = reduce
+        record_shard(self, "weight", Shard(0, (num_embeddings,)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Looks up ids; what the ranks find is added up as `reduce` does it."""
+        if world_size() == 1:
+            return super().forward(input)
+        end_id = self.first_id + self.num_embeddings
+        # Ids that no rank holds are not masked: they fail as in `nn.Embedding`.
+        elsewhere = (input >= 0) & (input < self.first_id)
+        elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
+        x = super().forward((input - self.first_id).masked_fill(elsewhere, 0))
+        x = x.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return self.reduce(x, None)
+
+
+class ColumnParallelEmbedding(nn.Embedding):
+    """An embedding split over its features: ids (B, T) -> (B, T, D').
+
+    Args:
+        num_embeddings: V.
+        embedding_dim: D, of the whole table; the attribute of that name is D'.
+        padding_idx: The id whose row gets no gradient.
+        device: Where the table is made.
+        dtype: Its type.
+        gather_output: Return (B, T, D) on every rank.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        gather_output: bool = False,
+    ) -> None:
+        shard = Shard(1, (embedding_dim,))
+        size = shard.local_size()
+        super().__init__(num_embeddings, size, padding_idx, device=device, dtype=dtype)
+        self.output_shard = replace(shard, axis=-1) if gather_output else None
+        record_shard(self, "weight", shard)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Looks up ids (B, T); (B, T, D) with `gather_output`."""
+        return gather_if_sharded(super().forward(input), self.output_shard)
