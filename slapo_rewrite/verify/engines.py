@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from .figures import Named
 from .layout import Layout, Training
@@ -28,15 +30,12 @@ def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
 
 
-class DeepSpeed:
-    """Runs stages on DeepSpeed's own pipeline engine.
-
-    Another engine is another class with the same methods, all of which every rank calls, in the
-    order in which they stand here. `Staged` picks it and knows nothing else of it.
+class Engine(ABC):
+    """Runs stages. Every rank calls all of the methods, in the order in which they stand here.
 
     Attributes:
         replica: Which replica this rank is part of.
-        stage: The stage that this rank holds.
+        stage: The stage that this rank holds, once it is built.
 
     Args:
         layout: The ranks.
@@ -44,16 +43,13 @@ class DeepSpeed:
         rank: This one.
     """
 
+    stage: nn.Module
+
     def __init__(self, layout: Layout, training: Training, rank: int) -> None:
         self.layout, self.training = layout, training
-        self.replica = rank // layout.tensor % layout.data  # of pipe, data and model
-        os.environ.update(
-            DS_ACCELERATOR="cpu",
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(layout.ranks),
-        )
+        self.replica = rank // layout.tensor % layout.data  # of pipe, data and tensor
 
+    @abstractmethod
     def build(self, pipeline: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Builds the stages, once this process is in its group.
 
@@ -62,6 +58,46 @@ class DeepSpeed:
             args: What the model's class is given.
             kwargs: That by name.
         """
+
+    @abstractmethod
+    def load(self, full: Named) -> None:
+        """Takes the original's state dict."""
+
+    @abstractmethod
+    def full(self) -> Named:
+        """The original's state dict, from all stages; also at any later time."""
+
+    @abstractmethod
+    def start(self, before_update: Callable[[], None]) -> None:
+        """Gets ready to train.
+
+        Args:
+            before_update: Called when the gradients of a step are there, where they are.
+        """
+
+    @abstractmethod
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The loss of this replica's micro-batches in eval mode, the mean of all replicas'."""
+
+    @abstractmethod
+    def step(self, batches: Iterable[Batch]) -> float:
+        """Trains on this replica's micro-batches; the loss, the mean of all replicas'."""
+
+
+class DeepSpeed(Engine):
+    """Runs stages on DeepSpeed's own pipeline engine."""
+
+    def __init__(self, layout: Layout, training: Training, rank: int) -> None:
+        super().__init__(layout, training, rank)
+        os.environ.update(
+            DS_ACCELERATOR="cpu",
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(layout.ranks),
+        )
+
+    def build(self, pipeline: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Builds a `PipelineModule`."""
         deepspeed = importlib.import_module("deepspeed")
         topologies = importlib.import_module("deepspeed.runtime.pipe.topology")
         # For collectives in shared memory, which would be compiled here and now.
@@ -71,26 +107,19 @@ class DeepSpeed:
         topology = topologies.PipeModelDataParallelTopology(layout.pipe, layout.tensor, layout.data)
         self.pipeline = pipeline
         self.module = pipeline.build(*args, topology=topology, **kwargs)
-        self.stage: nn.Module = next(
-            m for m in self.module.modules() if isinstance(m, pipeline.STAGES)
-        )
+        self.stage = next(m for m in self.module.modules() if isinstance(m, pipeline.STAGES))
 
     def load(self, full: Named) -> None:
-        """Takes the original's state dict."""
+        """By the output's own function."""
         self.pipeline.load_full(self.module, full)
 
     def full(self) -> Named:
-        """The original's state dict, from all stages; also at any later time."""
+        """By the output's own function."""
         return dict(self.pipeline.to_full(self.module))
 
     def start(self, before_update: Callable[[], None]) -> None:
-        """Gets ready to train.
-
-        Args:
-            before_update: Called when the gradients of a step are there, where they are.
-        """
-        parameters = list(self.stage.parameters())
-        optimizer = optimizer_of(parameters)
+        """Initialises the engine."""
+        optimizer = optimizer_of(self.stage.parameters())
         optimizer.register_step_pre_hook(lambda *_: before_update())
         self.engine, *_ = importlib.import_module("deepspeed").initialize(
             model=self.module,
@@ -108,12 +137,89 @@ class DeepSpeed:
         )
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """The loss of this replica's micro-batches in eval mode, the mean of all replicas'."""
+        """By `eval_batch`, which fits before training only."""
         return float(self.engine.eval_batch(self._pairs(batches), compute_loss=True))
 
     def step(self, batches: Iterable[Batch]) -> float:
-        """Trains on this replica's micro-batches; the loss, the mean of all replicas'."""
+        """By `train_batch`."""
         return float(self.engine.train_batch(self._pairs(batches)))
 
     def _pairs(self, batches: Iterable[Batch]) -> Any:
         return iter([self.pipeline.batch(**inputs) for inputs in batches])
+
+
+class Torch(Engine):
+    """Runs stages on torch's own pipelining, one forward and one backward in turn.
+
+    Replicas are made alike by `DistributedDataParallel`.
+    """
+
+    def __init__(self, layout: Layout, training: Training, rank: int) -> None:
+        super().__init__(layout, training, rank)
+        if training != Training():
+            raise ValueError("ZeRO, clipping and bfloat16 are DeepSpeed's: torch trains plainly")
+
+    def build(self, pipeline: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Builds this rank's `PipelineStage`."""
+        meshes = importlib.import_module("torch.distributed.device_mesh")
+        sizes = (self.layout.pipe, self.layout.data, self.layout.tensor)
+        self.mesh = meshes.init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
+        self.pipeline = pipeline
+        self.stages = pipeline.build(*args, mesh=self.mesh, **kwargs)
+        self.stage = self.stages[0].submod
+
+    def load(self, full: Named) -> None:
+        """By the output's own function."""
+        self.pipeline.load_full(self.stages, full)
+
+    def full(self) -> Named:
+        """By the output's own function."""
+        return dict(self.pipeline.to_full(self.stages))
+
+    def start(self, before_update: Callable[[], None]) -> None:
+        """Makes replicas and a schedule."""
+        if self.layout.data > 1:
+            parallel = importlib.import_module("torch.nn.parallel").DistributedDataParallel
+            group = self.mesh["dp"].get_group()
+            self.stages[0].submod = parallel(self.stage, process_group=group)
+        self.optimizer = optimizer_of(self.stage.parameters())
+        self.optimizer.register_step_pre_hook(lambda *_: before_update())
+        schedules = importlib.import_module("torch.distributed.pipelining")
+        count = micro_batches(self.layout)
+        self.schedule = self.pipeline.schedule(self.stages, schedules.Schedule1F1B, count)
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """By the schedule's `eval`."""
+        self.stages[0].submod.eval()
+        _, losses = self.schedule.eval(**self._joined(batches))
+        self.stages[0].submod.train()
+        return _mean_of_all(losses)
+
+    def step(self, batches: Iterable[Batch]) -> float:
+        """By the schedule's `step`."""
+        losses = self.schedule.step(**self._joined(batches))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return _mean_of_all(losses)
+
+    def _joined(self, batches: Iterable[Batch]) -> Batch:
+        """All micro-batches as one batch, which the schedule divides again."""
+        first, *rest = batches
+        joined = {
+            name: torch.cat([value, *(batch[name] for batch in rest)])
+            if isinstance(value, Tensor)
+            else value
+            for name, value in first.items()
+        }
+        return dict(self.pipeline.batch(**joined))
+
+
+def _mean_of_all(losses: list[Tensor]) -> float:
+    """The mean over the ranks that have losses, of which each has as many."""
+    everywhere: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, [float(loss) for loss in losses])
+    known = [loss for each in everywhere for loss in each]
+    return sum(known) / len(known)
+
+
+ENGINES: dict[str, type[Engine]] = {"deepspeed": DeepSpeed, "torch": Torch}

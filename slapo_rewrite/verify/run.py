@@ -82,6 +82,7 @@ def verify(
         "absent": [n for note in record.get("rules", ()) for n in note.get(ABSENT, ())],
         "sys_path": [os.path.abspath(path) for path in sys.path],
         "training": asdict(training or Training()),
+        "engine": "deepspeed" if needs_deepspeed(out) else "torch",
     }
     _compare_hash(report, "schedule", record, _sha256(schedule_path))
     for world in report.worlds:
@@ -139,11 +140,22 @@ def chosen(
 
 def stages_of(out: Path) -> int:
     """How many pipeline stages an output has."""
-    path = out / "pipeline.py"
-    for node in ast.parse(path.read_bytes()).body if path.is_file() else ():
+    for node in _pipeline(out):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "STAGES":
             return len(node.value.elts) if isinstance(node.value, ast.Tuple) else 0
     return 0
+
+
+def needs_deepspeed(out: Path) -> bool:
+    """Whether the stages of an output are for DeepSpeed's engine, not for torch's own."""
+    return any(
+        isinstance(n, ast.ImportFrom) and n.module == "deepspeed.pipe" for n in _pipeline(out)
+    )
+
+
+def _pipeline(out: Path) -> list[ast.stmt]:
+    path = out / "pipeline.py"
+    return ast.parse(path.read_bytes()).body if path.is_file() else []
 
 
 def check_layout(out: Path, layout: Layout) -> None:
@@ -165,7 +177,7 @@ def check_layout(out: Path, layout: Layout) -> None:
             f"--tp {layout.tensor} does not fit: nothing in `{out}` is split over ranks",
             hint="leave out --tp, or shard layers in the schedule",
         )
-    if importlib.util.find_spec("deepspeed") is None:
+    if needs_deepspeed(out) and importlib.util.find_spec("deepspeed") is None:
         raise errors.UsageError(
             f"the pipeline stages in `{out}` run on deepspeed, which is not installed",
             hint="pip install deepspeed, or give --world to verify the whole model alone",

@@ -83,7 +83,7 @@ class StageChecks:
             not wrong,
             detail=some("", words)
             if wrong
-            else f"{len(several)} of {len(found)} parameters have any",
+            else f"{len(several)} of {len(found)} are on several ranks",
             differs=[(n, math.inf) for n in self.staged.full if n in wrong],
         )
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .engines import Batch, DeepSpeed, micro_batches, optimizer_of
+from .engines import ENGINES, Batch, micro_batches, optimizer_of
 from .figures import Named, gradients_of
 from .layout import Layout, Training
 from .original import Original
@@ -67,7 +67,7 @@ class Staged(Original):
         """Imports everything, builds the original, joins the process group, builds the stages."""
         job = self.job
         self.layout, self.training = Layout(**job["layout"]), Training(**job["training"])
-        self.engine = DeepSpeed(self.layout, self.training, self.rank)
+        self.engine = ENGINES[job["engine"]](self.layout, self.training, self.rank)
         self.import_all()
         pipeline = importlib.import_module(f"{self.rewritten_module.__package__}.pipeline")
         self.build_original(exactly=self.rank == 0)
