@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .figures import Named
+from .figures import Named, gradients_of
 from .layout import Layout, Training
 
 MICRO_BATCHES = 4  # of a step, all replicas together, as far as they share them out evenly
@@ -151,7 +151,8 @@ class DeepSpeed(Engine):
 class Torch(Engine):
     """Runs stages on torch's own pipelining, one forward and one backward in turn.
 
-    Replicas are made alike by `DistributedDataParallel`.
+    Replicas have the mean of their gradients taken here: torch's `DistributedDataParallel` fails
+    around a stage with no more micro-batches than stages.
     """
 
     def __init__(self, layout: Layout, training: Training, rank: int) -> None:
@@ -177,11 +178,7 @@ class Torch(Engine):
         return dict(self.pipeline.to_full(self.stages))
 
     def start(self, before_update: Callable[[], None]) -> None:
-        """Makes replicas and a schedule."""
-        if self.layout.data > 1:
-            parallel = importlib.import_module("torch.nn.parallel").DistributedDataParallel
-            group = self.mesh["dp"].get_group()
-            self.stages[0].submod = parallel(self.stage, process_group=group)
+        """Makes a schedule."""
         self.optimizer = optimizer_of(self.stage.parameters())
         self.optimizer.register_step_pre_hook(lambda *_: before_update())
         schedules = importlib.import_module("torch.distributed.pipelining")
@@ -190,14 +187,17 @@ class Torch(Engine):
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """By the schedule's `eval`."""
-        self.stages[0].submod.eval()
+        self.stage.eval()
         _, losses = self.schedule.eval(**self._joined(batches))
-        self.stages[0].submod.train()
+        self.stage.train()
         return _mean_of_all(losses)
 
     def step(self, batches: Iterable[Batch]) -> float:
         """By the schedule's `step`."""
         losses = self.schedule.step(**self._joined(batches))
+        group = self.mesh.get_group("dp")
+        for gradient in gradients_of(self.stage).values():
+            dist.all_reduce(gradient.div_(self.layout.data), group=group)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return _mean_of_all(losses)

@@ -151,8 +151,12 @@ class Ranks:
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         stage = self._stage(rank)
         headline = f"{self._who(rank)} dies with {how} during: {stage}"
-        log = "\n".join(self._read(rank, "log").splitlines()[-12:])
+        log = "\n".join(self._printed(rank, 12))
         return Failure(self.world, headline, log or "it printed nothing", stage)
+
+    def _printed(self, rank: int, most: int) -> list[str]:
+        """The last lines of what a rank printed."""
+        return self._read(rank, "log").splitlines()[-most:]
 
     def _hang(self, ranks: list[int], out: Path) -> Failure:
         lines = []
@@ -160,6 +164,7 @@ class Ranks:
             lines.append(f"rank {rank}: {self._stage(rank)}")
             if rank in ranks:
                 lines += [f"  {frame}" for frame in _hang_frames(self._read(rank, "hang"), out)]
+                lines += [f"  it printed: {line}" for line in self._printed(rank, 3)]
         if self.count > 1:
             lines.append("so hangs a collective that not every rank calls, or in another order")
         headline = f"{named(self.world)} hangs: not done after {self.timeout_s:g} s"

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
             result["error"] = {
                 "stage": stages[-1] if stages else "starting",
                 "type": type(error).__name__,
-                "message": str(error),
+                "message": words_of(error),
                 "traceback": traceback.format_exc(),
                 "time": time.time(),
             }
@@ -63,6 +63,14 @@ def main(arguments: Sequence[str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1 if failed else 0)  # a collective that still waits must not hold the process
+
+
+def words_of(error: BaseException) -> str:
+    """An error's own words, and those of the errors that caused it."""
+    words = str(error).strip()
+    if error.__cause__ is None:
+        return words
+    return f"{words}\nbecause of {type(error.__cause__).__name__}: {words_of(error.__cause__)}"
 
 
 def write(path: Path, text: str) -> None:

@@ -174,7 +174,8 @@ def test_rank_that_dies_without_a_word(tmp_path):
 def test_rank_that_hangs(tmp_path):
     hang = (
         "    x = x.clone()\n",
-        "    x = x.clone()\n    if rank() == 1:\n        import time\n        time.sleep(600)\n",
+        "    x = x.clone()\n    if rank() == 1:\n        import time\n        "
+        "print('asleep', flush=True)\n        time.sleep(600)\n",
     )
     out = outputs.write(tmp_path, "out", {"tensor_parallel.py": hang})
     start = time.monotonic()
@@ -184,7 +185,8 @@ def test_rank_that_hangs(tmp_path):
     assert "world size 2 hangs: not done after 15 s" in text
     assert "rank 0: the rewritten model's first step" in text
     assert "rank 1: the rewritten model's first step" in text
-    assert 'tensor_parallel.py", line 19 in total' in text
+    assert 'tensor_parallel.py", line 20 in total' in text
+    assert "      it printed: asleep\n" in text
 
 
 def test_interrupt_leaves_no_process(tmp_path, monkeypatch):
