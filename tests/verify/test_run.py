@@ -8,7 +8,8 @@ import pytest
 
 from slapo_rewrite import errors
 from slapo_rewrite.verify import launch
-from slapo_rewrite.verify.run import verify
+from slapo_rewrite.verify.layout import Layout
+from slapo_rewrite.verify.run import chosen, verify
 
 from . import outputs
 
@@ -205,6 +206,16 @@ def test_interrupt_leaves_no_process(tmp_path, monkeypatch):
         verify(outputs.write(tmp_path, "out"), [2], progress=interrupt)
     assert len(started) == 2
     assert all(process.poll() is not None for process in started)
+
+
+def test_without_a_word_everything_is_verified(tmp_path):
+    assert chosen(tmp_path) == [1, 2]
+    assert chosen(tmp_path, [4]) == [4]
+    (tmp_path / "pipeline.py").write_text("STAGES = (Stage0, Stage1, Stage2)\n")
+    assert chosen(tmp_path) == [1, 2, Layout(3)]
+    assert chosen(tmp_path, [4]) == [4]
+    assert chosen(tmp_path, tensor=2) == [Layout(3, tensor=2)]
+    assert chosen(tmp_path, [1], pipe=3, data=4) == [1, Layout(3, data=4)]
 
 
 def test_bad_input_is_told_in_words(tmp_path):
