@@ -401,7 +401,6 @@ class Text:
         groups = "    set_group(model_parallel_group(topology))\n" if self.has_shards else ""
         join = "joined" if self.gathers else "united"
         writing = (WRITE_PARTS if self.has_shards else WRITE_LAYERS).format(model=model)
-        once = "    count_once(module, layers, STAGES)\n" if self.shared else ""
         return f'''\
 STAGES = ({names})
 
@@ -442,7 +441,8 @@ def build(*args, num_stages=None, topology=None, dynamic_shape=False, **kwargs):
         partition_method="uniform",
         dynamic_shape=dynamic_shape,
     )
-{once}    seed_apart(module)
+    count_once(module, layers, STAGES)
+    seed_apart(module)
     return module
 
 
@@ -526,8 +526,7 @@ def read_checkpoint(folder, *args, tag=None, **kwargs):
 
     def engine_helpers(self) -> dict[str, set[str]]:
         """The names of helper modules that only what is written for this engine uses."""
-        names = {"check_layout", "seed_apart", "stage_of"}
-        names |= {"count_once"} if self.shared else set()
+        names = {"check_layout", "count_once", "seed_apart", "stage_of"}
         names |= {"model_parallel_group"} if self.has_shards else set()
         checkpoints = {"layer_files", "joined" if self.gathers else "united"}
         checkpoints.add("write_parts" if self.has_shards else "write_layers")
