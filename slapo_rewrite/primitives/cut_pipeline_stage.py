@@ -73,6 +73,7 @@ class CutPipelineStage(Primitive):
 
     The stages are written for the arguments that the schedule's `inputs` give; all others have
     their defaults. They are run on a small model before they are written, against the model itself.
+    `slapo-rewrite verify OUT --pp 2 --tp 2 --dp 2` trains them in real processes, against it.
 
     Rewrite:
         s["layers"][1].cut_pipeline_stage()

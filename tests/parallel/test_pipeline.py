@@ -1,4 +1,4 @@
-"""Stages run by DeepSpeed's pipeline engine in real processes, against the original in one."""
+"""Stages run by their engines in real processes, against the original in one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.rewriting import imported
 from tests.warm import Forked
 
 MODELS = Path(__file__).parents[1] / "models"
-PLAIN, CLIPPED = Training(), Training(zero=1, clipping=0.2)
+PLAIN, CLIPPED, ZERO = Training(), Training(clipping=0.2), Training(zero=1, clipping=0.2)
 BF16 = Training(zero=1, clipping=0.2, bf16=True)
 
 
@@ -71,10 +71,10 @@ def bundled(family: str, **more: Any) -> Case:
 GPT = Case("gpt", str(MODELS / "gpt.py"), str(MODELS / "gpt_schedule.py"))
 CASES = [
     bundled(
-        "bert", replicated=CLIPPED, unfit=("is_decoder", True, r"bert\.config\.is_decoder` is True")
+        "bert", replicated=ZERO, unfit=("is_decoder", True, r"bert\.config\.is_decoder` is True")
     ),
     GPT,
-    bundled("gpt2", shared=CLIPPED, replicated=BF16),
+    bundled("gpt2", shared=ZERO, replicated=BF16),
     bundled(
         "llama",
         settings=("ckpt_ratio=0.5",),
@@ -91,7 +91,8 @@ CASES = [
                 's["decoder.block"][0].cut_pipeline_stage()',
             ),
         },
-        replicated=CLIPPED,
+        shared=CLIPPED,
+        replicated=ZERO,
     ),
 ]
 
@@ -138,7 +139,15 @@ def test_the_engine_trains_as_one_process_does(case, tmp_path):
 @pytest.mark.usefixtures("warm")
 def test_slices_of_the_sequence_on_all_axes_with_layers_checkpointed(tmp_path):
     out = GPT.written(tmp_path, 2, "sequence_parallel=true", "ckpt_ratio=0.5")
-    trained(out, Layout(2, tensor=2, data=2))
+    trained(out, Layout(2, tensor=2, data=2), CLIPPED)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm")
+def test_torch_schedules_train_as_one_process_does(tmp_path):
+    two = GPT.written(tmp_path, 2, "pipeline_engine=torch", "ckpt_ratio=0.5")
+    trained(two, Layout(2, tensor=2, data=2))
+    trained(bundled("gpt2").written(tmp_path, 4, "pipeline_engine=torch"), Layout(4))
 
 
 def broken(out: Path, old: str, new: str) -> Report:
