@@ -235,15 +235,25 @@ def gathered(named: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]:
 
 
 def count_once(module: Any, layers: list[Any], kinds: tuple[type, ...]) -> None:
-    """Lets the norm of the gradients count each parameter once.
+    """Lets the norm of the gradients count each parameter once, on one rank.
 
     DeepSpeed takes all parameters of a tied layer for copies, on every stage but the
-    first that holds it; of a whole stage only those that are tied are.
+    first that holds it; of a whole stage only those that are tied are. Without ZeRO it
+    takes no notice of copies, and of what is not marked `model_parallel` only on the
+    first rank of the first stage.
     """
     stage = stage_of(module, kinds)
     tied = [getattr(layer, "tied_weight_attr", ()) for layer in layers]
-    names = tied[module.stage_id]
-    is_copy = any(tied[: module.stage_id])
-    copies = {id(attrgetter(name)(stage)) for name in names} if is_copy else set()
-    for parameter in stage.parameters():
-        parameter.ds_pipe_replicated = id(parameter) in copies
+    names, is_copy = tied[module.stage_id], any(tied[: module.stage_id])
+    is_first = module.mpu().get_slice_parallel_rank() == 0
+
+    def mark(*_: object) -> None:
+        copies = {id(attrgetter(name)(stage)) for name in names} if is_copy else set()
+        for parameter in stage.parameters():
+            is_own = id(parameter) not in copies
+            counted = is_first or getattr(parameter, "model_parallel", False)
+            parameter.ds_pipe_replicated = not is_own
+            parameter.model_parallel = is_own and counted
+
+    mark()
+    stage.register_load_state_dict_post_hook(mark)  # parts are marked anew by loading

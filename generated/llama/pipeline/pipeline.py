@@ -15,6 +15,7 @@ from .modeling_llama import LlamaForCausalLM
 from .stages import (
     check_layout,
     check_ties,
+    count_once,
     draw_parts,
     gathered,
     has_place,
@@ -166,6 +167,7 @@ def build(*args, num_stages=None, topology=None, dynamic_shape=False, **kwargs):
         partition_method="uniform",
         dynamic_shape=dynamic_shape,
     )
+    count_once(module, layers, STAGES)
     seed_apart(module)
     return module
 
