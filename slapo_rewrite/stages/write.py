@@ -454,9 +454,16 @@ def batch({", ".join(taken)}):
     return {inputs}, {answer}
 
 
-def to_full(module):
-    """The original's state dict, on every rank. Every rank calls it."""
-    return gathered({state}, module.mpu().get_pipe_parallel_group())
+def to_full(module, first_rank_only=False):
+    """The original's state dict, on every rank. Every rank calls it.
+
+    Args:
+        module: What `build` returns.
+        first_rank_only: Give it to the first process alone, on its CPU; the others get
+            an empty dictionary, and none but the first holds more than a stage.
+    """
+    group = module.mpu().get_pipe_parallel_group()
+    return gathered({state}, group, first_rank_only)
 
 
 def load_full(module, full):

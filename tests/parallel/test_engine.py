@@ -99,6 +99,8 @@ def lengths(out: Path) -> Any:
     trainer = Trainer(out, shards=2, dynamic_shape=True)
     losses = trainer.train(*LENGTHS)
     full = trainer.pipeline.to_full(trainer.module)
+    on_first = trainer.pipeline.to_full(trainer.module, first_rank_only=True)
+    torch.testing.assert_close(on_first, {} if dist.get_rank() else full, rtol=0, atol=0)
     loss, logits = trainer.engine.eval_batch(trainer.batches(12), return_logits=True)
     return losses, full, float(loss), None if logits is None else logits.shape
 
