@@ -475,8 +475,9 @@ def load_full(module, full):
 def read_checkpoint(folder, *args, tag=None, **kwargs):
     """The original's state dict, from what `engine.save_checkpoint(folder)` wrote.
 
-    One process is enough, without an engine. The weights are those that the engine
-    computes with: rounded ones, where it trains in half precision.
+    One process is enough, without an engine, and the original model loads it. The
+    weights are those that the engine computes with: rounded ones, where it trains in
+    half precision.
 
     Args:
         folder: That of `save_checkpoint`.

@@ -31,9 +31,9 @@ def test_parts_make_up_the_whole(shard, size):
 
 
 class Model(nn.Module):
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self, layers: int = 2, width: int = 2) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(layers)])
+        self.layers = nn.ModuleList([nn.Linear(width, 2) for _ in range(layers)])
 
 
 def stage(number: int) -> Model:
@@ -53,5 +53,7 @@ def test_other_stages_and_other_models_are_refused(tmp_path):
         checkpoints.layer_files(tmp_path, "weights", 3)
     with pytest.raises(ValueError, match=r"only the model has \['layers\.2\.bias'"):
         checkpoints.united(files, lambda: Model(3))
+    with pytest.raises(ValueError, match=r"layers.0.weight is \[2, 2\] in .* and \[2, 3\]"):
+        checkpoints.united(files, lambda: Model(width=3))
     with pytest.raises(FileExistsError):
         checkpoints.write_layers(tmp_path, full, [lambda: stage(0)])
