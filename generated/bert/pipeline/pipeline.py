@@ -163,12 +163,16 @@ def batch(input_ids, attention_mask, labels):
     return (input_ids, attention_mask), labels
 
 
-def to_full(module):
-    """The original's state dict, on every rank. Every rank calls it."""
-    return gathered(
-        full_state_dict(stage_of(module, STAGES)),
-        module.mpu().get_pipe_parallel_group(),
-    )
+def to_full(module, first_rank_only=False):
+    """The original's state dict, on every rank. Every rank calls it.
+
+    Args:
+        module: What `build` returns.
+        first_rank_only: Give it to the first process alone, on its CPU; the others get
+            an empty dictionary, and none but the first holds more than a stage.
+    """
+    group = module.mpu().get_pipe_parallel_group()
+    return gathered(full_state_dict(stage_of(module, STAGES)), group, first_rank_only)
 
 
 def load_full(module, full):
@@ -180,8 +184,9 @@ def load_full(module, full):
 def read_checkpoint(folder, *args, tag=None, **kwargs):
     """The original's state dict, from what `engine.save_checkpoint(folder)` wrote.
 
-    One process is enough, without an engine. The weights are those that the engine
-    computes with: rounded ones, where it trains in half precision.
+    One process is enough, without an engine, and the original model loads it. The
+    weights are those that the engine computes with: rounded ones, where it trains in
+    half precision.
 
     Args:
         folder: That of `save_checkpoint`.

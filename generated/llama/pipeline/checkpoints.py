@@ -37,11 +37,26 @@ def layer_files(
     return list(by_layer.values())
 
 
-def read_layer(file: Path) -> dict[str, Tensor]:
-    """What one rank saved of a stage, read when it is used."""
+def read_layer(file: Path, model: nn.Module) -> dict[str, Tensor]:
+    """What one rank saved of a stage, read when it is used.
+
+    Args:
+        file: Where it was saved.
+        model: The model, as it is on that rank.
+
+    Raises:
+        ValueError: A tensor is of another size in the model.
+    """
     named: dict[str, Tensor] = torch.load(
         file, map_location="cpu", mmap=True, weights_only=True
     )
+    own = model.state_dict()
+    for name, tensor in named.items():
+        if name in own and own[name].shape != tensor.shape:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} in {file} and {list(own[name].shape)} "
+                "in the model"
+            )
     return named
 
 
@@ -58,18 +73,20 @@ def joined(
         ValueError: The model has other weights.
     """
     full: dict[str, Tensor] = {}
-    with world_of(len(files[0])):
-        with torch.device("meta"):
-            model = make()
-        divided = shards(model)
+    models = []
+    for rank in range(len(files[0])):
+        with torch.device("meta"), world_of(len(files[0]), rank):
+            models.append(make())
+    divided = shards(models[0])
+    with world_of(len(models)):
         for of_stage in files:
-            parts = [read_layer(file) for file in of_stage]
+            parts = [read_layer(*each) for each in zip(of_stage, models, strict=True)]
             for name in parts[0].keys() - full.keys():
                 if name in divided:
                     full[name] = divided[name].joined([part[name] for part in parts])
                 else:
                     full[name] = parts[0][name].clone()
-        return under_original_names(model, in_order(model, full))
+    return under_original_names(models[0], in_order(models[0], full))
 
 
 def in_order(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

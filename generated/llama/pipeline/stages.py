@@ -180,22 +180,27 @@ def has_place(model: nn.Module, name: str) -> bool:
     return getattr(found, name.rpartition(".")[2], model) is not None
 
 
-def gathered(named: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]:
+def gathered(
+    named: Mapping[str, Tensor], group: Any, first_rank_only: bool = False
+) -> dict[str, Tensor]:
     """The tensors of all stages, by name, on every rank. Every rank calls it.
 
     Args:
         named: Those of this rank's stages.
         group: The ranks that hold the stages of one model.
+        first_rank_only: Give them to the first of all processes alone, on its CPU.
     """
     mine = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items()}
     listed: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(listed, mine, group=group)
     device = next(iter(named.values())).device
     full: dict[str, Tensor] = {}
+    known: set[str] = set()
     for number, theirs in enumerate(listed):
         for name, (shape, dtype) in theirs.items():
-            if name in full:
+            if name in known:
                 continue
+            known.add(name)
             if number == dist.get_rank(group):
                 tensor = (
                     named[name].detach().clone(memory_format=torch.contiguous_format)
@@ -203,7 +208,10 @@ def gathered(named: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]:
             else:
                 tensor = torch.empty(shape, dtype=dtype, device=device)
             dist.broadcast(tensor, dist.get_global_rank(group, number), group=group)
-            full[name] = tensor
+            if not first_rank_only:
+                full[name] = tensor
+            elif dist.get_rank() == 0:
+                full[name] = tensor.cpu()
     return full
 
 
