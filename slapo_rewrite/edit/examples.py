@@ -10,13 +10,14 @@ class Example:
     """A source file, a schedule for it, and the changed lines that come of it.
 
     It is shown by `slapo-rewrite primitives NAME` and run as a test. What the schedule prints
-    stands in `printed`.
+    stands in `printed`, and what it shows, where there are several, in `about`.
     """
 
     source: str
     schedule: str
     diff: str = ""
     printed: str = ""
+    about: str = ""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,8 @@ class Copies:
             "knows the original's class alone",
             at=site.file.at(site.value),
             also=[c.at for c in causes[:1] if c.at],
-            hint=f"write the construction out: {node.cls.__name__}(...), imported by its name",
+            hint=f"write the construction out: {_written_out(site.value, node.cls.__name__)}, "
+            "imported by its name",
         )
 
     # Which files ----------------------------------------------------------------------------
@@ -399,3 +400,12 @@ def _definitions(file: SourceFile) -> dict[str, ast.stmt]:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 found.setdefault(node.id, statement)
     return found
+
+
+def _written_out(made: ast.AST, name: str) -> str:
+    """The construction by the class's own name of what a factory makes."""
+    match made:
+        case ast.Call(func=ast.Attribute(attr="from_config")):
+            arguments = [ast.unparse(a) for a in (*made.args, *made.keywords)]
+            return f"{name}._from_config({', '.join(arguments)})"
+    return f"{name}(...)"

@@ -335,7 +335,11 @@ def _call_match(
 ) -> Match | None:
     given = value.given or value.arguments
     named = {key or str(number): v for number, (key, v) in enumerate(given)}
-    texts = {name: text_of(v) for name, v in named.items()}
+    held = scope.graph.names.get(value.statement, {}) if value.statement is not None else {}
+    names = {
+        id(v): name for name, v in held.items() if isinstance(v.node, ast.stmt) and "." not in name
+    }
+    texts = {name: names.get(id(v)) or text_of(v) for name, v in named.items()}
     name = value.operation.removeprefix("module ").removeprefix("call ")
     site = CallSite(name, value.called or "", texts, _lines(value.node)[0])
     if not wanted(scope.path, site):

@@ -62,6 +62,70 @@ def loss(outputs):
 """
 
 
+BLOCK = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.1)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x, mask=None):
+        scores = self.query(x) @ self.key(x).transpose(-1, -2)
+        if mask is not None:
+            scores = scores + mask
+        x = x + self.dropout(F.softmax(scores, dim=-1) @ x)
+        return self.norm(x), x
+"""
+WAYS = (
+    MODEL.replace("m.MLP", "m.Block")
+    .replace("(2, 8)", "(2, 3, 8)")
+    .replace("outputs.", "outputs[0].")
+    .replace("import torch\n", "import torch\nfrom torch import nn\n", 1)
+    + """\
+def attention(query, key, value):
+    return torch.softmax(torch.matmul(query, key), -1) @ value
+
+
+def add_and_norm(x, y, shape, weight, bias, eps):
+    total = x + y
+    return F.layer_norm(total, shape, weight, bias, eps), total
+
+
+class DropoutAndAdd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.0)  # of any rate
+
+    def forward(self, x, residual):
+        return self.drop(x) + residual
+
+
+def schedule(s):
+    # A function, where the branch goes one way; without `concrete_args` it stands in between.
+    print(s.find(attention, concrete_args={"mask": None}))
+    # A function of several results.
+    (match,) = s.find(add_and_norm)
+    print(match.lines, [result.operation for result in match.results])
+    # A class: its submodules stand for submodules of the same classes.
+    (match,) = s.find(DropoutAndAdd)
+    print(match.calls, match.operands["residual"])
+    # Calls of submodules by their path, and those of them that work on one operand.
+    print([match.calls for match in s.find("query|key").groups[0]])
+    # The same as a part of a pattern.
+    print(s.find(lambda x: call_module("query|key", x).transpose(-1, -2)))
+    # Calls that a function picks.
+    print(s.find(where=lambda call: call.operation == "softmax"))
+"""
+)
+
+
 class Find(Question):
     """Find where a computation stands in a module's `forward`.
 
@@ -136,6 +200,20 @@ the model, forward, line 15-16: x = y, bias = self.bias
 27 |     print(s.find(lambda x: F.gelu(call_module("up", x))))
    |                                   ^^^^^^^^^^^^^^^^^^^^ a call of `up`
 """,  # noqa: E501
+            about="what is found, and why something is not",
+        ),
+        Example(
+            BLOCK,
+            WAYS,
+            printed="""\
+the model, forward, line 15-18, through `if mask is not None`: query = self.query(x), key = self.key(x).transpose(-1, -2), value = x
+[18, 19] ['layer_norm', 'add']
+['dropout'] x
+[['query'], ['key']]
+the model, forward, line 15: x = x
+the model, forward, line 18: input = scores, dim = -1, dtype = None
+""",  # noqa: E501
+            about="the ways to say what is looked for",
         ),
     )
     refusals = (

@@ -61,8 +61,9 @@ def add_and_gelu(x, y):
 
 
 """
+PLAIN = MODEL.replace("\nfrom slapo_rewrite import call_module\n", "")
 BIAS_GELU = (
-    MODEL
+    PLAIN
     + """\
 def bias_gelu(x, bias):
     return F.gelu(x + bias)
@@ -121,6 +122,7 @@ class Fuse(Rewriting):
 -        return x + self.down(self.act(y))
 +        return x + self.down(bias_gelu(y, self.bias, self.act))
 """,
+            about="a compiled function",
         ),
         Example(
             MLP,
@@ -134,11 +136,13 @@ class Fuse(Rewriting):
 +        y = self.bias + x
 +        return self.act(y)
 """,
+            about="a method",
         ),
         Example(
             RESIDUAL,
-            BIAS_GELU.replace("MLP", "Residual").replace("def schedule", KEPT + "def schedule")
-            + "    s.fuse(add_and_gelu)\n",
+            PLAIN.replace("MLP", "Residual")
+            + KEPT
+            + "def schedule(s):\n    s.fuse(add_and_gelu)\n",
             """\
 -        x = x + self.up(x)
 -        return x + self.down(F.gelu(x))
@@ -149,6 +153,7 @@ class Fuse(Rewriting):
 +        x = x + y
 +        return F.gelu(x), x
 """,
+            about="two results",
         ),
         Example(
             MASKED,
@@ -167,6 +172,7 @@ class Fuse(Rewriting):
 +        else:
 +            return bias_gelu(x, self.up(x))
 """,
+            about="past a branch that goes one way",
         ),
     )
     refusals = (

@@ -38,7 +38,7 @@ def page(name: str) -> str:
             f"there is no primitive `{name}`", hint=errors.did_you_mean(name, (*found, *known))
         )
     primitive = found[name]
-    parts = [f"{name}{primitive.signature()}", inspect.getdoc(type(primitive)) or ""]
+    parts = [f"{name}{_plain(primitive.signature())}", inspect.getdoc(type(primitive)) or ""]
     return _joined(parts, primitive.examples)
 
 
@@ -53,17 +53,27 @@ def _rule_page(rule: Rule) -> str:
 
 
 def _joined(parts: list[str], examples: tuple[Example, ...]) -> str:
+    source = None
     for example in examples:
+        shown = f"Example, {example.about}" if example.about else "Example"
+        if example.source != source:
+            parts += [f"{shown}: this source", textwrap.indent(example.source, "    ")]
+            shown = ""
+        source = example.source
         parts += [
-            "Example: this source",
-            textwrap.indent(example.source, "    "),
-            "with this schedule",
+            f"{shown}: the same source with this schedule" if shown else "with this schedule",
             textwrap.indent(example.schedule, "    "),
         ]
         for what, text in (("changes these lines", example.diff), ("prints", example.printed)):
             if text:
                 parts += [what, textwrap.indent(text, "    ")]
     return "\n\n".join(part.rstrip("\n") for part in parts)
+
+
+def _plain(signature: inspect.Signature) -> inspect.Signature:
+    """A signature without its annotations: what the arguments are, the text says."""
+    own = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return signature.replace(parameters=own, return_annotation=signature.empty)
 
 
 def _first_line(value: object) -> str:

@@ -343,6 +343,7 @@ class Replace(Replacing):
 -        self.up = nn.Linear(width, 4 * width)
 +        self.up = ScaledLinear(width, 4 * width)
 """,
+            about="a class of the schedule file",
         ),
         Example(
             GATE,
@@ -359,6 +360,7 @@ class Replace(Replacing):
 +            weights={"both.weight": concat("gate.weight", "up.weight")},
 +        )
 """,
+            about="a class whose weights are made of the original's",
         ),
         Example(
             GATE,
@@ -369,6 +371,7 @@ class Replace(Replacing):
 -        return torch.sigmoid(self.gate(x)) * self.up(x)
 +        return checked_gate(self.gate(x), self.up(x))
 """,
+            about="a function for what a pattern finds",
         ),
         Example(
             GATE,
@@ -392,6 +395,7 @@ class Replace(Replacing):
 +            weights={"gate_up.weight": concat("gate.weight", "up.weight")},
 +        )
 """,
+            about="one layer for several on one operand",
         ),
     )
     refusals = (
