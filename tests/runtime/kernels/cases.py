@@ -13,18 +13,24 @@ import math
 import time
 import traceback
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from slapo_rewrite.runtime.kernels import layer_norm as layer_norms
 from slapo_rewrite.runtime.kernels import linear_cross_entropy as chunked
 from slapo_rewrite.runtime.kernels.bias_gelu import bias_activation, bias_gelu
 from slapo_rewrite.runtime.kernels.cross_entropy import cross_entropy
 from slapo_rewrite.runtime.kernels.dropout_residual import dropout_residual
 from slapo_rewrite.runtime.kernels.gated import gated, geglu, reglu, swiglu
 from slapo_rewrite.runtime.kernels.launch import runs_triton
-from slapo_rewrite.runtime.kernels.layer_norm import layer_norm, residual_layer_norm
+from slapo_rewrite.runtime.kernels.layer_norm import (
+    layer_norm,
+    norm_before,
+    residual_layer_norm,
+)
 from slapo_rewrite.runtime.kernels.linear_cross_entropy import linear_cross_entropy
 from slapo_rewrite.runtime.kernels.rms_norm import residual_rms_norm, rms_norm
 from slapo_rewrite.runtime.kernels.rotary import rotary
@@ -241,6 +247,70 @@ def residual_layer_norm_without_dropout(device):
         for options in ({"p": 0.0}, {"p": 0.5, "training": False}):
             total = residual_layer_norm(x, residual, make(40), make(40), **options)[1]
             assert torch.equal(total, x + residual)
+
+
+@case
+def a_residual_hands_its_gradient_to_the_norm_before(device):
+    """Where nobody sees it; every gradient is the original's whatever is asked for."""
+
+    def gradients(how, norm):
+        make = Maker(device, torch.float32)
+        x, matrix, weights = make(5, 24), make(24, 24), [make(24) for _ in range(3)]
+        inputs = [t.requires_grad_() for t in (x, matrix, *weights)]
+        handed, between, seen = [], [], []
+
+        def layer(y, weight):
+            return norm(torch.tanh(y @ matrix), y, weight)
+
+        def spy(ctx):
+            found = norm_before(ctx)
+            handed.append(found is not None)
+            return found
+
+        with mock.patch.object(layer_norms, "norm_before", spy):
+            y = x
+            for weight in weights:
+                y = (
+                    checkpoint(layer, y, weight, use_reentrant=False)
+                    if how == "checkpoint"
+                    else (layer(y, weight))
+                )
+                between.append(y)
+            if how == "hook":
+                between[0].register_hook(seen.append)
+            if how == "retain_grad":
+                between[0].retain_grad()
+            loss = (y * make(5, 24)).sum()
+            if how == "grad":
+                return handed, torch.autograd.grad(loss, [*inputs, *between[:2]])
+            if how == "inputs":
+                loss.backward(inputs=[*inputs, between[0]])
+            elif how == "twice":
+                loss.backward(retain_graph=True)
+            if how != "inputs":
+                loss.backward()
+        seen += [between[0].grad] if how in ("retain_grad", "inputs") else []
+        return handed, [t.grad for t in (*inputs, *seen)]
+
+    def ours(x, residual, weight):
+        return residual_layer_norm(x, residual, weight, weight)[0]
+
+    def original(x, residual, weight):
+        return F.layer_norm(x + residual, (24,), weight, weight)
+
+    for how, expected in {
+        "plain": [True, True, False],
+        "twice": [True, True, False] * 2,
+        "hook": [True, False, False],
+        "retain_grad": [True, False, False],
+        "inputs": [True, False, False],
+        "grad": [False] * 3,
+        "checkpoint": [True, True, False],
+    }.items():
+        handed, found = gradients(how, ours)
+        assert handed == expected, (how, handed)
+        for one, other in zip(found, gradients(how, original)[1], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @case
