@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 
+# What they add to their result is theirs as well: they take the time that their arithmetic takes.
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 ATTENTION = "_scaled_dot_product_"
 
@@ -64,8 +65,8 @@ class Call:
 
     @property
     def is_product(self) -> bool:
-        """Whether it is a matrix product."""
-        return self.operator in PRODUCTS
+        """Whether it is a matrix product, or adds one to what is there."""
+        return self.operator.removesuffix("_") in PRODUCTS
 
 
 def size(x: Tensor) -> int:

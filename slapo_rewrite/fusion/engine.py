@@ -556,11 +556,13 @@ class Engine:
 
 
 def _calls(tree: ast.Module, class_name: str) -> set[str]:
-    """What the methods of a class call, as they write it."""
+    """What the methods of a class call or have called, as they write it."""
+    home: ast.AST = tree
     for node in tree.body if class_name else ():
         if isinstance(node, ast.ClassDef) and node.name == class_name:
-            return {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
-    return {ast.unparse(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
+            home = node
+    calls = [n for n in ast.walk(home) if isinstance(n, ast.Call)]
+    return {ast.unparse(e) for call in calls for e in (call.func, *call.args)}
 
 
 def _is_below(claim: Claim, above: Iterable[str]) -> bool:

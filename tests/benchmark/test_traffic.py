@@ -60,6 +60,14 @@ def test_bytes_are_those_counted_by_hand():
     ]
 
 
+def test_a_product_that_adds_to_its_result_is_one():
+    total, x = torch.ones(B, B), torch.ones(B, B)
+    with Counter() as counter:
+        total.addmm_(x, x)
+        total.add_(x)
+    assert [call.is_product for call in counter.calls] == [True, False]
+
+
 def test_calls_belong_to_the_module_that_makes_them():
     found = count(Block, lambda: {"x": torch.ones(B, D)})
     where = {(call.operator, call.backward): call.module for call in found}

@@ -320,8 +320,10 @@ def norm_before(ctx: Any) -> Any:
     It then adds it to the gradient that it reads, where autograd would add the two up
     in a pass of their own. None where that could be seen: by a hook of the tensor
     between the two, `retain_grad`, or `torch.autograd.grad`, which is known by its not
-    running the nodes that write to parameters.
+    running the nodes that write to parameters. Nor where `torch.compile` adds up.
     """
+    if torch.compiler.is_compiling():
+        return None
     node, output = ctx.next_functions[1]
     residual = ctx.residual()
     if type(node) is not type(ctx) or output != 0 or node.handed is not None:

@@ -32,6 +32,7 @@ from slapo_rewrite.runtime.kernels.layer_norm import (
     residual_layer_norm,
 )
 from slapo_rewrite.runtime.kernels.linear_cross_entropy import linear_cross_entropy
+from slapo_rewrite.runtime.kernels.linear_each import linear_each
 from slapo_rewrite.runtime.kernels.rms_norm import residual_rms_norm, rms_norm
 from slapo_rewrite.runtime.kernels.rotary import rotary
 from slapo_rewrite.runtime.kernels.softmax import masked_softmax
@@ -311,6 +312,49 @@ def a_residual_hands_its_gradient_to_the_norm_before(device):
         assert handed == expected, (how, handed)
         for one, other in zip(found, gradients(how, original)[1], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@case
+def linear_each_adds_up_in_the_products(device):
+    def called(x, *layers):
+        return tuple(layer(x) for layer in layers)
+
+    for make in makers(device):
+        sizes = (24, True), (8, False), (8, True)
+        layers = [torch.nn.Linear(40, f, b, device, make.dtype) for f, b in sizes]
+        parameters = [p for layer in layers for p in layer.parameters()]
+        rough = make.dtype != torch.float32
+        near = {"rtol": 0.05, "atol": 0.2} if rough else {"rtol": 1e-4, "atol": 1e-4}
+        for x in make.strided(4, 5, 40):
+            for read in ((0, 1, 2), (1,), (2, 0)):
+                gradients = []
+                for function in (linear_each, called):
+                    given = x.detach().requires_grad_()
+                    outputs = function(given, *layers)
+                    loss = sum((outputs[i].float().sin() * (i + 1)).sum() for i in read)
+                    wanted = (given, *parameters)
+                    gradients.append(torch.autograd.grad(loss, wanted, allow_unused=True))
+                for one, other in zip(*gradients, strict=True):
+                    assert (one is None) == (other is None)
+                    if one is not None:
+                        torch.testing.assert_close(one, other, **near)
+        names = {y.grad_fn.name() for y in linear_each(x, *layers)}
+        assert names == {"LinearEachFunctionBackward"}
+
+
+@case
+def linear_each_calls_layers_that_do_more(device):
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    layers = [torch.nn.Linear(8, 8, device=device) for _ in range(2)]
+    x, scaled = Maker(device, torch.float32)(3, 8), Scaled(8, 8, device=device)
+    assert torch.equal(linear_each(x, *layers, scaled)[2], scaled(x))
+    with torch.autocast(device, torch.bfloat16):
+        assert linear_each(x, *layers)[0].dtype == torch.bfloat16
+    layers[0].register_forward_hook(lambda module, inputs, output: output + 1)
+    assert torch.equal(linear_each(x, *layers)[0], layers[0](x))
 
 
 @case

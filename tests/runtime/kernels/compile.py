@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.runtime.kernels import picked
@@ -109,6 +109,7 @@ def calls(dtype: torch.dtype, d: int = 1024, v: int = 32000) -> dict[str, Callab
     def rows() -> Tensor:
         return make(64, d)
 
+    layers = [nn.Linear(32, 64, dtype=dtype) for _ in range(2)]
     cos, sin = torch.zeros(2, 1, 32, 64, dtype=dtype)
     keep = torch.zeros(2, 1, 1, d, dtype=torch.bool)
     return {
@@ -133,6 +134,7 @@ def calls(dtype: torch.dtype, d: int = 1024, v: int = 32000) -> dict[str, Callab
         "bias_gelu tanh": lambda f: f(rows(), None, "tanh"),
         "rotary": lambda f: f(make(2, 8, 32, 80), make(2, 2, 32, 80), cos, sin),
         "cross_entropy": lambda f: f(make(64, v), labels(64), label_smoothing=0.1, softcap=30.0),
+        "linear_each": lambda f: f(make(64, 32), *layers),
         "linear_cross_entropy": lambda f: f(make(64, 32), make(v, 32), labels(64)),
         "masked_softmax": lambda f: f(make(2, 4, 32, d), make(2, 1, 32, d), 0.3),
         "masked_softmax keep": lambda f: f(make(2, 4, 32, d), None, 0.3, keep),

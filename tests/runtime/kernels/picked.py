@@ -22,6 +22,7 @@ PUBLIC = {
     "quick_gelu": "bias_gelu",
     "rotary": "rotary",
     "cross_entropy": "cross_entropy",
+    "linear_each": "linear_each",
     "linear_cross_entropy": "linear_cross_entropy",
     "masked_softmax": "softmax",
 }
