@@ -4,6 +4,7 @@
 Shapes: M rows, D features, F inner features, V classes.
 """
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -873,6 +874,7 @@ def layer_norm_forward_kernel(
 @jit
 def layer_norm_backward_kernel(
     dy,
+    handed,
     dtotal,
     total,
     seed,
@@ -887,10 +889,12 @@ def layer_norm_backward_kernel(
     m,
     d,
     dy_stride,
+    handed_stride,
     dtotal_stride,
     total_stride,
     p,
     keep_scale,
+    has_handed: constexpr,
     has_dtotal: constexpr,
     has_residual: constexpr,
     has_dropout: constexpr,
@@ -924,6 +928,9 @@ def layer_norm_backward_kernel(
         value = tl.load(total + total_at, mask=inside, other=0.0).to(tl.float32)
         hat = tl.where(inside, (value - mu) * r, 0.0)
         g = tl.load(dy + dy_at, mask=inside, other=0.0).to(tl.float32)
+        if has_handed:
+            handed_at = rows[:, None] * handed_stride + columns[None, :]
+            g += tl.load(handed + handed_at, mask=inside, other=0.0).to(tl.float32)
         if weight_gradient:
             dw += g * hat
         if bias_gradient:
@@ -1011,6 +1018,7 @@ def layer_norm_forward(
 
 def layer_norm_backward(
     dy: Tensor,
+    handed: Tensor | None,
     dtotal: Tensor | None,
     total: Tensor,
     seed: Tensor | None,
@@ -1024,9 +1032,10 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """The gradients of x, residual and, as far as `sums` asks, the three vectors.
 
-    Those are weight, bias and input_bias.
+    Those are weight, bias and input_bias. `handed` is added to dy.
     """
     rows, dy_rows = rows_of(total), rows_of(dy)
+    handed_rows = dy_rows if handed is None else rows_of(handed)
     dtotal_rows = dy_rows if dtotal is None else rows_of(dtotal)
     (m, d), device = rows.shape, total.device
     block_m, block_d, num_warps = row_tile(d)
@@ -1040,6 +1049,7 @@ def layer_norm_backward(
     with device_of(total):
         layer_norm_backward_kernel[(programs,)](
             dy_rows,
+            handed_rows,
             dtotal_rows,
             rows,
             rstd if seed is None else seed,
@@ -1052,10 +1062,12 @@ def layer_norm_backward(
             m,
             d,
             dy_rows.stride(0),
+            handed_rows.stride(0),
             dtotal_rows.stride(0),
             rows.stride(0),
             p,
             keep_scale(p),
+            has_handed=handed is not None,
             has_dtotal=dtotal is not None,
             has_residual=residual_dtype is not None and apart,
             has_dropout=seed is not None,
@@ -1068,6 +1080,31 @@ def layer_norm_backward(
             num_warps=num_warps,
         )
     return dx, dresidual, [parts[i].sum(0) if sums[i] else None for i in range(3)]
+
+
+def norm_before(ctx: Any) -> Any:
+    """The norm that gave the residual, if it can take the residual's gradient from here.
+
+    It then adds it to the gradient that it reads, where autograd would add the two up
+    in a pass of their own. None where that could be seen: by a hook of the tensor
+    between the two, `retain_grad`, or `torch.autograd.grad`, which is known by its not
+    running the nodes that write to parameters. Nor where `torch.compile` adds up.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    node, output = ctx.next_functions[1]
+    residual = ctx.residual()
+    if type(node) is not type(ctx) or output != 0 or node.handed is not None:
+        return None
+    if residual is None or residual._backward_hooks or residual.retains_grad:
+        return None
+    behind = (n for n, _ in ctx.next_functions[2:])
+    leaf = next((n for n in behind if n is not None and not n.next_functions), None)
+    try:
+        will_run = torch._C._will_engine_execute_node
+        return node if leaf is not None and will_run(leaf) and will_run(node) else None
+    except RuntimeError:  # a parameter's gradient was asked for
+        return None
 
 
 class LayerNormFunction(torch.autograd.Function):
@@ -1096,6 +1133,8 @@ class LayerNormFunction(torch.autograd.Function):
             None if t is None else t.dtype
             for t in (x, residual, input_bias, weight, bias)
         ]
+        ctx.residual = None if residual is None else weakref.ref(residual)
+        ctx.handed = None  # the gradient of y as a residual, by the norm that read it
         return y if residual is None else (y, total)
 
     @staticmethod
@@ -1103,11 +1142,15 @@ class LayerNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:
         """Gradients of x, residual, input_bias, weight and bias."""
         total, seed, weight, mean, rstd = ctx.saved_tensors
+        handed, ctx.handed = ctx.handed, None
+        if dy is None:
+            dy, handed = handed, None
         if dy is None and dtotal is None:
             return (None,) * 7
         x_dtype, residual_dtype, *_ = ctx.dtypes
         dx, dresidual, (dweight, dbias, dinput_bias) = layer_norm_backward(
             torch.zeros_like(total) if dy is None else dy,
+            handed,
             dtotal,
             total,
             seed,
@@ -1119,9 +1162,12 @@ class LayerNormFunction(torch.autograd.Function):
             residual_dtype,
             tuple(ctx.needs_input_grad[i] for i in (3, 4, 2)),
         )
+        before = norm_before(ctx) if ctx.needs_input_grad[1] else None
+        if before is not None:
+            before.handed = dresidual
         gradients = (
             dx,
-            None if residual_dtype is None else dresidual,
+            None if residual_dtype is None or before is not None else dresidual,
             dinput_bias,
             dweight,
             dbias,
@@ -1152,7 +1198,9 @@ def residual_layer_norm(
     Shapes: x and residual (..., D), weight, bias and input_bias (D,) or None -> the
         normalised rows and the sum, (..., D) each.
     Numerics: reassociated; reseeded where p > 0: dropout draws other numbers than
-        `torch.nn.functional.dropout`, from the same generator, and stores no mask.
+        `torch.nn.functional.dropout`, from the same generator, and stores no mask. Where
+        the residual is what another norm gave, that one adds up its gradients, unless
+        someone looks at their sum (`norm_before`).
     Source: Ba et al. 2016, arXiv:1607.06450; Salmon et al. 2011,
         doi:10.1145/2063384.2063405.
 
