@@ -115,6 +115,8 @@ def drawn(
     around = [*before, *after]
     if not all(isinstance(statement, _SIMPLE) for statement in around):
         return "a statement with a body lies between as well"
+    if any(isinstance(statement, ast.Expr) for statement in before):
+        return "a call lies between of which only the effects count"
     if sum(statement not in wanted for statement in around) > _OTHERS:
         return "what lies between would have to stand in both arms"
     if not _is_plain(file, branch):

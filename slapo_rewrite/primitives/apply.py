@@ -109,9 +109,9 @@ class Apply(Rebuilding, Rewriting):
         rule, at = rule_named(call), call.directive.at
         inner = below(nodes)
         engine = Engine(call.tree, call.sources, states, call.directive, line_length)
+        given = given_for(call.arguments["concrete_args"], inner, at)
         if isinstance(rule, Packing):
             return _packed(rule, engine, inner)
-        given = given_for(call.arguments["concrete_args"], inner, at)
         looked = look(rule, inner, call.sources, given)
         if not looked.claims and not looked.left:
             raise nothing_found(rule.name, nearest_miss(rule, inner, call.sources, given), at)

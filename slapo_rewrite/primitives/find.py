@@ -269,6 +269,11 @@ def found(call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> M
         raise errors.BadArgument(
             f"`{call.directive.primitive}` takes a pattern, or a predicate as `where`", at=at
         )
+    if given.values and not callable(wanted):
+        raise errors.BadArgument(
+            "`concrete_args` is for a pattern that is a computation: a call is found on any way",
+            at=at,
+        )
     if where is not None:
         return _by_predicate(where, nodes, sources, at)
     if isinstance(wanted, str):

@@ -430,6 +430,8 @@ class Replace(Replacing):
     ) -> Rewrite | None:
         """A call of the new function in the place of each match of a pattern."""
         if call.arguments["pattern"] is None:
+            if call.arguments["concrete_args"] is not None:
+                raise errors.BadArgument("`concrete_args` is for a pattern", at=call.directive.at)
             return None
         return replaced(call, nodes, states, line_length)
 

@@ -200,6 +200,11 @@ LEFT = [
         "its condition reads `other`",
     ),
     (
+        "y = x + self.first(x)\nother.zero_()\nif other:\n    x = F.gelu(y)\nreturn x",
+        f"summed, {GIVEN}",
+        "only the effects count",
+    ),
+    (
         "if self.flag:\n    y = x + self.first(x)\n    if other is None:\n        x = x * 2\n"
         "else:\n    y = x\nreturn F.gelu(y)",
         f"summed, {GIVEN}",
@@ -224,6 +229,20 @@ def test_left_alone(body, asked, reason, tmp_path):
 def test_arguments_that_are_none(given, said, tmp_path):
     asked = f"summed, concrete_args={given}"
     assert said in refused(tmp_path, source("return F.gelu(x + x)"), SCHEDULE % asked, "SR206")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        's.find("first", concrete_args={"other": None})',
+        's.find(where=lambda call: True, concrete_args={"other": None})',
+        's["first"].replace(torch.nn.Identity, concrete_args={"input": None})',
+        's.apply("pack_qkv", concrete_args={"others": None})',
+    ],
+)
+def test_where_they_mean_nothing(line, tmp_path):
+    schedule = SCHEDULE.replace("s.fuse(%s)", line)
+    assert "`" in refused(tmp_path, source("return F.gelu(x + x)"), schedule, "SR206")
 
 
 def test_only_modules_with_the_constant_change(tmp_path):
