@@ -1,11 +1,21 @@
 """What is left of a model that a stage is made of."""
 
+import math
+from contextlib import nullcontext
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slapo_rewrite.runtime.delayed import Recording
-from slapo_rewrite.runtime.stages import check_settings, check_ties, has_place, keep
+from slapo_rewrite.runtime.stages import (
+    check_layout,
+    check_settings,
+    check_ties,
+    has_place,
+    keep,
+)
 
 
 class Model(nn.Module):
@@ -90,3 +100,34 @@ def test_settings_that_are_given():
     model.bias = None
     with pytest.raises(ValueError, match="`bias` is None"):
         check_settings(model, {"bias": ...})
+
+
+class Topology:
+    """A layout of stages and of ranks that share each of them."""
+
+    def __init__(self, pipe: int, model: int) -> None:
+        self.sizes = {"pipe": pipe, "model": model}
+
+    def get_dim(self, axis: str) -> int:
+        return self.sizes[axis]
+
+    def world_size(self) -> int:
+        return math.prod(self.sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "topology", "message"),
+    [
+        (2, None, None),
+        (None, Topology(2, 2), None),
+        (3, None, "cut into 2 stages, not 3"),
+        (None, Topology(4, 1), "cut into 2 stages, not 4"),
+        (2, Topology(2, 3), "4 processes do not make up a layout of 6 ranks"),
+        (None, Topology(2, 1), "4 processes do not make up a layout of 2 ranks"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(num_stages, topology, message, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    refused = pytest.raises(ValueError, match=message) if message else nullcontext()
+    with refused:
+        check_layout(2, num_stages, topology)
