@@ -84,7 +84,6 @@ CASES = [
     bundled(
         "t5",
         cuts={
-            2: ('s["encoder.final_layer_norm"].cut_pipeline_stage()',),
             4: (
                 's["encoder.block"][0].cut_pipeline_stage()',
                 's["encoder.final_layer_norm"].cut_pipeline_stage()',
