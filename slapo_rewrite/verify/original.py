@@ -45,6 +45,11 @@ class Original:
         self.share: float | None = None
         self.exact: nn.Module | None = None
 
+    def note(self, words: str) -> None:
+        """Notes something once."""
+        if words not in self.notes:
+            self.notes.append(words)
+
     def import_all(self) -> None:
         """Imports schedule, original and output, and from the schedule on refuses the tool."""
         job, stage = self.job, self.stage
@@ -127,5 +132,5 @@ class Original:
         except Exception as error:
             self.exact = None
             words = str(error).strip().splitlines() or [type(error).__name__]
-            self.notes.append(f"the original does not run in float64: {words[0]}")
+            self.note(f"the original does not run in float64: {words[0]}")
             return None

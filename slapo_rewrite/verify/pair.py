@@ -31,7 +31,7 @@ class Pair(Original):
         self.rewritten = self.built(self.rewritten_module, 1000 + self.rank)
         self.rates = {n: m.p for n, m in self.original.named_modules() if is_dropout(m)}
         if any(p > 0 for model in self.models() for *_, p in dropouts(model, configs=True)):
-            self.notes.append("dropout is set to 0 in both models")
+            self.note("dropout is set to 0 in both models")
         self.set_dropout(lambda path: 0.0, configs=True)
         sizes = [sum(p.numel() for p in m.parameters()) for m in (self.rewritten, self.original)]
         self.share = sizes[0] / max(1, sizes[1])

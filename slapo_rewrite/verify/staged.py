@@ -46,11 +46,13 @@ class Built:
     Attributes:
         args: What its class was given.
         kwargs: That by name.
+        random_state: What random numbers were drawn from.
         weights: The state dict that it had then.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    random_state: Tensor
     weights: Named
 
 
@@ -79,17 +81,12 @@ class Staged(Original):
         self.drawn = built.weights
         self.join_group()
         self.stage("building the stages")
-        torch.manual_seed(SEED)
+        torch.set_rng_state(built.random_state)
         self.engine.build(pipeline, built.args, built.kwargs)
         held = self.engine.stage.float()
         self.switch_dropout_off(held)
         sizes = [sum(p.numel() for p in m.parameters()) for m in (held, self.original)]
         self.share = sizes[0] / max(1, sizes[1])
-        if not sizes[0]:
-            raise ValueError(
-                "a stage of the small model holds no parameter: let verify_model(m) in the "
-                "schedule build as many layers as model(m) does"
-            )
 
     def small(self, module: Any) -> nn.Module:
         """A small model with all of its layers, as far as the tool makes it."""
@@ -97,9 +94,10 @@ class Staged(Original):
             full = self.schedule.model(module)
         model: nn.Module = self.twin.build_deep(self.schedule, module, full)
         if module is self.original_module and _names(model) != _names(full):
-            words = "the small model has other layers than the model, for which the stages are cut"
-            if words not in self.notes:
-                self.notes.append(words)
+            self.note(
+                "the small model has other layers than the model, for which the stages are cut: "
+                "let verify_model(m) in the schedule build as many"
+            )
         return model
 
     def built_from(self, kind: type) -> Built:
@@ -111,10 +109,9 @@ class Staged(Original):
 
     def switch_dropout_off(self, model: nn.Module) -> None:
         """Sets every dropout probability of a model to 0."""
-        words = "dropout is set to 0 in both models"
         for holder, name, rate in list(dropouts(model, configs=True)):
-            if rate > 0 and words not in self.notes:
-                self.notes.append(words)
+            if rate > 0:
+                self.note("dropout is set to 0 in both models")
             setattr(holder, name, 0.0)
 
     def make_inputs(self) -> None:
@@ -250,11 +247,11 @@ def _watched(kind: type) -> Iterator[dict[int, Built]]:
     original: Any = kind.__init__  # type: ignore[misc]
 
     def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        given = copy.deepcopy((args, kwargs))
+        given, random_state = copy.deepcopy((args, kwargs)), torch.get_rng_state()
         original(self, *args, **kwargs)
         if type(self) is kind:
             weights = {n: t.clone() for n, t in self.state_dict().items()}
-            built[id(self)] = Built(*given, weights)
+            built[id(self)] = Built(*given, random_state, weights)
 
     kind.__init__ = build  # type: ignore[misc]
     try:
