@@ -14,7 +14,7 @@ from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.flatten import Flattening
 from slapo_rewrite.stages.for_torch import TorchText
 from slapo_rewrite.stages.plan import Planner, Stages, trains
-from slapo_rewrite.stages.program import Cut, divided, with_calls_apart
+from slapo_rewrite.stages.program import ARGUMENT, Cut, divided, with_calls_apart
 from slapo_rewrite.stages.trial import Trial, imported
 from slapo_rewrite.stages.write import (
     Text,
@@ -92,6 +92,8 @@ def _pipeline(
     if engine is Text:
         check_one_group(shared, at)
         check_tensors(stages, trial.inputs, at)
+    else:
+        check_rows(stages, trial.inputs, at)
     return engine(
         stages,
         held,
@@ -118,6 +120,29 @@ def check_tensors(stages: Stages, inputs: Mapping[str, Any], at: Span | None) ->
                 f"the step is given `{name}`, {inputs[name]!r}, and the engine takes tensors only",
                 at=at,
                 hint=f"let inputs(model) in the schedule give a tensor, or leave `{name}` out",
+            )
+
+
+def check_rows(stages: Stages, inputs: Mapping[str, Any], at: Span | None) -> None:
+    """Refuses arguments of a step that torch's schedules would not divide into micro-batches.
+
+    Raises:
+        CannotCut: A tensor has other rows than the labels, or what the loss is given is no tensor.
+    """
+    (label,) = stages.labels
+    rows = getattr(inputs[label], "shape", ())[:1]
+    for_loss = {name for name, number in stages.stages[-1].hands_on if number == ARGUMENT}
+    for name in (label, *stages.arguments().values()):
+        shape = getattr(inputs[name], "shape", None)
+        if (shape is None and name in {label, *for_loss}) or (
+            shape is not None and (not shape or shape[:1] != rows)
+        ):
+            what = f"of shape {tuple(shape)}" if shape is not None else f"{inputs[name]!r}"
+            raise errors.CannotCut(
+                f"the step is given `{name}`, {what}, and torch's schedules divide a batch by rows",
+                at=at,
+                hint=f"let inputs(model) in the schedule give `{name}` a row for each of "
+                f"`{label}`, or leave it out",
             )
 
 

@@ -28,7 +28,7 @@ class TorchText(Text):
 
     def engine_helpers(self) -> dict[str, set[str]]:
         """The names of helper modules that only what is written for this engine uses."""
-        names = {"Schedule", "own_numbers", "placed"}
+        names = {"Schedule", "draw_apart", "own_numbers", "placed"}
         names.add("unwrapped" if self.gathers else "state_of")
         names |= {"start_alike"} if self.shared else set()
         names |= {"tensor_parallel_group"} if self.has_shards else set()
@@ -42,17 +42,14 @@ class TorchText(Text):
         (label,) = self.stages.labels
         taken = [p for p in self.stages.program.parameters if p in {*given.values(), label}]
         named = "".join(f'"{name}": {argument}, ' for name, argument in given.items())
-        made = "placed(STAGES, numbers, mesh, *args, **kwargs)"
         groups = "    set_group(tensor_parallel_group(mesh))\n" if self.has_shards else ""
-        if self.shared:
-            made = f"    stages = {made}\n    start_alike(stages, SHARED)\n    return stages"
-        else:
-            made = f"    return {made}"
+        alike = "    start_alike(stages, SHARED)\n" if self.shared else ""
         if self.gathers:
             state = "    named = {}\n    for stage in stages:\n"
             state += "        named |= full_state_dict(unwrapped(stage))\n"
         else:
             state = "    named = state_of(stages)\n"
+        apart = ", but for those of one tensor-parallel group" if groups else ""
         axis = "; along `tp` they divide its weights" if groups else ""
         return f'''\
 STAGES = ({names})
@@ -62,7 +59,8 @@ def build(*args, mesh, **kwargs):
     """The stages of this rank, each a `torch.distributed.pipelining.PipelineStage`.
 
     Each rank makes the weights of its own stages only, the same as the whole model
-    would have from the same seed; so ranks are to be seeded alike.
+    would have from the same seed; so ranks are to be seeded alike. From then on each
+    draws random numbers of its own, for dropout{apart}.
 
     Args:
         *args: Those of `{self.model.__name__}`.
@@ -74,7 +72,9 @@ def build(*args, mesh, **kwargs):
         ValueError: The stages cannot be laid out on the mesh.
     """
     numbers = own_numbers(mesh, len(STAGES))
-{groups}{made}
+{groups}    stages = placed(STAGES, numbers, mesh, *args, **kwargs)
+{alike}    draw_apart(mesh)
+    return stages
 
 
 def schedule(stages, kind, n_microbatches, **options):
@@ -83,7 +83,8 @@ def schedule(stages, kind, n_microbatches, **options):
     Args:
         stages: What `build` returns, wrapped for data parallelism or not.
         kind: A class: `Schedule1F1B`, say, or where a rank has several stages
-            `ScheduleInterleaved1F1B`.
+            `ScheduleInterleaved1F1B`, for which torch needs `fully_shard` where it
+            takes no `DistributedDataParallel`.
         n_microbatches: How many equal parts a batch is divided into.
         **options: Those of the class.
 
@@ -98,13 +99,19 @@ def batch({", ".join(taken)}):
     return {{{named}"target": {label}}}
 
 
-def to_full(stages):
-    """The original's state dict, on every rank. Every rank calls it."""
-{state}    return gathered(named, stages[0].group)
+def to_full(stages, first_rank_only=False):
+    """The original's state dict, on every rank. Every rank calls it.
+
+    Args:
+        stages: What `build` returns, wrapped for data parallelism or not.
+        first_rank_only: Give it to the first process alone, on its CPU; the others get
+            an empty dictionary, and none but the first holds more than its stages.
+    """
+{state}    return gathered(named, stages[0].group, first_rank_only)
 
 
 def load_full(stages, full):
-    """Takes the original's state dict; do it before stages are wrapped."""
+    """Takes the original's state dict; do it before the stages are wrapped."""
     for stage in stages:
         held = {{n: t for n, t in full.items() if has_place(stage.submod, n)}}
         stage.submod.load_state_dict(held)

@@ -569,7 +569,7 @@ def read_checkpoint(folder, *args, tag=None, **kwargs):
         imports = {f".{module}": set(used) for module, used in self.helpers().items()}
         if specs := {"PipelineModule", "LayerSpec", "TiedLayerSpec"} & names:
             imports["deepspeed.pipe"] = specs
-        imports["functools"] = {"partial"} & names
+        imports |= {"functools": {"partial"} & names, "torch": {""}}
         known = {name for module in imports.values() for name in module}
         self._check_names(known | {n.name for n in tree.body if isinstance(n, ast.FunctionDef)})
         for name in sorted(names - bound - known - set(dir(builtins)) - {"self"}):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
@@ -23,12 +22,47 @@ from slapo_rewrite.model.twin import loss_of, step_inputs
 from slapo_rewrite.source.index import SourceFile, locate
 from tests.processes import run
 from tests.rewriting import written
-from tests.stages.cases import CASES, for_torch
+from tests.stages.cases import CASES, Case, for_torch
 
 pytestmark = pytest.mark.processes
 
 MICRO_BATCHES, STEPS = 4, 5
 SHORT = 3  # at this step sequences are shorter
+
+
+# The gradient that its second stage gives back does not lie in one piece of memory.
+TURNED = """\
+from torch import nn
+from torch.nn import functional as F
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x, y):
+        x = self.first(x)
+        x = x.transpose(1, 2).cumsum(-1) / 16
+        x = self.last(x.transpose(1, 2))
+        return F.mse_loss(x, y)
+"""
+TURNED_SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Turned()
+
+
+def inputs(model):
+    return {"x": torch.rand(2, 16, 4), "y": torch.rand(2, 16, 1)}
+
+
+def schedule(s):
+    s["first"].cut_pipeline_stage()
+"""
 
 
 @dataclass(frozen=True)
@@ -58,6 +92,7 @@ LAYOUTS = (
     Layout("gpt2", 4, Schedule1F1B),
     Layout("gpt2", 2, ScheduleInterleaved1F1B, replicas=fully_shard),
     Layout("t5", 4, Schedule1F1B),
+    Layout("turned", 2, Schedule1F1B, replicas=DistributedDataParallel),
     Layout("t5", 2, ScheduleInterleaved1F1B, replicas=fully_shard),
 )
 
@@ -103,7 +138,7 @@ def trained(folders: dict[str, Path]) -> list[Any]:
         torch.manual_seed(0)
         model = schedule.model(module)
         torch.manual_seed(0)
-        stages = pipeline.build(model.config, mesh=mesh)
+        stages = pipeline.build(*built_with(model), mesh=mesh)
         # transformers initialises a file of its own a little differently from one outside of it.
         drawn = start if layout.shards > 1 else model.state_dict()
         torch.testing.assert_close(pipeline.to_full(stages), drawn, rtol=0, atol=0)
@@ -129,13 +164,20 @@ def trained(folders: dict[str, Path]) -> list[Any]:
             losses.append(run.step(**pipeline.batch(**mine)))
             optimizer.step()
             optimizer.zero_grad()
-        full = pipeline.to_full(stages)
+        full = pipeline.to_full(stages, first_rank_only=True)
         outputs, after = run.eval(**pipeline.batch(**mine))
         assert bool(losses[0]) == bool(after) == (outputs is not None)
+        again, none = run.eval(**pipeline.batch(**mine) | {"target": None})
+        assert not none and (again is None) == (outputs is None)
         evaluated = [float(sum(each)) / MICRO_BATCHES for each in [*losses, after] if each]
         own = sum(p.numel() for p in parameters)
-        results.append((evaluated, full if dist.get_rank() == 0 else None, own, first))
+        results.append((evaluated, full or None, own, first))
     return results
+
+
+def built_with(model: Any) -> tuple[Any, ...]:
+    """What a model's class is given."""
+    return (model.config,) if hasattr(model, "config") else ()
 
 
 def check_refusals(pipeline: Any, run: Any, inputs: dict[str, Any]) -> None:
@@ -151,7 +193,7 @@ def check_refusals(pipeline: Any, run: Any, inputs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="the labels are None"):
         run.step(**batch | {"target": None})
     rows = {name: value[1:] for name, value in batch.items()}
-    with pytest.raises(ValueError, match="a batch of 7 rows cannot be divided into 4 equal"):
+    with pytest.raises(ValueError, match="7} rows cannot be divided into 4 equal"):
         run.step(**rows)
 
 
@@ -177,9 +219,11 @@ def reference(folder: Path, source: str, copies: int) -> tuple[Any, Any, int]:
 
 
 def test_torch_schedules_train_as_one_process_does(tmp_path):
+    (tmp_path / "model.py").write_text(TURNED)
+    cases = {**CASES, "turned": Case(str(tmp_path / "model.py"), TURNED_SCHEDULE)}
     folders = {}
     for name in dict.fromkeys(layout.case for layout in LAYOUTS):
-        source, text = CASES[name].source, for_torch(CASES[name].schedule)
+        source, text = cases[name].source, for_torch(cases[name].schedule)
         (tmp_path / f"{name}.py").write_text(text)
         output = rewrite(source, str(tmp_path / f"{name}.py"))
         assert not any("deepspeed" in text for text in output.files.values())
@@ -189,7 +233,7 @@ def test_torch_schedules_train_as_one_process_does(tmp_path):
         (model_file.parent / f"{model_file.stem}.model").touch()
     sys.path.insert(0, str(tmp_path))
     expected = [
-        reference(folders[at.case], CASES[at.case].source, 2 if at.replicas else 1)
+        reference(folders[at.case], cases[at.case].source, 2 if at.replicas else 1)
         for at in LAYOUTS
     ]
     ranks = run(trained, 4, folders, timeout_s=300)

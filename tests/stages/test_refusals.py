@@ -5,6 +5,7 @@ import pytest
 from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import rewrite
 from tests.rewriting import refused, rewritten
+from tests.stages.cases import for_torch
 
 SOURCE = """\
 import torch
@@ -185,9 +186,24 @@ def test_for_torch_only_what_is_trained_goes_from_stage_to_stage(tmp_path):
     source = written("x = self.first(x)", "z = self.inner(x) > 0", "x = self.sequence(x) * z")
     schedule = SCHEDULE.format(cut='s["inner"]')
     assert rewritten(tmp_path, source, schedule)
-    schedule = schedule.replace("stage()", 'stage(target="torch")')
-    text = refused(tmp_path, source, schedule, "SR310")
+    text = refused(tmp_path, source, for_torch(schedule), "SR310")
     assert "`z` is needed after the cut and cannot get there: it is a tensor without grad" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ('"x": torch.randn(3, 8), ', "`x`, of shape (3, 8), and torch's schedules divide"),
+        ('"x": torch.randn(2, 8), "scale": torch.tensor(2.0), ', "`scale`, of shape (), and"),
+    ],
+)
+def test_for_torch_arguments_have_rows(given, words, tmp_path):
+    source = written("x = self.inner(self.first(x * scale))[:2]").replace(
+        "x, y)", "x, y, scale=1)", 1
+    )
+    schedule = for_torch(SCHEDULE.format(cut='s["inner"]["a"]'))
+    schedule = schedule.replace('"x": torch.randn(2, 8), ', given)
+    assert words in refused(tmp_path, source, schedule, "SR310")
 
 
 def test_one_pipeline_is_for_one_engine(tmp_path):
