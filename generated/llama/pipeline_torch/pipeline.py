@@ -14,6 +14,7 @@ from .stages import check_ties, draw_parts, gathered, has_place, keep
 from .tensor_parallel import set_group
 from .torch_pipeline import (
     Schedule,
+    draw_apart,
     own_numbers,
     placed,
     tensor_parallel_group,
@@ -120,7 +121,8 @@ def build(*args, mesh, **kwargs):
     """The stages of this rank, each a `torch.distributed.pipelining.PipelineStage`.
 
     Each rank makes the weights of its own stages only, the same as the whole model
-    would have from the same seed; so ranks are to be seeded alike.
+    would have from the same seed; so ranks are to be seeded alike. From then on each
+    draws random numbers of its own, for dropout, but for those of one tensor-parallel group.
 
     Args:
         *args: Those of `LlamaForCausalLM`.
@@ -133,7 +135,9 @@ def build(*args, mesh, **kwargs):
     """
     numbers = own_numbers(mesh, len(STAGES))
     set_group(tensor_parallel_group(mesh))
-    return placed(STAGES, numbers, mesh, *args, **kwargs)
+    stages = placed(STAGES, numbers, mesh, *args, **kwargs)
+    draw_apart(mesh)
+    return stages
 
 
 def schedule(stages, kind, n_microbatches, **options):
@@ -142,7 +146,8 @@ def schedule(stages, kind, n_microbatches, **options):
     Args:
         stages: What `build` returns, wrapped for data parallelism or not.
         kind: A class: `Schedule1F1B`, say, or where a rank has several stages
-            `ScheduleInterleaved1F1B`.
+            `ScheduleInterleaved1F1B`, for which torch needs `fully_shard` where it
+            takes no `DistributedDataParallel`.
         n_microbatches: How many equal parts a batch is divided into.
         **options: Those of the class.
 
@@ -157,16 +162,22 @@ def batch(input_ids, attention_mask, labels):
     return {"input_ids": input_ids, "attention_mask": attention_mask, "target": labels}
 
 
-def to_full(stages):
-    """The original's state dict, on every rank. Every rank calls it."""
+def to_full(stages, first_rank_only=False):
+    """The original's state dict, on every rank. Every rank calls it.
+
+    Args:
+        stages: What `build` returns, wrapped for data parallelism or not.
+        first_rank_only: Give it to the first process alone, on its CPU; the others get
+            an empty dictionary, and none but the first holds more than its stages.
+    """
     named = {}
     for stage in stages:
         named |= full_state_dict(unwrapped(stage))
-    return gathered(named, stages[0].group)
+    return gathered(named, stages[0].group, first_rank_only)
 
 
 def load_full(stages, full):
-    """Takes the original's state dict; do it before stages are wrapped."""
+    """Takes the original's state dict; do it before the stages are wrapped."""
     for stage in stages:
         held = {n: t for n, t in full.items() if has_place(stage.submod, n)}
         stage.submod.load_state_dict(held)

@@ -16,6 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 from .delayed import default_generator
 
 
+def draw_apart(mesh: DeviceMesh) -> None:
+    """Lets each rank draw random numbers of its own from now on, for dropout.
+
+    Ranks that differ on the axis `tp` alone go on drawing the same ones.
+    """
+    seeds = torch.randint(2**62, mesh.mesh.shape, device="cpu")
+    axes = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
+    place = tuple(0 if name == "tp" else number for name, number in axes)
+    torch.manual_seed(int(seeds[place]))
+
+
 def tensor_parallel_group(mesh: DeviceMesh) -> Any:
     """This rank's group along the axis `tp`; itself alone where the mesh has none."""
     if "tp" in (mesh.mesh_dim_names or ()):
@@ -72,9 +83,24 @@ def placed(
     for number in numbers:
         generator.set_state(before)  # each stage draws what the whole model would
         module = kinds[number](*args, **kwargs).to(device)
+        module.register_forward_pre_hook(with_sendable_gradients)
         group = mesh.get_group("pp")
         stages.append(PipelineStage(module, number, len(kinds), device, group=group))
     return stages
+
+
+def with_sendable_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
+    """Makes the gradients of what a stage is given lie in one piece of memory.
+
+    Torch sends them to the stage before, and sends no others.
+    """
+    views = []
+    for tensor in given:
+        if tensor.requires_grad:
+            tensor = tensor.view_as(tensor)  # torch uses the tensor itself again
+            tensor.register_hook(Tensor.contiguous)
+        views.append(tensor)
+    return tuple(views)
 
 
 def unwrapped(stage: PipelineStage) -> Any:
@@ -150,8 +176,9 @@ class Schedule:
             where the last stage is; elsewhere None and nothing.
         """
         losses: list[Tensor] = []
-        outputs = self.fitting(batch, trains=False).eval(**batch, losses=losses)
-        return outputs, losses
+        wanted = None if batch["target"] is None else losses
+        schedule = self.fitting(batch, trains=False)
+        return schedule.eval(**batch, losses=wanted), losses
 
     def fitting(self, batch: Mapping[str, Any], trains: bool) -> Any:
         """The schedule of torch's for batches like this one.
@@ -168,8 +195,9 @@ class Schedule:
         }
         if self.made_for == (trains, sizes):
             return self.schedule
-        rows = next(v.shape[0] for v in batch.values() if isinstance(v, Tensor))
-        if rows % self.n_microbatches:
+        rows = {n: v.shape[0] for n, v in batch.items() if isinstance(v, Tensor)}
+        number = max(rows.values())
+        if number % self.n_microbatches or min(rows.values()) < number:
             raise ValueError(
                 f"a batch of {rows} rows cannot be divided into {self.n_microbatches} "
                 "equal micro-batches"
