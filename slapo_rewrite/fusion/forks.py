@@ -231,6 +231,7 @@ class _Forking:
         losing = self._losing(body, loss, first, name)
         self._check_ways(making, losing)
         read = self._read()
+        losing = self._named(losing)
         place = guard if guard is not None and losing == body else losing[0]
         hidden, named = self._hidden(place)
         labels = self._labels(place)
@@ -388,11 +389,21 @@ class _Forking:
             at = [n for n, (_, v) in enumerate(by.arguments) if v is value]
             yield from (str(n) for n in at) if at else ("",)
             return
+        if by is not None and isinstance(by.node, ast.Dict) and all(map(_is_returned, by.uses)):
+            pairs = zip(by.node.keys, by.node.values, strict=True)
+            keys = [key for key, given in pairs if given is use.node or self._holds(given, value)]
+            if keys:
+                yield from (str(k.value) if isinstance(k, ast.Constant) else "" for k in keys)
+                return
         if by is not None and _is_output(by.operation):
             yield from ([key for key, v in by.arguments if v is value] or [""])
             return
         line = getattr(use.node, "lineno", None)
         raise Declined(f"the logits are needed for more than the loss, in line {line}")
+
+    def _holds(self, node: ast.expr, value: Value) -> bool:
+        """Whether an expression is a name that holds a value."""
+        return isinstance(node, ast.Name) and self.graph.loads.get(node) is value
 
     # Operands -------------------------------------------------------------------------------------
 
@@ -418,12 +429,26 @@ class _Forking:
         free = next(name for name in names if name not in taken)
         return free, self.graph.file.segment(given[0])
 
+    def _named(self, losing: list[ast.stmt]) -> list[ast.stmt]:
+        """The statements without the first ones, where only those give the labels a name."""
+        tainted = [value.site.statement for value in self.tainted.values()]
+        for number, statement in enumerate(losing):
+            if self._label_name(statement) is not None:
+                return losing[number:]
+            if any(each is not None and within(statement, each) for each in tainted):
+                break
+        return losing
+
+    def _label_name(self, place: ast.stmt) -> str | None:
+        value, held = self.labels.value, self.graph.names[place]
+        return next((n for n, v in held.items() if v is value and not n.startswith("self.")), None)
+
     def _labels(self, place: ast.stmt) -> str:
         """The labels as text."""
-        value, held = self.labels.value, self.graph.names[place]
-        name = next((n for n, v in held.items() if v is value and not n.startswith("self.")), None)
+        name = self._label_name(place)
         if name is None:
-            raise Declined(f"the labels, {described(value)}, have no name where the ways part")
+            said = described(self.labels.value)
+            raise Declined(f"the labels, {said}, have no name where the ways part")
         return f"{name}[{self.labels.shift}]" if self.labels.shift else name
 
 
