@@ -415,7 +415,7 @@ class _Forking:
         own = set(bound_by(call.statement))
         held = {n: v for n, v in held.items() if n not in own}
         if self.head.around:
-            return written(hidden, held), ""
+            return written(hidden, held, self.graph.file), ""
         name = next((n for n, v in held.items() if v is hidden and not n.startswith("self.")), None)
         if name is not None:
             return name, ""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from slapo_rewrite.edit.text import accessor
 from slapo_rewrite.fusion.rule import Found
 from slapo_rewrite.patterns.values import Value, described
+from slapo_rewrite.source.index import SourceFile
 
 LINEAR = ("torch.nn.modules.linear", "Linear")
 # How rows are left out so that each prediction stands beside the next label, and the labels' part.
@@ -250,8 +251,13 @@ def depending(value: Value, on: Value) -> list[Value]:
     return [v for v in every if id(v) in found]
 
 
-def written(value: Value, held: Mapping[str, Value]) -> str:
-    """A head's input as text, with the names that hold something where it is to stand.
+def written(value: Value, held: Mapping[str, Value], file: SourceFile) -> str:
+    """A head's input as text.
+
+    Args:
+        value: The input.
+        held: What names hold where it is to stand.
+        file: Where that is.
 
     Raises:
         Declined: It is computed inside a module, in a way that cannot be written from outside.
@@ -259,10 +265,27 @@ def written(value: Value, held: Mapping[str, Value]) -> str:
     name = next((n for n, v in held.items() if v is value and not n.startswith("self.")), None)
     if name is not None:
         return name
-    if value.called is None or any(key.startswith("*") for key, _ in value.given):
-        raise Declined(f"{described(value)} is computed in the module that calls the output layer")
-    given = [f"{key}={written(v, held)}" if key else written(v, held) for key, v in value.given]
-    return f"{accessor(value.called)}({', '.join(given)})"
+    if value.called is None:
+        return f"{_function(value, held, file)}({written(value.arguments[0][1], held, file)})"
+    if any(key.startswith("*") for key, _ in value.given):
+        raise _within(value)
+    given = ((key, written(v, held, file)) for key, v in value.given)
+    texts = [f"{key}={text}" if key else text for key, text in given]
+    return f"{accessor(value.called)}({', '.join(texts)})"
+
+
+def _function(value: Value, held: Mapping[str, Value], file: SourceFile) -> str:
+    """What a value calls with one argument: a function that the file knows by name."""
+    match value.node:
+        case ast.Call(func=ast.Name() | ast.Attribute() as function, args=[_], keywords=[]):
+            name = next(n.id for n in ast.walk(function) if isinstance(n, ast.Name))
+            if value.file is file and file.qualified(function) and name not in held:
+                return file.segment(function)
+    raise _within(value)
+
+
+def _within(value: Value) -> Declined:
+    return Declined(f"{described(value)} is computed in the module that calls the output layer")
 
 
 def loss_of(found: Found) -> str:
