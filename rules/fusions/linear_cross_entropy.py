@@ -39,15 +39,26 @@ LOSSES = {
     f"{OURS}.masked_lm_cross_entropy": masked_lm_linear_cross_entropy,
 }
 OF_MODEL = "self.loss_function"
+PLAIN = ("cross_entropy", f"{OURS}.cross_entropy")
 # What transformers' losses are given first.
 LOGITS_FIRST = ("logits", "labels", "vocab_size")
 # What a cross entropy is given besides: what the kernel takes too, and what it does not.
-OPTIONS = {"ignore_index": -100, "label_smoothing": 0.0}
-NOT_TAKEN = {"weight": None, "size_average": None, "reduce": None, "reduction": "mean"}
+OPTIONS: dict[str, object] = {"ignore_index": -100, "label_smoothing": 0.0}
+NOT_TAKEN: dict[str, object] = {
+    "weight": None,
+    "size_average": None,
+    "reduce": None,
+    "reduction": "mean",
+}
 
 
 def is_loss(_: str, call: CallSite) -> bool:
-    return call.operation in ("cross_entropy", OF_MODEL, *LOSSES)
+    return named(call.operation) in (*PLAIN, OF_MODEL, *LOSSES)
+
+
+def named(operation: str) -> str:
+    """What computes a loss; a helper that is imported in the output alone is of no module yet."""
+    return operation.removeprefix("call ").replace("builtins.", f"{OURS}.")
 
 
 WRITER = """\
@@ -287,7 +298,7 @@ def fork(found: Found) -> Fork:
         Declined: The logits are needed, or come from elsewhere.
     """
     loss = found.match.root
-    plain = loss.operation == "cross_entropy"
+    plain = named(loss.operation) in PLAIN
     given = dict(loss.arguments)
     first, second = ("input", "target") if plain else LOGITS_FIRST[:2]
     logits, labels = given.get(first, given.get("0")), given.get(second, given.get("1"))
@@ -306,8 +317,8 @@ def written(found: Found) -> Renamed:
         Declined: The loss is another one.
     """
     loss, kernel = found.match.root, linear_cross_entropy
-    operation = loss.operation.removeprefix("call ")
-    if operation != "cross_entropy":
+    operation = named(loss.operation)
+    if operation not in PLAIN:
         name = loss_of(found) if operation == OF_MODEL else operation
         if name not in LOSSES:
             short = name.rpartition(".")[2]
@@ -321,7 +332,7 @@ def written(found: Found) -> Renamed:
         given.append(f"bias={layer}.bias")
     if parted.head.softcap is not None:
         given.append(f"softcap={text_of(parted.head.softcap)}")
-    more = options(loss) if operation == "cross_entropy" else others(found, parted)
+    more = options(loss) if operation in PLAIN else others(found, parted)
     arguments = ", ".join([*given, *more])
     return Renamed.of(kernel, f"({arguments})")
 
@@ -329,15 +340,16 @@ def written(found: Found) -> Renamed:
 def options(loss: Value) -> list[str]:
     """The keywords of a cross entropy, where they are not what the kernel takes by itself."""
     given = dict(loss.arguments)
-    for name, default in NOT_TAKEN.items():
-        if given[name].operation != "constant" or given[name].literal != default:
-            raise Declined(f"the loss is given `{name}`, which the kernel does not take")
     found = []
-    for name, plain in OPTIONS.items():
-        if not given[name].is_leaf:
-            raise Declined(f"`{name}` of the loss is {described(given[name])}")
-        if given[name].operation != "constant" or given[name].literal != plain:
-            found.append(f"{name}={text_of(given[name])}")
+    for name, value in [*given.items()][2:]:
+        known = OPTIONS if name in OPTIONS else NOT_TAKEN
+        if value.operation == "constant" and name in known and value.literal == known[name]:
+            continue
+        if known is NOT_TAKEN:
+            raise Declined(f"the loss is given `{name}`, which the kernel does not take")
+        if not value.is_leaf:
+            raise Declined(f"`{name}` of the loss is {described(value)}")
+        found.append(f"{name}={text_of(value)}")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,10 @@ import torch
 from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
+from slapo_rewrite.fusion.looking import look
+from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.verify.run import verify
+from tests import finding
 from tests.rewriting import imported, written
 
 SIZES = {
@@ -162,6 +166,71 @@ def test_loss_and_gradients(case, tmp_path):
 
 
 APPLY = '    s.apply("linear_cross_entropy")\n'
+WHOLE = '    s.apply("cross_entropy")\n'
+CALL = "F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))"
+LOSS = f"loss = {CALL}\n"
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=lambda case: case.model)
+def test_beside_the_kernel_of_whole_logits(case, tmp_path):
+    """The loss outside of training may have become that kernel's, before or after."""
+    models = []
+    for asked in (APPLY + WHOLE, WHOLE + APPLY):
+        (tmp_path / "s.py").write_text(text(case).replace(APPLY, asked))
+        output = rewrite(case.source, str(tmp_path / "s.py"))
+        models.append(output.files[output.model_file].partition("\n")[2])
+    assert models[0] == models[1]
+    assert len(re.findall(r"loss = (?:causal_lm_)?(?:linear_)?cross_entropy\(", models[0])) == 2
+
+
+HOMEMADE = {
+    "tuple": (LOSS + "return logits, loss", "'0'"),
+    "dict": (LOSS + "return {'loss': loss, 'logits': logits}", "'logits'"),
+    "at once": (f"return logits, {CALL}", "'0'"),
+    "alone": (LOSS + "return loss", None),
+    "early": (
+        "if labels is None:\n    return logits, None\n" + LOSS + "return logits, loss",
+        "'0'",
+    ),
+    "otherwise": (
+        "if labels is None:\n    loss = None\nelse:\n    B, T, C = logits.shape\n"
+        "    logits = logits.view(B * T, C)\n    labels = labels.view(B * T)\n"
+        "    loss = F.cross_entropy(logits, labels)\nreturn logits, loss",
+        "'0'",
+    ),
+    "masked": ("labels = labels.clamp(max=7)\n" + LOSS + "return logits, loss", "'0'"),
+    "scores": (LOSS + "return logits.softmax(-1), loss", "needed for more than the loss, in line"),
+    "kept": (
+        "self.last = logits\n" + LOSS + "return loss",
+        "needed for more than the loss, in line",
+    ),
+    "written": ("logits[..., 0] = 0\n" + LOSS + "return loss", "needed for more than the loss"),
+    "input": ("x.add_(1)\n" + LOSS + "return loss", "overwritten between logits and loss"),
+    "doubled": (f"loss = 2 * {CALL}\nreturn loss", "computes more than the loss"),
+    "deeper": (
+        "if x.dim() > 2:\n    " + LOSS + "return logits, loss",
+        "right below `if labels is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("written_so", HOMEMADE.values(), ids=HOMEMADE)
+def test_homemade(written_so, tmp_path):
+    """What may stand around a loss, and what not."""
+    body, said = written_so
+    source = finding.forward(
+        "logits = self.head(x)\n" + body, "self, x, labels=None", "self.head = nn.Linear(8, 11)"
+    )
+    whole = finding.selection(tmp_path, source)
+    looked = look(rules()["linear_cross_entropy"], [whole._nodes[0]], whole._plan.sources)
+    if said is None or said.startswith("'"):
+        assert not looked.left, looked.left[0].reason
+        spread = looked.claims[0].spread
+        assert repr(list(spread.absent)) == f"[{said or ''}]"
+    else:
+        assert said in looked.left[0].reason
+
+
 SHARD = '    s["model.embed_tokens"].shard("weight", axis=0)\n'
 CUT = '    s["model.layers.0"].cut_pipeline_stage()\n'
 REFUSED = {

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from slapo_rewrite.runtime.kernels.bias_gelu import bias_gelu
-from slapo_rewrite.runtime.kernels.cross_entropy import cross_entropy
+from slapo_rewrite.runtime.kernels.cross_entropy import cross_entropy, flat_labels
 from slapo_rewrite.runtime.kernels.gated import geglu, swiglu
 from slapo_rewrite.runtime.kernels.launch import rows_of
 from slapo_rewrite.runtime.kernels.layer_norm import add_layer_norm, layer_norm, residual_layer_norm
@@ -163,3 +163,11 @@ def test_meta_and_fake_tensors_take_the_reference():
     x, weight = torch.empty(3, 8, device="meta"), torch.empty(8, device="meta")
     assert rms_norm(x, weight).shape == x.shape
     assert linear_cross_entropy(x, torch.empty(20, 8, device="meta"), x[:, 0].long()).shape == ()
+
+
+def test_as_many_labels_as_predictions():
+    """A kernel would read past the end, or leave some out."""
+    labels = torch.arange(6).view(2, 3)
+    assert flat_labels(labels, torch.empty(2, 3, 7)).tolist() == [*range(6)]
+    with pytest.raises(ValueError, match="6 labels for 4 predictions"):
+        flat_labels(labels, torch.empty(2, 2, 7))
