@@ -190,15 +190,62 @@ s["attention.o"].sync("fwd_post", "all_reduce")
 """
 
 
+CROSS = """\
+import torch
+from torch import nn
+
+
+class Cross(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.own, self.other = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x, scale=1.0, encoded=None):
+        inner = self.own(x).sigmoid() * scale
+        if encoded is not None:
+            inner = inner * self.other(encoded)
+        return self.down(inner)
+
+
+class Model(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.table = nn.Embedding(11, width)
+        self.encoder = nn.Linear(width, width)
+        self.layers = nn.ModuleList([Cross(width) for _ in range(3)])
+
+    def forward(self, ids):
+        x = self.table(ids)
+        encoded = self.encoder(x)
+        x = x + self.layers[0](x, 0.5, encoded)
+        x = x + self.layers[1](x, encoded=encoded)
+        return {"hidden": x + self.layers[2](x)}
+"""
+OF_AN_ARGUMENT = """\
+s["layers.*.{own,other}"].shard(["weight", "bias"], axis=0)
+s["layers.*.down"].shard("weight", axis=1)
+s["layers.*.down"].sync("fwd_post", "all_reduce")
+s["layers.*.own"].sync("bwd_post", "all_reduce")
+s["layers"][:2].sync("bwd_post", "all_reduce", of="encoded")
+"""
+OF_ALL = OF_AN_ARGUMENT.replace("[:2]", '["*"]')
+
+
 def case(lines: str) -> Case:
     return Case(SOURCE, HEAD + "".join(f"    {line}\n" for line in lines.strip().split("\n")))
 
 
 def every_case() -> dict[str, Case]:
     head = HEAD.replace('    fc1, fc2, mlp = s["mlp.fc1"], s["mlp.fc2"], s["mlp"]\n', "")
-    body = "".join(f"    {line}\n" for line in ON_SLICES.splitlines())
+
+    def other(source: str, lines: str) -> Case:
+        return Case(source, head + "".join(f"    {line}\n" for line in lines.splitlines()))
+
     return {name: case(lines) for name, lines in CASES.items()} | {
-        "norms": Case(NORMS, head + body)
+        "norms": other(NORMS, ON_SLICES),
+        "of an argument": other(CROSS, OF_ALL),
+        "of an argument of some": other(CROSS, OF_AN_ARGUMENT),
     }
 
 
@@ -362,6 +409,8 @@ ARGUMENTS = [
     ),
     (sync("fc1", "reduce_scatter", ", axis=1", "bwd_post"), "SR305", "cannot be combined"),
     (sync("fc1", "RR->RS") + sync("fc1", "scatter", ", axis=-1"), "SR304", "has this sync already"),
+    (sync("mlp", "all_reduce", ', of="y"', "bwd_post"), "SR206", "takes no argument 'y'"),
+    (sync("mlp", "all_reduce", ', of="x"'), "SR206", "for collectives of `fwd_pre`"),
 ]
 
 
