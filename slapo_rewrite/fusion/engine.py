@@ -26,6 +26,7 @@ from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.patterns.operations import by_module
 from slapo_rewrite.patterns.search import Match
+from slapo_rewrite.patterns.standing import Replaced
 from slapo_rewrite.patterns.values import Value
 from slapo_rewrite.source.facts import dotted
 from slapo_rewrite.source.index import SourceFile
@@ -166,14 +167,6 @@ class Claim:
     layer: str | None = None
     spread: Spread | None = None
 
-    def touched(self) -> set[tuple[str, int]]:
-        """The statements that go and the expression that is replaced, by path and identity."""
-        replaced = self.match.replaced
-        # Contexts (`ast.Load()`) are one object everywhere.
-        gone = (replaced.node, *replaced.removed, *(node for node, _ in replaced.reads))
-        every = (n for outer in gone for n in ast.walk(outer))
-        return {(self.node.path, id(n)) for n in every if isinstance(n, (ast.expr, ast.stmt))}
-
     def called(self) -> list[str]:
         """The paths of the modules that are called in the match."""
         return [self._below(called) for called in self.match.calls]
@@ -244,7 +237,8 @@ class Engine:
 
         Of two that want the same text, the earlier is carried out.
         """
-        taken: dict[tuple[str, int], Claim] = {}
+        # By text: what it touches, and the claim of each module.
+        taken: dict[int, tuple[set[int], dict[str, Claim]]] = {}
         kept: list[Claim] = []
         left: list[Left] = []
         for group in _by_text(claims):
@@ -253,13 +247,19 @@ class Engine:
                 left.append(stop)
                 continue
             for claim in group:
-                touched = claim.touched()
-                other = next((taken[t] for t in touched if t in taken), None)
+                text, path = claim.match.replaced, claim.node.path
+                if id(text) not in taken:
+                    taken[id(text)] = (_touched(text), {})
+                touched, here = taken[id(text)]
+                others = (
+                    c[path] for t, c in taken.values() if path in c and not t.isdisjoint(touched)
+                )
+                other = next(others, None)
                 if other is not None:
                     reason = f"`{other.what}` takes its place already"
                     left.append(Left(claim, reason, harmless=True))
                     continue
-                taken |= dict.fromkeys(touched, claim)
+                here[path] = claim
                 kept.append(claim)
         return kept, left
 
@@ -446,7 +446,7 @@ class Engine:
             places.add(claim.node.path, place, write, (self.cause,))
 
     def _text(self, claim: Claim) -> str:
-        key = (id(claim.expression), tuple(claim.operands.items()))
+        key = (claim.expression, tuple(claim.operands.items()))
         if key not in self._texts:
             self._texts[key] = claim.expression.written(claim.operands, self.speller)
         return self._texts[key]
@@ -573,6 +573,14 @@ def _is_below(claim: Claim, above: Iterable[str]) -> bool:
 def _reads(node: ast.AST, name: str) -> bool:
     """Whether a node reads a local variable."""
     return isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+
+
+def _touched(replaced: Replaced) -> set[int]:
+    """The statements that go and the expression that is replaced, by identity."""
+    # Contexts (`ast.Load()`) are one object everywhere.
+    gone = (replaced.node, *replaced.removed, *(node for node, _ in replaced.reads))
+    every = (n for outer in gone for n in ast.walk(outer))
+    return {id(n) for n in every if isinstance(n, (ast.expr, ast.stmt))}
 
 
 def _by_text(claims: Sequence[Claim]) -> list[list[Claim]]:
