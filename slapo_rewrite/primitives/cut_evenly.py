@@ -106,6 +106,12 @@ class CutEvenly(CutPipelineStage):
                 hint=errors.did_you_mean(str(by), MEASURES),
             )
         layers = [layer for node in nodes for layer in layers_in(node)]
+        if not layers:
+            raise errors.BadArgument(
+                "there are no layers to cut between: the model has no nn.ModuleList",
+                at=at,
+                hint="cut_pipeline_stage() ends a stage after any module that `forward` calls",
+            )
         if by == "layers":
             sizes = [1.0] * len(layers)
         elif by == "parameters":

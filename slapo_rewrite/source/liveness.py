@@ -415,7 +415,7 @@ class _Forward:
                 never = start if isinstance(node, ast.For | ast.AsyncFor) else state
                 left = Bound(never.sure, again.maybe)
                 end = self._block(node.orelse, left)
-                return _joined(end, left if _breaks(node) else None)
+                return _joined(end, left if breaks(node) else None)
             case ast.With() | ast.AsyncWith():
                 return self._block(node.body, state)
             case ast.Try() | ast.TryStar():
@@ -456,7 +456,7 @@ def _joined(one: Bound | None, other: Bound | None) -> Bound | None:
     return one.joined(other) if one else other
 
 
-def _breaks(loop: ast.For | ast.AsyncFor | ast.While) -> bool:
+def breaks(loop: ast.For | ast.AsyncFor | ast.While) -> bool:
     """Whether a loop has a `break` of its own."""
     waiting = list(loop.body)
     while waiting:

@@ -19,9 +19,8 @@ from slapo_rewrite.stages.program import (
     Piece,
     Program,
     Version,
-    module_reads,
-    respelled,
 )
+from slapo_rewrite.stages.text import module_reads, respelled
 
 # Shape and type of a tensor.
 Like = tuple[tuple[int, ...], Any]
@@ -35,6 +34,7 @@ class Seen:
         kind: `grad` for a tensor that takes part in the backward pass, `float` and `int` for other
             tensors, booleans among the latter; `other` for what is no tensor.
         like: Shape and type of a tensor.
+        is_drawn: Whether random numbers were drawn for it, so that it is another one every time.
         is_scattered: Whether a tensor does not lie in one piece of memory, so that it cannot be
             sent as it is.
     """
@@ -42,6 +42,7 @@ class Seen:
     kind: str
     like: Like | None = None
     is_scattered: bool = False
+    is_drawn: bool = False
 
     def is_like(self, other: Seen) -> bool:
         """Whether two tensors are of one type and, but for the last axis, of one shape."""
@@ -128,7 +129,7 @@ class Stages:
             names = {n: new for (p, n), new in stage.standing_in.items() if p == number}
             for version in piece.reads:
                 new = self.spelled(version)
-                if new == version[0] or version[0] in names:
+                if new == version[0] or (number, version[0]) in stage.borrowed:
                     continue
                 if hasattr(piece.node, "body") and version[0] in piece.binds:
                     texts.append(f"{version[0]} = {new}")
@@ -204,6 +205,8 @@ class Planner:
         names = [name for name, _ in labels]
         stages = Stages(program, found, tail, names, scattered, self.by_name)
         while (clash := self.clash(stages)) is not None:
+            if clash in stages.spelling:
+                raise self.cannot_be_told_apart(clash)
             stages.spelling[clash] = f"given_{clash[0]}"
         return stages
 
@@ -226,7 +229,7 @@ class Planner:
         stage = Stage([*sorted(again), *own], [], anew=anew)
         for piece in sorted(again):
             for version in pieces[piece].reads:
-                if self.seen[version].kind != "grad" or version in given:
+                if not self.stays_behind(version, number) or version in given:
                     continue
                 stand_in = self.substitute(piece, version, given, number)
                 stage.borrowed[piece, version[0]] = self.seen[stand_in].like
@@ -265,10 +268,14 @@ class Planner:
             given[version] = None
         elif number in again:
             pass
-        elif number != ARGUMENT and not self.trains(self.program.pieces[number]):
+        elif (
+            number != ARGUMENT
+            and not seen.is_drawn
+            and not self.trains(self.program.pieces[number])
+        ):
             again.add(number)
             for needed in self.program.pieces[number].reads:
-                if self.seen[needed].kind != "grad":
+                if not self.stays_behind(needed, stage):
                     self.bring(needed, stage, given, again, anew, is_tail)
         elif seen.kind == "int" and not self.by_name:
             given[version] = None
@@ -289,6 +296,11 @@ class Planner:
                 also=places[1:],
                 hint="cut where it is not needed any more, or work it out inside the layers",
             )
+
+    def stays_behind(self, version: Version, stage: int) -> bool:
+        """Whether a value gets to a stage at most by its shape, where it is worked on again."""
+        is_float = self.seen[version].kind == "float" and version[1] == ARGUMENT
+        return self.seen[version].kind == "grad" or (is_float and stage > 0 and not self.by_name)
 
     def before_layers(self, version: Version) -> Version | None:
         """The value of the same name that a loop over layers began with."""
@@ -389,9 +401,7 @@ class Planner:
                 for read in piece.reads:
                     version = stage.anew.get(read, read)
                     name = stages.spelled(version)
-                    if (number, version[0]) in stage.standing_in or (
-                        self.seen[version].kind == "grad" and has.get(name) in stage.given
-                    ):
+                    if (number, version[0]) in stage.borrowed:
                         continue
                     if has.get(name) != version:
                         return self.renamed(version, has.get(name))
@@ -407,9 +417,14 @@ class Planner:
         for each in (version, other):
             if each is not None and each[1] == ARGUMENT:
                 return each
-        raise errors.CannotCut(
+        raise self.cannot_be_told_apart(version)
+
+    def cannot_be_told_apart(self, version: Version) -> errors.CannotCut:
+        """The error for two values of one name."""
+        number = version[1]
+        return errors.CannotCut(
             f"two values called `{version[0]}` are needed at one time",
-            at=self.program.pieces[version[1]].at,
+            at=self.program.pieces[number].at if number != ARGUMENT else self.cuts[0],
             also=[c for c in self.cuts if c],
             hint="give one of them another name in `forward`",
         )

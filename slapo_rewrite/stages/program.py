@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,10 @@ from slapo_rewrite import errors
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.edit.text import accessor
 from slapo_rewrite.errors import Span
-from slapo_rewrite.source.liveness import part_of
+from slapo_rewrite.source.liveness import breaks, local_names, part_of
 from slapo_rewrite.stages.flat import Flat, Line
+from slapo_rewrite.stages.loops import loop_over, sliced
+from slapo_rewrite.stages.text import rewritten
 
 # A name, and the number of the piece that gave it this value; -1 for an argument of `forward`.
 Version = tuple[str, int]
@@ -137,13 +139,19 @@ def divided(flat: Flat, cuts: Sequence[Cut], model: Any) -> Program:
         inside = sorted(layer for layer in after if layer is not None)
         first = 0
         for stop in inside:
-            layers = Layers(loop_list(statements[number]) or "", first, stop)
+            layers = Layers(list_of(statements[number]), first, stop)
             pieces.append(Piece(line.text, line.at, stage, layers))
             first, stage = stop, stage + 1
-        rest = Layers(loop_list(statements[number]) or "", first, None) if inside else None
+        rest = Layers(list_of(statements[number]), first, None) if inside else None
         pieces.append(Piece(line.text, line.at, stage, rest))
         stage += None in after
-    return linked(flat, pieces, stage + 1)
+    return linked(flat, pieces, stage + 1, cuts[0].cause.at)
+
+
+def list_of(statement: ast.stmt) -> str:
+    """The first list that a loop over layers runs over, as the text spells it."""
+    loop = loop_over(statement)
+    return loop.lists[0] if loop is not None else ""
 
 
 def with_calls_apart(flat: Flat, trains: Callable[[str], bool]) -> Flat:
@@ -226,14 +234,36 @@ def place_of(
 
     parent, _, name = cut.path.rpartition(".")
     if name.isdigit():
-        for number, statement in enumerate(statements):
-            if isinstance(statement, ast.For) and loop_list(statement) == accessor(parent):
-                if statement.orelse:
-                    raise refused("a loop with `else` cannot be divided", number)
-                total = len(model.get_submodule(parent))
-                if int(name) + 1 == total:
-                    return number, None
-                return number, int(name) + 1
+        layer, total = int(name), len(model.get_submodule(parent))
+        loops = [
+            (number, statement, loop)
+            for number, statement in enumerate(statements)
+            if (loop := loop_over(statement)) is not None
+            and accessor(parent) in loop.lists
+            and loop.first <= layer
+            and not loop.ends_before(layer)
+        ]
+        for number, statement, loop in loops:
+            if len(loops) > 1:
+                raise refused(
+                    f"`{cut.path}` is called in {len(loops)} loops: which of them is meant cannot "
+                    "be said",
+                    loops[1][0],
+                    "cut after another module",
+                )
+            if loop.is_last(layer, total):
+                return number, None
+            assert isinstance(statement, ast.For)
+            if statement.orelse or breaks(statement):
+                word = "`else`" if statement.orelse else "`break`"
+                raise refused(
+                    f"a loop with {word} cannot be divided: what follows it may not run",
+                    number,
+                    "cut before or after the loop",
+                )
+            if len({len(model.get_submodule(p.removeprefix("self."))) for p in loop.lists}) > 1:
+                raise refused("the lists of this loop differ in length", number, "cut elsewhere")
+            return number, layer + 1
     wanted = accessor(cut.path)
     found = [
         (number, node)
@@ -255,7 +285,7 @@ def place_of(
                         f"`{cut.path}` is not called in a loop over `{parent}`",
                         number,
                         "a stage ends between the rounds of `for layer in self.layers`, also with "
-                        "`enumerate` or a slice up to a number of layers",
+                        "`enumerate`, `zip` of such lists, `range(len(self.layers))` or a slice",
                     )
         raise refused(
             f"no stage can end after `{cut.path}`: training does not call it by this name",
@@ -286,7 +316,7 @@ def place_of(
     return number, None
 
 
-def linked(flat: Flat, pieces: Sequence[Piece], stages: int) -> Program:
+def linked(flat: Flat, pieces: Sequence[Piece], stages: int, cause: Span | None) -> Program:
     """The pieces, each with the values that it reads and binds."""
     body = "\n".join(piece.text for piece in pieces)
     text = f"def forward(self, {', '.join(flat.parameters)}):\n"
@@ -297,7 +327,17 @@ def linked(flat: Flat, pieces: Sequence[Piece], stages: int) -> Program:
     found = []
     *statements, last = function.body
     read_later = [set(part_of(function, [s]).inputs) for s in function.body]
+    names = local_names(function)
     for number, (piece, statement) in enumerate(zip(pieces, statements, strict=True)):
+        for name in altered_in(statement):
+            if name not in names:
+                raise errors.CannotCut(
+                    f"`{name}` is no local name, and what is written to it does not get to other "
+                    "stages",
+                    at=piece.at,
+                    also=[cause] if cause else [],
+                    hint="hand it on as a value",
+                )
         part = part_of(function, [statement])
         reads = tuple((n, current[n]) for n in part.inputs if n in current)
         later = set().union(*read_later[number + 1 :])
@@ -326,107 +366,3 @@ def altered_in(statement: ast.stmt) -> Iterator[str]:
             base = base.value
         if isinstance(base, ast.Name) and base.id != "self":
             yield base.id
-
-
-# Loops over layers ------------------------------------------------------------------------------
-
-
-def loop_parts(loop: ast.For) -> tuple[ast.expr, ast.expr | None, ast.Name | None] | None:
-    """The list that a loop runs over, where its slice ends, and what counts its rounds.
-
-    Returns:
-        None for a loop over something else.
-    """
-    listed, counter = loop.iter, None
-    match listed:
-        case ast.Call(func=ast.Name(id="enumerate"), args=[inner], keywords=[]):
-            if not (isinstance(loop.target, ast.Tuple) and len(loop.target.elts) == 2):
-                return None
-            listed, counter = inner, loop.target.elts[0]
-    stop = None
-    match listed:
-        case ast.Subscript(value=inner, slice=ast.Slice(lower=None, upper=upper, step=None)):
-            listed, stop = inner, upper
-    plain = isinstance(listed, ast.Attribute) and ast.unparse(listed).startswith("self.")
-    if not plain or not (counter is None or isinstance(counter, ast.Name)):
-        return None
-    return listed, stop, counter if isinstance(counter, ast.Name) else None
-
-
-def loop_list(statement: ast.stmt) -> str | None:
-    """The list that a loop runs over, as the text spells it."""
-    parts = loop_parts(statement) if isinstance(statement, ast.For) else None
-    return ast.unparse(parts[0]) if parts else None
-
-
-def sliced(text: str, first: int, stop: int | None) -> str:
-    """A loop over some of its layers."""
-    loop = ast.parse(text).body[0]
-    assert isinstance(loop, ast.For)
-    parts = loop_parts(loop)
-    assert parts is not None
-    listed, end, counter = parts
-    until = str(stop) if stop is not None else None
-    upper = until or (ast.unparse(end) if end is not None else "")
-    lower = str(first) if first else ""
-    chosen = f"{ast.unparse(listed)}[{lower}:{upper}]" if lower or upper else ast.unparse(listed)
-    target = loop.target
-    counted = counter is not None and any(
-        isinstance(n, ast.Name) and n.id == counter.id for s in loop.body for n in ast.walk(s)
-    )
-    if counter is not None and not counted:
-        assert isinstance(target, ast.Tuple)
-        target = target.elts[1]
-    elif counter is not None:
-        chosen = f"enumerate({chosen}, start={first})" if first else f"enumerate({chosen})"
-    edits = {loop.target: ast.unparse(target), loop.iter: chosen}
-    return rewritten(text, edits)
-
-
-# Text -------------------------------------------------------------------------------------------
-
-
-def rewritten(text: str, edits: Mapping[Any, str]) -> str:
-    """A text in which nodes of its tree read otherwise."""
-    lines = text.encode().splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    data = text.encode()
-    for node, new in sorted(edits.items(), key=lambda item: -_offset(item[0], starts)):
-        begin = _offset(node, starts)
-        end = starts[node.end_lineno - 1] + node.end_col_offset
-        data = data[:begin] + new.encode() + data[end:]
-    return data.decode()
-
-
-def _offset(node: ast.AST, starts: Sequence[int]) -> int:
-    return starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined,no-any-return]
-
-
-def respelled(text: str, names: Mapping[str, str]) -> str:
-    """A statement that reads other names."""
-    tree = ast.parse(text)
-    return rewritten(
-        text,
-        {
-            node: names[node.id]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names
-        },
-    )
-
-
-def module_reads(text: str) -> Iterator[list[str]]:
-    """What a text reads of the model, each as its attributes one after the other."""
-    inner: set[ast.AST] = set()
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Attribute) or node in inner:
-            continue
-        steps, base = [node.attr], node.value
-        while isinstance(base, ast.Attribute):
-            inner.add(base)
-            steps.append(base.attr)
-            base = base.value
-        if isinstance(base, ast.Name) and base.id == "self":
-            yield steps[::-1]

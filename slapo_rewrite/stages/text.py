@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.values import Fields
@@ -92,3 +94,49 @@ def comment_after(file: SourceFile, node: ast.AST) -> str:
     _, end = file.span(node)
     rest = file.text[end:].partition("\n")[0].strip().removeprefix(",").strip()
     return f"  {rest}" if rest.startswith("#") else ""
+
+
+def rewritten(text: str, edits: Mapping[Any, str]) -> str:
+    """A text in which nodes of its tree read otherwise."""
+    lines = text.encode().splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    data = text.encode()
+    for node, new in sorted(edits.items(), key=lambda item: -_offset(item[0], starts)):
+        begin = _offset(node, starts)
+        end = starts[node.end_lineno - 1] + node.end_col_offset
+        data = data[:begin] + new.encode() + data[end:]
+    return data.decode()
+
+
+def _offset(node: ast.AST, starts: Sequence[int]) -> int:
+    return starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined,no-any-return]
+
+
+def respelled(text: str, names: Mapping[str, str]) -> str:
+    """A statement that reads other names."""
+    tree = ast.parse(text)
+    return rewritten(
+        text,
+        {
+            node: names[node.id]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names
+        },
+    )
+
+
+def module_reads(text: str) -> Iterator[list[str]]:
+    """What a text reads of the model, each as its attributes one after the other."""
+    inner: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Attribute) or node in inner:
+            continue
+        steps, base = [node.attr], node.value
+        while isinstance(base, ast.Attribute):
+            inner.add(base)
+            steps.append(base.attr)
+            base = base.value
+        if isinstance(base, ast.Name) and base.id == "self":
+            yield steps[::-1]

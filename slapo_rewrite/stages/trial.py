@@ -129,9 +129,11 @@ class Trial:
         found = {(n, ARGUMENT): described(scene.get(n)) for n in program.parameters}
         with self.seeded():
             for number, piece in enumerate(program.pieces):
+                before = torch.get_rng_state()
                 exec(compile(piece.source(self.depth), "<stage>", "exec"), scene)
+                drawn = not torch.equal(before, torch.get_rng_state())
                 for name in piece.binds:
-                    found[name, number] = described(scene.get(name))
+                    found[name, number] = described(scene.get(name), drawn)
         return found
 
     def check_stand_ins(self, stages: Stages) -> None:
@@ -314,13 +316,13 @@ def apart(inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def described(value: object) -> Seen:
+def described(value: object, is_drawn: bool = False) -> Seen:
     """What a value is."""
     if not isinstance(value, Tensor):
-        return Seen("other")
+        return Seen("other", is_drawn=is_drawn)
     like = (tuple(value.shape), value.dtype)
     kind = "float" if value.is_floating_point() else "int"
-    return Seen("grad" if value.requires_grad else kind, like, not value.is_contiguous())
+    return Seen("grad" if value.requires_grad else kind, like, not value.is_contiguous(), is_drawn)
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:

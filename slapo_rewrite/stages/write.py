@@ -18,7 +18,8 @@ from slapo_rewrite.edit.text import accessor
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.plan import Stage, Stages, reads_of
-from slapo_rewrite.stages.program import Depth, rewritten
+from slapo_rewrite.stages.program import Depth
+from slapo_rewrite.stages.text import rewritten
 from slapo_rewrite.stages.values import NOT_NONE
 
 

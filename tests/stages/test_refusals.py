@@ -74,6 +74,47 @@ def written(*lines: str) -> str:
             "for _ in range(2):",
         ),
         (
+            [
+                "for layer in self.layers:",
+                "    x = layer(x)",
+                "    if x.sum() > 9:",
+                "        break",
+            ],
+            's["layers"][1]',
+            "a loop with `break` cannot be divided",
+            "for layer in self.layers:",
+        ),
+        (
+            ["for layer in self.layers:", "    x = layer(x)"] * 2,
+            's["layers"][1]',
+            "`layers.1` is called in 2 loops",
+            "for layer in self.layers:",
+        ),
+        (
+            ["for a, b in zip(self.layers, self.sequence):", "    x = b(a(x))"],
+            's["layers"][0]',
+            "the lists of this loop differ in length",
+            "for a, b in zip(self.layers, self.sequence):",
+        ),
+        (
+            ["x = self.first(x)", "F.kept = x", "x = self.inner(x)"],
+            's["first"]',
+            "`F` is no local name",
+            "F.kept = x",
+        ),
+        (
+            ["x = self.first(x)", "z = x.sum().item()", "x = self.inner(x)", "x = x * z"],
+            's["inner"]',
+            "`x` is needed after the cut for what it holds",
+            "z = x.sum().item()",
+        ),
+        (
+            ["z = {'x': x}", "x = self.inner(self.first(x))", "x = x * z['x']"],
+            's["inner"]["a"]',
+            "`x` is needed after the cut for what it holds",
+            "z = {'x': x}",
+        ),
+        (
             ["for i in range(4):", "    x = self.layers[i](x)"],
             's["layers"][1]',
             "`layers.1` is not called in a loop over `layers`",
@@ -128,10 +169,37 @@ def test_what_a_stage_leaves_on_the_model_does_not_reach_another_one(tmp_path):
     assert "the stages fail where the model does not: AttributeError" in text
 
 
+@pytest.mark.parametrize("line", ["z = torch.rand(2, 8)", "z = [torch.rand(2, 8)][0]"])
+def test_what_is_drawn_is_not_drawn_again(line, tmp_path):
+    source = written("x = self.first(x)", line, "x = self.inner(x) + 0 * z", "x = x + 0 * z")
+    text = refused(tmp_path, source, SCHEDULE.format(cut='s["inner"]["a"]'), "SR310")
+    assert "`z` is needed after the cut and cannot get there" in text
+    assert f"{line}\n" in text
+
+
+def test_two_cuts_after_one_layer(tmp_path):
+    lines = ["for layer in self.layers:", "    x = layer(x)", "x = self.inner(x)"]
+    schedule = SCHEDULE.format(cut='s["layers"][1]') + '    s["layers"][1].cut_pipeline_stage()\n'
+    text = refused(tmp_path, written(*lines), schedule, "SR306")
+    assert text.count('s["layers"][1].cut_pipeline_stage()') == 2
+
+
+def test_the_order_of_cuts_in_the_schedule_is_no_matter(tmp_path):
+    lines = ["x = self.first(x)", "for layer in self.layers:", "    x = layer(x)"]
+    cuts = ['s["layers"][1]', 's["first"]', 's["layers"][0]']
+    outputs = []
+    for order in (cuts, cuts[::-1]):
+        more = "".join(f"    {cut}.cut_pipeline_stage()\n" for cut in order[1:])
+        schedule = SCHEDULE.format(cut=order[0]) + more
+        outputs.append(rewritten(tmp_path, written(*lines), schedule).files["pipeline.py"])
+    one, other = (text.partition("class ")[2] for text in outputs)
+    assert one == other and "class ModelStage3" in one
+
+
 def test_a_float_that_is_given_cannot_cross(tmp_path):
     lines = written("z = x", "x = self.inner(self.first(x))", "x = self.sequence(x) * z")
     text = refused(tmp_path, lines, SCHEDULE.format(cut='s["inner"]'), "SR310")
-    assert "it is a float without gradient" in text
+    assert "`x` is needed after the cut for what it holds" in text
 
 
 @pytest.mark.parametrize(

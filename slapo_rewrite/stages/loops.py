@@ -1,0 +1,153 @@
+"""Loops over layers, and some of their rounds."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from slapo_rewrite.stages.text import rewritten
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a loop over layers runs over.
+
+    Attributes:
+        lists: The lists of layers, as the text spells them; several for `zip`.
+        first: The first layer.
+        stop: Where the slice ends, as text; empty without one.
+        target: What a round calls its layers.
+        counter: What counts the rounds.
+        start: What it begins with.
+        read: Where a layer is read by its number, for `range(len(self.layers))`.
+    """
+
+    lists: tuple[str, ...]
+    first: int
+    stop: str
+    target: str
+    counter: str | None = None
+    start: int = 0
+    read: tuple[ast.expr, ...] = ()
+
+    def ends_before(self, layer: int) -> bool:
+        """Whether the slice ends before a layer."""
+        return self.stop.isdigit() and int(self.stop) <= layer
+
+    def is_last(self, layer: int, total: int) -> bool:
+        """Whether a layer is the last one of the loop.
+
+        Args:
+            layer: Its number in the list.
+            total: How many the list has.
+        """
+        return layer + 1 == (min(int(self.stop), total) if self.stop.isdigit() else total)
+
+    def head(self, first: int, stop: int | None, counted: bool) -> tuple[str, str]:
+        """The variables and the iterable of some of the rounds.
+
+        Args:
+            first: The first layer.
+            stop: The layer after the last one; None for all that follow.
+            counted: Whether the number of a round is read.
+        """
+        first = max(first, self.first)
+        upper = self.stop if stop is None else str(stop)
+        part = f"[{first or ''}:{upper}]" if first or upper else ""
+        chosen = [f"{listed}{part}" for listed in self.lists]
+        over = chosen[0] if len(chosen) == 1 else f"zip({', '.join(chosen)})"
+        if not counted:
+            return self.target, over
+        start = self.start + first - self.first
+        return (
+            f"{self.counter}, {self.target}",
+            f"enumerate({over}{f', start={start}' * bool(start)})",
+        )
+
+
+def loop_over(statement: ast.stmt) -> Loop | None:
+    """What a loop over layers runs over; None for other statements."""
+    if not isinstance(statement, ast.For):
+        return None
+    match statement.target, statement.iter:
+        case (
+            ast.Tuple(elts=[ast.Name(id=counter), target]),
+            ast.Call(func=ast.Name(id="enumerate"), args=[listed, *more], keywords=keywords),
+        ):
+            starts = [*more, *(k.value for k in keywords)]
+            if len(starts) > 1 or not all(_is_number(s) for s in starts):
+                return None
+            (start,) = [ast.literal_eval(s) for s in starts] or [0]
+            part = _slice(listed)
+            return (
+                Loop((part[0],), *part[1:], ast.unparse(target), counter, start) if part else None
+            )
+        case (
+            ast.Tuple(elts=targets),
+            ast.Call(func=ast.Name(id="zip"), args=[_, *_] as lists),
+        ):
+            parts = [_slice(listed) for listed in lists]
+            found = [part for part in parts if part is not None]
+            if len(found) < len(parts) or len({part[1:] for part in found}) > 1:
+                return None
+            several = ", ".join(map(ast.unparse, targets))
+            return Loop(tuple(p[0] for p in found), *found[0][1:], several)
+        case (
+            ast.Name(id=counter),
+            ast.Call(
+                func=ast.Name(id="range"),
+                args=[ast.Call(func=ast.Name(id="len"), args=[ast.Attribute() as listed])],
+            ),
+        ):
+            return _by_number(statement, counter, ast.unparse(listed))
+    part = _slice(statement.iter)
+    return Loop((part[0],), *part[1:], ast.unparse(statement.target)) if part else None
+
+
+def _by_number(loop: ast.For, counter: str, listed: str) -> Loop | None:
+    """A loop over the numbers of layers, where each is read as `self.layers[number]` only."""
+    nodes = [n for statement in loop.body for n in ast.walk(statement)]
+    wanted = f"{listed}[{counter}]"
+    read = [n for n in nodes if isinstance(n, ast.Subscript) and ast.unparse(n) == wanted]
+    all_reads = [n for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n) == listed]
+    name = listed.rpartition(".")[2]
+    singular = name.removesuffix("s") if name.endswith("s") else f"{name}_layer"
+    taken = {n.id for n in nodes if isinstance(n, ast.Name)}
+    if not listed.startswith("self.") or len(read) != len(all_reads) or singular in taken:
+        return None
+    return Loop((listed,), 0, "", singular, counter, read=tuple(read))
+
+
+def _slice(listed: ast.expr) -> tuple[str, int, str] | None:
+    """A list of layers, and where a slice of it begins and ends."""
+    first, stop = 0, ""
+    match listed:
+        case ast.Subscript(value=inner, slice=ast.Slice(lower=lower, upper=upper, step=None)):
+            if lower is not None and not _is_number(lower):
+                return None
+            first = ast.literal_eval(lower) if lower is not None else 0
+            stop = ast.unparse(upper) if upper is not None else ""
+            listed = inner
+    text = ast.unparse(listed)
+    is_list = isinstance(listed, ast.Attribute) and text.startswith("self.")
+    return (text, first, stop) if is_list else None
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) is int
+
+
+def sliced(text: str, first: int, stop: int | None) -> str:
+    """A loop over some of its layers."""
+    statement = ast.parse(text).body[0]
+    loop = loop_over(statement)
+    assert isinstance(statement, ast.For) and loop is not None
+    inner = {n for node in loop.read for n in ast.walk(node)}
+    counted = any(
+        isinstance(n, ast.Name) and n.id == loop.counter and n not in inner
+        for s in statement.body
+        for n in ast.walk(s)
+    )
+    target, over = loop.head(first, stop, counted)
+    edits: dict[ast.expr, str] = {statement.target: target, statement.iter: over}
+    return rewritten(text, edits | dict.fromkeys(loop.read, loop.target))
