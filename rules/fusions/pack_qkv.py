@@ -66,9 +66,10 @@ class PackQkv(Packing):
     The layers are known by their names: `q_proj`, `query`, `q_lin` and the like. Where query reads
     another operand, as in cross-attention, key and value alone become one `kv_proj`.
 
-    Only taken when asked for: what shards the layers by their old names finds them no more. Sharded
-    by heads, the new layer needs to know what it packs: `parts=3`, or with grouped queries their
-    full widths, those of query, key and value:
+    Only taken when asked for: what shards the layers by their old names finds them no more, and it
+    launches fewer products, but moves as many bytes, since their gradients are copied into one
+    tensor; `linear_each` moves fewer. Sharded by heads, the new layer needs to know what it packs:
+    `parts=3`, or with grouped queries their full widths, those of query, key and value:
 
         s.apply("pack_qkv")
         s["**.self_attn.qkv_proj"].shard(["weight", "bias"], axis=0, parts=[4096, 1024, 1024])

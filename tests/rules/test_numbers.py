@@ -185,13 +185,14 @@ CASES = {
         "transformers.models.t5.modeling_t5",
         fused("t5")
         .replace("v,wi}", "v,wi_0,wi_1}")
+        .replace('"**.wi"', '"**.{wi_0,wi_1}"')
         .replace("T5Config(", "T5Config(feed_forward_proj='gated-gelu', "),
         1e-6,
     ),
 }
 # Kernels that read the parameters of a norm that is no longer called are among them.
 TAKEN = {
-    "bert": ("add_layer_norm",),
+    "bert": ("add_layer_norm", "bias_gelu", "linear_each"),
     "llama": ("residual_rms_norm", "rms_norm", "swiglu"),
     "t5": ("rms_norm", "dropout_residual", "activation_dropout"),
     "gated": ("rms_norm", "dropout_residual", "geglu"),
