@@ -124,13 +124,27 @@ class Trial:
         return round(number * len(small) / len(full))  # type: ignore[arg-type]
 
     def seen(self, program: Program) -> dict[Version, Seen]:
-        """What the values of a program are."""
+        """What the values of a program are.
+
+        Raises:
+            CannotCut: A statement fails.
+        """
         scene = {**self.world, "self": self.model, **self.inputs}
         found = {(n, ARGUMENT): described(scene.get(n)) for n in program.parameters}
         with self.seeded():
             for number, piece in enumerate(program.pieces):
                 before = torch.get_rng_state()
-                exec(compile(piece.source(self.depth), "<stage>", "exec"), scene)
+                try:
+                    exec(compile(piece.source(self.depth), "<stage>", "exec"), scene)
+                except Exception as error:
+                    raise errors.CannotCut(
+                        "this fails where only the statements of `forward` run, and works in the "
+                        f"model: {type(error).__name__}: {error}",
+                        at=piece.at,
+                        also=[self.cause] if self.cause else [],
+                        hint="what decorators and hooks do to a `forward` is not known: let "
+                        "inputs(model) give what they add, or cut elsewhere",
+                    ) from error
                 drawn = not torch.equal(before, torch.get_rng_state())
                 for name in piece.binds:
                     found[name, number] = described(scene.get(name), drawn)

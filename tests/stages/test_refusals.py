@@ -231,6 +231,23 @@ class Inner("""
     assert "the stages do not compute what the model computes" in text
 
 
+def test_a_statement_that_needs_what_a_decorator_gives(tmp_path):
+    source = written("x = self.first(x)", "x = self.inner(x)")
+    decorator = """\
+def scaled(forward):
+    return lambda self, x: forward(self, x, 2.0)
+
+
+class Inner("""
+    source = source.replace("class Inner(", decorator).replace("self.b(x)", "self.b(x) * scale")
+    source = source.replace(
+        "    def forward(self, x):", "    @scaled\n    def forward(self, x, scale=None):"
+    )
+    text = refused(tmp_path, source, SCHEDULE.format(cut='s["inner"]["a"]'), "SR310")
+    assert "this fails where only the statements of `forward` run" in text
+    assert "x = self.inner(x)\n" in text
+
+
 SLICED_SCHEDULE = (
     SCHEDULE.format(cut='s["inner"]')
     + """\
