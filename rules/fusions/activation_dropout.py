@@ -92,7 +92,7 @@ class ActivationDropout(Rule):
         hidden_states = self.dropout(hidden_states)
         -->
         hidden_states = activation_dropout(
-            hidden_states, "relu", p=self.dropout.p, training=self.training
+            hidden_states, "relu", p=self.dropout.p, training=self.dropout.training
         )
 
     Shapes:
@@ -124,7 +124,9 @@ class ActivationDropout(Rule):
 +from .kernels import activation_dropout
 -        x = self.act(x)
 -        x = self.dropout(x)
-+        x = activation_dropout(x, "relu", p=self.dropout.p, training=self.training)
++        x = activation_dropout(
++            x, "relu", p=self.dropout.p, training=self.dropout.training
++        )
 """,
         ),
         Example(
@@ -137,7 +139,7 @@ class ActivationDropout(Rule):
 -        x = self.dropout(x)
 +        x = nn.functional.linear(x, self.wi.weight)
 +        x = bias_activation(
-+            x, self.wi.bias, "gelu", p=self.dropout.p, training=self.training
++            x, self.wi.bias, "gelu", p=self.dropout.p, training=self.dropout.training
 +        )
 """,
         ),

@@ -71,7 +71,7 @@ class DropoutResidual(Rule):
         hidden_states = hidden_states + self.dropout(forwarded_states)
         -->
         hidden_states = dropout_residual(
-            forwarded_states, hidden_states, p=self.dropout.p, training=self.training
+            forwarded_states, hidden_states, p=self.dropout.p, training=self.dropout.training
         )
 
     Shapes:
@@ -108,7 +108,7 @@ class DropoutResidual(Rule):
 +            hidden_states,
 +            input_bias=self.dense.bias,
 +            p=self.dropout.p,
-+            training=self.training,
++            training=self.dropout.training,
 +        )
 """,
         ),

@@ -126,7 +126,7 @@ class Geglu(Rule):
 +            hidden_linear,
 +            "tanh",
 +            p=self.dropout.p,
-+            training=self.training,
++            training=self.dropout.training,
 +        )
 """,
         ),

@@ -178,7 +178,7 @@ class ResidualLayerNorm(Rule):
         hidden_states = add_layer_norm(
             hidden_states, input_tensor, self.LayerNorm.weight, self.LayerNorm.bias,
             self.LayerNorm.eps, input_bias=self.dense.bias, p=self.dropout.p,
-            training=self.training
+            training=self.dropout.training
         )
 
         x = x + self.attn(self.ln_1(x))
@@ -233,7 +233,7 @@ class ResidualLayerNorm(Rule):
 +            self.LayerNorm.eps,
 +            input_bias=self.dense.bias,
 +            p=self.dropout.p,
-+            training=self.training,
++            training=self.dropout.training,
 +        )
 """,
         ),

@@ -159,7 +159,11 @@ class Sdpa(Rule):
         y = self.drop(F.softmax(scores + mask, dim=-1)) @ v
         -->
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask.to(q.dtype), dropout_p=self.drop.p if self.training else 0.0
+            q,
+            k,
+            v,
+            attn_mask=mask.to(q.dtype),
+            dropout_p=self.drop.p if self.drop.training else 0.0,
         )
 
     Shapes:
@@ -195,7 +199,11 @@ class Sdpa(Rule):
 -        weights = self.drop(F.softmax(scores, dim=-1))
 -        y = weights @ v  # (B, N, T, H)
 +        y = F.scaled_dot_product_attention(
-+            q, k, v, dropout_p=self.drop.p if self.training else 0.0, is_causal=True
++            q,
++            k,
++            v,
++            dropout_p=self.drop.p if self.drop.training else 0.0,
++            is_causal=True,
 +        )  # (B, N, T, H)
 """,
         ),

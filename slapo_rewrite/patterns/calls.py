@@ -108,7 +108,7 @@ class Calls(Through):
         if f"self.{path}" in self.scope:
             return self.scope[f"self.{path}"]
         if path.rpartition(".")[2] == "training":
-            return self.leaf("training", None, node, number=True)
+            return self.leaf("training", None, node, number=True, path=path)
         fact = self.facts.look(path)
         if self.pattern and isinstance(fact, Constant):
             return self.constant(fact.value, node)
@@ -285,7 +285,7 @@ class Calls(Through):
     ) -> Value:
         """What a module of `torch.nn` gives for a parameter of its operation."""
         if name == "training":
-            return self.leaf("training", None, node, number=True)
+            return self.leaf("training", None, node, number=True, path=f"{path}.training")
         fact = self.facts.look(f"{path}.{name}")
         if name in known.tensors and not isinstance(fact, Constant):
             return self.attribute(f"{path}.{name}", node)

@@ -422,5 +422,5 @@ def text_of(value: Value) -> str:
         case "parameter" | "name":
             return str(value.literal)
         case "training" if not (written and isinstance(value.node, ast.Attribute)):
-            return "self.training"
+            return f"self.{value.path or 'training'}"
     return value.file.segment(value.node) if written else described(value)

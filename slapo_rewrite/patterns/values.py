@@ -58,7 +58,7 @@ class Value:
         pure: Whether equal operands always give an equal value.
         number: Whether it is a number, a shape or a flag: certainly no tensor.
         called: The path of the submodule that is called.
-        path: The attribute of the module that a constant is read from.
+        path: The attribute of the module that a constant, or the training flag, is read from.
         given: The arguments of that call as they stand: keyword, or '', and value.
         look_through: Gives what the called function returns, in terms of the arguments.
         inside: The call in the function's own text through whose body this value was reached.

@@ -111,7 +111,9 @@ def test_fewer_tokens_than_the_mask_has(tmp_path):
 def test_nothing_is_dropped_in_evaluation(p: float, tmp_path):
     source = sdpa.MODEL.replace("nn.Dropout(0.0)", f"nn.Dropout({p})")
     schedule = sdpa.SCHEDULE.replace("m.Attention(16, 4)", "m.Attention(16, 4).eval()")
-    assert "dropout_p=self.drop.p if self.training else 0.0" in compare(tmp_path, source, schedule)
+    assert "dropout_p=self.drop.p if self.drop.training else 0.0" in compare(
+        tmp_path, source, schedule
+    )
 
 
 SCALES = {
@@ -158,6 +160,47 @@ def test_a_scale_that_is_given_may_be_a_tensor(tmp_path):
 def test_a_result_that_is_written_to(line: str, tmp_path):
     source = sdpa.MODEL.replace("        return y", f"        {line}\n        return y")
     assert "is written to" in refused(tmp_path, source, sdpa.SCHEDULE, "SR309")
+
+
+DROPPING = """\
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return x + self.drop(self.dense(x))
+"""
+
+
+def test_dropout_that_is_switched_by_itself(tmp_path):
+    """As in Monte Carlo dropout: the model is in evaluation, and what drops is not."""
+    schedule = """\
+import torch
+
+
+def model(m):
+    block = m.Block().eval()
+    block.drop.train()
+    return block
+
+
+def inputs(model):
+    torch.manual_seed(1)
+    return {"x": torch.randn(2, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s.apply("dropout_residual")
+"""
+    assert "training=self.drop.training" in compare(tmp_path, DROPPING, schedule)
 
 
 def test_dropout_that_is_made_where_it_is_called(tmp_path):
