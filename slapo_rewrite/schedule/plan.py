@@ -145,13 +145,22 @@ class Plan:
         """Of what the last stage of a pipeline gives, the engine computes the loss.
 
         Raises:
-            ConflictingEdits: In training there are no logits.
+            ConflictingEdits: In training there are no logits; or a stage is to end inside of what
+                is recomputed, or draws its own random numbers, as a whole.
         """
-        cut = next((state.cut for state in self.states.values() if state.cut), None)
-        if cut is not None and self.seldom:
+        cuts = {path: state.cut for path, state in self.states.items() if state.cut}
+        if cuts and self.seldom:
             path, cause = next(iter(self.seldom.items()))
             words = f"the last stage is to give what `{path}` gives, which training leaves out"
-            raise _conflict(words, cause, cut.cause, None)
+            raise _conflict(words, cause, next(iter(cuts.values())).cause, None)
+        for inner, cut in cuts.items():
+            for outer, state in self.states.items():
+                wrapped = state.checkpoint or state.fork
+                if wrapped and inner.startswith(f"{outer}." if outer else ""):
+                    words = f"no stage can end at `{inner}`, inside of `{outer or 'the model'}`, "
+                    words += "whose forward is run as a whole"
+                    hint = "name what is inside instead, on either side of the cut"
+                    raise _conflict(words, wrapped.cause, cut.cause, hint)
 
     def _check_untouched(self, grafts: Mapping[str, Any], at: Span | None) -> None:
         """What a replaced module holds goes with it, so it cannot have been scheduled before."""

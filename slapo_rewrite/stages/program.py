@@ -271,6 +271,8 @@ def place_of(
         for node in ast.walk(statement)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == wanted
     ]
+    if not found and (last := last_inside(cut.path, statements)) is not None:
+        return last, None
     if not found and any(
         isinstance(n, ast.Call) and ast.unparse(n.func) == wanted
         for n in ast.walk(ast.parse(flat.loss))
@@ -314,6 +316,22 @@ def place_of(
                     "bind it to a name first, on a line of its own",
                 )
     return number, None
+
+
+def last_inside(path: str, statements: Sequence[ast.stmt]) -> int | None:
+    """Where a module that is written out, for a cut inside of it, calls what it holds last.
+
+    Not where something else takes what is called there right away.
+    """
+    inside = f"{accessor(path)}."
+    for number, statement in reversed(list(enumerate(statements))):
+        loop = loop_over(statement)
+        if loop is not None and any(each.startswith(inside) for each in loop.lists):
+            return number
+        calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call) and _is_path(n.func)]
+        if any(ast.unparse(n.func).startswith(inside) for n in calls):
+            return number if ast.unparse(calls[0].func).startswith(inside) else None
+    return None
 
 
 def linked(flat: Flat, pieces: Sequence[Piece], stages: int, cause: Span | None) -> Program:

@@ -86,7 +86,7 @@ CASES = [
         cuts={
             4: (
                 's["encoder.block"][0].cut_pipeline_stage()',
-                's["encoder.final_layer_norm"].cut_pipeline_stage()',
+                's["encoder"].cut_pipeline_stage()',
                 's["decoder.block"][0].cut_pipeline_stage()',
             ),
         },

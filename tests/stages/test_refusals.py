@@ -196,6 +196,36 @@ def test_the_order_of_cuts_in_the_schedule_is_no_matter(tmp_path):
     assert one == other and "class ModelStage3" in one
 
 
+@pytest.mark.parametrize("earlier", [True, False])
+def test_no_stage_ends_inside_of_what_is_recomputed(earlier, tmp_path):
+    schedule = SCHEDULE.format(cut='s["inner"]["a"]')
+    head, line, cut = schedule.rpartition('    s["inner"]["a"]')
+    wrapped = '    s["inner"].checkpoint()\n'
+    schedule = head + wrapped + line + cut if earlier else schedule + wrapped
+    source = written("x = self.inner(self.first(x))", "x = self.sequence(x)")
+    text = refused(tmp_path, source, schedule, "SR306")
+    assert "no stage can end at `inner.a`, inside of `inner`" in text
+    assert 's["inner"].checkpoint()\n' in text and 's["inner"]["a"].cut_pipeline_stage()\n' in text
+
+
+def test_a_stage_that_shares_with_several_others(tmp_path):
+    source = written("x = self.inner(self.first(x))", "x = self.sequence(x)").replace(
+        "(width, 1)\n",
+        """(width, 1)
+        self.sequence[0].weight = self.first.weight
+        self.inner.b.weight = self.inner.a.weight
+""",
+        1,
+    )
+    schedule = SCHEDULE.format(cut='s["inner"]["a"]') + '    s["inner"].cut_pipeline_stage()\n'
+    text = refused(tmp_path, source, schedule, "SR310")
+    assert "DeepSpeed ties a stage to one group of others only" in text
+    assert 'or for target="torch"' in text
+    assert (
+        "class ModelStage2" in rewritten(tmp_path, source, for_torch(schedule)).files["pipeline.py"]
+    )
+
+
 def test_a_float_that_is_given_cannot_cross(tmp_path):
     lines = written("z = x", "x = self.inner(self.first(x))", "x = self.sequence(x) * z")
     text = refused(tmp_path, lines, SCHEDULE.format(cut='s["inner"]'), "SR310")
