@@ -94,7 +94,10 @@ def test_a_model_that_does_not_run_is_refused(tmp_path):
 
 def test_what_the_schedule_of_t5_states_would_be_inferred(tmp_path):
     text = (ROOT / "rules/schedules/t5.py").read_text()
-    left, count = re.subn(r"^( +).*\.sync\(.*\n", r"\1pass\n", text, flags=re.M)
+    # All but where queries, keys and values add up their input's gradients together.
+    left, count = re.subn(
+        r"^( +)(?!.*Attention|.*of=).*\.sync\(.*\n", r"\1pass\n", text, flags=re.M
+    )
     assert count == 5
     path = tmp_path / "s.py"
     path.write_text(left.replace("    for stack in", INFER + "    for stack in"))

@@ -309,7 +309,7 @@ def a_residual_hands_its_gradient_to_the_norm_before(device):
         "checkpoint": [True, True, False],
     }.items():
         handed, found = gradients(how, ours)
-        assert handed == expected, (how, handed)
+        assert handed == (expected if runs_triton(torch.empty(1, device=device)) else []), how
         for one, other in zip(found, gradients(how, original)[1], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
@@ -339,7 +339,7 @@ def linear_each_adds_up_in_the_products(device):
                     if one is not None:
                         torch.testing.assert_close(one, other, **near)
         names = {y.grad_fn.name() for y in linear_each(x, *layers)}
-        assert names == {"LinearEachFunctionBackward"}
+        assert not runs_triton(x) or names == {"LinearEachFunctionBackward"}
 
 
 @case
