@@ -1,5 +1,6 @@
 """Run a function on several real processes that share a gloo group."""
 
+import multiprocessing
 import os
 import socket
 import tempfile
@@ -12,14 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.warm import context
 
 
 def run(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120) -> list[Any]:
     """Call `function(*args)` on every rank of a group of `world` processes.
 
-    `function` must be importable (at the top level of its module), since the processes are fresh
-    interpreters. In a world of one it is called right here, without a group.
+    `function` must be importable (at the top level of its module): the processes come from a fork
+    server that has torch imported and nothing of the tests. In a world of one it is called right
+    here, without a group.
 
     Returns:
         What the ranks returned, by rank: anything that `torch.save` can write.
@@ -31,18 +34,15 @@ def run(function: Callable[..., Any], world: int, *args: Any, timeout_s: float =
     if world == 1:
         return [function(*args)]
     with tempfile.TemporaryDirectory() as folder:
-        spawned = mp.start_processes(
-            _rank_main,
-            (world, _free_port(), folder, timeout_s, function, args),
-            nprocs=world,
-            join=False,
-            start_method="spawn",
-        )
-        finished = _wait(spawned.processes, time.monotonic() + timeout_s)
+        job = (world, _free_port(), folder, timeout_s, dict(os.environ), function, args)
+        ranks = [context().Process(target=_rank_main, args=(rank, *job)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        finished = _wait(ranks, time.monotonic() + timeout_s)
         failures = sorted(Path(folder).glob("*.failed"), key=_when_failed)
         if failures:
             raise AssertionError(f"rank {failures[0].stem} failed:\n{failures[0].read_text()}")
-        codes = [process.exitcode for process in spawned.processes]
+        codes = [process.exitcode for process in ranks]
         # A rank that has handed in its result may still fall over a peer that is gone already.
         returned = [Path(folder, f"{rank}.result").exists() for rank in range(world)]
         assert all(returned) or finished, f"{world} processes did not end within {timeout_s} s"
@@ -58,10 +58,13 @@ def _rank_main(
     port: int,
     folder: str,
     timeout_s: float,
+    environment: dict[str, str],
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    os.environ |= {
+    # The fork server has the environment that it was started with, which may be another test's.
+    os.environ.clear()
+    os.environ |= environment | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "RANK": str(rank),
@@ -86,7 +89,7 @@ def _rank_main(
     dist.destroy_process_group()
 
 
-def _wait(processes: list[Any], deadline: float) -> bool:
+def _wait(processes: list[multiprocessing.process.BaseProcess], deadline: float) -> bool:
     """Whether all ended well in time; what has not is ended."""
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         if any(process.exitcode for process in processes):

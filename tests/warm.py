@@ -1,4 +1,4 @@
-"""Starts the ranks of a verification from a process that has imported what they need already."""
+"""A process that has imported torch, and what else ranks need, and from which they are forked."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import multiprocessing
 import os
 import runpy
 import sys
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 MODULES = ["torch", "deepspeed.pipe", "deepspeed.runtime.pipe.engine"]
 MODULES += [f"transformers.models.{n}.modeling_{n}" for n in ("bert", "gpt2", "llama", "t5")]
+
+
+def context() -> ForkServerContext:
+    """Starts processes that are forked from it."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(MODULES)
+    return server
 
 
 class Forked:
@@ -20,10 +28,8 @@ class Forked:
     """
 
     def __init__(self, command: list[str], *, stdout: Any, env: dict[str, str], **others: Any):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(MODULES)
         path, *arguments = command[2:]  # after the interpreter and -P
-        self._process = context.Process(target=_main, args=(path, arguments, stdout.name, env))
+        self._process = context().Process(target=_main, args=(path, arguments, stdout.name, env))
         self._process.start()
         self.pid = self._process.pid
 
