@@ -19,7 +19,10 @@ from .figures import (
     difference,
     find,
     gradients_of,
+    may_be_rounding,
     parameters_of,
+    rounding_of,
+    settle,
     some,
 )
 from .pair import Pair
@@ -54,14 +57,60 @@ class Checks:
         Raises:
             StoppedError: One failed after which the others mean nothing.
         """
+        self.built()
         self.state()
         self.first_step()
         self.eval_mode()
         self.dropout()
         self.training()
+        self.decide()
         tried = self.pair.blocker.tried
         if tried:
             self.done.append(Check("runs without the tool", False, detail="; ".join(tried)))
+
+    def built(self) -> None:
+        """The rewritten model is made of the rewritten classes, of each that there is."""
+        pair, words = self.pair, []
+        pair.stage("looking for the rewritten classes")
+        kinds = {path or "the model": type(m).__mro__ for path, m in pair.rewritten.named_modules()}
+        for each in pair.classes:
+            if not isinstance(each.now, type) or not issubclass(each.now, nn.Module):
+                continue
+            name = each.now.__name__
+            stale = [path for path, kind in kinds.items() if each.original in kind]
+            if stale:
+                found = some("", stale) + f": the original's {name}, not the rewritten one"
+            elif any(each.now in kind for kind in kinds.values()):
+                continue
+            else:
+                found = f"no {name} is built, so nothing of it was compared"
+            words.append("\n  ".join([found, *each.lines]))
+        self.done.append(Check("builds what was rewritten", not words, detail="\n".join(words)))
+
+    def decide(self) -> None:
+        """Where a difference may be rounding, the same comparison in float64 tells."""
+        pair = self.pair
+        rounding = rounding_of(self.done)
+        doubtful = {check.name for check in self.done if may_be_rounding(check, rounding)}
+        if not pair.any_of(doubtful):
+            return
+        if pair.nudged or pair.exact is None:
+            for check in self.done:
+                settle(check, rounding, None)
+            return
+        again = Checks(pair)
+        try:
+            pair.double()
+            again.first_step()
+            again.eval_mode()
+            again.dropout()
+            again.training()
+        except Exception as error:
+            words = str(error).strip().splitlines() or [type(error).__name__]
+            pair.note(f"the rewritten model does not run in float64: {words[0]}")
+        exact = {check.name: check for check in again.done}
+        for check in self.done:
+            settle(check, rounding, exact.get(check.name))
 
     def state(self) -> None:
         """The original's weights go in, come back bit for bit, and are tied as they were."""
@@ -128,6 +177,11 @@ class Checks:
             self.module = _first_difference(seen_rewritten, seen)
         pair.stage("gathering the gradients")
         self.done += self._compare_gradients("gradients", pair.exact)
+        pair.stage("gathering the buffers")
+        own, buffers = self._buffers()
+        if buffers:
+            exact = {} if pair.exact is None else dict(pair.exact.named_buffers())
+            self.done.append(compare("buffers", LIMITS["weights"], own, buffers, exact))
 
     def _compare_in_training(self, name: str, got: Named, want: Named, exact: Named) -> Check:
         """Outputs without those that the schedule asked to leave out in training."""
@@ -240,16 +294,25 @@ class Checks:
         pair.stage("gathering the weights")
         self.done.append(self._compare_weights())
 
+    def _buffers(self) -> tuple[Named, Named]:
+        """The buffers of both models, whole; of those in no state dict, the ones of one shape."""
+        pair = self.pair
+        state, full = pair.original.state_dict(), pair.full_state()
+        want = dict(pair.original.named_buffers())
+        got = {n: b.detach() for n, b in pair.rewritten.named_buffers() if n in want}
+        got = {n: b for n, b in got.items() if b.shape == want[n].shape}
+        got.update((name, full[name]) for name in full if name in want)
+        return got, {name: b for name, b in want.items() if name in state or name in got}
+
     def _compare_weights(self) -> Check:
-        """Parameters through `to_full`, buffers through the full state dict."""
+        """Parameters through `to_full`, and the buffers."""
         pair = self.pair
         want = dict(parameters_of(pair.original))
         got = find(pair.to_full(parameters_of(pair.rewritten)), want, pair.aliases)
         exact = {} if pair.exact is None else parameters_of(pair.exact)
-        state, full = pair.original.state_dict(), pair.full_state()
-        buffers = {name for name, _ in pair.original.named_buffers()} & set(state)
-        want.update((name, state[name]) for name in state if name in buffers)
-        got.update((name, full[name]) for name in full if name in buffers)
+        own, buffers = self._buffers()
+        want.update(buffers)
+        got.update(own)
         check = compare(f"weights after {STEPS} steps", LIMITS["weights"], got, want, exact)
         missing = [name for name in want if name not in got]
         if missing:

@@ -18,6 +18,8 @@ LIMITS = {
     "later losses": 1e-4,
     "weights": 1e-3,
 }
+ROUNDING = 4  # times the original's own error: what summing in another order may cost
+LARGEST_ROUNDING = 0.05  # an original whose own error is larger tells nothing
 # A number in bfloat16 has 8 bits.
 LIMITS_BF16 = {"loss": 2e-2, "later losses": 2e-2, "weights": 2e-2}
 CACHES = ("past_key_values", "past_key_value", "cache_params", "mems")
@@ -116,6 +118,39 @@ def compare(name: str, limit: float, got: Named, want: Named, exact: Named) -> C
     elif key in exact:
         check.reference = difference(got[key], exact[key])
     return check
+
+
+def rounding_of(checks: Iterable[Check]) -> float:
+    """The largest rounding error that the original showed anywhere."""
+    return max((c.own for c in checks if c.own is not None and math.isfinite(c.own)), default=0.0)
+
+
+def may_be_rounding(check: Check, rounding: float) -> bool:
+    """Whether a difference is too large, and within a few times what rounding does."""
+    return not check.ok and check.error is not None and 0 < check.error <= ROUNDING * rounding
+
+
+def settle(check: Check, rounding: float, exact: Check | None) -> None:
+    """Decides a comparison that `may_be_rounding`.
+
+    Args:
+        check: The comparison in float32.
+        rounding: What rounding does to the original.
+        exact: The same comparison in float64; without it, the original's own error decides.
+    """
+    if not may_be_rounding(check, rounding):
+        return
+    assert check.error is not None
+    if exact is not None and exact.error is not None:
+        check.ok = exact.ok
+        check.detail = f"{exact.error:.1e} in float64" + (", so it is rounding" if exact.ok else "")
+    elif check.own is not None and check.own <= LARGEST_ROUNDING:
+        check.ok = check.error <= ROUNDING * check.own
+        check.detail = "as rounding does to the original itself" if check.ok else check.detail
+    else:
+        check.detail = "rounding alone does as much to the original: nothing can be concluded"
+    if check.ok:
+        check.differs, check.after = [], ""
 
 
 def some(label: str, names: list[str], most: int = 3) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .imports import ToolBlocker, import_original, import_output, load_file, load_schedule
-from .probes import tie_groups, vary_constants
+from .probes import dropouts, in_float64, nudge, tie_groups, vary_constants
 
 Stage = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A class that the schedule changed or added.
+
+    Attributes:
+        original: What it was; None where it was not.
+        now: What it is in the output.
+        lines: The schedule's lines.
+    """
+
+    original: Any
+    now: Any
+    lines: tuple[str, ...]
 
 
 class Original:
@@ -24,7 +41,12 @@ class Original:
 
     Attributes:
         original: Built from the original module.
-        exact: The original in float64; None once it turned out not to run.
+        classes: What the schedule changed.
+        exact: The original in float64; once it turned out not to run so, the original with weights
+            that are off by one rounding, which shows as well what rounding does to it. None where
+            nothing is known.
+        nudged: Whether it is that.
+        doubled: Whether everything runs in float64.
         full: The original's state dict as it was built.
         groups: Names of the same parameter in the original, for those that have several.
         aliases: For each of these names, its group.
@@ -43,7 +65,9 @@ class Original:
         self.notes: list[str] = []
         self.source: dict[str, str] | None = None
         self.share: float | None = None
+        self.classes: list[Rewritten] = []
         self.exact: nn.Module | None = None
+        self.nudged = self.doubled = False
 
     def note(self, words: str) -> None:
         """Notes something once."""
@@ -65,6 +89,15 @@ class Original:
             self.source = {"file": file, "sha256": digest}
         stage("importing the output")
         self.rewritten_module, self.loading = import_output(Path(job["out"]), job["stem"])
+        package = self.rewritten_module.__name__.rpartition(".")[0]
+        self.classes = [
+            Rewritten(
+                getattr(sys.modules.get(each["module"], self.original_module), each["name"], None),
+                getattr(sys.modules.get(f"{package}.{each['stem']}"), each["name"], None),
+                tuple(each["lines"]),
+            )
+            for each in job["rewritten"]
+        ]
 
     def join_group(self) -> None:
         """Joins the process group, where there is more than one process."""
@@ -101,7 +134,8 @@ class Original:
     def built(self, module: Any, seed: int) -> nn.Module:
         """The small model, made of the classes of a module."""
         torch.manual_seed(seed)
-        return self.small(module).float().train()
+        model = self.small(module).float().train()
+        return model.double() if self.doubled else model
 
     def small(self, module: Any) -> nn.Module:
         """The schedule's small model, or one made for it."""
@@ -119,18 +153,33 @@ class Original:
             if not isinstance(value, Tensor):
                 return value
             value = value.detach().clone()
-            return value.double() if model is self.exact and value.is_floating_point() else value
+            return value.double() if self.is_double(model) and value.is_floating_point() else value
 
         return {name: fresh(value) for name, value in inputs.items()}
 
+    def is_double(self, model: nn.Module) -> bool:
+        """Whether a model runs in float64."""
+        return self.doubled or (model is self.exact and not self.nudged)
+
     def exactly(self, action: Callable[[nn.Module], Any]) -> Any:
-        """What `action` gives for the original in float64; None where that does not run."""
+        """What `action` gives for the original in float64; None where nothing is known."""
         if self.exact is None:
             return None
         try:
-            return action(self.exact)
+            with in_float64(self.is_double(self.exact)):
+                return action(self.exact)
         except Exception as error:
-            self.exact = None
+            if self.nudged:
+                self.exact = None
+                return None
             words = str(error).strip().splitlines() or [type(error).__name__]
-            self.note(f"the original does not run in float64: {words[0]}")
-            return None
+            self.note(
+                f"the original does not run in float64 ({words[0]}): its rounding error is taken "
+                "from a copy whose weights are off by one rounding"
+            )
+            self.nudged, self.exact = True, self.built(self.original_module, 0)
+            self.exact.load_state_dict(self.full)
+            nudge(self.exact)
+            for holder, name, _ in list(dropouts(self.exact, configs=True)):
+                setattr(holder, name, 0.0)
+            return self.exactly(action)

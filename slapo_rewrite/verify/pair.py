@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .figures import Named, tensors_in
 from .original import Original
-from .probes import dropouts, is_dropout
+from .probes import dropouts, in_float64, is_dropout
 
 
 class Pair(Original):
@@ -36,6 +36,16 @@ class Pair(Original):
         sizes = [sum(p.numel() for p in m.parameters()) for m in (self.rewritten, self.original)]
         self.share = sizes[0] / max(1, sizes[1])
 
+    def double(self) -> None:
+        """Both models anew, with the same weights, in float64 from now on."""
+        self.stage("building both models in float64")
+        self.doubled, self.exact = True, None
+        self.original = self.built(self.original_module, 0)
+        self.original.load_state_dict(self.full)
+        self.rewritten = self.built(self.rewritten_module, 1000 + self.rank)
+        self.rewritten.load_state_dict(dict(self.full), strict=True)
+        self.set_dropout(lambda path: 0.0, configs=True)
+
     def models(self) -> list[nn.Module]:
         """Original, rewritten, and the original in float64 while it runs."""
         return [self.original, self.rewritten, *([] if self.exact is None else [self.exact])]
@@ -59,6 +69,14 @@ class Pair(Original):
         everywhere: list[list[str]] = [[] for _ in range(self.world)]
         dist.all_gather_object(everywhere, sorted(names))
         return set(everywhere[0]).intersection(*everywhere[1:])
+
+    def any_of(self, names: Iterable[str]) -> bool:
+        """Whether any rank names anything; every rank calls it."""
+        if self.world == 1:
+            return bool(set(names))
+        everywhere: list[list[str]] = [[] for _ in range(self.world)]
+        dist.all_gather_object(everywhere, sorted(names))
+        return any(everywhere)
 
     def to_full(self, named: Named) -> Named:
         """Full tensors from this rank's, on all ranks together; only what all ranks have."""
@@ -103,9 +121,10 @@ class Pair(Original):
         """One forward and backward: all output tensors, and the loss."""
         model.zero_grad(set_to_none=True)
         torch.manual_seed(seed)
-        outputs = model(**self.given(model, self.inputs))
-        loss: Tensor = self.twin.loss_of(self.schedule, outputs)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with in_float64(self.is_double(model)):
+            outputs = model(**self.given(model, self.inputs))
+            loss: Tensor = self.twin.loss_of(self.schedule, outputs)
+            loss.backward()  # type: ignore[no-untyped-call]
         return {k: v.detach() for k, v in tensors_in(outputs).items()}, loss.detach()
 
     def evaluate(self, model: nn.Module, without: str | None = None) -> Named:
@@ -114,7 +133,7 @@ class Pair(Original):
         inputs.pop(str(without), None)
         model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), in_float64(self.is_double(model)):
                 return tensors_in(model(**inputs))
         finally:
             model.train()

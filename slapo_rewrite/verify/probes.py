@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .figures import tensors_in
 
@@ -34,6 +35,48 @@ def vary_constants(model: nn.Module) -> None:
                 if bool((tensor == first).all()):
                     noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float32)
                     tensor.add_(0.1 * noise.to(tensor.dtype))
+
+
+def nudge(model: nn.Module) -> None:
+    """Makes every weight another by about one rounding in float32."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.is_floating_point():
+                signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+                tensor.mul_(1 + signs * torch.finfo(torch.float32).eps / 2)
+
+
+class _Float64(TorchFunctionMode):
+    """Whatever asks for float32 gets float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.float:
+            func = Tensor.double
+        elif func is not Tensor.view:  # the same bits by another name
+
+            def wider(value: Any) -> Any:
+                return torch.float64 if value is torch.float32 else value
+
+            args = tuple(map(wider, args))
+            kwargs = {name: wider(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def in_float64(wanted: bool = True) -> Iterator[None]:
+    """What is computed inside has float64 where it would have float32."""
+    if not wanted:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def is_dropout(module: object) -> TypeGuard[nn.Dropout]:

@@ -16,7 +16,6 @@ from slapo_rewrite.verify.layout import World, listed, named, ranks_of, recorded
 
 WIDTH = 110
 OUTPUTS = ("outputs", "loss", "outputs in eval mode", "loss in eval mode")
-ROUNDING = 4  # times the original's own error: what summing in another order may cost
 
 
 @dataclass(frozen=True)
@@ -160,12 +159,6 @@ class Report:
         if row is not None:
             forward_ok = not any(r.name in OUTPUTS for r in wrong)
             lines += self._parameters(row, forward_ok and row.name.startswith("gradients"))
-        lines += [
-            f"  {r.name}: {r.error:.1e} is within {ROUNDING} times the original's own rounding "
-            f"error of {r.own:.1e}, so it may be rounding"
-            for r in wrong
-            if r.error is not None and r.own is not None and r.error <= ROUNDING * r.own
-        ]
         return lines
 
     def _parameters(self, row: Row, backward: bool) -> list[str]:

@@ -79,6 +79,7 @@ def verify(
         "source": find_source(source or str(record["source"]["name"])),
         "out": str(out),
         "stem": Path(record["source"]["file"]).stem,
+        "rewritten": rewritten_classes(out, record, report.directives),
         "absent": [n for note in record.get("rules", ()) for n in note.get(ABSENT, ())],
         "sys_path": [os.path.abspath(path) for path in sys.path],
         "training": asdict(training or Training()),
@@ -203,6 +204,34 @@ def read_record(out: Path) -> dict[str, Any]:
     if not (out / str(names[2])).is_file():
         raise errors.NotAnOutput(f"`{out}` has no {names[2]}, which its record names", hint=hint)
     return record
+
+
+def rewritten_classes(
+    out: Path, record: Mapping[str, Any], directives: Sequence[Directive]
+) -> list[dict[str, Any]]:
+    """The classes that the schedule changed or added in an output's copies of source files.
+
+    Returns:
+        For each its name, the file's stem, the module that the file is a copy of (None for the
+        model's own), and the schedule's lines.
+    """
+    copies = {record["source"]["file"]: None}
+    copies |= {name: copy["module"] for name, copy in record.get("copies", {}).items()}
+    found = []
+    for name, module in copies.items():
+        file = out / str(name)
+        changes = [c for c in record.get("changes", ()) if c["file"] == name and c["directives"]]
+        for node in ast.parse(file.read_bytes()).body if changes and file.is_file() else ():
+            if not isinstance(node, ast.ClassDef):
+                continue
+            start, end = node.lineno, node.end_lineno or node.lineno
+            inside = [c for c in changes if c["lines"][0] <= end and start <= c["lines"][1]]
+            numbers = dict.fromkeys(n for c in inside for n in c["directives"])
+            lines = [f"{directives[n].place}: {directives[n].text}" for n in numbers]
+            if inside:
+                about = {"name": node.name, "stem": Path(name).stem, "module": module}
+                found.append({**about, "lines": list(dict.fromkeys(lines))})
+    return found
 
 
 def find_source(name: str) -> dict[str, str]:

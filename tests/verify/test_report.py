@@ -46,14 +46,6 @@ def test_verdict_needs_every_world_size():
     assert not Report((1,)).ok
 
 
-def test_rounding_is_told_from_a_bug():
-    kind = "so it may be rounding"
-    rounding = Report((2,), [row(ok=False, error=2e-3, own=1e-3)])
-    bug = Report((2,), [row(ok=False, error=2e-3, own=1e-7)])
-    assert kind in rounding.render()
-    assert kind not in bug.render()
-
-
 def test_worst_rank_of_each_check_is_kept():
     def check(name, ok, error):
         known = {"limit": 1e-3, "own": None, "reference": None, "place": "", "detail": ""}

@@ -36,6 +36,7 @@ def test_right_output_passes_at_both_world_sizes(tmp_path):
     assert 0.5 < report.shares[2] < 0.8
     names = [row.name for row in report.rows if row.world == 2]
     assert names == [
+        "builds what was rewritten",
         "loads the original's weights",
         "gives them back bit for bit",
         "keeps tied parameters tied",
