@@ -62,6 +62,7 @@ def measure_rewrite(model: str) -> dict[str, float]:
         "import": parts["import"],
         "tree": parts["read"] + parts["tree"],
         "rewrite": parts["rewrite"],
+        "construct": parts["construct"],
         "write": parts["write"] + done - rewritten,
         "all": done,
     }

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from slapo_rewrite import __version__, errors
 
-DONE, NO, WRONG_INPUT, DEFECT = 0, 1, 2, 3
+DONE, NO, DEFECT = 0, 1, 3  # 2 is what errors say of themselves
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _rewrite(given)
     except errors.RewriteError as error:
         print(error.render(), file=sys.stderr)
-        return WRONG_INPUT
+        return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -244,6 +244,19 @@ class NotAnOutput(RewriteError):
     code = "SR403"
 
 
+class OutputFails(RewriteError):
+    """What was rewritten cannot be imported, or its model not be built, where the original can."""
+
+    code = "SR404"
+
+
+class BrokenOutput(RewriteError):
+    """The same, at a line that the tool itself wrote: a defect."""
+
+    code = "SR405"
+    exit_code = 3
+
+
 class UsageError(RewriteError):
     """The command line does not say what is needed."""
 

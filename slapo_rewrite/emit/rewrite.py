@@ -29,9 +29,11 @@ from slapo_rewrite.edit.splice import Change, Edit, apply_edits
 from slapo_rewrite.edit.state import Directive, ModuleState
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.copies import Copies
+from slapo_rewrite.emit.failures import Causes
 from slapo_rewrite.emit.helpers import helper_files, inlined_helpers
 from slapo_rewrite.emit.stages import stage_files
 from slapo_rewrite.model import twin
+from slapo_rewrite.model.emitted import imported
 from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.tree import Tree, build_model, uncompiled
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
@@ -156,17 +158,30 @@ def rewrite(
         RewriteError: Something in the source, the schedule or the knobs is wrong.
     """
     project = Project(source, schedule)
-    imported = project.module
+    original = project.module
     try:
         return carry_out(project, settings, single_file)
     finally:
         # While the schedule changed the source, its name stood for what it was changed to.
-        sys.modules[project.original.name] = imported
+        sys.modules[project.original.name] = original
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keeps the garbage collector from walking the whole model again and again meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@collector_paused()
 def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> Output:
     """Carries out the schedule of a project, as `rewrite` does."""
-    with project.timed("rewrite"), collector_paused():
+    with project.timed("rewrite"):
         knobs = project.schedule.settings(settings)
         plan = project.plan(knobs)
         length = line_length(project.original.text)
@@ -204,8 +219,8 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
             own = lowered.edits.get(file.name, [])
             own_length = length if file is project.file else line_length(file.text)
             redirected = copies.redirections(file, own_length)
-            imported = desks.of_file(file).imports.edits(own_length, inlined)
-            edits = [*redirected, *own, *imported]
+            added = desks.of_file(file).imports.edits(own_length, inlined)
+            edits = [*redirected, *own, *added]
             if file is not project.file:
                 text, written = rewritten(file, edits, own, own_length)
             else:
@@ -223,17 +238,27 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
         for path, state in plan.states.items()
         if state.cut
     ]
+    causes: dict[str, tuple[Directive, ...]] = {}
+    for desk in desks:
+        for module, because in desk.imports.causes().items():
+            causes[module] = united(causes.get(module, ()), because)
     if cuts:
-        with project.timed("stages"):
+        with project.timed("stages"), Causes(texts, changes, {}).told():
             files = {**texts, **helpers}
             sliced = slicing(plan.states.values(), lowered.inferred)
             staged = stage_files(
                 project, definitions, cuts, files, used, header, single_file, sliced
             )
-            of_stages = {Path(name).stem for name in staged.keys() - helpers.keys()}
-            helpers = staged
+        of_stages = {Path(name).stem for name in staged.keys() - helpers.keys()}
+        because = united(*((cut.cause,) for cut in cuts))
+        causes = {**dict.fromkeys(of_stages, because), **causes}
+        helpers = staged
+    by_file = {n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers}
+    files = {**texts, **helpers}
+    told = Causes(files, changes, by_file).told()
+    with project.timed("construct"), told, imported(files, name) as emitted:
+        emitted.tree(project.schedule.module.model)
     with project.timed("write"):
-        files = {**texts, **helpers}
         if not single_file:
             files["__init__.py"] = init_text(name, helpers)
         originals = {copies.name(f): f.text for f in copies.files.values()}
@@ -241,16 +266,6 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
         if diff := whole_diff(originals, files, 1):
             files["rewrite.diff"] = diff
         given = dict(item.split("=", 1) for item in settings)
-        causes: dict[str, tuple[Directive, ...]] = {}
-        for desk in desks:
-            for module, because in desk.imports.causes().items():
-                causes[module] = united(causes.get(module, ()), because)
-        if cuts:
-            because = united(*((cut.cause,) for cut in cuts))
-            causes = {**dict.fromkeys(of_stages, because), **causes}
-        by_file = {
-            n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers
-        }
         if moved and (modules := helpers.get("modules.py")):
             changes["modules.py"] = carried(moved, definitions.text, modules)
         files["rewrite.json"] = record.written(
@@ -323,18 +338,6 @@ def check_single(copies: Copies, edits: Mapping[str, Sequence[Edit]]) -> None:
             at=causes[0].at if causes else None,
             hint="leave out --single-file: each then keeps to a file of its own",
         )
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keeps the garbage collector from walking the whole model again and again meanwhile."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def import_source(file: SourceFile) -> types.ModuleType:

@@ -58,7 +58,6 @@ def stage_files(
             also=[first.cause.at] if first.cause.at else [],
             hint="one pipeline.py is for one engine: give all cuts the same target",
         )
-    files = {"__init__.py": "", **files}
     text = pipeline(files, project.file, project.schedule.module, cuts, sliced)
     helpers = {name: set(names) for name, names in used.items()}
     for module, names in text.helpers().items():

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.errors import Span
-from slapo_rewrite.model.tree import Tree, build_model
+from slapo_rewrite.model.emitted import Emitted, imported
+from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.flatten import Flattening
 from slapo_rewrite.stages.for_torch import TorchText
 from slapo_rewrite.stages.plan import Planner, Stages, trains
 from slapo_rewrite.stages.program import ARGUMENT, Cut, divided, with_calls_apart
-from slapo_rewrite.stages.trial import Trial, imported
+from slapo_rewrite.stages.trial import Trial
 from slapo_rewrite.stages.write import (
     Text,
     check_one_group,
@@ -45,10 +45,11 @@ def pipeline(
 
     Raises:
         CannotCut: They cannot end there.
+        FailedOutput: The files cannot be imported, or their model not be built.
     """
     name = original.path.name
-    with imported(files, name) as module:
-        return _pipeline(files, original.edited(files[name]), schedule, cuts, sliced, module)
+    with imported(files, name) as emitted:
+        return _pipeline(files, original.edited(files[name]), schedule, cuts, sliced, emitted)
 
 
 def _pipeline(
@@ -57,10 +58,10 @@ def _pipeline(
     schedule: Any,
     cuts: Sequence[Cut],
     sliced: Directive | None,
-    module: ModuleType,
+    emitted: Emitted,
 ) -> Text:
-    model = build_model(schedule.model, module)
-    tree = Tree(model)
+    module, tree = emitted.module, emitted.tree(schedule.model)
+    model = tree.root.live
     at = cuts[0].cause.at
     order = {path: number for number, path in enumerate(tree.nodes)}
     cuts = sorted(cuts, key=lambda cut: order[cut.path])

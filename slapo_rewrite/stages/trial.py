@@ -5,12 +5,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
-import importlib
-import importlib.util
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -23,31 +19,6 @@ from slapo_rewrite.model import twin
 from slapo_rewrite.source.liveness import blocks, statements
 from slapo_rewrite.stages.plan import Like, Seen, Stages
 from slapo_rewrite.stages.program import ARGUMENT, Program, Version
-
-_PACKAGE = "slapo_rewrite_trial"
-
-
-@contextlib.contextmanager
-def imported(files: Mapping[str, str], model_file: str) -> Iterator[ModuleType]:
-    """The model's module as it was rewritten, imported from a folder that is there meanwhile."""
-    before = set(sys.modules)
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in files.items():
-            if name.endswith(".py"):
-                Path(folder, name).write_text(text, encoding="utf-8", newline="")
-        spec = importlib.util.spec_from_file_location(
-            _PACKAGE, Path(folder, "__init__.py"), submodule_search_locations=[folder]
-        )
-        assert spec is not None and spec.loader is not None
-        package = importlib.util.module_from_spec(spec)
-        sys.modules[_PACKAGE] = package
-        try:
-            spec.loader.exec_module(package)
-            yield importlib.import_module(f"{_PACKAGE}.{Path(model_file).stem}")
-        finally:
-            for name in set(sys.modules) - before:
-                if name.split(".")[0] == _PACKAGE:
-                    del sys.modules[name]
 
 
 class Trial:

@@ -1,0 +1,158 @@
+"""An output before it is written: imported as its user will import it, and its model built."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import sys
+import tempfile
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from slapo_rewrite import errors
+from slapo_rewrite.model.tree import Tree, build_model, uncompiled
+
+# What the output is called as a package meanwhile.
+PACKAGE = "slapo_rewrite_output"
+# What an engine gives to those that import it, for as long as a file of stages is imported: that
+# the engine is installed is not asked of who writes them.
+ENGINE = {"deepspeed": (), "deepspeed.pipe": ("LayerSpec", "PipelineModule", "TiedLayerSpec")}
+
+
+class FailedOutput(Exception):
+    """A file of the output fails where it is imported or run.
+
+    Attributes:
+        error: What was raised.
+        frames: The lines of the output that it passed through, by file name, the innermost last.
+    """
+
+    def __init__(self, error: BaseException, frames: list[tuple[str, int]]) -> None:
+        super().__init__(str(error))
+        self.error, self.frames = error, frames
+
+
+@dataclass
+class Emitted:
+    """An output that is imported.
+
+    Attributes:
+        module: The rewritten model file's module.
+        folder: Where its files lie meanwhile.
+    """
+
+    module: types.ModuleType
+    folder: Path
+
+    def tree(self, make: Callable[[types.ModuleType], nn.Module]) -> Tree:
+        """The model that a schedule's `model(m)` builds of the output, on the meta device.
+
+        Raises:
+            FailedOutput: A line of the output raises.
+            ModelError: The function itself does, or does not return a module.
+        """
+        try:
+            with _unheard():
+                return Tree(build_model(make, self.module))
+        except errors.ModelError as error:
+            if frames := self.frames(error.__cause__):
+                assert error.__cause__ is not None
+                raise FailedOutput(error.__cause__, frames) from error
+            raise
+
+    def frames(self, error: BaseException | None) -> list[tuple[str, int]]:
+        """The lines of the output that an error passed through, by file name."""
+        return _frames(self.folder, error)
+
+
+@contextlib.contextmanager
+def imported(files: Mapping[str, str], model_file: str) -> Iterator[Emitted]:
+    """Imports every file of an output, for as long as it lasts.
+
+    Args:
+        files: The output's files by name; those that are not Python's are left out.
+        model_file: The name of the rewritten model file.
+
+    Raises:
+        FailedOutput: A file cannot be imported.
+        OutputUnwritable: There is no room for them.
+    """
+    names = [name for name in files if name.endswith(".py") and name != "__init__.py"]
+    names.sort(key=lambda name: (name == "pipeline.py", name != model_file))  # stages last
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = Path(os.path.realpath(stack.enter_context(tempfile.TemporaryDirectory())))
+            for name in names:
+                (folder / name).write_text(files[name], encoding="utf-8", newline="")
+        except OSError as error:
+            raise errors.OutputUnwritable(
+                f"cannot write temporary files: {error.strerror or error}",
+                hint="TMPDIR says where they are written",
+            ) from error
+        stack.callback(_forget)
+        package = sys.modules[PACKAGE] = types.ModuleType(PACKAGE)
+        package.__path__ = [str(folder)]
+        with _unheard(), uncompiled():
+            for name in names:
+                try:
+                    with _engine() if name == "pipeline.py" else contextlib.nullcontext():
+                        importlib.import_module(f"{PACKAGE}.{Path(name).stem}")
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:  # a file that calls sys.exit() as well
+                    frames = _frames(folder, error)
+                    if isinstance(error, SyntaxError) and error.filename:
+                        frames.append((Path(error.filename).name, error.lineno or 1))
+                    raise FailedOutput(error, frames or [(name, 1)]) from error
+        yield Emitted(sys.modules[f"{PACKAGE}.{Path(model_file).stem}"], folder)
+
+
+def _forget() -> None:
+    for name in [n for n in sys.modules if n.partition(".")[0] == PACKAGE]:
+        del sys.modules[name]
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """What the source says while it is imported or built it has said already; no caches either."""
+    caches = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        sys.dont_write_bytecode = caches
+
+
+@contextlib.contextmanager
+def _engine() -> Iterator[None]:
+    """Stands for an engine, where it is not imported already."""
+    made = [name for name in ENGINE if name not in sys.modules]
+    for name in made:
+        module = sys.modules[name] = types.ModuleType(name)
+        vars(module).update((each, type(each, (nn.Module,), {})) for each in ENGINE[name])
+    try:
+        yield
+    finally:
+        for name in made:
+            del sys.modules[name]
+
+
+def _frames(folder: Path, error: BaseException | None) -> list[tuple[str, int]]:
+    found = []
+    traceback = error.__traceback__ if error is not None else None
+    while traceback is not None:
+        path = Path(traceback.tb_frame.f_code.co_filename)
+        if path.parent == folder:
+            found.append((path.name, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return found

@@ -1,0 +1,75 @@
+"""An output is imported and its model built before anything is written."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from slapo_rewrite import errors
+from slapo_rewrite.cli import main
+from slapo_rewrite.edit.splice import Change
+from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.emit.failures import Causes
+from slapo_rewrite.model.emitted import PACKAGE, imported
+from slapo_rewrite.primitives.shard import MLP, MODEL
+from tests.rewriting import refused
+
+NET = "from torch import nn\nfrom .helper import HALF\n\n\nclass Model(nn.Linear):\n    x = HALF\n"
+HELPER = "HALF = 0.5\n"
+AT = errors.Span("s.py", 7, 5, 4, "    s.shard()")
+
+
+def causes(files: dict[str, str]) -> Causes:
+    directive = Directive(0, "shard", AT, "s.shard()", ())
+    return Causes(files, {"net.py": [Change(6, 6, (directive,), "why")]}, {"helper.py": []})
+
+
+def built(net: str, helper: str = HELPER) -> object:
+    files = {"net.py": net, "helper.py": helper, "rewrite.json": "{}"}
+    with causes(files).told(), imported(files, "net.py") as emitted:
+        return emitted.tree(lambda m: m.Model(2, 3)).root.live
+
+
+def test_the_model_is_built_of_what_is_emitted(capsys):
+    model = built(NET, HELPER + "print('loud')\n")
+    assert type(model).x == 0.5 and model.weight.is_meta
+    assert not [name for name in sys.modules if name.startswith(PACKAGE)]
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("net", "helper", "name", "line"),
+    [
+        (NET.replace("x = HALF", "x = HALVES"), HELPER, "net.py", 6),
+        (NET, "import slapo_no_such\n" + HELPER, "helper.py", 1),
+        (NET, "HALF = (\n", "helper.py", 1),
+        (NET.replace("x = HALF", "__init__ = HALF"), HELPER, None, None),
+    ],
+)
+def test_what_the_tool_wrote_fails(net, helper, name, line):
+    if name is None:  # no line of the output is run
+        with pytest.raises(errors.ModelError, match="'float' object is not callable"):
+            built(net, helper)
+        return
+    with pytest.raises(errors.BrokenOutput) as caught:
+        built(net, helper)
+    error = caught.value
+    assert error.exit_code == 3 and "defect of slapo-rewrite" in error.render()
+    assert error.at is not None and (error.at.path, error.at.line) == (f"rewritten/{name}", line)
+    assert (AT in error.also) == (name == "net.py")
+
+
+def test_what_the_source_does_fails(tmp_path):
+    source = "if __name__ != 'source_0':\n    raise RuntimeError('moved')\n" + MLP
+    words = refused(tmp_path, source, MODEL + "def schedule(s):\n    pass\n", "SR404")
+    assert "RuntimeError: moved" in words and "rewritten/source_0.py:2" in words
+
+
+def test_nothing_is_written_then(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(f"assert __name__ == 'net'\n{MLP}")
+    (tmp_path / "s.py").write_text(MODEL + "def schedule(s):\n    pass\n")
+    assert main(["net.py", "--schedule", "s.py", "-o", "out"]) == 2
+    assert "AssertionError" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
