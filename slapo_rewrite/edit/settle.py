@@ -113,23 +113,24 @@ class _Settling:
         """Whether a change in place would be one for an instance of another class, unasked."""
         if key[0] == "mixin":
             return False  # it changes nothing where nothing is replaced
+        places = self.lineages.places(cls.__name__, key)
         home = self.lineages.home(cls.__name__, key)
-        return any(
-            node.cls is not cls
-            and home in self.lineages.lineage(node.cls.__name__)
-            and key not in self.places.changes.get(path, {})
-            and self._reaches(home, key, node)
-            for path, node in self.tree.nodes.items()
-        )
+        reached: dict[type, bool] = {}
+        for path, node in self.tree.nodes.items():
+            if node.cls is cls or key in self.places.changes.get(path, {}):
+                continue
+            if node.cls not in reached:
+                run = self.lineages.methods(node.cls.__name__) if places else []
+                within = home in self.lineages.lineage(node.cls.__name__)
+                reached[node.cls] = any(m in places for m in run) if places else within
+            if reached[node.cls] and (places or self._reaches(key, node)):
+                return True
+        return False
 
-    def _reaches(self, home: str, key: Key, node: Node) -> bool:
-        """Whether an instance of a derived class goes through a place in the class `home`."""
+    def _reaches(self, key: Key, node: Node) -> bool:
+        """Whether an instance of a derived class goes through a place that is no method's."""
         if key[0] in ("site", "parameter", "hook"):
             return place_of(key) in self._present(node)
-        if key[0] in ("forward", "call", "gradient"):
-            lineage = self.lineages.lineage(node.cls.__name__)
-            between = lineage[: lineage.index(home)]
-            return all(self.lineages.extends_forward(name) for name in between)
         return True
 
     def _has_forward_alone(self, cls: type) -> bool:

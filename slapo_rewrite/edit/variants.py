@@ -11,6 +11,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.edit.classes import ClassWriter
 from slapo_rewrite.edit.definition import (
     WRAPPERS,
+    AddBias,
     Annotate,
     Attach,
     ChangeArgument,
@@ -49,6 +50,7 @@ _OWN: dict[type, tuple[str, str]] = {
     RecomputePart: ("Checkpointed", "that recomputes part of its activations in the backward pass"),
     ForkPart: ("Forked", "with random numbers of which some differ between ranks"),
     Annotate: ("Annotated", "whose parameters have attributes of their own"),
+    AddBias: ("Decomposed", "that adds biases of linear layers by itself"),
 }
 
 

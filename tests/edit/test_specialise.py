@@ -313,3 +313,20 @@ def schedule(s):
     )
     words = refused(tmp_path, PLAIN, schedule, "SR103")
     assert "a hook cannot be put on one element" in words
+
+
+def test_a_call_in_a_method_that_another_class_inherits_too(tmp_path):
+    """What one of two heirs is asked stands in the text of both: that one gets a text of its own"""
+    source = ATTENTION + (
+        "\n\nclass First(MLP):\n    pass\n\n\nclass Second(MLP):\n    pass\n\n\n"
+        "class Pair(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.first, self.second = First(4), Second(4)\n\n"
+        "    def forward(self, x):\n"
+        "        return self.second(self.first(x))\n"
+    )
+    schedule = 'def model(m):\n    return m.Pair()\n\n\ndef schedule(s):\n    s["first.up"].decompose()\n'
+    changed = changed_lines(rewritten(tmp_path, source, schedule))
+    assert "-        return self.down(self.up(x).tanh())" not in changed
+    assert "+class DecomposedFirst(First):\n" in changed
