@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+import sysconfig
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -20,6 +21,10 @@ from slapo_rewrite.source.bundle import rules_folder
 
 # What the schedule file is called as a module.
 MODULE = "schedule_file"
+
+# Where the tool's own code lies, and where code that neither the tool's author wrote nor its user.
+_TOOL = (Path(__file__).resolve().parents[1], rules_folder() / "fusions")
+_LIBRARIES = tuple(Path(sysconfig.get_path(n)) for n in ("stdlib", "purelib", "platlib"))
 
 
 class Again(BaseException):
@@ -105,7 +110,7 @@ class ScheduleFile:
         path = locate(name)
         try:
             text = path.read_text(encoding="utf-8")
-            code = compile(text, str(path), "exec")
+            code = compile(text, str(path), "exec", dont_inherit=True)
         except SyntaxError as error:
             raise errors.ScheduleError(
                 f"the schedule does not parse: {error.msg}", at=syntax_span(error, str(path))
@@ -131,16 +136,37 @@ class ScheduleFile:
         return schedule
 
     def guarded(self, action: Callable[[], Any], what: str) -> Any:
-        """Runs the user's code; what it raises becomes a `ScheduleError` at the user's line."""
+        """Runs the user's code; what it raises becomes a `ScheduleError` at the user's line.
+
+        What the tool itself raises while it does what the code asks is its own defect, and stays
+        what it is.
+        """
         try:
             return action()
         except (errors.RewriteError, KeyboardInterrupt, Again):
             raise
         except BaseException as error:  # a schedule that calls sys.exit() as well
+            assert error.__traceback__ is not None
+            if self._is_ours(error.__traceback__.tb_next):
+                raise
             at = self.span_of(error.__traceback__)
             raise errors.ScheduleError(
                 f"{what} raises {type(error).__name__}: {error}", at=at
             ) from error
+
+    def _is_ours(self, traceback: types.TracebackType | None) -> bool:
+        """Whether of the tool's code and the user's, libraries apart, the tool's was run last."""
+        ours = False
+        while traceback is not None:
+            path = traceback.tb_frame.f_code.co_filename
+            if path == str(self.path):
+                ours = False
+            elif any(Path(path).is_relative_to(folder) for folder in _TOOL):
+                ours = True
+            elif not any(Path(path).is_relative_to(folder) for folder in _LIBRARIES):
+                ours = False
+            traceback = traceback.tb_next
+        return ours
 
     def span_of(self, traceback: types.TracebackType | None) -> Span | None:
         """The innermost place of a traceback that lies in this file."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from typing import Literal
 
 import pytest
 
 from slapo_rewrite import errors
+from slapo_rewrite.fusion.looking import below
 from slapo_rewrite.schedule.load import ScheduleFile, bundled, convert, locate
 
 
@@ -76,3 +79,19 @@ def test_a_schedule_imports_what_lies_beside_it(tmp_path):
 def test_bundled_schedules_are_found_by_name():
     assert {"bert", "gpt2", "llama", "t5"} <= set(bundled())
     assert locate("bert").name == "bert.py"
+
+
+class Broken:
+    def walk(self) -> None:
+        raise ZeroDivisionError
+
+
+def test_what_the_tool_raises_is_not_the_schedule_s(tmp_path):
+    """Of the tool's code and the user's, that which ran last is to blame; libraries never are."""
+    schedule = write(tmp_path, "def model(m): ...\ndef schedule(f, *args): f(*args)\n")
+    run = schedule.module.schedule
+    with pytest.raises(AttributeError):
+        schedule.guarded(lambda: run(below, [None]), "`schedule`")
+    for function, argument in ((below, [Broken()]), (json.loads, "{")):
+        with pytest.raises(errors.ScheduleError, match="`schedule` raises"):
+            schedule.guarded(functools.partial(run, function, argument), "`schedule`")
