@@ -402,7 +402,10 @@ def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.
     if "." not in file.name:
         sys.modules[file.name] = module
     with uncompiled():
-        exec(compile(file.text.removeprefix("\ufeff"), str(file.path), "exec"), module.__dict__)
+        exec(
+            compile(file.text.removeprefix("\ufeff"), str(file.path), "exec", dont_inherit=True),
+            module.__dict__,
+        )
     return module
 
 

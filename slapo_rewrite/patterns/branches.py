@@ -107,7 +107,7 @@ def drawn(
     wanted = list(wanted)
     places = [n for n, s in enumerate(block) if any(within(s, inner) for inner in wanted)]
     place = block.index(branch)
-    if not min(places) <= place <= max(places) or len(places) == 1:
+    if len(places) < 2 or not places[0] <= place <= places[-1]:
         return None
     if not all(any(within(s, inner) for s in block) for inner in wanted):
         return "another branch lies between as well"

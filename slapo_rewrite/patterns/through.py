@@ -97,7 +97,11 @@ class Through(Listed):
         reached = list(self._reached(file, function, owner))
         for method, path in reached:
             for name in stored(method) if path is not None else ():
-                self.hold(f"self.{path}.{name}" if path else f"self.{name}", value)
+                # Not what the call gives, whose name it would pass for.
+                left = self.make(
+                    "member", [("input", value)], value.node, literal=name, pure=False, lazy=True
+                )
+                self.hold(f"self.{path}.{name}" if path else f"self.{name}", left)
         if not any(writes(inner) for inner, _ in reached):
             return
         inner = self._followed(value, file, function, given, owner)

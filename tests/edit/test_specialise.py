@@ -326,7 +326,8 @@ def test_a_call_in_a_method_that_another_class_inherits_too(tmp_path):
         "    def forward(self, x):\n"
         "        return self.second(self.first(x))\n"
     )
-    schedule = 'def model(m):\n    return m.Pair()\n\n\ndef schedule(s):\n    s["first.up"].decompose()\n'
+    schedule = "def model(m):\n    return m.Pair()\n\n\n"
+    schedule += 'def schedule(s):\n    s["first.up"].decompose()\n'
     changed = changed_lines(rewritten(tmp_path, source, schedule))
     assert "-        return self.down(self.up(x).tanh())" not in changed
     assert "+class DecomposedFirst(First):\n" in changed
