@@ -7,10 +7,11 @@ import itertools
 from dataclasses import dataclass, field
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.definition import Key, MakeLayer, What, united
+from slapo_rewrite.edit.definition import Key, MakeClass, MakeLayer, What, united
 from slapo_rewrite.edit.sites import IndexSets
 from slapo_rewrite.edit.state import Directive
-from slapo_rewrite.model.join import Sources, find_site, resolve_callee
+from slapo_rewrite.model import construction
+from slapo_rewrite.model.join import Sources, find_site, resolve, resolve_callee
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.source.index import SourceFile
@@ -110,6 +111,8 @@ class Places:
         if isinstance(what, MakeLayer):
             self._check_callee(self.sites[key[1]], node, causes)
             self._check_arguments(self.sites[key[1]], what.layer, causes)
+        if isinstance(what, MakeClass):
+            self._check_class(self.sites[key[1]], node, causes)
         self.made.setdefault((owner.path, key), {})[node.path] = what
         for place in self.alike(key, node):
             self.add(owner.path, place, what, causes)
@@ -118,7 +121,7 @@ class Places:
         """A layer takes the place of a call of its own class, whose arguments it knows."""
         if site.callee is not None:
             name = self.file.qualified(site.callee) or ""
-            if name.rpartition(".")[2] == node.cls.__name__:
+            if _ends_with(name, node.cls.__name__):
                 return
             if resolve_callee(self.sources, site, node) is node.cls:
                 return
@@ -127,6 +130,31 @@ class Places:
             at=self.file.at(site.value),
             also=[c.at for c in causes[:1] if c.at],
             hint=f"write the construction out: self.{site.path} = nn.{node.cls.__name__}(...)",
+        )
+
+    def class_called(self, site: Site, node: Node) -> ast.expr | None:
+        """What names a module's class where it is made: by calling the class, or a method of it."""
+        for named in (site.callee, getattr(site.callee, "value", None)):
+            if not isinstance(named, ast.Name | ast.Attribute | ast.Subscript):
+                continue
+            live = resolve(self.sources, named, site, node)
+            if live is None and isinstance(named, ast.Name):
+                live = construction.value_of(named.id, site.file, site.value, node.live)
+            name = self.file.qualified(named) or ""
+            if live is node.cls or (live is None and _ends_with(name, node.cls.__name__)):
+                return named
+        return None
+
+    def _check_class(self, site: Site, node: Node, causes: tuple[Directive, ...]) -> None:
+        """A subclass takes the place of the class itself."""
+        if site.callee is None or site.variable or self.class_called(site, node) is not None:
+            return  # what a variable holds is looked at where it gets it
+        raise errors.UnfollowableConstruction(
+            f"`{node.path}` needs a subclass of `{node.cls.__name__}`, and what is called here is "
+            "not that class itself",
+            at=self.file.at(site.value),
+            also=[c.at for c in causes[:1] if c.at],
+            hint=f"write the construction out: {node.cls.__name__}(...)",
         )
 
     def _check_arguments(self, site: Site, layer: Layer, causes: tuple[Directive, ...]) -> None:
@@ -141,6 +169,10 @@ class Places:
                     also=[c.at for c in causes[:1] if c.at],
                     hint=f"{layer.name} takes {', '.join(layer.arguments)}",
                 )
+
+
+def _ends_with(dotted: str, name: str) -> bool:
+    return dotted.rpartition(".")[2] == name
 
 
 def owned(node: Node) -> list[Node]:

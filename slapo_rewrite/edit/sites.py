@@ -113,7 +113,18 @@ class SiteWriter:
             keywords = self._keywords(what.layer, causes)
             return replace_call(original, self._other(what, causes), keywords)
         assert isinstance(what, MakeClass)
-        return replace_call(original, self._specialised(what, causes))
+        if any(isinstance(s.value, ast.Call) for s in assigned(site)):
+            raise errors.UnfollowableConstruction(
+                f"elements of `{site.path}` differ, and what is called here is not "
+                f"`{what.original}` itself",
+                at=self.file.at(site.value),
+                also=[c.at for c in causes[:1] if c.at],
+                hint=f"write the construction out: {what.original}(...)",
+            )
+        name, callee = self._specialised(what, causes), site.callee
+        if isinstance(callee, ast.Attribute) and _means(self.file, callee.value, what.original):
+            name = f"{name}.{callee.attr}"  # another way to make one
+        return replace_call(original, name)
 
     def _keywords(
         self, layer: Layer | None, causes: tuple[Directive, ...]
@@ -142,7 +153,8 @@ class SiteWriter:
 
     def _change_variable(self, site: Site, what: MakeClass, causes: tuple[Directive, ...]) -> bool:
         """A class that a local variable holds is changed where the variable gets it."""
-        if not site.variable:
+        callees = [n for n in ast.walk(site.function) if _same_name(n, site.callee)]
+        if not site.variable or len(callees) > 1:  # other modules are made of it as well
             return False
         for statement in site.variable:
             for node in ast.walk(statement):
@@ -220,6 +232,22 @@ class SiteWriter:
             also=[c.at for c in causes[:1] if c.at],
             hint="number them in the source: for i, ... in enumerate(...)",
         )
+
+
+def _same_name(node: ast.AST, name: ast.expr | None) -> bool:
+    """Whether a node reads the local variable that another one reads."""
+    if not isinstance(node, ast.Name) or not isinstance(name, ast.Name):
+        return False
+    return node.id == name.id and isinstance(node.ctx, ast.Load)
+
+
+def assigned(site: Site) -> list[ast.Assign]:
+    """The assignments of the variable that holds the class that a site calls."""
+    return [statement for statement in site.variable if isinstance(statement, ast.Assign)]
+
+
+def _means(file: SourceFile, expr: ast.expr, class_name: str) -> bool:
+    return (file.qualified(expr) or "").rpartition(".")[2] == class_name
 
 
 def _number(index: str) -> int:

@@ -140,7 +140,17 @@ class Variants:
             every = united(*(causes for _, causes in wrappers))
             key, owner = self.places.site(node, every)
             site = self.places.sites[key[1]]
-            name = self.file.segment(site.callee) if site.callee else cls.__name__
+            called = self.places.class_called(site, node)
+            if site.callee and (called is None or not self.file.qualified(called)):
+                raise errors.UnfollowableConstruction(
+                    f"`{node.path}` needs a subclass of `{cls.__name__}`, which this file does not "
+                    "name",
+                    at=self.file.at(site.value),
+                    also=[c.at for c in every[:1] if c.at],
+                    hint=f"import `{cls.__name__}` and write the construction out: "
+                    f"{cls.__name__}(...)",
+                )
+            name = self.file.segment(called) if called else cls.__name__
             known: object = cls
             made = self.places.changes.get(owner.path, {}).get(key)
             if isinstance(made, MakeClass):  # the file that defines the class has specialised it

@@ -12,18 +12,20 @@ import ast
 import functools
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import united
 from slapo_rewrite.edit.desks import Desks, is_torch
 from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.imports import Imports
-from slapo_rewrite.edit.splice import Edit
+from slapo_rewrite.edit.splice import Change, Edit
 from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.model import construction
 from slapo_rewrite.model.join import Sources, find_site
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.source.sites import Site
 
 # A definition: the module whose file holds it, and its name there; '' for the module itself.
 Target = tuple[str, str]
@@ -57,36 +59,83 @@ class Copies:
         """The name of a file in the output folder."""
         return f"{self.desks.stem(file)}.py"
 
-    def check_made(self, tree: Tree) -> None:
+    def check_made(self, tree: Tree, before: Iterable[Change] = ()) -> None:
         """Every instance of a class that changed must be made by a file of the output.
+
+        Args:
+            tree: The module tree.
+            before: What changed in the model file before the edits.
 
         Raises:
             UnfollowableConstruction: Something makes one that knows the original's class alone.
         """
+        main = self.sources.main
+        causes = {name: self._why(name, before) for name in main.classes}
+        seen: set[int] = set()
         for node in tree.nodes.values():
-            home = self.files.get(node.cls.__module__)
-            if home in (None, self.sources.main) or node.owner is None:
+            module, name = node.cls.__module__, node.cls.__name__
+            if module != main.name:
+                if module in self.files and node.owner is not None and self._sees(module, name):
+                    self._check_made(node, self._causes(module))
                 continue
-            if self._sees(node.cls.__module__, node.cls.__name__):
-                self._check_made(node)
+            why = united(*(causes.get(c.__name__, ()) for c in node.cls.__mro__))
+            holder: Node | None = node if why else None
+            while holder is not None and holder.owner is not None and id(holder) not in seen:
+                # What holds what changed must be the output's as well.
+                seen.add(id(holder))
+                if not self._may_know(holder):
+                    self._check_made(holder, why)
+                holder = holder.owner
 
-    def _check_made(self, node: Node) -> None:
-        site = find_site(self.sources, node)
+    def _why(self, name: str, before: Iterable[Change]) -> tuple[Directive, ...]:
+        """The directives for which a class of the model file changes."""
+        main = self.sources.main
+        node = main.classes[name]
+        (start, end), last = main.span(node), node.end_lineno or node.lineno
+        edits = [e for e in self.edits.get(main.name, ()) if e.start < end and e.end > start]
+        changes = [c for c in before if c.first <= last and c.last >= node.lineno]
+        return united(*(e.causes for e in edits), *(c.causes for c in changes))
+
+    def _may_know(self, node: Node) -> bool:
+        """Whether what makes a module may have its class from the output.
+
+        It has where the expression names the class, where the class came in as a value, and where
+        the module is a copy of another one.
+        """
+        try:
+            site = find_site(self.sources, node)
+        except errors.UnfollowableConstruction:
+            return True
+        target = self._root(site)
+        named = {n.id for n in ast.walk(site.value) if isinstance(n, ast.Name)}
+        return (
+            site.file.name not in self.files
+            or target is None
+            or target[0].partition(".")[0] in sys.stdlib_module_names
+            or not named.isdisjoint(c.__name__ for c in node.cls.__mro__)
+            or not construction.stack_of(node.live)
+        )
+
+    def _root(self, site: Site) -> Target | None:
+        """What the name means that a call begins with, where that is imported."""
         root: ast.expr | None = site.callee
         while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
             root = root.func if isinstance(root, ast.Call) else root.value
         imports = dict(_imported(self.sources, site.file))
-        target = imports.get(root.id) if isinstance(root, ast.Name) else None
+        return imports.get(root.id) if isinstance(root, ast.Name) else None
+
+    def _check_made(self, node: Node, causes: tuple[Directive, ...]) -> None:
+        site = find_site(self.sources, node)
+        target = self._root(site)
         if site.file.name in self.files and (target is None or target[0] in self.files):
             return
-        causes = self._causes(node.cls.__module__)
         raise errors.UnfollowableConstruction(
             f"`{node.path}` is a `{node.cls.__name__}`, which changes, and is made here by what "
             "knows the original's class alone",
             at=site.file.at(site.value),
             also=[c.at for c in causes[:1] if c.at],
-            hint=f"write the construction out: {_written_out(site.value, node.cls.__name__)}, "
-            "imported by its name",
+            hint=f"write the construction out: {_written_out(site.value, node.cls.__name__)}"
+            + (", imported by its name" if node.cls.__module__ != site.file.name else ""),
         )
 
     # Which files ----------------------------------------------------------------------------

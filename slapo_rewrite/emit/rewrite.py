@@ -208,7 +208,7 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
             if reference.written.partition(".")[0] in named:
                 imports.refer(reference, why)
         copies = Copies(project.sources, desks, lowered.edits)
-        copies.check_made(project.tree)
+        copies.check_made(project.tree, project.changes)
         if single_file:
             check_single(copies, lowered.edits)
         used = used_helpers(copies, desks)

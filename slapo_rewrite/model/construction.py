@@ -77,6 +77,13 @@ def scope_of(module: nn.Module, number: int) -> dict[str, Any] | None:
     return {**scopes[number][0], **scopes[number][1]} if number < len(scopes) else None
 
 
+def value_of(name: str, file: SourceFile, call: ast.expr, module: nn.Module) -> object | None:
+    """What a name meant where a call made a module; None where that is not known."""
+    number = depth(file, call, stack_of(module))
+    scope = scope_of(module, number) if number is not None else None
+    return scope.get(name) if scope else None
+
+
 def stand_in(module: nn.Module, other: nn.Module) -> None:
     """Notes that a module stands where another was made."""
     _stacks[module], _scopes[module] = _stacks.get(other, ()), _scopes.get(other, ())

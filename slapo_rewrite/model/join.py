@@ -22,7 +22,7 @@ from slapo_rewrite.source.sites import Site
 from slapo_rewrite.source.syntax import argument_of, assignments
 from slapo_rewrite.source.values import Frame
 
-__all__ = ["Sources", "find_parameter_site", "find_site", "resolve_callee"]
+__all__ = ["Sources", "find_parameter_site", "find_site", "resolve", "resolve_callee"]
 
 _REFERENCES = {"argument", "alias"}
 
@@ -47,11 +47,14 @@ def find_parameter_site(sources: Sources, node: Node, name: str) -> Site:
 
 def resolve_callee(sources: Sources, site: Site, node: Node) -> object | None:
     """The object that a site calls to make this module; None where that cannot be told."""
-    if site.callee is None:
-        return None
+    return resolve(sources, site.callee, site, node) if site.callee is not None else None
+
+
+def resolve(sources: Sources, expr: ast.expr, site: Site, node: Node) -> object | None:
+    """The object that an expression at a site came to; None where that cannot be told."""
     holder = _holder(node, site)
     try:
-        return _Search(sources).value(site.callee, site, holder, node) if holder else None
+        return _Search(sources).value(expr, site, holder, node) if holder else None
     except Unknown:
         return None
 

@@ -331,3 +331,60 @@ def test_a_call_in_a_method_that_another_class_inherits_too(tmp_path):
     changed = changed_lines(rewritten(tmp_path, source, schedule))
     assert "-        return self.down(self.up(x).tanh())" not in changed
     assert "+class DecomposedFirst(First):\n" in changed
+
+
+GIVEN = """from functools import partial
+
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, dim, act=torch.relu):
+        super().__init__()
+        self.up, self.act = nn.Linear(dim, dim), act
+
+    def forward(self, x):
+        return x + self.act(self.up(x))
+
+    @classmethod
+    def make(cls, dim):
+        return cls(dim)
+
+
+class Net(nn.Module):
+    def __init__(self, block_fn=Block, dim=8):
+        super().__init__()
+        self.blocks = nn.ModuleList(block_fn(dim) for _ in range(4))
+        layer = partial(Block, act=torch.tanh)
+        self.one, self.two = layer(dim), Block.make(dim)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.two(self.one(x))
+"""
+
+
+@pytest.mark.parametrize(
+    "model, path, made",
+    [
+        ("m.Net()", "blocks.0", "CheckpointedBlock(dim) if i == 0 else block_fn(dim) for i in"),
+        ("m.Net(m.partial(m.Block, act=torch.tanh))", "blocks.0", None),
+        ("m.Net(Own)", "blocks.0", None),
+        ("m.Net(nn.Linear)", "blocks.0", None),
+        ("m.Net()", "one", "layer = partial(CheckpointedBlock, act=torch.tanh)"),
+        ("m.Net()", "two", "CheckpointedBlock.make(dim)"),
+    ],
+)
+def test_a_class_that_comes_in_as_a_value(model, path, made, tmp_path):
+    """What it is given in the model's call is kept, or nothing is written."""
+    schedule = "import torch\nfrom torch import nn\n\n\nclass Own(nn.Linear):\n"
+    schedule += "    def __init__(self, dim):\n        super().__init__(dim, dim)\n\n\n"
+    model = model.replace("nn.Linear)", "lambda dim: nn.Linear(dim, dim))")
+    schedule += f"def model(m):\n    return {model}\n\n\n"
+    schedule += f'def schedule(s):\n    s["{path}"].checkpoint()\n'
+    if made is None:
+        refused(tmp_path, GIVEN, schedule, "SR103")
+    else:
+        assert made in " ".join(rewritten(tmp_path, GIVEN, schedule).files["source_0.py"].split())

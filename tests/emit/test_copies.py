@@ -384,6 +384,63 @@ def test_what_makes_a_class_that_changes(name, tmp_path):
         assert "knows the original's class alone" in shown and "model.py:12" in shown
 
 
+OWN = """from torch import nn
+
+from .registry import Late
+
+
+class Block(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.up = nn.Linear(dim, heads)
+
+    def forward(self, x):
+        return self.up(x).relu()
+
+
+class Layer(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.block = Block(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+
+    def forward(self, x):
+        return self.down(self.block(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Late.make(32) for _ in range(2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+"""
+
+
+KNOWS = "`layers.0` is a `Layer`, which changes, and is made here by what knows the original's"
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ('layers.*.block"].checkpoint()', KNOWS),
+        ("layers.*\"].inline('block')", KNOWS),
+        ('layers.*"].checkpoint()', "what is called here is not that class itself"),
+    ],
+)
+def test_what_makes_a_class_of_the_models_own_file(line, words, tmp_path):
+    """It would go on making the original's, and nothing of what was asked would be done."""
+    registry = "class Late:" + REGISTRY.split("class Late:")[1]
+    registry = registry.replace("{p}.blocks", f"pack_{tmp_path.name}.model")
+    package = Package(tmp_path, model=OWN, registry=registry.replace("Block", "Layer"))
+    schedule = f'{SCHEDULE.split("def sched")[0]}def schedule(s):\n    s["{line}\n'
+    shown = package.refused(schedule, "SR103")
+    assert words in shown and "imported by its name" not in shown
+
+
 def test_a_size_in_a_function_of_another_file(tmp_path):
     """All callers share the function, those with whole values too."""
     parts = PARTS.replace("self.split(", "split(").replace(
