@@ -70,7 +70,7 @@ class Copies:
             UnfollowableConstruction: Something makes one that knows the original's class alone.
         """
         main = self.sources.main
-        causes = {name: self._why(name, before) for name in main.classes}
+        causes = {name: self._why(main, name, before) for name in main.classes}
         seen: set[int] = set()
         for node in tree.nodes.values():
             module, name = node.cls.__module__, node.cls.__name__
@@ -87,12 +87,42 @@ class Copies:
                     self._check_made(holder, why)
                 holder = holder.owner
 
-    def _why(self, name: str, before: Iterable[Change]) -> tuple[Directive, ...]:
-        """The directives for which a class of the model file changes."""
+    def check_built(self, emitted: Tree, tree: Tree, before: Iterable[Change] = ()) -> None:
+        """The output's model must be made of the classes that changed, and not of the originals.
+
+        Args:
+            emitted: The output's module tree.
+            tree: The original's.
+            before: What changed in the model file before the edits.
+
+        Raises:
+            UnfollowableConstruction: The original's class is still there.
+        """
         main = self.sources.main
-        node = main.classes[name]
-        (start, end), last = main.span(node), node.end_lineno or node.lineno
-        edits = [e for e in self.edits.get(main.name, ()) if e.start < end and e.end > start]
+        why = functools.cache(
+            lambda file, name: self._why(file, name, before if file is main else ())
+        )
+        for node in emitted.nodes.values():
+            for cls in node.cls.__mro__:
+                file = self.files.get(cls.__module__)
+                causes = why(file, cls.__name__) if file and cls.__name__ in file.classes else ()
+                if not causes:
+                    continue
+                known = tree.nodes.get(node.path)
+                stack = construction.stack_of(known.live) if known is not None else ()
+                raise errors.UnfollowableConstruction(
+                    f"`{node.path or 's'}` is the original's `{cls.__name__}` in the output as "
+                    "well: what makes it does not take the class from the output",
+                    at=construction.place(stack),
+                    also=[c.at for c in causes[:1] if c.at],
+                    hint="name the class where it is made; in the schedule, take it from `m`",
+                )
+
+    def _why(self, file: SourceFile, name: str, before: Iterable[Change]) -> tuple[Directive, ...]:
+        """The directives for which a class of a file changes."""
+        node = file.classes[name]
+        (start, end), last = file.span(node), node.end_lineno or node.lineno
+        edits = [e for e in self.edits.get(file.name, ()) if e.start < end and e.end > start]
         changes = [c for c in before if c.first <= last and c.last >= node.lineno]
         return united(*(e.causes for e in edits), *(c.causes for c in changes))
 

@@ -257,7 +257,8 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
     files = {**texts, **helpers}
     told = Causes(files, changes, by_file).told()
     with project.timed("construct"), told, imported(files, name) as emitted:
-        emitted.tree(project.schedule.module.model)
+        built = emitted.tree(project.schedule.module.model)
+        copies.check_built(built, project.tree, project.changes)
     with project.timed("write"):
         if not single_file:
             files["__init__.py"] = init_text(name, helpers)

@@ -441,6 +441,23 @@ def test_what_makes_a_class_of_the_models_own_file(line, words, tmp_path):
     assert words in shown and "imported by its name" not in shown
 
 
+@pytest.mark.parametrize("where", ["source", "schedule"])
+def test_the_originals_class_by_another_way(where, tmp_path):
+    """Nobody sees it in the text, so the output's own model is looked at."""
+    package = Package(tmp_path, model=OWN.replace("from .registry import Late", "import importlib"))
+    module = f'importlib.import_module("{package.name}.model")'
+    schedule = SCHEDULE.split("def sched")[0] + "def schedule(s):\n"
+    schedule += '    s["layers.*.block"].checkpoint()\n'
+    text = Path(package.model).read_text().replace("Late.make(32)", f"{module}.Layer(32)")
+    if where == "schedule":
+        text = text.replace(f"{module}.", "")
+        schedule = schedule.replace("m.Model()", f"{module}.Model()")
+        schedule = schedule.replace("import torch\n", "import importlib\n\nimport torch\n")
+    Path(package.model).write_text(text)
+    shown = package.refused(schedule, "SR103")
+    assert "in the output as well: what makes it does not take the class from the output" in shown
+
+
 def test_a_size_in_a_function_of_another_file(tmp_path):
     """All callers share the function, those with whole values too."""
     parts = PARTS.replace("self.split(", "split(").replace(
