@@ -1,16 +1,18 @@
 # Every target makes the environment that it needs; PYTHON=python3.12 makes it with another Python.
 PYTHON ?= python3
 VENV ?= .venv
+SECONDS ?= 600
 BIN = $(VENV)/bin
 READY = $(VENV)/.installed
 BERT = transformers.models.bert.modeling_bert --schedule bert --set ckpt_ratio=0.5
 
-.PHONY: help demo example test lint check generated bench
+.PHONY: help demo example test fuzz lint check generated bench
 
 help:
 	@echo 'make demo       rewrite BERT, show the diff, verify it in two processes'
 	@echo 'make example    train a small GPT with DeepSpeed, in four processes'
 	@echo 'make test       run the tests'
+	@echo 'make fuzz       run random models and schedules against their originals, for SECONDS=600'
 	@echo 'make check      lint, types and tests'
 	@echo 'make generated  make the outputs in generated/ again'
 	@echo 'make bench      measure, and write benchmark/results/'
@@ -37,6 +39,9 @@ example: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+fuzz: $(READY)
+	$(BIN)/python -m tests.soundness.fuzz --seconds $(SECONDS)
 
 lint: $(READY)
 	$(BIN)/ruff check
