@@ -240,7 +240,7 @@ class ClassWriter:
         node = self.file.classes[class_name]
         start, _ = self.file.span(node.bases[0])
         name = self.imports.helper(change.module, change.name, causes)
-        why = f"`{class_name}` reads and writes the original's checkpoints"
+        why = f"`{class_name}` starts, reads and writes checkpoints as the original does"
         at(node.body[0]).around.append(Edit(start, start, f"{name}, ", causes, why))
 
     def _split_parameter(

@@ -40,7 +40,13 @@ from slapo_rewrite.edit.definition import (
 from slapo_rewrite.edit.desks import Desk, Desks
 from slapo_rewrite.edit.gradients import Gradients
 from slapo_rewrite.edit.parts import find_part
-from slapo_rewrite.edit.pretrained import MAPPED, ORIGINAL, converted_models, keep_checkpoints
+from slapo_rewrite.edit.pretrained import (
+    MAPPED,
+    ORIGINAL,
+    keep_checkpoints,
+    keep_treatment,
+    specially_treated,
+)
 from slapo_rewrite.edit.reads import readings
 from slapo_rewrite.edit.state import (
     Annotation,
@@ -84,6 +90,7 @@ def collect(
     asked: Asked,
     followed: Followed,
     desks: Desks,
+    before: tuple[Directive, ...],
 ) -> None:
     """Adds to the desks what was asked and what follows from it.
 
@@ -93,16 +100,23 @@ def collect(
         asked: The layers and split parameters among it.
         followed: What follows from the sharded sizes.
         desks: Take the changes.
+        before: The directives that have changed the source already.
 
     Raises:
         RewriteError: There is no place for something.
     """
-    _Collection(tree, states, desks).run(asked, followed)
+    _Collection(tree, states, desks, before).run(asked, followed)
 
 
 class _Collection:
-    def __init__(self, tree: Tree, states: Mapping[str, ModuleState], desks: Desks) -> None:
-        self.tree, self.states, self.desks = tree, states, desks
+    def __init__(
+        self,
+        tree: Tree,
+        states: Mapping[str, ModuleState],
+        desks: Desks,
+        before: tuple[Directive, ...],
+    ) -> None:
+        self.tree, self.states, self.desks, self.before = tree, states, desks, before
         self.sources, self.file = desks.sources, desks.main.file
 
     def run(self, asked: Asked, followed: Followed) -> None:
@@ -163,9 +177,15 @@ class _Collection:
             self._statistic(statistic)
         for path, layer in layers.items():
             self._read_sizes(self.tree.nodes[path], layer)
-        for node in converted_models(self.tree) if self.states else ():
-            first = [c for state in self.states.values() for c in state.causes()]
-            keep_checkpoints(self.desks, node, ORIGINAL, united(first)[:1])
+        self._keep_treatment()
+
+    def _keep_treatment(self) -> None:
+        """Whatever changes the file takes the model's classes out of transformers."""
+        changes = (known for desk in self.desks for known in desk.places.causes.values())
+        cuts = [state.cut.cause for state in self.states.values() if state.cut]
+        causes = united(self.before, cuts, *(why for known in changes for why in known.values()))
+        for node in specially_treated(self.tree) if causes else ():
+            keep_treatment(self.desks, node, causes[:1])
 
     def _caller(self, node: Node) -> tuple[Node, str]:
         """The module whose methods call another one, and the path from it to that one."""

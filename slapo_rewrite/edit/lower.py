@@ -69,6 +69,7 @@ def lower(
     tree: Tree,
     states: Mapping[str, ModuleState],
     number: int,
+    before: tuple[Directive, ...],
     sources: Sources,
     step_inputs: Callable[[], dict[str, Any]],
     small: Callable[[], tuple[Any, dict[str, Any]]],
@@ -80,6 +81,7 @@ def lower(
         tree: The module tree.
         states: What was asked of each module path.
         number: How many directives asked for it.
+        before: Those that have changed the source already.
         sources: The source files.
         step_inputs: Makes the keyword arguments of one training step.
         small: Makes a small model with weights, and the keyword arguments of a step of it.
@@ -88,7 +90,8 @@ def lower(
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
-    return _Lowering(tree, dict(states), number, sources, line_length).run(step_inputs, small)
+    lowering = _Lowering(tree, dict(states), number, before, sources, line_length)
+    return lowering.run(step_inputs, small)
 
 
 class _Lowering:
@@ -97,10 +100,12 @@ class _Lowering:
         tree: Tree,
         states: dict[str, ModuleState],
         number: int,
+        before: tuple[Directive, ...],
         sources: Sources,
         line_length: int,
     ) -> None:
-        self.tree, self.states, self.number, self.sources = tree, states, number, sources
+        self.tree, self.states, self.sources = tree, states, sources
+        self.number, self.before = number, before
         self.file: SourceFile = sources.main
         self.line_length = line_length
         self.desks = Desks(tree, sources)
@@ -141,7 +146,7 @@ class _Lowering:
         self.states, inferred = named(self.states, self.number)
         with alike.reduced():
             asked = self._asked()
-            collect(self.tree, self.states, asked, followed, self.desks)
+            collect(self.tree, self.states, asked, followed, self.desks, self.before)
             for draw, world in out_of_step(self.tree, asked, followed):
                 self._warn_of(draw, world)
             edits = settle(self.tree, self.desks, self.line_length)

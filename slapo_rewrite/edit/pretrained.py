@@ -1,4 +1,4 @@
-"""What a model of transformers needs to keep reading and writing the original's checkpoints."""
+"""What a model of transformers needs to start, read and write checkpoints as the original does."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Any
 from slapo_rewrite.edit.definition import MixIn
 from slapo_rewrite.edit.desks import Desks
 from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.model.initial import initialises_inside
 from slapo_rewrite.model.layers import qualified
 from slapo_rewrite.model.tree import Node, Tree
 
 # The model's checkpoints are the original's, also where modules have other weights.
 ORIGINAL, MAPPED = "OriginalCheckpoints", "MappedCheckpoints"
+# Transformers treats the model as it does those of its own package.
+LIBRARY = "LibraryModel"
 
 
 def keep_checkpoints(desks: Desks, node: Node, kind: str, causes: tuple[Directive, ...]) -> None:
@@ -27,18 +30,53 @@ def keep_checkpoints(desks: Desks, node: Node, kind: str, causes: tuple[Directiv
         kind: `ORIGINAL` or `MAPPED`, which does more.
         causes: The directives behind it.
     """
+    _mix_in(desks, node, kind, causes)
+    keep_treatment(desks, node, causes)
+
+
+def keep_treatment(desks: Desks, node: Node, causes: tuple[Directive, ...]) -> None:
+    """Has transformers treat the models that hold a module as those of its own, if they were."""
+    _mix_in(desks, node, LIBRARY, causes)
+
+
+def _mix_in(desks: Desks, node: Node, kind: str, causes: tuple[Directive, ...]) -> None:
     above: Node | None = node
     while above is not None:
         home = desks.of(above.cls)
         own = [c for c in above.cls.__mro__ if home and desks.of(c) is home]
         base = next((c for c in reversed(own) if is_pretrained(c)), None)
         stays = home is not None and desks.is_other(home) and not home.places.changes
-        if home and base and not stays:
-            key = ("mixin", base.__name__)
+        if home and base and not stays and (kind != LIBRARY or is_of_library(base)):
+            key = ("mixin", base.__name__, kind == LIBRARY)
             known = home.places.changes.get(above.path, {}).get(key)
             what = known if kind == ORIGINAL and known else MixIn("pretrained", kind)
             home.places.add(above.path, key, what, causes)
         above = above.parent
+
+
+def specially_treated(tree: Tree) -> list[Node]:
+    """The models for which transformers does more than for those of other packages.
+
+    It converts their checkpoints, or initialises what others have to initialise themselves.
+    """
+    return [*converted_models(tree), *_specially_initialised(tree)]
+
+
+def _specially_initialised(tree: Tree) -> list[Node]:
+    """The models that initialise weights when they are asked to do so for a module without any.
+
+    Transformers asks for such modules in its own package only.
+    """
+    models: dict[str, Node | None] = {}
+    found: dict[str, Node] = {}
+    for path, node in tree.nodes.items():
+        above = models[node.parent.path] if node.parent else None
+        model = models[path] = node if is_pretrained(node.cls) else above
+        if model is None or model.path in found or not is_of_library(model.cls):
+            continue
+        if initialises_inside(model.live, node.live):
+            found[model.path] = model
+    return list(found.values())
 
 
 def converted_models(tree: Tree) -> list[Node]:
@@ -54,6 +92,11 @@ def converted_models(tree: Tree) -> list[Node]:
 def is_pretrained(cls: type) -> bool:
     """Whether a class is a model of transformers."""
     return any(qualified(c) == "transformers.modeling_utils.PreTrainedModel" for c in cls.__mro__)
+
+
+def is_of_library(cls: type) -> bool:
+    """Whether transformers counts a class as one of its own, by its package."""
+    return cls.__module__.startswith("transformers.")
 
 
 def _config(node: Node) -> Any:

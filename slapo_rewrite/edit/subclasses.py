@@ -7,7 +7,7 @@ import builtins
 from collections.abc import Mapping, Sequence
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.definition import What, WrapInput, WrapOutput
+from slapo_rewrite.edit.definition import What, WrapInput, WrapOutput, united
 from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.forward import ForwardWriter, given
 from slapo_rewrite.edit.imports import CHECKPOINT, Imports
@@ -93,6 +93,10 @@ class SubclassWriter:
             guards = (
                 self._guards(constructor, statement) if self._starts(statement) & optional else []
             )
+            if self._starts(statement) and (change.inside or change.again):
+                causes = united(*(edit.causes for edit in change.inside))
+                same_weights = self.imports.helper("remaking", "same_weights", causes)
+                guards.insert(0, f"with {same_weights}(self):")
             depth = 8 + 4 * len(guards)
             indent = " " * depth
             block = [" " * (8 + 4 * n) + guard for n, guard in enumerate(guards)]
@@ -111,7 +115,10 @@ class SubclassWriter:
                 indent + formatted(t, depth, self.line_length)
                 for t, _, _ in (*change.before, *change.after)
             ]
-            body += ["\n".join(block)] if guards else block
+            if guards and body and body[-1].startswith(f"{block[0]}\n"):
+                body[-1] += "\n" + "\n".join(block[1:])
+            else:
+                body += ["\n".join(block)] if guards else block
         return "\n".join([*text, *dict.fromkeys(body)]) + "\n"
 
     def _starts(self, statement: ast.stmt) -> set[int]:

@@ -22,6 +22,7 @@ KERNELS = "kernels"
 # Each module after those that it needs.
 RUNTIME_ORDER = (
     "annotations",
+    "remaking",
     "recomputation",
     "tensor_parallel",
     "vocab_parallel_loss",
@@ -70,7 +71,8 @@ def helper_files(
     """
     files: dict[str, str] = {}
     for module, picked in _picked(used, schedule).items():
-        text = f'"""{picked.docstring}"""\n\n{picked.text}'
+        gap = "\n\n" if picked.imports else "\n\n\n"
+        text = f'"""{picked.docstring}"""{gap}{picked.text}'
         if module == MODULES:  # the user's own layout is not black's
             text = black.format_str(text, mode=black.Mode())
         files[f"{module}.py"] = f"{header}\n{text}"

@@ -193,8 +193,17 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
             model = twin.build_small(project.schedule.module, project.module)
             return model, twin.training_inputs(project.schedule.module, model)
 
-        count = len(plan.directives)
-        lowered = lower(project.tree, plan.states, count, project.sources, inputs, small, length)
+        before = united(*(change.causes for change in project.changes))
+        lowered = lower(
+            project.tree,
+            plan.states,
+            len(plan.directives),
+            before,
+            project.sources,
+            inputs,
+            small,
+            length,
+        )
         name, desks = project.file.path.name, lowered.desks
         definitions, moved = project.schedule, list[Change]()
         if more := [*lowered.edits.pop(SCHEDULE, ())]:

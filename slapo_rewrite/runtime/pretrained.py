@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' own `from_pretrained` and `save_pretrained`."""
+"""What transformers does for its own models: initial weights, checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -9,17 +9,22 @@ from .loading import weight_maps
 from .weights import originals_standing
 
 
-class OriginalCheckpoints:
-    """For a model of transformers: its checkpoints are the original's."""
+class LibraryModel:
+    """A model that transformers is to treat as the original, which is one of its own.
+
+    For a class outside of its package it skips what `_init_weights` does for modules
+    without parameters of their own, such as attention, so that others start from weights
+    of another scale; nor does it convert checkpoints.
+    """
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Whether transformers leaves out what it knows of the model.
-
-        It knows how to convert the names and layouts of checkpoints. A model outside
-        its own package is left alone, unless it says no.
-        """
+        """Whether transformers leaves these things to the model: no."""
         return False
+
+
+class OriginalCheckpoints:
+    """For a model of transformers: its checkpoints are the original's."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:

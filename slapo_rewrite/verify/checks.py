@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from .figures import (
     compare,
     compare_gradients,
     compare_loss,
+    compare_start,
     compare_state,
     difference,
     find,
@@ -58,6 +61,7 @@ class Checks:
             StoppedError: One failed after which the others mean nothing.
         """
         self.built()
+        self.start()
         self.state()
         self.first_step()
         self.eval_mode()
@@ -111,6 +115,30 @@ class Checks:
         exact = {check.name: check for check in again.done}
         for check in self.done:
             settle(check, rounding, exact.get(check.name))
+
+    def start(self) -> None:
+        """From the same seed it starts with the same weights.
+
+        Modules that the schedule brings along draw theirs by themselves.
+        """
+        pair = self.pair
+        if pair.start is None:
+            return
+        own = [path for path in self._brought() if path]
+        left = {n for n in pair.drawn if n.startswith(tuple(f"{path}." for path in own))}
+        want = {n: t for n, t in pair.drawn.items() if n not in left | pair.redrawn}
+        maps = getattr(pair.loading, "weight_maps", None)
+        mapped = tuple(maps(pair.rewritten)) if maps else ()
+        alike = {name for name in want if name.startswith(mapped)}
+        self.done.append(compare_start(want, pair.start, alike))
+
+    def _brought(self) -> Iterator[str]:
+        """Where the schedule put a module of another class."""
+        others = dict(self.pair.rewritten.named_modules())
+        for path, module in self.pair.original.named_modules():
+            asked = any(re.fullmatch(pattern, path) for pattern in self.pair.job["replaced"])
+            if asked and type(others.get(path)).__name__ != type(module).__name__:
+                yield path
 
     def state(self) -> None:
         """The original's weights go in, come back bit for bit, and are tied as they were."""

@@ -19,6 +19,12 @@ from .imports import ToolBlocker, import_original, import_output, load_file, loa
 from .probes import dropouts, in_float64, nudge, tie_groups, vary_constants
 
 Stage = Callable[[str], None]
+SEED = 0
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    """A model's state dict, in memory of its own."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,9 @@ class Original:
             nothing is known.
         nudged: Whether it is that.
         doubled: Whether everything runs in float64.
-        full: The original's state dict as it was built.
+        drawn: The original's state dict as it was built from `SEED`.
+        redrawn: The names of those that come out otherwise when it is built so again.
+        full: The same, with a little noise where all is alike.
         groups: Names of the same parameter in the original, for those that have several.
         aliases: For each of these names, its group.
         notes: What a reader of the report should know.
@@ -120,14 +128,18 @@ class Original:
     def build_original(self, *, exactly: bool = True) -> None:
         """Builds the original, and another in float64 if that is wanted."""
         self.stage("building the original")
-        self.original = self.built(self.original_module, 0)
+        self.original = self.built(self.original_module, SEED)
+        self.drawn = copied(self.original)
+        self.redrawn: set[str] = set()
         vary_constants(self.original)
-        self.full = {k: v.clone() for k, v in self.original.state_dict().items()}
+        self.full = copied(self.original)
         self.groups = tie_groups(self.original)
         self.aliases = {name: group for group in self.groups for name in group}
         if exactly:
             self.stage("building the original in float64")
-            exact = self.built(self.original_module, 0)
+            exact = self.built(self.original_module, SEED)
+            again = exact.state_dict()
+            self.redrawn = {n for n in again if not torch.equal(again[n], self.drawn[n])}
             exact.load_state_dict(self.full)
             self.exact = exact.double()
 

@@ -10,17 +10,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .figures import Named, tensors_in
-from .original import Original
-from .probes import dropouts, in_float64, is_dropout
+from .original import SEED, Original
+from .probes import change_weights, dropouts, in_float64, is_dropout
 
 
 class Pair(Original):
     """The two models, and the original in float64 as the reference for both.
 
     Attributes:
-        rewritten: Built from the output, from other random numbers.
+        rewritten: Built from the output, then given other weights.
+        start: Its full state dict as it was built from the original's seed; None where that says
+            nothing, since the output has no `loading.build` and the ranks' parts are their own.
         rates: The dropout layers of the original with their probabilities.
     """
+
+    start: Named | None = None
 
     def load(self) -> None:
         """Imports everything, joins the process group, builds the models."""
@@ -28,7 +32,14 @@ class Pair(Original):
         self.join_group()
         self.build_original()
         self.stage("building the rewritten model")
-        self.rewritten = self.built(self.rewritten_module, 1000 + self.rank)
+        build = getattr(self.loading, "build", None)
+        if build is None:
+            self.rewritten = self.built(self.rewritten_module, SEED)
+        else:
+            self.rewritten = build(lambda: self.built(self.rewritten_module, SEED))
+        if self.world == 1 or build is not None or self.loading is None:
+            self.start = {name: tensor.clone() for name, tensor in self.full_state().items()}
+        change_weights(self.rewritten, 1000 + self.rank)
         self.rates = {n: m.p for n, m in self.original.named_modules() if is_dropout(m)}
         if any(p > 0 for model in self.models() for *_, p in dropouts(model, configs=True)):
             self.note("dropout is set to 0 in both models")

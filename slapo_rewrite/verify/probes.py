@@ -79,6 +79,15 @@ def in_float64(wanted: bool = True) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def change_weights(model: nn.Module, seed: int) -> None:
+    """Gives a model other weights than it was built with."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator))
+
+
 def is_dropout(module: object) -> TypeGuard[nn.Dropout]:
     """Whether this is one of torch's dropout layers."""
     return isinstance(module, DROPOUTS)

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -81,6 +82,12 @@ def verify(
         "stem": Path(record["source"]["file"]).stem,
         "rewritten": rewritten_classes(out, record, report.directives),
         "absent": [n for note in record.get("rules", ()) for n in note.get(ABSENT, ())],
+        "replaced": [
+            re.escape(path).replace(r"\*", r"\d+")
+            for directive in record.get("directives", ())
+            if str(directive["primitive"]).startswith("replace")
+            for path in directive["paths"]
+        ],
         "sys_path": [os.path.abspath(path) for path in sys.path],
         "training": asdict(training or Training()),
         "engine": "deepspeed" if needs_deepspeed(out) else "torch",

@@ -256,11 +256,33 @@ def rewritten(folder: Path, name: str, model: str, schedule: str) -> Path:
 def test_annotations_outlive_loading(folder):
     output = rewritten(folder, "annotated_bert", "bert", ANNOTATED)
     text = (output / "modeling_bert.py").read_text()
-    assert "class BertPreTrainedModel(OriginalCheckpoints, PreTrainedModel):" in text
+    assert "class BertPreTrainedModel(OriginalCheckpoints, LibraryModel, PreTrainedModel):" in text
     made = module(folder, package="annotated_bert")
     model = made.BertForMaskedLM.from_pretrained(folder / "whole")
     assert model.bert.encoder.layer[1].output.LayerNorm.weight.decay is False
     assert not hasattr(model.bert.encoder.layer[0].output.LayerNorm.weight, "decay")
+
+
+GPT2 = "GPT2LMHeadModel(GPT2Config(vocab_size=40, n_layer=2, n_embd=16, n_head=2))"
+T5 = "T5Model(T5Config(vocab_size=40, num_layers=2, d_model=16, d_kv=4, num_heads=4, d_ff=24))"
+
+
+@pytest.mark.parametrize(
+    ("model", "built", "schedule"),
+    [("gpt2", GPT2, "s.apply_all()"), ("t5", T5, 's["encoder"].checkpoint()')],
+)
+def test_initial_weights_are_the_originals(tmp_path, model, built, schedule):
+    """T5 and GPT-2 initialise what modules without parameters of their own hold."""
+    text = (
+        f"import transformers as t\n\n\ndef model(m):\n    return m.{built.replace('(', '(t.', 1)}"
+    )
+    rewritten(tmp_path, f"new_{model}", model, f"{text}\n\n\ndef schedule(s):\n    {schedule}\n")
+    made = ScheduleFile.load(str(tmp_path / "schedule.py")).module.model
+    torch.manual_seed(0)
+    original = made(transformers).state_dict()
+    torch.manual_seed(0)
+    ours = made(module(tmp_path, f"modeling_{model}", f"new_{model}")).state_dict()
+    assert [name for name, tensor in original.items() if not torch.equal(tensor, ours[name])] == []
 
 
 def test_checkpoints_that_transformers_converts(folder, tmp_path):

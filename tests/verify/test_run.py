@@ -73,6 +73,17 @@ def test_missing_all_reduce(tmp_path):
     assert "first: embed.weight by" in text
 
 
+def test_other_initial_weights(tmp_path):
+    """As where an initialisation asks for `type(m) is nn.Linear`, and the class is another now."""
+    rest = "super().__init__(features, outputs // world())"
+    change = (rest, rest + "\n        nn.init.ones_(self.weight)")
+    report = verify(outputs.write(tmp_path, "out", {"tensor_parallel.py": change}), [1])
+    assert wrong(report) == {"starts with the original's weights"}
+    text = report.render()
+    assert "blocks.0.up.weight has other values" in text
+    assert f'{tmp_path / "plan.py"}:11: s["blocks.*.up"].shard' in text
+
+
 def test_wrong_gradients_with_a_right_loss(tmp_path):
     change = ("        return total(grad)", "        return grad")
     report = verify(outputs.write(tmp_path, "out", {"tensor_parallel.py": change}), [2])

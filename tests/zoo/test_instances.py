@@ -77,7 +77,8 @@ class Block(nn.Module):
     )
     output = rewritten(tmp_path, source, SCHEDULE + '    split(s["blocks"][1:]["mlp"])\n')
     added = changed_lines(output)
-    assert "+        kind = TensorParallelMLP\n+        self.mlp = kind(d)\n" in added
+    assert "+        kind = TensorParallelMLP\n" in added
+    assert "+        with same_weights(self):\n+            self.mlp = kind(d)\n" in added
 
 
 def test_an_append_loop_is_given_a_counter(tmp_path):
@@ -123,7 +124,7 @@ class Block(nn.Module):
     )
     output = rewritten(tmp_path, source, SCHEDULE + '    split(s["a.layer"][1])\n')
     added = changed_lines(output)
-    assert "+        self.layer[1] = TensorParallelMLP(d)\n" in added
+    assert "+            self.layer[1] = TensorParallelMLP(d)\n" in added
     assert "+        self.a = TensorParallelBlock(d, True)\n" in added
 
 
@@ -155,7 +156,10 @@ class Block(nn.Module):
     lines = '    split(s["{a,b}"])\n    s["a.more"].shard(["weight", "bias"], axis=0)\n'
     lines += '    s["a.more"].sync("bwd_post", "all_reduce")\n'
     added = changed_lines(rewritten(tmp_path, source, SCHEDULE + lines))
-    assert "+        if deep:\n+            self.more = ColumnParallelLinear(d, d)\n" in added
+    assert (
+        "+        with same_weights(self):\n+            self.up = ColumnParallelLinear(d, d)\n"
+        "+            if deep:\n+                self.more = ColumnParallelLinear(d, d)\n" in added
+    )
 
 
 INHERITED = (

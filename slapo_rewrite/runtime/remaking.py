@@ -1,0 +1,28 @@
+"""Submodules that are made anew, with the weights of those in whose places they come."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def same_weights(module: nn.Module) -> Iterator[None]:
+    """Submodules that are made anew inside take the weights of those before them.
+
+    Random numbers go on as if none had been drawn inside, so that from the same seed
+    everything starts as in a model where nothing is made twice.
+    """
+    before = dict(module.named_modules())
+    uses_cuda = torch.get_default_device().type == "cuda"
+    with torch.random.fork_rng([torch.cuda.current_device()] if uses_cuda else []):
+        yield
+    taken: tuple[str, ...] = ()
+    for path, made in module.named_modules():
+        replaced = before.get(path, made)
+        if made is not replaced and not path.startswith(taken):
+            weights = replaced.state_dict()
+            if weights.keys() == made.state_dict().keys() or hasattr(made, "weight_map"):
+                made.load_state_dict(weights)
+                taken = (*taken, f"{path}.")
