@@ -37,7 +37,7 @@ from slapo_rewrite.model.follow import (
     out_of_step,
 )
 from slapo_rewrite.model.join import Sources
-from slapo_rewrite.model.layers import Layer, base_of
+from slapo_rewrite.model.layers import Layer, base_of, is_grouped
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.source.index import SourceFile
 
@@ -175,7 +175,7 @@ class _Lowering:
                 continue
             node = self.tree.nodes[path]
             if self._extends_layer(node.cls):
-                key = (node.cls, state, tuple(node.parameters))
+                key = (node.cls, state, tuple(node.parameters), is_grouped(node.live))
                 if key not in known:
                     known[key] = choose_layer(node, state)
                 layers[path] = known[key]

@@ -223,8 +223,12 @@ def splits_of(module: object) -> dict[tuple[str, int], Split] | None:
     base = base_of(type(module))
     if base is None:
         return None
-    grouped = getattr(module, "groups", 1) != 1
-    return (_GROUPED if grouped else SPLITS)[qualified(base)]
+    return (_GROUPED if is_grouped(module) else SPLITS)[qualified(base)]
+
+
+def is_grouped(module: object) -> bool:
+    """Whether a module is a convolution whose channels come in groups."""
+    return getattr(module, "groups", 1) != 1
 
 
 def split_of(module: object, layer: Layer) -> Split:

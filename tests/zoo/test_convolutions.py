@@ -108,6 +108,13 @@ REDUCED = """\
 CASES = {
     "wide": Case(RESNET, IMAGES + WIDE),
     "groups": Case(SEQUENCE, SIGNALS + GROUPS + REDUCED),
+    # Of layers that are scheduled alike, one has groups.
+    "inferred": Case(
+        SEQUENCE,
+        SIGNALS
+        + "".join(line + "\n" for line in (GROUPS + REDUCED).splitlines() if "sync" not in line)
+        + "    s.infer_sync()\n",
+    ),
     "gathered": Case(
         GATHERED, SIGNALS + GROUPS + '    s["bn"].sync("fwd_post", "all_gather", axis=1)\n'
     ),
