@@ -83,6 +83,8 @@ def _rewrite(arguments: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"slapo-rewrite {__version__}")
     options = parser.parse_args(arguments)
     _check_combination(options)
+    if options.output is not None:
+        _tidy(options.output)
     if options.check:
         return _check(options)
     from slapo_rewrite.emit.rewrite import rewrite
@@ -96,22 +98,34 @@ def _rewrite(arguments: list[str]) -> int:
     if options.diff:
         print(output.diff(), end="")
         return DONE
-    from slapo_rewrite.emit.write import hand_edited, write
+    from slapo_rewrite.emit.merge import Merged, merged
+    from slapo_rewrite.emit.write import write
 
-    files, conflicts, kept = output.files, list[str](), list[str]()
+    merge = Merged(output.files, [], {})
     if options.merge and (options.output / "rewrite.json").is_file():
-        from slapo_rewrite.emit.merge import merged
-
-        kept = hand_edited(options.output)
-        files, conflicts = merged(options.output, files)
-    write(options.output, files, force=options.force, replacing=kept)
-    print(f"wrote {options.output}: {', '.join(files)}")
-    if conflicts:
-        print(f"conflicts to resolve by hand: {', '.join(conflicts)}")
+        merge = merged(options.output, output.files)
+    write(
+        options.output,
+        merge.files,
+        force=options.force,
+        replacing=merge.replacing,
+        inputs=output.inputs,
+    )
+    print(f"wrote {options.output}: {', '.join(merge.files)}")
+    if merge.conflicts:
+        print(f"conflicts to resolve by hand: {', '.join(merge.conflicts)}")
         return NO
     if options.verify:
         return _verified(options.output, options, options.source, options.schedule)
     return DONE
+
+
+def _tidy(out: Path) -> None:
+    """Ends what a run that was interrupted began in an output folder, and says so."""
+    from slapo_rewrite.emit.write import tidied
+
+    if words := tidied(out):
+        print(f"note: {words}", file=sys.stderr)
 
 
 def _add_worlds(parser: argparse.ArgumentParser) -> None:
@@ -197,14 +211,21 @@ def _check(options: argparse.Namespace) -> int:
 def _verified(
     out: Path, options: argparse.Namespace, source: str | None, schedule: str | None
 ) -> int:
-    from slapo_rewrite.emit.write import note_verification
+    from slapo_rewrite.emit import record
+    from slapo_rewrite.emit.write import note_verification, state
     from slapo_rewrite.verify.run import chosen, verify
 
+    record.read(out)
+    verified = state(out / record.NAME)
+    assert verified is not None
     worlds = chosen(out, options.world, options.pp, options.tp, options.dp)
     with _working(f"verifying {out}") as progress:
         report = verify(out, worlds, source=source, schedule=schedule, progress=progress)
     print(report.render())
-    note_verification(out, report.record())
+    if not note_verification(out, report.record(), verified):
+        print(
+            f"note: {out} was written again meanwhile: this is not in its record", file=sys.stderr
+        )
     return DONE if report.ok else NO
 
 
@@ -221,6 +242,7 @@ def _verify(arguments: list[str]) -> int:
     parser.add_argument("--schedule", metavar="S", help="the schedule, if it is not where it was")
     options = parser.parse_args(arguments)
     _check_worlds(options)
+    _tidy(options.out)
     return _verified(options.out, options, options.source, options.schedule)
 
 
@@ -236,6 +258,7 @@ def _explain(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     from slapo_rewrite.emit.explain import explain
 
+    _tidy(options.out)
     print(explain(options.out, options.place))
     return DONE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,22 @@ def explain(out: Path, place: str | None) -> str:
         f"note: {name} was edited by hand since; its line numbers may be off" for name in edited
     ]
     if place is None:
-        lines += [line for change in content["changes"] for line in _change(out, content, change)]
+        changes = content.get("changes", ())
+        lines += [line for change in changes for line in _change(out, content, change)]
         lines += [line for note in content.get("rules", ()) for line in _rule(content, note)]
         return "\n".join(lines) or "nothing was changed"
     name, number = _place(out, content, place)
     text = _line(out, name, number)
-    for change in content["changes"]:
+    for change in content.get("changes", ()):
         span = change["lines"]
         if change["file"] == name and (span is None or span[0] <= number <= span[1]):
             return "\n".join(
                 [*lines, f"{name}:{number}: {text.strip()}", *_causes(content, change)]
             )
     if name == content["source"]["file"] or name in content.get("copies", {}):
-        imported = text.startswith(("from ", "import "))
         why = (
             "an import made absolute, since the file left its package"
-            if imported
+            if number in _added(out, name)
             else "as in the original"
         )
         return "\n".join([*lines, f"{name}:{number}: {text.strip()}", f"    {why}"])
@@ -64,10 +65,34 @@ def _place(out: Path, content: dict[str, Any], place: str) -> tuple[str, int]:
 
 
 def _line(out: Path, name: str, number: int) -> str:
-    lines = (out / name).read_text(encoding="utf-8").splitlines()
+    try:
+        lines = (out / name).read_bytes().decode(errors="replace").split("\n")
+    except OSError as error:
+        raise errors.UsageError(f"cannot read `{out / name}`: {error.strerror or error}") from None
+    lines = lines if lines[-1] else lines[:-1]
     if number > len(lines):
         raise errors.UsageError(f"`{name}` has {len(lines)} lines: there is no line {number}")
     return lines[number - 1]
+
+
+def _added(out: Path, name: str) -> set[int]:
+    """The lines of a file that are not as in its original, by the output's own diff."""
+    found: set[int] = set()
+    file, number = "", 0
+    try:
+        lines = (out / "rewrite.diff").read_bytes().decode(errors="replace").split("\n")
+    except OSError:
+        return found
+    for line in lines:
+        if line.startswith("+++ "):
+            file = line.partition("/")[2]
+        elif hunk := re.match(r"@@ -\S+ \+(\d+)", line):
+            number = int(hunk[1])
+        elif line[:1] in ("+", " "):
+            if line[0] == "+" and file == name:
+                found.add(number)
+            number += 1
+    return found
 
 
 def _change(out: Path, content: dict[str, Any], change: dict[str, Any]) -> list[str]:

@@ -42,8 +42,8 @@ class Causes:
 
     def _told(self, failed: FailedOutput) -> errors.RewriteError:
         name, line = failed.frames[-1]
-        lines = self.files[name].splitlines() if name in self.files else []
-        text = lines[line - 1] if line <= len(lines) else ""
+        lines = self.files[name].split("\n") if name in self.files else []
+        text = lines[line - 1].rstrip("\r") if line <= len(lines) else ""
         indent = len(text) - len(text.lstrip())
         width = max(1, len(text) - indent)
         at = errors.Span(f"rewritten/{name}", line, indent + 1, width, text)

@@ -2,51 +2,98 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from slapo_rewrite import errors
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.write import hand_edited
 
+_MARKERS = (re.compile(rb"^<{7} ", re.M), re.compile(rb"^>{7} ", re.M))
 
-def merged(out: Path, files: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+
+@dataclass(frozen=True)
+class Merged:
+    """Files to be written that hold what was edited by hand.
+
+    Attributes:
+        files: All files, by name.
+        conflicts: Those in which both sides changed the same lines; such a file holds both versions
+            between git's conflict markers.
+        replacing: The edited files that are merged, with the hashes of what they held.
+    """
+
+    files: dict[str, str]
+    conflicts: list[str]
+    replacing: dict[str, str]
+
+
+def merged(out: Path, files: Mapping[str, str]) -> Merged:
     """The files with the hand edits of `out` in them.
 
     Args:
         out: An output folder, whose record holds its files as they were written.
         files: The files that are to be written.
 
-    Returns:
-        The files to write, and the names of those in which both sides changed the same lines; such
-        a file holds both versions between git's conflict markers.
-
     Raises:
         NotAnOutput: The folder has no record.
-        OutputEdited: A file was edited whose written form is not known, or which is no longer made.
+        OutputEdited: A file was edited whose written form is not known, or which is no longer made,
+            or is not text, or holds the conflicts of an earlier merge.
         UsageError: git is not installed.
     """
     written = record.written_files(out)
-    result, conflicts = dict(files), []
+    result, conflicts, replacing = dict(files), list[str](), dict[str, str]()
     for name in hand_edited(out):
+        path = out / name
         if name not in files or name not in written:
             raise errors.OutputEdited(
-                f"the hand edits in `{out / name}` cannot be merged: "
+                f"the hand edits in `{path}` cannot be merged: "
                 + ("its written form is not kept" if name in files else "it is no longer written"),
                 hint="move them elsewhere and give --force",
             )
-        by_hand = (out / name).read_text(encoding="utf-8")
+        data = path.read_bytes()
+        if marked := _markers(data):
+            raise errors.OutputEdited(
+                f"`{path}` holds conflicts that are not resolved",
+                at=errors.Span(
+                    str(path), marked, 1, 7, data.decode(errors="replace").splitlines()[marked - 1]
+                ),
+                hint="choose between both versions, take git's markers out, and merge again",
+            )
+        try:
+            by_hand = data.decode()
+        except UnicodeDecodeError as error:
+            raise errors.OutputEdited(
+                f"the hand edits in `{path}` cannot be merged: byte 0x{data[error.start]:02x} is "
+                "not UTF-8",
+                hint="save the file as UTF-8, or move it elsewhere and give --force",
+            ) from None
         result[name], clean = three_way(written[name], by_hand, files[name])
+        replacing[name] = record.digest(data)
         if not clean:
             conflicts.append(name)
-    return result, conflicts
+    resolved = {n: result[n] for n in replacing if n not in conflicts and result[n] != files[n]}
+    result[record.NAME] = record.with_merged(files[record.NAME], resolved)
+    return Merged(result, conflicts, replacing)
+
+
+def _markers(data: bytes) -> int | None:
+    """The line at which a conflict that git marked begins."""
+    found = [marker.search(data) for marker in _MARKERS]
+    if not all(found) or found[0] is None:
+        return None
+    return data.count(b"\n", 0, found[0].start()) + 1
 
 
 def three_way(base: str, mine: str, theirs: str) -> tuple[str, bool]:
     """Merges two descendants of `base`; False where they changed the same lines.
+
+    Line ends stay as `mine` has them.
 
     Raises:
         UsageError: git is not installed.
@@ -54,6 +101,8 @@ def three_way(base: str, mine: str, theirs: str) -> tuple[str, bool]:
     git = shutil.which("git")
     if git is None:
         raise errors.UsageError("`--merge` needs git, which is not installed")
+    if (end := _line_end(mine)) != _line_end(base):
+        base, theirs = (_with_line_end(text, end) for text in (base, theirs))
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, name) for name in ("mine", "base", "theirs")]
         for path, text in zip(paths, (mine, base, theirs), strict=True):
@@ -65,3 +114,15 @@ def three_way(base: str, mine: str, theirs: str) -> tuple[str, bool]:
     if done.returncode < 0 or done.returncode > 127:
         raise errors.UsageError(f"git merge-file failed: {done.stderr.decode().strip()}")
     return done.stdout.decode(), done.returncode == 0
+
+
+def _line_end(text: str) -> str | None:
+    """What ends each line of a text; None where they differ."""
+    ends = {
+        line[len(line.rstrip("\r\n")) :] for line in re.findall(r"[^\r\n]*(?:\r\n|\r|\n)", text)
+    }
+    return ends.pop() if len(ends) == 1 else None
+
+
+def _with_line_end(text: str, end: str | None) -> str:
+    return re.sub(r"\r\n|\r|\n", end, text) if end else text

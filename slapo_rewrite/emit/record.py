@@ -181,6 +181,41 @@ def depends(project: Project, copies: Mapping[str, SourceFile]) -> dict[str, str
     return found
 
 
+# What of a record is read again: a list of one shape, a mapping to one (`*`), alternatives in a
+# tuple; `?` marks what may be left out.
+SHAPE: Any = {
+    "source": {"name": str, "file": str, "sha256": str},
+    "schedule": {"name": str, "sha256": str},
+    "files": {"*": str},
+    "merged?": {"*": str},
+    "tool?": {"digest?": str},
+    "set?": {"*": str},
+    "single_file?": bool,
+    "packages?": {"*": str},
+    "copies?": {"*": {"module": str, "sha256": str}},
+    "depends?": {"*": str},
+    "directives?": [
+        {"line": (int, type(None)), "text": str, "paths": [str], "inferred?": str},
+    ],
+    "changes?": [
+        {"file": str, "lines": ([int], type(None)), "directives": [int], "why": str},
+    ],
+    "rules?": [
+        {
+            "directive": int,
+            "rule": str,
+            "applied?": [str],
+            "left?": {"*": str},
+            "nearest?": str,
+            "lacking?": [str],
+        },
+    ],
+    "written?": {"*": str},
+}
+# A Python file of an output has less; what is packed may grow by far more.
+MOST_BYTES = 32 << 20
+
+
 def read(out: Path) -> dict[str, Any]:
     """The record of an output folder.
 
@@ -188,17 +223,67 @@ def read(out: Path) -> dict[str, Any]:
         NotAnOutput: There is none, or it is damaged.
     """
     path = out / NAME
+    if path.exists() and not path.is_file():
+        raise errors.NotAnOutput(f"`{path}` is not a file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise errors.NotAnOutput(
             f"`{out}` holds no {NAME}: it was not written by slapo-rewrite"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise errors.NotAnOutput(f"`{path}` cannot be read: {error}") from None
-    if not isinstance(content, dict) or not {"source", "schedule", "files"} <= content.keys():
-        raise errors.NotAnOutput(f"`{path}` is not a record of slapo-rewrite")
-    return content
+    wrong = misfit(content, SHAPE) or next(
+        (
+            f"files[{name!r}]"
+            for name in (content["source"]["file"], *content["files"])
+            if not is_plain_name(name)
+        ),
+        None,
+    )
+    known = range(len(content.get("directives", ()))) if wrong is None else ()
+    for change in content.get("changes", ()) if wrong is None else ():
+        if not set(change["directives"]) <= set(known) or len(change["lines"] or (1, 1)) != 2:
+            wrong = "changes"
+    if wrong is None and any(n["directive"] not in known for n in content.get("rules", ())):
+        wrong = "rules"
+    if wrong is not None:
+        raise errors.NotAnOutput(
+            f"`{path}` is not a record of slapo-rewrite: its {wrong} is not what it writes",
+            hint="restore it, or write to another folder",
+        )
+    return content  # type: ignore[no-any-return]
+
+
+def misfit(value: object, shape: Any, name: str = "top level") -> str | None:
+    """Which part of a value that was read from JSON has not the shape it should have."""
+    if isinstance(shape, tuple):
+        return None if any(misfit(value, each) is None for each in shape) else name
+    if isinstance(shape, list):
+        if not isinstance(value, list):
+            return name
+        return next((name for each in value if misfit(each, shape[0])), None)
+    if not isinstance(shape, dict):
+        return None if isinstance(value, shape) else name
+    if not isinstance(value, dict):
+        return name
+    if "*" in shape:
+        return next((name for each in value.values() if misfit(each, shape["*"])), None)
+    for key, inner in shape.items():
+        own = key.removesuffix("?")
+        if own not in value:
+            if own == key:
+                return f"`{own}`"
+        elif found := misfit(value[own], inner, f"`{own}`"):
+            return found
+    return None
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether something is the name of a file in a folder, and leads nowhere else."""
+    if not isinstance(name, str) or not name.strip(".") or "\0" in name:
+        return False
+    return not {"/", "\\"} & set(name)
 
 
 def packed(text: str) -> str:
@@ -213,15 +298,28 @@ def written_files(out: Path) -> dict[str, str]:
         NotAnOutput: The folder has no record.
     """
     kept = read(out).get("written", {})
-    return {n: bz2.decompress(base64.b85decode(t)).decode() for n, t in kept.items()}
+    try:
+        return {name: _unpacked(text) for name, text in kept.items()}
+    except (ValueError, OSError, EOFError) as error:
+        raise errors.NotAnOutput(
+            f"`{out / NAME}` is damaged: what it keeps of the written files cannot be read: {error}"
+        ) from None
+
+
+def _unpacked(text: str) -> str:
+    unpacker = bz2.BZ2Decompressor()
+    data = unpacker.decompress(base64.b85decode(text), MOST_BYTES)
+    if not unpacker.eof:
+        raise ValueError("it is cut off, or too long")
+    return data.decode()
 
 
 def comparable(text: str) -> str:
     """The text of a record without what says nothing about the output.
 
     What verification found is added later, the digest of the tool only spares `--check` a rewrite
-    (another tool that gives the same files leaves an output current), and the files themselves are
-    there for `--merge`.
+    (another tool that gives the same files leaves an output current), and the files themselves and
+    what hand edits made of them are there for `--merge`.
     """
     try:
         content = json.loads(text)
@@ -229,14 +327,35 @@ def comparable(text: str) -> str:
         return text
     if not isinstance(content, dict):
         return text
-    tool = {k: v for k, v in content.get("tool", {}).items() if k != "digest"}
-    kept = {k: v for k, v in content.items() if k != "written"}
+    tool = content.get("tool", {})
+    tool = {k: v for k, v in tool.items() if k != "digest"} if isinstance(tool, dict) else tool
+    kept = {k: v for k, v in content.items() if k not in ("written", "merged")}
     return dumped({**kept, "tool": tool, "verification": None})
 
 
 def with_verification(text: str, verification: Mapping[str, Any]) -> str:
     """The text of a record with a verification in it."""
     return dumped({**json.loads(text), "verification": dict(verification)})
+
+
+def with_merged(text: str, merged: Mapping[str, str]) -> str:
+    """The text of a record with what its files became by edits that were carried over.
+
+    Args:
+        text: The record.
+        merged: The texts of the files that hold such edits, by name.
+    """
+    content = json.loads(text)
+    written = content.pop("written")
+    kept = {"merged": {n: digest(t) for n, t in merged.items()}} if merged else {}
+    return dumped({**content, **kept, "written": written})
+
+
+def as_left(content: Mapping[str, Any], name: str) -> str | None:
+    """The hash of a file of an output as the tool left it, with the edits that it carried over."""
+    merged, files = content.get("merged", {}), content["files"]
+    found: str | None = merged.get(name, files.get(name))
+    return found
 
 
 def is_current(
@@ -272,8 +391,8 @@ def is_current(
     if content.get("set", {}) != dict(knobs):
         return False
     return all(
-        (out / name).is_file() and digest((out / name).read_bytes()) == written_as
-        for name, written_as in content["files"].items()
+        (out / name).is_file() and digest((out / name).read_bytes()) == as_left(content, name)
+        for name in content["files"]
     )
 
 

@@ -54,6 +54,7 @@ class Output:
         model_file: The name of the rewritten model file.
         warnings: What could not be checked, in words.
         seconds: CPU time of each part of the work.
+        inputs: The user's files that it is made from.
     """
 
     files: dict[str, str]
@@ -61,6 +62,7 @@ class Output:
     model_file: str
     warnings: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    inputs: list[Path] = field(default_factory=list)
 
     def diff(self, context: int = 3) -> str:
         """The unified diff of the rewritten files against their originals."""
@@ -290,7 +292,14 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
             {copies.name(f): f for f in copies.files.values() if f is not project.file},
             plan.notes,
         )
-    return Output(dict(sorted(files.items())), originals, name, lowered.warnings, project.seconds)
+    return Output(
+        dict(sorted(files.items())),
+        originals,
+        name,
+        lowered.warnings,
+        project.seconds,
+        [project.file.path, project.schedule.path],
+    )
 
 
 def slicing(states: Iterable[ModuleState], inferred: Iterable[Directive]) -> Directive | None:

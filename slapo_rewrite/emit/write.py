@@ -1,157 +1,473 @@
-"""Writes the output folder: all of it or nothing, and never over a hand edit."""
+"""Writes the output folder: all of it or nothing, and never over a hand edit.
+
+Only the tool's own files are touched. The new ones are laid beside the others in a folder that is
+there meanwhile, the old ones are kept in it, and a journal says what is to become of which. From
+the journal's first byte on a run that is interrupted is carried through by the next one, or taken
+back where a file was edited since; before, what it has left is removed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterable, Mapping
+import stat
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.emit import record
 
+try:
+    import fcntl
+except ImportError:  # where there are no such locks, two runs at once are the user's own affair
+    fcntl = None  # type: ignore[assignment]
 
-def hand_edited(out: Path) -> list[str]:
-    """Files of an output folder that are no longer as they were written."""
+# What lies in an output folder while it is written, and in it.
+WORK, NEW, OLD, FORWARD, BACK = ".slapo-rewrite", "new", "old", "forward", "back"
+PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What becomes of one file.
+
+    Attributes:
+        name: The file's name.
+        old: The hash of what it holds before; None where it is not there.
+        new: The hash of what it is to hold; None where it is to go.
+    """
+
+    name: str
+    old: str | None
+    new: str | None
+
+
+class _EditedError(Exception):
+    """A file is not what it was when the run began."""
+
+
+def state(path: Path) -> str | None:
+    """The hash of a file; None where there is none.
+
+    Raises:
+        OutputUnwritable: It is something else than a file, or cannot be read.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            kind = "a folder" if path.is_dir() else "not a file"
+            raise errors.OutputUnwritable(
+                f"`{path}` is {kind}, where a file is to be written", hint="move it elsewhere"
+            )
+        return record.digest(path.read_bytes())
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise errors.OutputUnwritable(
+                f"`{path}` is a link to a file that is not there", hint="remove it"
+            ) from None
+        return None
+    except OSError as error:
+        raise errors.OutputUnwritable(f"cannot read `{path}`: {error.strerror or error}") from None
+
+
+def hand_edited(out: Path) -> dict[str, str]:
+    """The hashes of the files of an output folder that are no longer as they were written."""
     known = record.read(out)["files"]
-    edited = []
-    for name, written in known.items():
-        path = out / name
-        if path.is_file() and record.digest(path.read_bytes()) != written:
-            edited.append(name)
-    return edited
+    now = {name: state(out / name) for name in known}
+    return {name: was for name, was in now.items() if was is not None and was != known[name]}
 
 
 def in_the_way(out: Path, files: Mapping[str, str]) -> list[str]:
-    """Files that writing would overwrite although the tool did not write them so."""
-    if not out.is_dir():
-        return []
+    """Files that writing would overwrite although the tool did not write them so.
+
+    Raises:
+        NotAnOutput: The folder is not the tool's, and has files of these names.
+    """
     try:
         known: dict[str, Any] = record.read(out)["files"]
-    except errors.NotAnOutput:
-        known = {}
+    except errors.NotAnOutput as error:
+        mine = [n for n, text in files.items() if state(out / n) not in (None, record.digest(text))]
+        if mine:
+            raise errors.NotAnOutput(
+                f"`{out}` is not an output of mine, and holds {', '.join(sorted(mine))} already"
+                + ("" if record.NAME not in mine else f": {error.message}"),
+                hint="give another folder, or move these files elsewhere",
+            ) from None
+        return []
     found = []
-    for name in files:
-        path = out / name
-        if not path.exists() or (name == record.NAME and known):
-            continue
-        now = record.digest(path.read_bytes())
-        if now not in (known.get(name), record.digest(files[name])):
+    for name in sorted({*files, *known} - {record.NAME}):
+        text = files.get(name)
+        wanted = record.digest(text) if text is not None else None
+        if state(out / name) not in (None, known.get(name), wanted):
             found.append(name)
-    gone = [n for n in known if n not in files and (out / n).is_file()]
-    return found + [n for n in gone if record.digest((out / n).read_bytes()) != known[n]]
+    return found
 
 
 def write(
-    out: Path, files: Mapping[str, str], *, force: bool = False, replacing: Iterable[str] = ()
+    out: Path,
+    files: Mapping[str, str],
+    *,
+    force: bool = False,
+    replacing: Mapping[str, str] | None = None,
+    inputs: Collection[Path] = (),
 ) -> None:
-    """Puts the files in the folder; what else lies there stays.
+    """Puts the files in the folder; what else lies there stays as it is.
 
     Args:
         out: The folder.
         files: Their texts by name.
-        force: Overwrite whatever lies there.
-        replacing: Files edited by hand that may be overwritten, since `files` holds the edits.
+        force: Overwrite files of an earlier output that were edited since.
+        replacing: Files edited by hand that may be overwritten, since `files` holds the edits: the
+            hashes of what they held.
+        inputs: Files that the output is made from, which never lie in it.
 
     Raises:
-        OutputEdited: A file there was edited by hand, or is not the tool's, and `force` is not
-        given. OutputUnwritable: The folder cannot be written; it is as it was.
+        OutputEdited: A file there was edited by hand, and `force` is not given.
+        NotAnOutput: The folder is somebody else's.
+        OutputUnwritable: The folder cannot be written; it is as it was.
     """
-    if out.exists() and not out.is_dir():
-        raise errors.OutputUnwritable(f"`{out}` is a file, not a folder")
-    conflicts = [name for name in in_the_way(out, files) if name not in replacing]
-    if conflicts and not force:
-        raise errors.OutputEdited(
-            f"`{out}` holds changes that were not written by slapo-rewrite: "
-            f"{', '.join(sorted(conflicts))}",
-            hint="--merge carries them over, --force overwrites them",
-        )
-    target = out.resolve()
+    check_apart(out, inputs)
+    with _made(out), locked(out):
+        wrong = in_the_way(out, files)
+        merged = replacing or {}
+        wrong = [name for name in wrong if state(out / name) != merged.get(name)]
+        if wrong and not force:
+            raise errors.OutputEdited(
+                f"`{out}` holds changes that were not written by slapo-rewrite: "
+                f"{', '.join(sorted(wrong))}",
+                hint="--merge carries them over, --force overwrites them",
+            )
+        _put(out, {name: text.encode() for name, text in files.items()}, set(_recorded(out)))
+
+
+def check_apart(out: Path, inputs: Collection[Path]) -> None:
+    """Refuses a folder that holds what an output is made from.
+
+    Raises:
+        NotAnOutput: It does.
+    """
+    for path in inputs:
+        if os.path.realpath(path.parent) == os.path.realpath(out):
+            raise errors.NotAnOutput(
+                f"`{out}` is not an output of mine: it holds {path.name}, which goes into this one",
+                hint="give a folder of its own, such as `-o out`",
+            )
+
+
+def _put(out: Path, files: Mapping[str, bytes], recorded: Collection[str]) -> None:
+    """Carries out what has to change, all of it or nothing.
+
+    Args:
+        out: The folder, which is locked.
+        files: What its files are to hold.
+        recorded: The tool's files that are there.
+    """
+    gone = sorted(set(recorded) - files.keys())
+    steps = [Step(n, state(out / n), record.digest(data)) for n, data in sorted(files.items())]
+    steps += [Step(name, state(out / name), None) for name in gone]
+    steps = [step for step in steps if step.old != step.new]
+    if not steps:
+        return
+    work = out / WORK
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staged = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise errors.OutputUnwritable(
-            f"cannot write beside `{out}`: {error.strerror or error}"
-        ) from None
+        os.mkdir(work)
+        for name in (NEW, OLD):
+            os.mkdir(work / name)
+        for step in steps:
+            if step.old is not None:
+                _keep(out / step.name, work / OLD / step.name)
+            if step.new is not None:
+                _create(work / NEW / step.name, files[step.name])
+                if step.old is not None:
+                    shutil.copymode(out / step.name, work / NEW / step.name)
+        _create(work / "journal", json.dumps([asdict(step) for step in steps]).encode())
+        os.replace(work / "journal", work / FORWARD)
+        _sync(work)
+        _forward(out, steps)
+        _clear(out)
+    except BaseException as error:
+        _take_back(out, steps)
+        if isinstance(error, _EditedError):
+            raise errors.OutputEdited(
+                f"{error} was edited while it was to be written: `{out}` is as it was",
+                hint="--merge carries the edit over, --force overwrites it",
+            ) from None
+        if isinstance(error, OSError):
+            raise errors.OutputUnwritable(
+                f"cannot write `{out}`: {error.strerror or error}"
+            ) from None
+        raise
+
+
+def _take_back(out: Path, steps: Sequence[Step]) -> None:
+    """Leaves a folder as it was; where even that fails, to the next run."""
+    with contextlib.suppress(OSError):
+        work = out / WORK
+        if (work / FORWARD).exists():
+            os.replace(work / FORWARD, work / BACK)
+            _back(out, steps)
+        _clear(out)
+
+
+def _forward(out: Path, steps: Sequence[Step]) -> None:
+    """Puts every file in its place that is not there yet.
+
+    Raises:
+        _EditedError: A file is not what it was.
+    """
+    for step in steps:
+        path, new = out / step.name, out / WORK / NEW / step.name
+        if (step.new is not None and not new.exists()) or state(path) == step.new:
+            continue
+        if state(path) != step.old:
+            raise _EditedError(step.name)
+        if step.new is None:
+            os.unlink(path)
+        else:
+            os.replace(new, path)
+        # It may have been written to since it was compared: what was kept is the same file.
+        kept = out / WORK / OLD / step.name
+        if kept.is_file() and not kept.is_symlink() and state(kept) != step.old:
+            raise _EditedError(step.name)
+    _sync(out)
+    _forget_compiled(out, steps)
+
+
+def _back(out: Path, steps: Sequence[Step]) -> None:
+    """Puts every file back that was replaced; one that was edited since stays."""
+    for step in steps:
+        path, old = out / step.name, out / WORK / OLD / step.name
+        if state(path) != step.new:
+            continue
+        if step.old is None:
+            os.unlink(path)
+        elif os.path.lexists(old):
+            os.replace(old, path)
+    _sync(out)
+    _forget_compiled(out, steps)
+
+
+def _clear(out: Path) -> None:
+    """Removes what lies in a folder while it is written; the journal first."""
+    work = out / WORK
+    for name in (FORWARD, BACK, "journal"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(work / name)
+    _sync(work)
+    for name in (NEW, OLD):
+        with contextlib.suppress(FileNotFoundError):
+            for each in os.listdir(work / name):
+                os.unlink(work / name / each)
+            os.rmdir(work / name)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(work)
+
+
+def tidied(out: Path) -> str | None:
+    """Ends what an interrupted run began; what was done, in words.
+
+    Raises:
+        OutputUnwritable: The folder cannot be written, or is being written just now.
+    """
+    if not os.path.lexists(out / WORK):
+        return None
+    with locked(out) as done:
+        return done()
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[Callable[[], str | None]]:
+    """One run at a time in a folder; what an interrupted one left is tidied up first.
+
+    Gives a function that says what that was. The lock ends with the process that holds it.
+
+    Raises:
+        OutputUnwritable: Another run does not end, or what is there cannot be tidied up.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = os.open(out, os.O_RDONLY)
+            stack.callback(os.close, folder)
+        except OSError as error:
+            raise _unwritable(out, error) from None
+        _wait(folder, out)
+        try:
+            words = _recovered(out)
+        except OSError as error:
+            raise errors.OutputUnwritable(
+                f"an earlier run was interrupted while it wrote `{out}`, and cannot be ended: "
+                f"{error.strerror or error}",
+                hint=f"make `{out}` writable and run this again",
+            ) from None
+        yield lambda: words
+
+
+def _wait(folder: int, out: Path) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while fcntl is not None:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise errors.OutputUnwritable(
+                    f"another run is writing `{out}`", hint="run this again when it is done"
+                ) from None
+            time.sleep(0.05)
+            continue
+        except OSError:
+            return  # a file system without locks
+        return
+
+
+def _recovered(out: Path) -> str | None:
+    work = out / WORK
+    if not os.path.lexists(work):
+        return None
+    strange = "what is there is not slapo-rewrite's"
+    if work.is_symlink() or not work.is_dir():
+        raise OSError(f"{work}: {strange}")
+    if set(os.listdir(work)) - {NEW, OLD, FORWARD, BACK, "journal"}:
+        raise OSError(f"{work}: {strange}")
+    journal = next((work / n for n in (BACK, FORWARD) if (work / n).exists()), None)
+    if journal is None:
+        _clear(out)
+        return f"a run that was interrupted had not changed `{out}` yet; what it had left is gone"
     try:
-        _stage(staged, target, files)
-        _swap(staged, target)
+        steps = [Step(s["name"], s["old"], s["new"]) for s in json.loads(journal.read_bytes())]
+    except (ValueError, TypeError, KeyError):
+        raise OSError(f"{journal}: {strange}") from None
+    if any(not record.is_plain_name(step.name) for step in steps):
+        raise OSError(f"{journal}: {strange}")
+    if journal.name == FORWARD:
+        try:
+            _forward(out, steps)
+            _clear(out)
+            return f"an earlier run was interrupted while it wrote `{out}`; all of it is there now"
+        except _EditedError:
+            os.replace(work / FORWARD, work / BACK)
+    _back(out, steps)
+    _clear(out)
+    return f"an earlier run was interrupted while it wrote `{out}`; it is as it was before"
+
+
+@contextlib.contextmanager
+def _made(out: Path) -> Iterator[None]:
+    """The folder, which is taken away again where nothing is written to it."""
+    made = []
+    try:
+        if os.path.exists(out) and not out.is_dir():
+            raise errors.OutputUnwritable(f"`{out}` is a file, not a folder")
+        folder = out.absolute()
+        missing = [folder, *folder.parents]
+        missing = missing[: next(n for n, p in enumerate(missing) if os.path.lexists(p))]
+        for each in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(each)
+                made.append(each)
+        if not out.is_dir():
+            raise errors.OutputUnwritable(f"`{out}` is not a folder")
+        yield
     except OSError as error:
-        raise errors.OutputUnwritable(f"cannot write `{out}`: {error.strerror or error}") from None
+        raise _unwritable(out, error) from None
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        for each in reversed(made):
+            with contextlib.suppress(OSError):
+                os.rmdir(each)  # not where something is in it
 
 
-def _stage(staged: Path, target: Path, files: Mapping[str, str]) -> None:
-    """The folder as it will be: what lies there and is not the tool's, and the files."""
-    if target.is_dir():
-        old = _recorded(target)
-        for path in target.iterdir():
-            if path.name in files or path.name in old or path.name == "__pycache__":
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.copytree(path, staged / path.name, symlinks=True)
-            else:
-                shutil.copy2(path, staged / path.name, follow_symlinks=False)
-        shutil.copymode(target, staged)
-    else:
-        mask = os.umask(0)
-        os.umask(mask)
-        staged.chmod(0o777 & ~mask)
-    for name, text in files.items():
-        with open(staged / name, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+def _unwritable(out: Path, error: OSError) -> errors.OutputUnwritable:
+    return errors.OutputUnwritable(f"cannot write `{out}`: {error.strerror or error}")
 
 
-def _recorded(target: Path) -> Iterable[str]:
+def _keep(path: Path, kept: Path) -> None:
+    """Keeps a file under a second name; a copy of it where it can have one only."""
+    if path.is_symlink():
+        os.symlink(os.readlink(path), kept)
+        return
     try:
-        return set(record.read(target)["files"])
+        os.link(path, kept)
+    except OSError:
+        _create(kept, path.read_bytes())
+        shutil.copymode(path, kept)
+
+
+def _create(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(folder: Path) -> None:
+    """Has the names in a folder on disk before anything that comes after."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _forget_compiled(out: Path, steps: Sequence[Step]) -> None:
+    """Python tells a file from its like by size and second: what it has compiled has to go."""
+    stems = {step.name.removesuffix(".py") for step in steps if step.name.endswith(".py")}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(out / "__pycache__"):
+            if name.endswith(".pyc") and name.rsplit(".", 2)[0] in stems:
+                os.unlink(out / "__pycache__" / name)
+
+
+def _recorded(out: Path) -> Collection[str]:
+    try:
+        return set(record.read(out)["files"])
     except errors.NotAnOutput:
         return ()
 
 
-def _swap(staged: Path, target: Path) -> None:
-    """Puts the staged folder in the target's place; one of the two is always there."""
-    if not target.exists():
-        staged.rename(target)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent)) / target.name
-    target.rename(aside)
-    try:
-        staged.rename(target)
-    except BaseException:
-        aside.rename(target)
-        raise
-    finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(aside.parent)
-
-
 def matches(out: Path, files: Mapping[str, str]) -> list[str]:
-    """Files of the folder that are not what `files` says."""
+    """Files of the folder that are not what `files` says, but for edits that were carried over."""
+    try:
+        content: dict[str, Any] = record.read(out)
+    except errors.NotAnOutput:
+        content = {"files": {}}
     wrong = []
     for name, text in files.items():
         path = out / name
         if not path.is_file():
             wrong.append(name)
         elif name == record.NAME:
-            if record.comparable(path.read_text(encoding="utf-8")) != record.comparable(text):
+            now = path.read_text(encoding="utf-8", errors="replace")
+            if record.comparable(now) != record.comparable(text):
                 wrong.append(name)
-        elif path.read_bytes() != text.encode():
-            wrong.append(name)
-    return wrong + sorted(set(_recorded(out)) - files.keys() if out.is_dir() else ())
+        elif record.digest(path.read_bytes()) != record.digest(text):
+            same = content["files"].get(name) == record.digest(text)
+            if not same or record.digest(path.read_bytes()) != record.as_left(content, name):
+                wrong.append(name)
+    return wrong + sorted(content["files"].keys() - files.keys())
 
 
-def note_verification(out: Path, verification: Mapping[str, Any]) -> None:
-    """Puts what verification found in the folder's record."""
-    path = out / record.NAME
-    text = record.with_verification(path.read_text(encoding="utf-8"), verification)
-    beside = path.with_name(f".{path.name}")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+def note_verification(out: Path, verification: Mapping[str, Any], of: str) -> bool:
+    """Puts what verification found in the folder's record.
+
+    Args:
+        out: The folder.
+        verification: What was found.
+        of: The hash of the record of what was verified.
+
+    Returns:
+        Whether that is still the one that is there.
+    """
+    with locked(out):
+        if state(out / record.NAME) != of:
+            return False
+        text = (out / record.NAME).read_text(encoding="utf-8")
+        noted = record.with_verification(text, verification)
+        _put(out, {record.NAME: noted.encode()}, ())
+        return True

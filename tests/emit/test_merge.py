@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import bz2
 import json
 
 import pytest
@@ -70,6 +72,117 @@ def test_conflicts_are_marked_and_said(command, tmp_path, capsys):
     assert "conflicts to resolve by hand: net.py" in capsys.readouterr().out
     text = path.read_text()
     assert "<<<<<<< edited by hand" in text and "Mine()" in text and "width * 4" in text
+    assert main([*command, "--check"]) == 1
+    for again in (command, [*command, "--merge"]):
+        assert main(again) == 2, "they are still there"
+    shown = capsys.readouterr()
+    assert "holds conflicts that are not resolved" in shown.err and "wrote" not in shown.out
+    assert path.read_text() == text
+
+
+def test_an_edit_that_was_carried_over_is_current(command, tmp_path, capsys):
+    path = tmp_path / "out" / "net.py"
+    path.write_text(
+        path.read_text().replace("return self.down", "# mine\n        return self.down")
+    )
+    assert main([*command, "--check"]) == 1, "not before it is"
+    assert main([*command, "--merge"]) == 0
+    assert main([*command, "--check"]) == 0
+    (tmp_path / "net.py").touch()
+    (tmp_path / "s.py").write_text((tmp_path / "s.py").read_text() + "\n")
+    assert main([*command, "--check"]) == 1, "nor after the schedule changed"
+    assert main([*command, "--merge"]) == 0
+    path.write_text(path.read_text() + "# more\n")
+    assert main([*command, "--check"]) == 1, "nor with another edit"
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_line_ends_stay_as_the_edit_has_them(command, tmp_path, end):
+    path = tmp_path / "out" / "net.py"
+    text = path.read_text().replace("return self.down", "# mine\n        return self.down")
+    path.write_text(text, newline=end)
+    (tmp_path / "net.py").write_text(MLP.replace("import torch\n", "import math\n\nimport torch\n"))
+    assert main([*command, "--merge"]) == 0
+    data = path.read_bytes()
+    assert b"import math" in data and b"# mine" in data
+    assert data.count(b"\n") == data.count(end.encode())
+    assert (b"\r" in data) == (end == "\r\n")
+
+
+def test_an_edit_that_is_not_utf8_is_refused(command, tmp_path, capsys):
+    path = tmp_path / "out" / "net.py"
+    path.write_bytes(path.read_bytes() + "# gr\xf6\xdfer\n".encode("latin-1"))
+    assert main([*command, "--merge"]) == 2
+    assert "byte 0xf6 is not UTF-8" in capsys.readouterr().err
+    assert main(["explain", "out", "net.py:1"]) == 0
+
+
+SPOILT = {
+    "not JSON": b"{",
+    "deep": b"[" * 100_000,
+    "a list": b"[]",
+    "files: null": {"files": None},
+    "files: a list": {"files": ["net.py"]},
+    "source: a text": {"source": "x"},
+    "source: a number in it": {"source": {"name": 1, "file": "net.py", "sha256": ""}},
+    "a file elsewhere": {"files": {"../s.py": ""}},
+    "a file of this name": {"files": {"..": ""}},
+    "a model file elsewhere": {"source": {"name": "net.py", "file": "../net.py", "sha256": ""}},
+    "schedule": {"schedule": []},
+    "directives": {"directives": {"a": 1}},
+    "a directive": {"directives": [{"line": "x"}]},
+    "no directive": {"directives": []},
+    "changes": {"changes": [1]},
+    "lines": {"changes": [{"file": "net.py", "lines": [1], "directives": [0], "why": ""}]},
+    "rules": {"rules": [{"rule": "x", "directive": 99}]},
+    "written: a number": {"written": {"net.py": 1}},
+    "tool": {"tool": "x"},
+    "set": {"set": []},
+    "depends": {"depends": {"net": 1}},
+    "copies": {"copies": {"net.py": "x"}},
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_record_of_another_shape(command, tmp_path, capsys, name):
+    path, spoilt = tmp_path / "out" / "rewrite.json", SPOILT[name]
+    content = json.loads(path.read_text())
+    path.write_bytes(
+        spoilt if isinstance(spoilt, bytes) else json.dumps({**content, **spoilt}).encode()
+    )
+    before = path.read_bytes()
+    (tmp_path / "out" / "net.py").write_text("mine\n")
+    for more in ([], ["--merge"], ["--force"]):
+        assert main([*command, *more]) == 2
+    assert main(["explain", "out"]) == 2
+    assert main(["verify", "out"]) == 2
+    assert "rewrite.json" in capsys.readouterr().err
+    assert main([*command, "--check"]) == 1
+    assert path.read_bytes() == before
+    assert (tmp_path / "out" / "net.py").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        "!",
+        "\u00e4",
+        base64.b85encode(b"no bzip2").decode(),
+        base64.b85encode(bz2.compress(b"\xff")).decode(),
+        base64.b85encode(bz2.compress(b"0" * 1000)[:-9]).decode(),
+        base64.b85encode(bz2.compress(bytes(record.MOST_BYTES + 1))).decode(),
+    ],
+    ids=["base 85", "no ASCII", "bzip2", "UTF-8", "cut off", "too long"],
+)
+def test_a_written_form_that_is_spoilt(command, tmp_path, capsys, packed):
+    path = tmp_path / "out" / "rewrite.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "written": {"net.py": packed}}))
+    (tmp_path / "out" / "net.py").write_text("mine\n")
+    assert main([*command, "--merge"]) == 2
+    assert "what it keeps of the written files cannot be read" in capsys.readouterr().err
+    assert (tmp_path / "out" / "net.py").read_text() == "mine\n"
 
 
 def test_without_edits_it_is_an_ordinary_rewrite(command, tmp_path):
