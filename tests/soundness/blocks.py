@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tests.soundness.ops import HEADER, indented, schedule_text
 from tests.soundness.pairs import Pair
 
-DIM, INNER, HEADS, SIZE, TOKENS = 8, 24, 12, 2, 12
+DIM, INNER, HEADS, TOKENS = 8, 24, 12, 12
 ACTIVATIONS = (
     "torch.relu({})", "F.gelu({})", "F.silu({})", "{}.tanh()", "self.act({})", "F.gelu({}, approximate='tanh')",
     "F.relu({}).square()", "{0} * torch.sigmoid(1.702 * {0})",
@@ -135,27 +135,38 @@ def mlp(rng: random.Random, name: str) -> Block:
 def attention(rng: random.Random, name: str) -> Block:
     """Attention: of one packed projection or three, with fewer heads of keys, masks, biases."""
     made = Block(name)
-    kv = rng.choice([HEADS, HEADS, HEADS, 6, 4, 2, 1])
+    all_heads, one = rng.choice([(12, 2), (12, 2), (12, 2), (6, 4), (8, 3), (4, 6), (24, 1)])
+    fewer = [n for n in (12, 6, 4, 2, 1) if n < all_heads and all_heads % n == 0]
+    kv = rng.choice([all_heads] * 3 + fewer)
     packed = rng.random() < 0.4
     bias = rng.choice(["", ", bias=False"])
     names = "weight" if bias else ["weight", "bias"]
     sizes = rng.choice([
-        [f"self.heads, self.kv, self.size = {HEADS}, {kv}, {SIZE}"],
-        [f"self.heads = {HEADS}", f"self.kv = {kv}", f"self.size = {INNER} // self.heads"],
-        [f"self.heads = {HEADS}", f"self.kv = {kv}", f"self.size = {SIZE}",
+        [f"self.heads, self.kv, self.size = {all_heads}, {kv}, {one}"],
+        [f"self.heads = {all_heads}", f"self.kv = {kv}", f"self.size = {INNER} // self.heads"],
+        [f"self.heads = {all_heads}", f"self.kv = {kv}", f"self.size = {one}",
          "self.scale = self.size ** -0.5"],
-        [f"self.size = {SIZE}", f"self.heads = {INNER} // self.size", f"self.kv = {kv}"],
+        [f"self.size = {one}", f"self.heads = {INNER} // self.size", f"self.kv = {kv}"],
     ])  # fmt: skip
     heads, few, size = "self.heads", "self.kv", "self.size"
+    if rng.random() < 0.15:  # read from a configuration
+        made.top = ["class Config:", f"    heads, kv, size = {all_heads}, {kv}, {one}", "", ""]
+        sizes = rng.choice([
+            ["self.config = Config()"],
+            ["self.config = Config()", "self.heads = self.config.heads", "self.kv = self.config.kv",
+             "self.size = self.config.size"],
+        ])  # fmt: skip
+        if len(sizes) == 1:
+            heads, few, size = "self.config.heads", "self.config.kv", "self.config.size"
     layers = []
     if packed:
-        layers.append(f"self.qkv = nn.Linear({DIM}, {INNER + 2 * kv * SIZE}{bias})")
-        parts = 3 if kv == HEADS else [INNER, kv * SIZE, kv * SIZE]
+        layers.append(f"self.qkv = nn.Linear({DIM}, {INNER + 2 * kv * one}{bias})")
+        parts = 3 if kv == all_heads else [INNER, kv * one, kv * one]
         made.shards.append(f'{{s}}["qkv"].shard({names!r}, 0, parts={parts!r})')
         made.inputs = ["qkv"]
     else:
         layers += [
-            f"self.{n} = nn.Linear({DIM}, {INNER if n == 'q' else kv * SIZE}{bias})" for n in "qkv"
+            f"self.{n} = nn.Linear({DIM}, {INNER if n == 'q' else kv * one}{bias})" for n in "qkv"
         ]
         made.shards.append(f'{{s}}["{{q,k,v}}"].shard({names!r}, 0)')
         made.inputs = list("qkv")
@@ -165,8 +176,7 @@ def attention(rng: random.Random, name: str) -> Block:
     made.init = [*layers, *sizes] if rng.random() < 0.3 else [*sizes, *layers]
     body = rng.choice([["b, t, _ = x.shape"], ["b, t = x.shape[:2]"], ["b, t, d = x.size()"],
                        ["b, t = x.size(0), x.size(1)"]])[:]  # fmt: skip
-    merged = [".transpose(1, 2)"]
-    if packed and kv == HEADS:
+    if packed and kv == all_heads:
         body += rng.choice([
             ["q, k, v = self.qkv(x).chunk(3, -1)", "SEPARATE"],
             [f"q, k, v = self.qkv(x).split({heads} * {size}, dim=-1)", "SEPARATE"],
@@ -183,7 +193,7 @@ def attention(rng: random.Random, name: str) -> Block:
     elif packed:
         body += rng.choice([
             [f"q, k, v = self.qkv(x).split([{heads} * {size}, {few} * {size}, {few} * {size}], -1)", "SEPARATE"],
-            [f"q, k, v = self.qkv(x).split(({INNER}, {kv * SIZE}, {kv * SIZE}), dim=-1)", "SEPARATE"],
+            [f"q, k, v = self.qkv(x).split(({INNER}, {kv * one}, {kv * one}), dim=-1)", "SEPARATE"],
             ["qkv = self.qkv(x)", f"q = qkv[..., : {heads} * {size}]",
              f"k, v = qkv[..., {heads} * {size} :].chunk(2, -1)", "SEPARATE"],
         ])  # fmt: skip
@@ -211,9 +221,9 @@ def attention(rng: random.Random, name: str) -> Block:
         body += [f"{n} = {n}{way.format(heads if n == 'q' else few, size)}" for n in "qkv"]
     extra = rng.random()
     if extra < 0.12:
-        made.init += ["self.q_norm, self.k_norm = nn.LayerNorm(2), nn.LayerNorm(2)"]
+        made.init += [f"self.q_norm, self.k_norm = nn.LayerNorm({one}), nn.LayerNorm({one})"]
         body += ["q, k = self.q_norm(q), self.k_norm(k)"]
-    elif extra < 0.24:
+    elif extra < 0.24 and one % 2 == 0:
         made.init.append(f'self.register_buffer("angles", torch.arange({TOKENS}.0)[:, None] * 0.3)')
         made.top = [
             "def turned(z):",
@@ -224,11 +234,11 @@ def attention(rng: random.Random, name: str) -> Block:
         ]
         body += ["cos, sin = self.angles[:t].cos(), self.angles[:t].sin()",
                  "q, k = q * cos + turned(q) * sin, k * cos + turned(k) * sin"]  # fmt: skip
-    if kv != HEADS:
+    if kv != all_heads:
         body += rng.choice([
             [f"n = {heads} // {few}", "k, v = k.repeat_interleave(n, 1), v.repeat_interleave(n, 1)"],
             [f"n = {heads} // {few}", "k, v = k.repeat_interleave(n, dim=1), v.repeat_interleave(n, dim=1)"],
-            [f"k, v = (z.repeat_interleave({HEADS // kv}, 1) for z in (k, v))"],
+            [f"k, v = (z.repeat_interleave({all_heads // kv}, 1) for z in (k, v))"],
             [f"n = {heads} // {few}",
              f"k = k[:, :, None].expand(b, {few}, n, t, {size}).reshape(b, {heads}, t, {size})",
              f"v = v[:, :, None].expand(b, {few}, n, t, {size}).reshape(b, {heads}, t, {size})"],
@@ -255,13 +265,13 @@ def attention(rng: random.Random, name: str) -> Block:
         )
     elif mask == "alibi":
         made.init.append(
-            f'self.register_buffer("slopes", torch.linspace(0.1, 1, {HEADS}).view({HEADS}, 1, 1))'
+            f'self.register_buffer("slopes", torch.linspace(0.1, 1, {all_heads}).view({all_heads}, 1, 1))'
         )
         made.shards.append('{s}.shard("slopes", 0)')
         body += ["alibi = self.slopes * torch.arange(t)"]
         added = "alibi"
     elif mask == "bias":
-        made.init.append(f"self.table = nn.Parameter(torch.randn({HEADS}, {TOKENS}, {TOKENS}))")
+        made.init.append(f"self.table = nn.Parameter(torch.randn({all_heads}, {TOKENS}, {TOKENS}))")
         made.shards.append('{s}.shard("table", 0)')
         added = "self.table[:, :t, :t]"
     if gqa or rng.random() < 0.4:
@@ -306,7 +316,6 @@ def attention(rng: random.Random, name: str) -> Block:
         f'return self.o(torch.einsum("bhtd->bthd", y).reshape(b, t, {heads} * {size}))',
         "return self.o(y.transpose(1, 2).reshape(b, t, self.o.in_features))",
     ]))  # fmt: skip
-    del merged
     made.body = [line for text in body for line in text.split("\n")]
     return made
 
@@ -420,123 +429,202 @@ class Net:
     """A network with its schedule, before it is written down.
 
     Attributes:
-        blocks: Its blocks, in order.
-        source: The text of the model.
+        blocks: The classes of its blocks.
+        init: Statements of its `__init__`.
+        body: Statements of its `forward`.
+        paths: Where blocks are, each with its class.
         lines: Lines of the schedule.
-        ids: Whether its input is token ids.
+        arguments: Of `forward`, each with its default if it has one.
+        flags: Further arguments to run it with.
     """
 
     blocks: list[Block]
-    source: str
-    lines: list[str]
-    ids: bool
+    init: list[str] = field(default_factory=list)
+    body: list[str] = field(default_factory=list)
+    paths: list[tuple[str, Block]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=lambda: ["x"])
+    flags: list[str] = field(default_factory=list)
 
     def pair(self, name: str) -> Pair:
         """As a pair."""
-        given = (
-            f'"ids": torch.arange(36).view(3, {TOKENS}) * 7 % {INNER}'
-            if self.ids
-            else f'"x": torch.randn(3, {TOKENS}, {DIM})'
-        )
-        return Pair(self.source, schedule_text(given, self.lines), name)
-
-
-def network(rng: random.Random) -> Net:
-    """A network and a schedule of it."""
-    chosen = [
-        rng.choices(list(KINDS), list(KINDS.values()))[0](rng, f"Block{n}")
-        for n in range(rng.choice([1, 1, 1, 2]))
-    ]
-    ids, normed_first = rng.random() < 0.3, rng.random() < 0.5
-    head = rng.choice(["", "", "split", "tied"]) if ids else ""
-    twice = rng.random() < 0.2  # a list of two alike
-    init, body, lines = [], [], []
-    argument = "ids" if ids else "x"
-    if ids:
-        init.append(f"self.emb = nn.Embedding({INNER}, {DIM})")
-        body.append("x = self.emb(ids)")
-        if rng.random() < 0.5 or head == "tied":
-            lines.append(f's["emb"].shard("weight", {0 if head == "tied" else rng.choice([0, 1])})')
-        if rng.random() < 0.5:
-            init.append(f"self.pos = nn.Parameter(torch.randn({TOKENS}, {DIM}))")
-            body.append("x = x + self.pos[: x.size(1)]")
-    mode = rng.choice(["infer", "infer", "explicit", "sequence"])
-    if mode == "sequence" and not ids:
-        init.append(f"self.pre = nn.Linear({DIM}, {DIM})")
-        body.append("x = self.pre(x)")
-    paths = []
-    for n, block in enumerate(chosen):
-        paths.append(f"layers.{n}" if twice else f"block{n}")
-        call = f"self.layers[{n}]" if twice else f"self.block{n}"
-        if not twice:
-            init.append(f"self.block{n} = {block.name}()")
-        if normed_first:
-            init.append(f"self.norm{n} = nn.LayerNorm({DIM})")
-        inner = f"self.norm{n}(x)" if normed_first else "x"
-        body.append(rng.choice([f"x = x + {call}({inner})", f"x = {call}({inner})"]))
-    if twice:
-        names = ", ".join(f"{b.name}()" for b in chosen)
-        init.append(f"self.layers = nn.ModuleList([{names}])")
-    init.append(f"self.final = nn.LayerNorm({DIM})")
-    body.append("x = self.final(x)")
-    if head:
-        init.append(f"self.head = nn.Linear({DIM}, {INNER}, bias=False)")
-        body.append("x = self.head(x)")
-        if head == "tied":
-            init.append("self.head.weight = self.emb.weight")
-        else:
-            lines.append('s["head"].shard("weight", 0)')
-    body.append(
-        rng.choice(["return x", "return x", "return x, x.square().mean()", 'return {"y": x}'])
-    )
-    for path, block in zip(paths, chosen, strict=True):
-        lines += [line.format(s=f's["{path}"]', gate="{gate", up="up}") if "{gate" not in line and "{q" not in line
-                  else line.replace("{s}", f's["{path}"]') for line in block.shards]  # fmt: skip
-    if mode == "infer":
-        lines.append("s.infer_sync()")
-    else:
-        sequence = mode == "sequence"
-        for path, block in zip(paths, chosen, strict=True):
-            for layer in block.inputs:
-                selected = f's["{path}.{layer}"]'
-                lines.append(f'{selected}.sync("fwd_pre", "all_gather", axis=1)' if sequence
-                             else f'{selected}.sync("bwd_post", "all_reduce")')  # fmt: skip
-            for layer in block.outputs:
-                lines.append(f's["{path}.{layer}"].sync("fwd_post", "reduce_scatter", axis=1)' if sequence
-                             else f's["{path}.{layer}"].sync("fwd_post", "all_reduce")')  # fmt: skip
-        if sequence:
-            first = "emb" if ids else "pre"
-            split_rows = f's["{first}"].shard("weight", 0)' in lines
-            lines.append(
-                f's["{first}"].sync("fwd_post", "{"reduce_scatter" if split_rows else "scatter"}", axis=1)'
-            )
-            lines.append('s["final"].sync("fwd_post", "all_gather", axis=1)')
-        elif ids and 's["emb"].shard("weight", 0)' in lines:
-            lines.append('s["emb"].sync("fwd_post", "all_reduce")')
-        elif ids and 's["emb"].shard("weight", 1)' in lines:
-            lines.append('s["emb"].sync("fwd_post", "all_gather", axis=-1)')
-        if head:
-            if head == "tied":
-                lines.append('s["head"].sync("bwd_post", "all_reduce")')
-            lines.append('s["head"].sync("fwd_post", "all_gather", axis=-1)')
-    if rng.random() < 0.15:
-        lines.append(f's["{rng.choice(paths)}"].checkpoint()')
-    if rng.random() < 0.1:
-        lines.append("s.apply_all()")
-    source = HEADER.replace("import functools\n", "").replace("import operator\n", "")
-    for block in chosen:
-        source += "\n\n" + block.text()
-    source += f"""
+        ids = f"torch.arange(36).view(3, {TOKENS}) * 7 % {INNER}"
+        made = {"ids": ids, "x": f"torch.randn(3, {TOKENS}, {DIM})", "labels": f"({ids}).roll(1, 1)",
+                "scale": "0.5"}  # fmt: skip
+        given = ", ".join(f'"{n}": {made[n]}' for n in (a.split("=")[0] for a in self.arguments))
+        source = HEADER.replace("import functools\n", "").replace("import operator\n", "")
+        for block in self.blocks:
+            source += "\n\n" + block.text()
+        source += f"""
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-{indented(init, 8)}
+{indented(self.init, 8)}
 
-    def forward(self, {argument}):
-{indented(body, 8)}
+    def forward(self, {", ".join(self.arguments)}):
+{indented(self.body, 8)}
 """
-    return Net(chosen, source, lines, ids)
+        return Pair(source, schedule_text(given, self.lines, self.flags), name)
+
+
+def network(rng: random.Random) -> Net:
+    """A network and a schedule of it."""
+    net = Net([
+        rng.choices(list(KINDS), list(KINDS.values()))[0](rng, f"Block{n}")
+        for n in range(rng.choice([1, 1, 1, 2]))
+    ])  # fmt: skip
+    ids = rng.random() < 0.3
+    mode = rng.choice(["infer", "infer", "explicit", "sequence"])
+    if ids:
+        net.arguments = ["ids"]
+        net.init.append(f"self.emb = nn.Embedding({INNER}, {DIM})")
+        net.body.append("x = self.emb(ids)")
+        if rng.random() < 0.5 and mode != "sequence":
+            net.init.append(f"self.pos = nn.Parameter(torch.randn({TOKENS}, {DIM}))")
+            net.body.append("x = x + self.pos[: x.size(1)]")
+    elif mode == "sequence" or rng.random() < 0.3:
+        net.init.append(f"self.pre = nn.Linear({DIM}, {DIM})")
+        net.body.append("x = self.pre(x)")
+    placed(rng, net)
+    net.init.append(f"self.final = nn.LayerNorm({DIM})")
+    net.body.append("x = self.final(x)")
+    head = rng.choice(["", "split", "split", "tied"]) if ids else ""
+    stays = finished(rng, net, head)
+    if ids and (rng.random() < 0.5 or head == "tied"):
+        axis = 0 if head == "tied" else rng.choice([0, 0, 1])
+        net.lines.append(f's["emb"].shard("weight", {axis})')
+    if head == "split":
+        net.lines.append('s["head"].shard("weight", 0)')
+    for path, block in net.paths:
+        net.lines += [line.replace("{s}", f's["{path}"]').replace("{{", "{").replace("}}", "}")
+                      for line in block.shards]  # fmt: skip
+    if mode == "infer":
+        net.lines.append("s.infer_sync()")
+    else:
+        stated(rng, net, mode == "sequence", head, stays)
+    if rng.random() < 0.15 and net.paths:
+        net.lines.append(f's["{rng.choice(net.paths)[0]}"].checkpoint()')
+    if rng.random() < 0.15:
+        net.lines.insert(rng.choice([0, len(net.lines)]), "s.apply_all()")
+    return net
+
+
+def placed(rng: random.Random, net: Net) -> None:
+    """Puts the blocks into the network: by name, in a list, twice, or one of them not split."""
+    way = rng.choice(["named", "named", "list", "loop", "alike", "again", "sequential"])
+    first = net.blocks[0]
+    if way == "alike":  # two instances of one class, of which perhaps one is split
+        net.blocks = [first]
+        net.init += [f"self.one, self.other = {first.name}(), {first.name}()"]
+        net.body += ["x = x + self.one(x)", "x = x + self.other(x)"]
+        net.paths = rng.choice(
+            [[("one", first), ("other", first)], [("one", first)], [("other", first)]]
+        )
+    elif way == "again":  # one instance, called twice
+        net.blocks = [first]
+        net.init.append(f"self.block = {first.name}()")
+        net.body += ["x = x + self.block(x)", "x = x + self.block(x.tanh())"]
+        net.paths = [("block", first)]
+    elif way in ("list", "loop", "sequential"):
+        names = ", ".join(f"{b.name}()" for b in net.blocks)
+        net.paths = [(f"layers.{n}", b) for n, b in enumerate(net.blocks)]
+        if way == "sequential":
+            net.init.append(f"self.layers = nn.Sequential({names})")
+            net.body.append("x = x + self.layers(x)")
+        else:
+            net.init.append(f"self.layers = nn.ModuleList([{names}])")
+            if way == "loop":
+                net.body += rng.choice([
+                    ["for layer in self.layers:", "    x = x + layer(x)"],
+                    ["for n, layer in enumerate(self.layers):", "    x = layer(x) + (x if n else 0)"],
+                    ["for n in range(len(self.layers)):", "    x = x + self.layers[n](x)"],
+                ])  # fmt: skip
+            else:
+                net.body += [f"x = x + self.layers[{n}](x)" for n in range(len(net.blocks))]
+    else:
+        net.paths = [(f"block{n}", b) for n, b in enumerate(net.blocks)]
+        normed_first = rng.random() < 0.6
+        for path, block in net.paths:
+            net.init.append(f"self.{path} = {block.name}()")
+            if normed_first:
+                net.init.append(f"self.{path}_norm = nn.LayerNorm({DIM})")
+            inner = f"self.{path}_norm(x)" if normed_first else "x"
+            choices = [f"x = x + self.{path}({inner})"] * 3 + [f"x = self.{path}({inner})"]
+            if rng.random() < 0.1:
+                net.arguments.append("scale=1.0")
+                net.flags.append('{"scale": 0.0}')
+                choices = [f"x = x + self.{path}({inner}) * scale"]
+            net.body.append(rng.choice(choices))
+
+
+def finished(rng: random.Random, net: Net, head: str) -> bool:
+    """Ends `forward`, by an output layer and a loss perhaps.
+
+    Returns:
+        Whether the logits may stay split where there is a loss.
+    """
+    if head:
+        net.init.append(f"self.head = nn.Linear({DIM}, {INNER}, bias=False)")
+        if head == "tied":
+            net.init.append("self.head.weight = self.emb.weight")
+        net.body.append("x = self.head(x)")
+        if rng.random() < 0.5:
+            net.arguments.append("labels=None")
+            net.flags.append('{"labels": None}')
+            net.body += ["loss = None", "if labels is not None:"]
+            net.body += rng.choice([
+                ["    loss = F.cross_entropy(x.flatten(0, 1), labels.flatten())"],
+                ["    loss = F.cross_entropy(x.view(-1, x.size(-1)), labels.view(-1), ignore_index=3)"],
+                [f"    loss = F.cross_entropy(x.reshape(-1, {INNER}), labels.reshape(-1), label_smoothing=0.1)"],
+                ["    loss = F.cross_entropy(x[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction='sum')"],
+                ["    loss = nn.CrossEntropyLoss()(x.flatten(0, 1), labels.flatten())"],
+                ["    shifted = x[..., :-1, :].contiguous()", "    targets = labels[..., 1:].contiguous()",
+                 "    loss = F.cross_entropy(shifted.view(-1, shifted.size(-1)), targets.view(-1))"],
+                ["    loss = -x.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).mean()"],
+            ])  # fmt: skip
+            net.body.append(
+                rng.choice(
+                    ["return x, loss", "return loss, x", 'return {"loss": loss, "logits": x}']
+                )
+            )
+            return True
+    net.body.append(
+        rng.choice(["return x", "return x", "return x, x.square().mean()", 'return {"y": x}'])
+    )
+    return False
+
+
+def stated(rng: random.Random, net: Net, sequence: bool, head: str, stays: bool) -> None:
+    """The syncs one by one."""
+    lines = net.lines
+    for path, block in net.paths:
+        whole = sequence and rng.random() < 0.6
+        if whole:
+            lines.append(f's["{path}"].sync("fwd_pre", "all_gather", axis=1)')
+        for layer in [] if whole else block.inputs:
+            selected = f's["{path}.{layer}"]'
+            lines.append(f'{selected}.sync("fwd_pre", "all_gather", axis=1)' if sequence
+                         else f'{selected}.sync("bwd_post", "all_reduce")')  # fmt: skip
+        for layer in block.outputs:
+            lines.append(f's["{path}.{layer}"].sync("fwd_post", "reduce_scatter", axis=1)' if sequence
+                         else f's["{path}.{layer}"].sync("fwd_post", "all_reduce")')  # fmt: skip
+    rows = 's["emb"].shard("weight", 0)' in lines
+    if sequence:
+        first = "pre" if "self.pre" in net.init[0] else "emb"
+        lines.append(
+            f's["{first}"].sync("fwd_post", "{"reduce_scatter" if rows else "scatter"}", axis=1)'
+        )
+        lines.append('s["final"].sync("fwd_post", "all_gather", axis=1)')
+    elif rows:
+        lines.append('s["emb"].sync("fwd_post", "all_reduce")')
+    elif 's["emb"].shard("weight", 1)' in lines:
+        lines.append('s["emb"].sync("fwd_post", "all_gather", axis=-1)')
+    if head:
+        if not sequence:
+            lines.append('s["head"].sync("bwd_post", "all_reduce")')
+        if not stays or rng.random() < 0.3:
+            lines.append('s["head"].sync("fwd_post", "all_gather", axis=-1)')
 
 
 def pair(rng: random.Random) -> Pair:

@@ -40,17 +40,18 @@ LIMIT = 1e-6
 SINGLE = 1e-3  # where the model computes in single precision on the way
 TOOL_S = 30
 
-# What becomes of a pair. The first five are defects of the tool.
+# What becomes of a pair. The first six are defects of the tool.
 WRONG = "wrong"  # accepted without a warning, and its numbers are others
 CRASHED = "crashed"  # an exception that is no `RewriteError`, or no end
 FAILED = "fails"  # accepted, and cannot be built or run
+UNMADE = "unmade"  # what was to be written does not work, and the tool sees it
 WARNED = "warned"  # accepted with a warning, and wrong or failing
 UNPLACED = "unplaced"  # refused without a place
 RIGHT = "right"
 REFUSED = "refused"
 UNFIT = "unfit"  # refused at construction, in words, at every world size
 MOOT = "moot"  # the original itself fails, or gives other numbers each time
-DEFECTS = (WRONG, CRASHED, FAILED, WARNED, UNPLACED)
+DEFECTS = (WRONG, CRASHED, FAILED, UNMADE, WARNED, UNPLACED)
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,8 @@ class Judge:
         except errors.RewriteError as error:
             placed = error.at is not None or error.also
             kind = REFUSED if placed else UNPLACED
+            if error.exit_code != 2:
+                kind = UNMADE
             try:
                 error.render()
             except Exception:
@@ -167,7 +170,7 @@ class Judge:
                 break
             fitting.append(world)
             if different := [f"rank {r}: {d}" for r, ds in enumerate(found) for d in ds]:
-                kind, text = WRONG, f"world {world}:\n" + "\n".join(different)
+                kind, text = WRONG, f"world {world}:\n" + "\n".join(different[:12])
                 break
         else:
             if not fitting:

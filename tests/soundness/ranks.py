@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -125,6 +126,7 @@ def group(world: int) -> Any:
 
 def _main(rank: int, folder: str, pipe: Connection, timeout_s: float) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/meet",
