@@ -7,7 +7,6 @@ import bz2
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import re
 import sys
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.edit.splice import Change
 from slapo_rewrite.edit.state import Directive, general
+from slapo_rewrite.emit import inputs
+from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 from slapo_rewrite.source.bundle import rules_folder
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def written(
     single_file: bool,
     copies: Mapping[str, SourceFile],
     rules: Mapping[int, Iterable[Mapping[str, object]]],
+    own: Mapping[str, Path],
 ) -> str:
     """The text of `rewrite.json`.
 
@@ -75,6 +77,7 @@ def written(
         single_file: Whether the helpers are part of the model file.
         copies: The other files that are rewritten, by their names in the output.
         rules: What became of the rules that a directive asked for, by its number.
+        own: The user's modules that source and schedule import, by their names.
     """
     applied = [{"directive": n, **note} for n, notes in rules.items() for note in notes]
     content = {
@@ -88,9 +91,9 @@ def written(
         "knobs": {name: knobs[name] for name in sorted(knobs)},
         "set": dict(sorted(given.items())),
         "single_file": single_file,
-        "packages": packages(project),
+        "packages": packages(project, own),
         **({"copies": copied(copies)} if copies else {}),
-        "depends": depends(project, copies),
+        "depends": depends(project, copies, own),
         "files": {name: digest(text) for name, text in sorted(files.items())},
         "directives": [directive(d) for d in directives],
         "changes": [
@@ -138,13 +141,15 @@ def directive(item: Directive) -> dict[str, Any]:
     return {**content, "inferred": item.inferred} if item.inferred else content
 
 
-def packages(project: Project) -> dict[str, str]:
-    """Versions of torch and of the package that the source lies in."""
-    names = ["torch"]
-    top = project.file.name.split(".")[0]
-    used = {top, *(q.split(".")[0] for q in project.file.imports.values())}
-    names += sorted(n for n in used if n == "transformers")
-    return {name: version for name in names if (version := installed(name))}
+def packages(project: Project, own: Mapping[str, Path]) -> dict[str, str]:
+    """Versions of torch, and of the packages that the source and the user's own modules import."""
+    tops = {project.original.name.partition(".")[0]}
+    tops |= {name.partition(".")[0] for name in project.original.imports.values()}
+    for name in (SCHEDULE, *own):
+        file = project.sources.file_named(name)
+        tops |= {n.partition(".")[0] for n in file.imports.values()} if file is not None else set()
+    tops -= {*sys.stdlib_module_names, *(name.partition(".")[0] for name in own), "torch"}
+    return {name: version for name in ("torch", *sorted(tops)) if (version := installed(name))}
 
 
 def installed(package: str) -> str | None:
@@ -166,19 +171,26 @@ def copied(copies: Mapping[str, SourceFile]) -> dict[str, dict[str, str]]:
     }
 
 
-def depends(project: Project, copies: Mapping[str, SourceFile]) -> dict[str, str]:
-    """Hashes of the other files that the model's classes come from, torch's own apart."""
+def depends(
+    project: Project, copies: Mapping[str, SourceFile], own: Mapping[str, Path]
+) -> dict[str, str]:
+    """Hashes of the other files that go into an output.
+
+    Those that the model's classes come from, torch's own apart, and the user's own modules.
+    """
     modules = {node.cls.__module__ for node in project.tree.nodes.values()}
-    modules -= {file.name for file in copies.values()}
     config = getattr(project.tree.root.live, "config", None)
     if config is not None:
         modules.add(type(config).__module__)
+    modules -= {file.name for file in copies.values()} | {project.file.name, SCHEDULE}
     found = {}
-    for name in sorted(modules - {project.file.name}):
+    for name in sorted(modules - own.keys()):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file and name.split(".")[0] not in ("torch", "builtins"):
             found[name] = digest(Path(file).read_bytes())
-    return found
+    names = own.keys() - {file.name for file in copies.values()}
+    found |= {name: digest(own[name].read_bytes()) for name in names}
+    return dict(sorted(found.items()))
 
 
 # What of a record is read again: a list of one shape, a mapping to one (`*`), alternatives in a
@@ -386,7 +398,7 @@ def is_current(
         return False
     if any(installed(n) != v for n, v in content.get("packages", {}).items()):
         return False
-    if any(_module_digest(n, source) != d for n, d in _modules(content).items()):
+    if any(_module_digest(n, source, schedule) != d for n, d in _modules(content).items()):
         return False
     if content.get("set", {}) != dict(knobs):
         return False
@@ -402,16 +414,12 @@ def _modules(content: Mapping[str, Any]) -> dict[str, str]:
     return {**content.get("depends", {}), **{c["module"]: c["sha256"] for c in copies}}
 
 
-def _module_digest(name: str, source: Path) -> str | None:
-    """The hash of a module, of one beside the source file first."""
-    from slapo_rewrite.source.index import locate
-
-    beside = source.with_name(f"{name}.py")
-    if beside.is_file():
-        return digest(beside.read_bytes())
+def _module_digest(name: str, source: Path, schedule: Path) -> str | None:
+    """The hash of a module that source or schedule imports."""
+    file = inputs.find(name, source, schedule)
     try:
-        return digest(locate(name)[0].read_bytes())
-    except (errors.RewriteError, OSError):
+        return digest(file.read_bytes()) if file is not None else None
+    except OSError:
         return None
 
 
@@ -428,7 +436,9 @@ def reasons(
         if installed(name) != version:
             found.append(f"{name} is {installed(name)} now; it was {version}")
     found += [
-        f"{n} has changed" for n, d in _modules(content).items() if _module_digest(n, source) != d
+        f"{n} has changed"
+        for n, d in _modules(content).items()
+        if _module_digest(n, source, schedule) != d
     ]
     if content.get("set", {}) != dict(knobs):
         found.append(f"knobs were {content.get('set', {})}, and are {dict(knobs)}")

@@ -31,6 +31,7 @@ from slapo_rewrite.emit import record
 from slapo_rewrite.emit.copies import Copies
 from slapo_rewrite.emit.failures import Causes
 from slapo_rewrite.emit.helpers import helper_files, inlined_helpers
+from slapo_rewrite.emit.inputs import own_modules
 from slapo_rewrite.emit.stages import stage_files
 from slapo_rewrite.model import twin
 from slapo_rewrite.model.emitted import imported
@@ -80,6 +81,7 @@ class Project:
     def __init__(self, source: str, schedule: str) -> None:
         self.seconds: dict[str, float] = {}
         self.source_name = source
+        before = set(sys.modules)
         path, name = locate(source)
         with self.timed("read"):
             self.file = SourceFile.read(path, name)
@@ -90,6 +92,7 @@ class Project:
         with self.timed("tree"):
             model = build_model(self.schedule.module.model, self.module)
             self.tree = Tree(model)
+        self.loaded = sys.modules.keys() - before
         self.sources = Sources(self.file, {SCHEDULE})
         self.original = self.file
         self.done: dict[int, Rewrite] = {}
@@ -278,6 +281,7 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
         if diff := whole_diff(originals, files, 1):
             files["rewrite.diff"] = diff
         given = dict(item.split("=", 1) for item in settings)
+        users = own_modules(project, project.loaded)
         if moved and (modules := helpers.get("modules.py")):
             changes["modules.py"] = carried(moved, definitions.text, modules)
         files["rewrite.json"] = record.written(
@@ -291,6 +295,7 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
             single_file,
             {copies.name(f): f for f in copies.files.values() if f is not project.file},
             plan.notes,
+            users,
         )
     return Output(
         dict(sorted(files.items())),
@@ -298,7 +303,7 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
         name,
         lowered.warnings,
         project.seconds,
-        [project.file.path, project.schedule.path],
+        [project.file.path, project.schedule.path, *users.values()],
     )
 
 

@@ -1,0 +1,137 @@
+"""What goes into an output beside source and schedule: the modules that these import.
+
+Of installed packages their versions say enough; every other file is the user's own and may change
+from one minute to the next. Nothing is imported here to find one: a record that was tampered with
+makes no code run.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slapo_rewrite import errors
+from slapo_rewrite.schedule.load import MODULE as SCHEDULE
+from slapo_rewrite.source.bundle import rules_folder
+from slapo_rewrite.source.index import SourceFile
+
+if TYPE_CHECKING:
+    from slapo_rewrite.emit.rewrite import Project
+
+INSTALLED = {"site-packages", "dist-packages"}
+
+
+def is_own(path: str) -> bool:
+    """Whether a file is the user's, and neither installed nor Python's nor the tool's."""
+    return path.endswith(".py") and _is_own_folder(os.path.dirname(path))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_own_folder(folder: str) -> bool:
+    parts = os.path.realpath(folder).split(os.sep)
+    if INSTALLED.intersection(parts):
+        return False
+    return not any(parts[: len(other)] == other for other in _others())
+
+
+@functools.cache
+def _others() -> list[list[str]]:
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    paths += [str(Path(__file__).parents[1]), str(rules_folder())]
+    return [os.path.realpath(path).split(os.sep) for path in paths]
+
+
+def own_modules(project: Project, loaded: Collection[str]) -> dict[str, Path]:
+    """The user's own modules that source and schedule import, however indirectly.
+
+    Args:
+        project: The source and the schedule.
+        loaded: The modules that were imported for the first time while the project was.
+
+    Returns:
+        Their files by their dotted names.
+    """
+    found: dict[str, Path] = {}
+    waiting = [*loaded, *_prefixes(project.original.name)]
+    waiting += imported(project.schedule.tree, None)
+    if is_own(str(project.original.path)):
+        waiting += imported(project.original.tree, project.original)
+    while waiting:
+        name = waiting.pop()
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if name in found or name in (SCHEDULE, project.original.name, "__main__"):
+            continue
+        if isinstance(path, str) and is_own(path) and os.path.isfile(path):
+            found[name] = Path(path)
+            waiting += _prefixes(name)
+            try:
+                file = SourceFile.read(Path(path), name)
+            except errors.SourceError:
+                continue
+            waiting += imported(file.tree, file)
+    return dict(sorted(found.items()))
+
+
+def imported(tree: ast.Module, file: SourceFile | None) -> Iterator[str]:
+    """The dotted names that may be modules which a file imports.
+
+    Args:
+        tree: The file, as parsed.
+        file: What its relative imports are relative to.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _prefixes(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            base = file.resolve_import(node) if file is not None else node.module or ""
+            yield from _prefixes(base)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _prefixes(name: str) -> list[str]:
+    """`a.b.c` -> `a`, `a.b`, `a.b.c`."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def find(name: str, source: Path, schedule: Path) -> Path | None:
+    """The file of a module by its name, as source and schedule would import it.
+
+    Args:
+        name: The dotted name.
+        source: The source file.
+        schedule: The schedule file.
+    """
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        return None
+    root = source.absolute().parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    for base in (schedule.absolute().parent, *map(Path, sys.path), root):
+        if (file := _below(base, parts)) is not None:
+            return file
+    try:  # what is installed without being copied; the name of a package alone imports nothing
+        spec = importlib.util.find_spec(parts[0])
+    except (ImportError, ValueError):
+        return None
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if (file := _below(Path(folder).parent, [Path(folder).name, *parts[1:]])) is not None:
+            return file
+    return None
+
+
+def _below(base: Path, parts: list[str]) -> Path | None:
+    path = base.joinpath(*parts)
+    for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
+        if file.is_file():
+            return file
+    return None
