@@ -25,6 +25,7 @@ LAYERS = (
     {"model"},
     {"patterns"},
     {"source"},
+    {"operations", "hugging_face"},
     {"errors"},
     {"runtime"},
 )

@@ -30,9 +30,9 @@ from slapo_rewrite.model.follow import (
     CannotStandIn,
     Draw,
     Followed,
+    Records,
     ShardedParameter,
     StandIn,
-    Whole,
     follow,
     out_of_step,
 )
@@ -40,9 +40,6 @@ from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.layers import Layer, base_of, is_grouped
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.source.index import SourceFile
-
-# The runs of a whole model, by the layers that it is watched for.
-Records = dict[frozenset[str], Whole]
 
 # Modes in the order of the data: a gradient is summed inside of what is gathered.
 ORDER = ("fwd_pre", "bwd_post", "fwd_post")
@@ -149,6 +146,9 @@ class _Lowering:
             collect(self.tree, self.states, asked, followed, self.desks, self.before)
             for draw, world in out_of_step(self.tree, asked, followed):
                 self._warn_of(draw, world)
+            for way, place in followed.unfollowed:
+                where = f"{self.desks.at(place).file.display}:{place.line}: " if place else ""
+                self.warnings.append(f"{where}not followed: {way}")
             edits = settle(self.tree, self.desks, self.line_length)
         return Lowered(self.desks, edits, inferred, self.warnings)
 

@@ -16,7 +16,8 @@ from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.lines import Lines, written
 from slapo_rewrite.edit.splice import Edit, apply_edits, moved
 from slapo_rewrite.edit.state import Directive, Part
-from slapo_rewrite.edit.text import CACHES, within
+from slapo_rewrite.edit.text import within
+from slapo_rewrite.hugging_face import CACHES
 from slapo_rewrite.source.calls import Calls, called_names, find_calls, obstacle
 from slapo_rewrite.source.liveness import local_names, part_of
 

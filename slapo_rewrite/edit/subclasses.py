@@ -16,7 +16,8 @@ from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.lines import Lines, written
 from slapo_rewrite.edit.splice import apply_edits, moved
 from slapo_rewrite.edit.state import Directive, Kept
-from slapo_rewrite.edit.text import CACHES, accessor, all_arguments, docstring, passed_on, within
+from slapo_rewrite.edit.text import accessor, all_arguments, docstring, passed_on, within
+from slapo_rewrite.hugging_face import CACHES
 
 
 class SubclassWriter:

@@ -6,9 +6,6 @@ import ast
 import textwrap
 from collections.abc import Iterator
 
-# What transformers calls the cache that a layer fills: filled twice, it would hold every key twice.
-CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "past_states")
-
 
 def condition(variable: str, indices: list[int], total: int) -> str:
     """An expression that is true for these indices out of `range(total)`.

@@ -11,8 +11,7 @@ place of a model that does not run without values, its small twin is followed.
 """
 
 from slapo_rewrite.model.follow.draws import out_of_step
-from slapo_rewrite.model.follow.record import Whole
-from slapo_rewrite.model.follow.search import follow
+from slapo_rewrite.model.follow.search import Records, follow
 from slapo_rewrite.model.follow.sizes import Attribute
 from slapo_rewrite.model.follow.stand_in import CannotStandIn, StandIn
 from slapo_rewrite.model.follow.vocabulary import (
@@ -47,11 +46,11 @@ __all__ = [
     "ParallelLoss",
     "Place",
     "Reading",
+    "Records",
     "Remedy",
     "ShardedParameter",
     "StandIn",
     "Statistic",
-    "Whole",
     "follow",
     "layer_key",
     "out_of_step",

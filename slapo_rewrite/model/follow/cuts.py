@@ -15,6 +15,7 @@ from slapo_rewrite.model.follow.arguments import SHARE, change
 from slapo_rewrite.model.follow.packing import Blocks, ends_of
 from slapo_rewrite.model.follow.record import Entry, key_of
 from slapo_rewrite.model.follow.run import Run
+from slapo_rewrite.model.follow.sizes import Size
 from slapo_rewrite.model.follow.vocabulary import CannotFollow
 
 
@@ -135,8 +136,34 @@ def index(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
                 meant = entry.key[number]
                 result[number] = _slice(run, tensor, inner, item, meant, whole, number)
                 changed = changed or result[number] is not item
+            else:
+                _check_same(run, item, entry.key[number], whole)
         axis += _axes_taken(item)
     return ((tensor, tuple(result)) if changed else args), kwargs, None
+
+
+def _check_same(run: Run, item: Any, meant: Any, size: int) -> None:
+    """Raises `CannotFollow` where an axis that is whole is cut where a rank's size says."""
+
+    def bounds(key: Any) -> Any:
+        if isinstance(key, slice):
+            return key.indices(size)
+        return int(key) % size if type(key) in (int, Size) else None
+
+    if bounds(item) != bounds(meant):
+        raise CannotFollow(
+            f"this takes {_written(item)} of an axis that is whole, and {_written(meant)} without "
+            "sharding",
+            run.place(),
+            hint="take the number from what is not split, an attribute set in `__init__` say",
+        )
+
+
+def _written(key: Any) -> str:
+    if not isinstance(key, slice):
+        return f"element {key}"
+    ends = ["" if end is None else str(int(end)) for end in (key.start, key.stop)]
+    return f"`{':'.join(ends)}`"
 
 
 def _slice(

@@ -17,8 +17,10 @@ import torch
 
 from slapo_rewrite.model.follow.sizes import Shape
 from slapo_rewrite.model.follow.vocabulary import Remedy
+from slapo_rewrite.operations import Treatment, treatment
 
 WHOLE, PART, PARTIAL = "whole", "part", "partial sum"
+_WORDS = {PART: "a part", PARTIAL: "a partial sum"}
 
 
 @dataclass(frozen=True)
@@ -71,53 +73,43 @@ class Misuse(Exception):
 # Operations that read no values: their results depend on shapes alone.
 _SHAPE_ONLY = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
-    "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
+    "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
 }  # fmt: skip
 
-# Operations that only rearrange or cast, and so keep a partial sum a partial sum.
+# Operations whose second operand says a type alone.
+_TYPED = {"to", "type_as"}
+
+# Operations that only rearrange, cast or add up what they are given, and so keep a partial sum a
+# partial sum.
 _KEEPING = {
-    "view", "reshape", "view_as", "reshape_as", "transpose", "permute", "swapaxes", "movedim",
-    "contiguous", "flatten", "unflatten", "squeeze", "unsqueeze", "to", "type", "type_as",
-    "float", "half", "bfloat16", "double", "chunk", "split", "split_with_sizes", "unbind",
-    "__getitem__", "__get__", "narrow", "select", "expand", "expand_as", "clone", "dropout",
-    "dropout1d", "dropout2d", "neg", "cat", "concat", "stack", "sum", "mean", "index_select",
-    "pad", "repeat_interleave", "t", "detach", "requires_grad_", "identity",
+    "view", "reshape", "view_as", "reshape_as", "transpose", "permute", "swapaxes", "swapdims",
+    "movedim", "moveaxis", "contiguous", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze",
+    "to", "type", "type_as", "float", "half", "bfloat16", "double", "chunk", "split",
+    "split_with_sizes", "tensor_split", "unbind", "__getitem__", "narrow", "select", "expand",
+    "expand_as", "broadcast_to", "clone", "dropout", "dropout1d", "dropout2d", "neg", "negative",
+    "__neg__", "cat", "concat", "concatenate", "stack", "hstack", "vstack", "sum", "mean",
+    "index_select", "gather", "repeat_interleave", "repeat", "tile", "roll", "flip", "tril", "triu",
+    "t", "adjoint", ".T", ".mT", ".H", ".mH", ".data", "detach", "requires_grad_", "identity",
+    "pad", "masked_fill", "cumsum", "diagonal", "unfold", "atleast_2d", "atleast_3d",
 }  # fmt: skip
+# Those that write a number into what they keep: only a zero is the sum of as many.
+_WRITING = {"pad": ("value", 3, 0), "masked_fill": ("value", 2, None)}
 
-_ADDING = {"add", "add_", "sub", "sub_", "__iadd__", "__isub__", "subtract", "rsub", "__rsub__"}
+_ADDING = {
+    "add", "add_", "sub", "sub_", "__iadd__", "__isub__", "__add__", "__radd__", "__sub__",
+    "subtract", "rsub", "__rsub__",
+}  # fmt: skip
 _MULTIPLYING = {
-    "mul", "mul_", "__imul__", "multiply", "matmul", "bmm", "mm", "linear", "einsum",
+    "mul", "mul_", "__imul__", "__mul__", "multiply", "matmul", "bmm", "mm", "linear", "einsum",
     "__matmul__", "__rmatmul__", "__rmul__", "grouped_mm", "_grouped_mm",
 }  # fmt: skip
 _DIVIDING = {"div", "div_", "true_divide", "__truediv__", "__itruediv__", "divide"}
 
-# Operations that need every element along the axes that they run over.
-_REDUCING = {
-    "mean", "var", "std", "var_mean", "std_mean", "softmax", "log_softmax", "softmin",
-    "logsumexp", "norm", "vector_norm", "amax", "amin", "max", "min", "argmax", "argmin",
-    "sort", "argsort", "topk", "cumsum", "cumprod", "prod", "any", "all", "normalize", "flip",
-    "roll", "median", "gumbel_softmax", "glu", "logcumsumexp", "count_nonzero", "sum", "nansum",
-    "nanmean",
-}  # fmt: skip
-_SUMMING = {"sum", "nansum"}
-_LOSSES = {
-    "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
-    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
-}  # fmt: skip
-_PICKING = {
-    "gather",
-    "index_select",
-    "scatter",
-    "scatter_",
-    "scatter_add",
-    "take_along_dim",
-    "index_add",
-}
-# Operations that take neighbours along every axis from the third on.
-_SLIDING = {
-    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d",
-    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "interpolate",
+# Operations that answer with a value of Python, which branches and sizes may depend on.
+_TELLING = {
+    "item", "tolist", "numpy", "__array__", "__bool__", "__nonzero__", "__int__", "__float__",
+    "__index__", "__complex__", "__contains__", "is_nonzero", "equal", "allclose", "__dlpack__",
+    "register_hook", "data_ptr", "storage", "untyped_storage", "register_post_accumulate_grad_hook",
 }  # fmt: skip
 
 REDUCE = 'add it up: .sync("fwd_post", "all_reduce")'
@@ -235,46 +227,142 @@ class Flow:
         args: Any,
         kwargs: Any,
         outputs: Sequence[torch.Tensor],
+        results: Sequence[Shape],
+        replicated: bool = False,
     ) -> None:
         """Takes an operation's result in.
 
         Args:
-            name: The function's.
+            name: The function's, as `operations.name_of` says it.
             inputs: The tensors it was given.
             whole: The shapes that they have in the whole model.
             args: Its arguments.
             kwargs: Its keyword arguments.
             outputs: The tensors it returned.
+            results: The shapes that these have in the whole model.
+            replicated: Whether several ranks hold the same heads: sizes tell less of axes then.
 
         Raises:
             Misuse: The operation is wrong on what a rank has.
         """
-        if name in _SHAPE_ONLY:
-            for output in outputs:
-                self.set(output, State())
+        if name in _TYPED:
+            inputs, whole = inputs[:1], whole[:1]
+        split = [_split(t, shape) for t, shape in zip(outputs, results, strict=True)]
+        if name in _SHAPE_ONLY or not inputs:
+            source = next((s.source for t in inputs if (s := self.of(t)).source), None)
+            for output, axes in zip(outputs, split, strict=True):
+                self.set(output, State(PART, source) if axes else State())
             return
         states = [self.of(t) for t in inputs]
+        self._check_known(name, inputs, whole, states, replicated)
         partial = next((s for s in states if s.kind == PARTIAL), None)
-        if partial is not None:
-            self._check_linear(name, states, inputs, args, kwargs, partial)
-        sharded = [
-            [axis for axis, (w, h) in enumerate(zip(shape, t.shape, strict=False)) if w != h]
-            for t, shape in zip(inputs, whole, strict=False)
-        ]
         part = next((s for s in states if s.kind == PART), None)
-        summed = part is not None and self._runs_over(name, inputs, sharded, args, kwargs, part)
-        if partial is not None or part is not None:
-            source, axis = next((s.source, s.axis) for s in (partial, part) if s is not None)
-            copies = all(s.copies for s in states if s.kind != WHOLE)
-            result = State(PARTIAL if partial or summed else PART, source, copies, axis)
-            if any(output.requires_grad for output in outputs):
-                self.meet_parts(inputs, f"`{name}`", source)
-        else:
-            result = self._whole(name, inputs, states)
+        if partial is None and part is None:
+            result = self.joined(name, inputs, states)
+            for output, axes in zip(outputs, split, strict=True):
+                self.set(output, self._repeated(name, inputs, axes) if axes else result)
+            return
+        if partial is not None:
+            self._check_linear(name, states, inputs, args, kwargs, outputs, partial)
+        # A size that was given as a tensor is no operand any more, and is the last.
+        sharded = [_split(t, shape) for t, shape in zip(inputs, whole, strict=False)]
+        summed = False
+        how = treatment(name, args, kwargs, whole)
+        if part is not None:
+            summed = self._runs_over(name, how, sharded, whole, part)
+        source, axis = next((s.source, s.axis) for s in (partial, part) if s is not None)
+        copies = all(s.copies for s in states if s.kind != WHOLE)
+        adds_up = partial is not None or summed
+        if part is not None and how is not None and not replicated:
+            self._check_split(name, adds_up, how, whole, sharded, outputs, split, part)
+        result = State(PARTIAL if adds_up else PART, source, copies, axis)
+        if any(output.requires_grad for output in outputs):
+            self.meet_parts(inputs, f"`{name}`", source)
         for output in outputs:
             self.set(output, result)
 
-    def _whole(self, name: str, inputs: Sequence[torch.Tensor], states: Sequence[State]) -> State:
+    def tell(self, name: str, inputs: Sequence[torch.Tensor]) -> None:
+        """Takes in an operation that gives no tensor.
+
+        Raises:
+            Misuse: It tells a value of a part or of a partial sum, another one on each rank.
+        """
+        if name not in _TELLING:
+            return
+        state = next((s for t in inputs if (s := self.of(t)).kind != WHOLE), None)
+        if state is not None:
+            raise Misuse(
+                f"`{name}` asks for values of which a rank has only {_WORDS[state.kind]}",
+                REDUCE if state.kind == PARTIAL else None,
+                state.source,
+                remedy=Remedy.sum_of(state.source) if state.kind == PARTIAL else None,
+            )
+
+    def _check_known(
+        self,
+        name: str,
+        inputs: Sequence[torch.Tensor],
+        whole: Sequence[Shape],
+        states: Sequence[State],
+        replicated: bool,
+    ) -> None:
+        """Raises `Misuse` where the shape of an operand is not what its state means.
+
+        It was made by something that was not seen, then: compiled code, another library.
+        """
+        for tensor, shape, state in zip(inputs, whole, states, strict=False):
+            axes = _split(tensor, shape)
+            if len(axes) == (state.kind == PART) or replicated or state.copies:
+                continue
+            raise Misuse(
+                f"`{name}` is given a value of shape {list(tensor.shape)} on a rank, and of "
+                f"{list(shape)} without sharding, and it is not known which part that is: what "
+                "made it cannot be followed",
+                "gather what it was made from before",
+                state.source,
+            )
+
+    def _repeated(self, name: str, inputs: Sequence[torch.Tensor], split: Sequence[int]) -> State:
+        """What a whole value becomes that is repeated as often as a rank has elements."""
+        self.meet_parts(inputs, f"`{name}`", None)
+        return State(PART)
+
+    def _check_split(
+        self,
+        name: str,
+        adds_up: bool,
+        how: Treatment,
+        whole: Sequence[Shape],
+        sharded: Sequence[list[int]],
+        outputs: Sequence[torch.Tensor],
+        split: Sequence[list[int]],
+        part: State,
+    ) -> None:
+        """Raises `Misuse` where the result is not split as the operands say.
+
+        A rank's part of one element would be repeated beside a whole value, as one element is.
+        """
+        fine = all(len(axes) == (not adds_up) for axes in split)
+        if how.aligned is not None:
+            ends = [len(shape) - how.aligned for shape in whole]
+            back = {a - e for axes, e in zip(sharded, ends, strict=False) for a in axes if a < e}
+            for shape, axes, end in zip(whole, sharded, ends, strict=False):
+                fine &= all(b + end < 0 or shape[b + end] == 1 or b + end in axes for b in back)
+        if not fine:
+            axes = next((a for a in split if a), [])
+            raise Misuse(
+                f"`{name}` joins a part with values that a rank has whole, and what comes out is "
+                f"{f'split along axis {axes[0]}' if axes else 'not split'} by its shape",
+                "split what the whole values are made from as well, or gather the part",
+                part.source,
+            )
+
+    def joined(self, name: str, inputs: Sequence[torch.Tensor], states: Sequence[State]) -> State:
+        """The state of what is made of whole values alone.
+
+        Raises:
+            Misuse: The gradients of some are summed over the ranks, and others' cannot be.
+        """
         trained = [(t, s) for t, s in zip(inputs, states, strict=True) if t.requires_grad]
         covers = sorted({s.covered for _, s in trained if s.covered is not None})
         if covers:
@@ -339,18 +427,37 @@ class Flow:
         inputs: Sequence[torch.Tensor],
         args: Any,
         kwargs: Any,
+        outputs: Sequence[torch.Tensor],
         partial: State,
     ) -> None:
-        kinds = [s.kind for s, t in zip(states, inputs, strict=True) if t.is_floating_point()]
-        count = kinds.count(PARTIAL)
-        given = (*args, *(kwargs or {}).values())
+        """Raises `Misuse` where an operation on summands does not give summands of its result."""
+        count = sum(s.kind == PARTIAL for s in states)
+        floating = sum(t.is_floating_point() or t.is_complex() for t in inputs)
+        given = (*args, *kwargs.values())
         plain = any(isinstance(a, (int, float)) and not isinstance(a, bool) for a in given)
+        beside = [s.kind for s in states if s.kind != PARTIAL]
+        written = _WRITING.get(name)
+        if written is not None:
+            value = kwargs.get(
+                written[0], args[written[1]] if len(args) > written[1] else written[2]
+            )
+            plain = value not in (0, None) if isinstance(value, (int, float, type(None))) else True
         fine = (
-            name in _KEEPING
-            or (name in _ADDING and count == len(kinds) and not plain)
-            or (name in _MULTIPLYING and count == 1 and (name != "linear" or len(kinds) == 2))
-            or (name in _DIVIDING and count == 1 and kinds and kinds[0] == PARTIAL)
-        )
+            (name in _KEEPING and count == floating and not (written and plain))
+            or (name in _ADDING and count == len(inputs) and not plain)
+            or (
+                name in _MULTIPLYING
+                and count == 1
+                and PART not in beside
+                and (name != "linear" or floating == 2)
+            )
+            or (
+                name in _DIVIDING
+                and count == 1
+                and states[0].kind == PARTIAL
+                and kwargs.get("rounding_mode") is None
+            )
+        ) and all(t.is_floating_point() or t.is_complex() for t in outputs)
         if not fine:
             raise Misuse(
                 f"`{name}` needs the value, but `{partial.source}` gives a partial sum of it on "
@@ -363,80 +470,46 @@ class Flow:
     def _runs_over(
         self,
         name: str,
-        inputs: Sequence[torch.Tensor],
+        how: Treatment | None,
         sharded: Sequence[list[int]],
-        args: Any,
-        kwargs: Any,
+        whole: Sequence[Shape],
         part: State,
     ) -> bool:
-        """Whether the result is a partial sum, because the operation contracts a split axis."""
-        kwargs = kwargs or {}
-        over: set[int] = set()
-        if name in _REDUCING and not (name in ("max", "min") and len(inputs) > 1):
-            over = _axes(inputs[0].dim(), args, kwargs) & set(sharded[0])
-        elif name in ("layer_norm", "rms_norm"):
-            count = len(kwargs.get("normalized_shape", args[1] if len(args) > 1 else ()))
-            over = {a for a in sharded[0] if a >= inputs[0].dim() - count}
-        elif name in ("group_norm", "instance_norm", "local_response_norm"):
-            over = set(sharded[0]) - {0}
-        elif name == "batch_norm":
-            over = set(sharded[0]) - {1}
-        elif name in _SLIDING:
-            over = {a for a in sharded[0] if a > 1}
-        elif name == "pad":
-            over = _padded(inputs[0].dim(), args, kwargs) & set(sharded[0])
-        elif name in _LOSSES:
-            over = set(sharded[0])
-        elif name in _PICKING and len(args) > 1 and isinstance(args[1], int):
-            over = {args[1] % inputs[0].dim()} & set(sharded[0])
-        elif name == "embedding" and len(sharded) > 1:
-            over = {0} & set(sharded[1])
-        elif (
-            name in ("matmul", "mm", "bmm", "__matmul__", "__rmatmul__") and len(inputs) == 2
-        ) or name in ("linear", "grouped_mm", "_grouped_mm"):
-            return inputs[0].dim() - 1 in sharded[0]
-        elif name in ("baddbmm", "addmm", "addbmm") and len(inputs) == 3:
-            if inputs[1].dim() - 1 in sharded[1]:
-                raise self._needs_all(name, part)
-        elif name == "scaled_dot_product_attention":
-            self._check_attention(name, inputs, sharded, args, kwargs, part)
-        elif name == "einsum":
-            return _contracts(args, inputs, sharded)
-        if over and name not in _SUMMING:
-            raise self._needs_all(name, part)
-        return bool(over)
+        """Whether the result is a partial sum, because the operation sums over a split axis.
 
-    def _check_attention(
-        self,
-        name: str,
-        inputs: Sequence[torch.Tensor],
-        sharded: Sequence[list[int]],
-        args: Any,
-        kwargs: Any,
-        part: State,
-    ) -> None:
-        """Attention runs over the features of queries and keys, and over all keys and values.
-
-        A causal one takes the first query for the first token's.
+        Raises:
+            Misuse: It needs such an axis whole, or is not known.
         """
-        causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)
-        backs = ((1, 2) if causal else (1,), (1, 2), (2,))
-        for tensor, axes, over in zip(inputs, sharded, backs, strict=False):
-            for back in over:
-                if tensor.dim() - back in axes:
-                    raise self._needs_all(name, part)
+        if how is None:
+            raise Misuse(
+                f"it is not known whether `{name}` is right on a part, and `{part.source}` gives "
+                "each rank only its own",
+                self._gather_hint(part),
+                part.source,
+                remedy=Remedy.whole_of(part.source, part.axis),
+            )
+        for axes, over in zip(sharded, how.over, strict=False):
+            if over & set(axes):
+                raise self._needs_all(name, part)
+        pick = slice(how.paired) if how.paired >= 0 else slice(None, None, 2)
+        alike = [[(a, shape[a]) for a in axes] for axes, shape in zip(sharded, whole, strict=False)]
+        if any(axes != alike[0] for axes in alike[pick]):
+            raise self._needs_all(name, part)
+        return any(s & set(axes) for axes, s in zip(sharded, how.summed, strict=False))
 
     def _needs_all(self, name: str, part: State) -> Misuse:
-        line = f'"all_gather", axis={part.axis})'
-        hint = f'gather it before: .sync("fwd_post", {line} on `{part.source}`'
-        if part.axis != -1:
-            hint = f'gather it before, at the module around this: .sync("fwd_pre", {line}'
         return Misuse(
             f"`{name}` runs over an axis of which a rank has only its part",
-            hint,
+            self._gather_hint(part),
             part.source,
             remedy=Remedy.whole_of(part.source, part.axis),
         )
+
+    def _gather_hint(self, part: State) -> str:
+        line = f'"all_gather", axis={part.axis})'
+        if part.axis != -1:
+            return f'gather it before, at the module around this: .sync("fwd_pre", {line}'
+        return f'gather it before: .sync("fwd_post", {line} on `{part.source}`'
 
 
 def gather_line(axis: int, rank: int, mode: str = "fwd_post") -> str:
@@ -444,39 +517,6 @@ def gather_line(axis: int, rank: int, mode: str = "fwd_post") -> str:
     return f'.sync("{mode}", "all_gather", axis={-1 if axis == rank - 1 else axis})'
 
 
-def _padded(rank: int, args: Any, kwargs: Any) -> set[int]:
-    """The axes that `pad` makes longer or shorter."""
-    widths = list(kwargs.get("pad", args[1] if len(args) > 1 else ()))
-    return {rank - 1 - i // 2 for i, width in enumerate(widths) if width}
-
-
-def _axes(rank: int, args: Any, kwargs: Any) -> set[int]:
-    """The axes that a reduction runs over: its argument `dim`, or all."""
-    given = kwargs.get("dim", kwargs.get("axis", kwargs.get("dims")))
-    if given is None:
-        rest = [a for a in args[1:] if not isinstance(a, (bool, torch.dtype))]
-        given = next((a for a in rest if isinstance(a, (int, tuple, list))), None)
-    if given is None:
-        return set(range(rank))
-    return {a % rank for a in (given if isinstance(given, (tuple, list)) else [given]) if rank}
-
-
-def _contracts(args: Any, inputs: Sequence[torch.Tensor], sharded: Sequence[list[int]]) -> bool:
-    """Whether an `einsum` sums over a split axis."""
-    if not args or not isinstance(args[0], str):
-        return False
-    before, _, after = args[0].replace(" ", "").partition("->")
-    for letters, tensor, axes in zip(before.split(","), inputs, sharded, strict=False):
-        ahead, dots, behind = letters.partition("...")
-        for axis in axes:
-            back = axis - tensor.dim()
-            name = (
-                ahead[axis]
-                if axis < len(ahead)
-                else behind[back]
-                if dots and -back <= len(behind)
-                else ""
-            )
-            if name and name not in after:
-                return True
-    return False
+def _split(tensor: torch.Tensor, whole: Shape) -> list[int]:
+    """The axes of which a rank has less than the whole model."""
+    return [a for a, (w, h) in enumerate(zip(whole, tensor.shape, strict=False)) if w != h]

@@ -19,17 +19,18 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_rewrite.model.follow.borders import enter_border, enter_layer, leave_border, leave_layer
-from slapo_rewrite.model.follow.flow import PART, State
+from slapo_rewrite.model.follow.flow import PART, PARTIAL, REDUCE, WHOLE, Misuse, State
 from slapo_rewrite.model.follow.packing import ratio_of
 from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.sizes import Attribute, Size
+from slapo_rewrite.model.follow.sizes import Attribute, Size, tensors
 from slapo_rewrite.model.follow.vocabulary import (
     Border,
     Indivisible,
+    Remedy,
     ShardedParameter,
     layer_key,
 )
-from slapo_rewrite.model.layers import Layer, replicated, split_of
+from slapo_rewrite.model.layers import Layer, replicated
 from slapo_rewrite.model.tree import Node
 
 
@@ -49,10 +50,42 @@ def installed(run: Run, device: torch.device) -> Iterator[None]:
         holders = _holders(run)
         for path, holder in holders.items():
             _mark_sizes(run, run.tree.nodes[path], holder, undo)
+        _watch_functions(run, undo)
         yield
     finally:
         for action in reversed(undo):
             action()
+
+
+def _watch_functions(run: Run, undo: list[Callable[[], None]]) -> None:
+    """Has functions with a `backward` of their own seen, as the operations of torch are."""
+    function: Any = torch.autograd.Function
+    plain = vars(function)["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        given = list(tensors((args, kwargs)))
+        states = [run.flow.of(t) for t in given]
+        state = next((s for s in states if s.kind != WHOLE), None)
+        if state is not None and not run.depth:
+            raise Misuse(
+                f"`{cls.__name__}` is given {'a part' if state.kind == PART else 'a partial sum'}, "
+                "and what its own `backward` does with the gradient cannot be followed",
+                "gather the value before" if state.kind == PART else REDUCE,
+                state.source,
+                remedy=Remedy.sum_of(state.source)
+                if state.kind == PARTIAL
+                else Remedy.whole_of(state.source, state.axis),
+            )
+        result = plain.__func__(cls, *args, **kwargs)
+        if not run.depth:
+            known = run.flow.joined(cls.__name__, given, states)
+            for tensor in tensors(result):
+                run.flow.set(tensor, known)
+                run.alive.append(tensor)
+        return result
+
+    function.apply = classmethod(apply)
+    undo.append(lambda: setattr(function, "apply", plain))
 
 
 def _install_layer(run: Run, node: Node, layer: Layer, undo: list[Callable[[], None]]) -> None:
@@ -61,6 +94,7 @@ def _install_layer(run: Run, node: Node, layer: Layer, undo: list[Callable[[], N
     name = next((n for n, m in parent.live._modules.items() if m is node.live), None)
     if name is None:  # left out of a shortened list
         return
+    _check_hooks(node)
     head = dict(run.wanted.replicated).get(layer_key(node))
     try:
         new = _make(layer, node.live) if head is None else _make_replicated(run, node, layer, head)
@@ -73,23 +107,43 @@ def _install_layer(run: Run, node: Node, layer: Layer, undo: list[Callable[[], N
     modules, old = parent.live._modules, node.live
     modules[name] = new
     undo.append(lambda: modules.__setitem__(name, old))
-    if node.path in run.asked.multiplied:
-        _know_bias(run, node, layer, new)
+    _know_tensors(run, node, layer, new)
 
 
-def _know_bias(run: Run, node: Node, layer: Layer, new: Any) -> None:
-    """The bias of a sharded layer, that is read where the layer is called."""
-    if split_of(node.live, layer).output == "partition":
-        original: Any = node.live.bias
-        ratio = ratio_of(dict(layer.keywords).get("parts", 1))
-        run.whole[id(new.bias)] = tuple(original.shape)
-        run.blocks[id(new.bias)] = {0: tuple(len(original) * r // sum(ratio) for r in ratio)}
-        run.flow.set(new.bias, State(PART, node.path))
-        return
-    key = (node.path, "bias")
-    covered = node.path if key in run.wanted.shared else None
-    parameters = None if covered else frozenset([key])
-    run.flow.set(new.bias, State(covered=covered, parameters=parameters))
+def _check_hooks(node: Node) -> None:
+    """Raises `Misuse` where a module has hooks, which would be given parts."""
+    live: Any = node.live
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooked = [live, *live._parameters.values()]
+    if any(getattr(each, table, None) for each in hooked for table in tables):
+        raise Misuse(
+            f"`{node.path}` has hooks, which would be given a rank's part of what it computes",
+            "do in `forward` what they do, or leave the layer whole",
+            node.path,
+        )
+
+
+def _know_tensors(run: Run, node: Node, layer: Layer, new: Any) -> None:
+    """The parameters and buffers of a sharded layer, which may be read past its call."""
+    ratio = ratio_of(dict(layer.keywords).get("parts", 1))
+    copies = getattr(new, "replicas", 1) > 1
+    originals = {**node.live._parameters, **node.live._buffers}
+    for name, tensor in [*new._parameters.items(), *new._buffers.items()]:
+        whole = originals.get(name)
+        if tensor is None or whole is None:
+            continue
+        shape = run.whole[id(tensor)] = tuple(whole.shape)
+        split = run.split_axes(tensor)
+        if split:
+            axis = split[0]
+            run.blocks[id(tensor)] = {axis: tuple(shape[axis] * r // sum(ratio) for r in ratio)}
+            run.flow.set(tensor, State(PART, node.path, copies, axis - len(shape)))
+        else:
+            covered = node.path if (node.path, name) in run.wanted.shared else None
+            keys = None if covered else frozenset([(node.path, name)])
+            known = node.path in run.asked.multiplied
+            run.flow.set(tensor, State(covered=covered, parameters=keys if known else None))
+        run.alive.append(tensor)
 
 
 def _make_replicated(run: Run, node: Node, layer: Layer, head: str) -> nn.Module:

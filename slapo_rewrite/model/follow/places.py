@@ -5,6 +5,7 @@ Read from the frames of a call, or from the traceback of an error: its file, lin
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import types
@@ -50,3 +51,14 @@ def place_in_traceback(error: BaseException, editable: Callable[[str], bool]) ->
             found = _place_at(code, traceback.tb_lasti)
         traceback = traceback.tb_next
     return found
+
+
+def raised_by(error: BaseException) -> bool:
+    """Whether an error comes from a `raise` statement outside of torch."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None or traceback.tb_frame.f_code.co_filename.startswith(_TORCH):
+        return False
+    line = linecache.getline(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
+    return line.strip().startswith(("raise", "assert"))

@@ -14,19 +14,24 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.model.follow import cuts, draws, losses, reshapes, statistics
-from slapo_rewrite.model.follow.flow import PART, gather_line
+from slapo_rewrite.model.follow.flow import PART, PARTIAL, REDUCE, WHOLE, State, gather_line
 from slapo_rewrite.model.follow.packing import Blocks, described, moved_axis, reduced
-from slapo_rewrite.model.follow.record import Entry, answer_to, carry_out, with_values
+from slapo_rewrite.model.follow.record import QUESTIONS, Entry, answer_to, carry_out, with_values
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.sizes import Size, numbers, shapes, tensors
-from slapo_rewrite.model.follow.vocabulary import CannotFollow, Diverged
+from slapo_rewrite.model.follow.vocabulary import CannotFollow, Diverged, Remedy
+from slapo_rewrite.operations import name_of
 
-# Operations whose numbers are values, not sizes.
-_ARITHMETIC = {
-    "add", "sub", "mul", "div", "pow", "true_divide", "floor_divide", "rsub", "__rsub__",
-    "__rtruediv__", "__rpow__", "add_", "sub_", "mul_", "div_", "clamp", "fmod", "remainder",
-    "where", "masked_fill", "masked_fill_",
-}  # fmt: skip
+# Operations that are given sizes, which may be this rank's, and how many arguments from the first
+# on they are; all numbers that any other is given are values.
+_SIZED = {
+    **dict.fromkeys(("zeros", "ones", "empty", "rand", "randn"), 99),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty"), 99),
+    **{"full": 1, "new_full": 2, "arange": 99, "broadcast_to": 99},
+}
+
+# Kinds of values in words.
+_A = {WHOLE: "whole", PART: "a part", PARTIAL: "a partial sum"}
 
 # Operations of two operands that leave every feature where it is.
 _ELEMENTWISE = {
@@ -39,6 +44,8 @@ _CONSTANT = {
     "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full", "rand",
     "randn", "zeros_like", "ones_like", "empty_like", "full_like",
 }  # fmt: skip
+
+_ZEROS = {"zeros", "zeros_like", "new_zeros"}
 
 # Operations that give several times what they are given.
 _REPEATING = {"expand", "repeat", "repeat_interleave"}
@@ -75,11 +82,15 @@ class Rank(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         run = self.run
         kwargs = with_values(func, args, kwargs or {})
-        if (answer := answer_to(func, args)) is not None:
+        if func in QUESTIONS and not run.depth:
+            run.flow.tell(func.__name__, list(tensors(args)))
+            if (asked := run.editable_place()) is not None:
+                run.followed.questions.add(asked)
+        if (answer := answer_to(func, args, run.says)) is not None:
             return answer
         if run.depth:
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
+        name = name_of(func)
         if run.wanted.repeats:
             run.pass_over(func, shapes((args, kwargs)))
         rule = _RULES.get(name)
@@ -104,7 +115,9 @@ class Rank(TorchFunctionMode):
             entry.choose(tensors(output))
             _take_in(run, name, entry, args, kwargs, output, blocks)
         elif name == "__setitem__":
-            _assigned(run, args)
+            _assigned(run, run.next_entry(func), args)
+        else:
+            run.flow.tell(name, list(tensors((args, kwargs))))
         return output
 
 
@@ -151,7 +164,12 @@ def _take_in(
     if statistic is not None:
         run.flow.set(outputs[0], statistic)
     else:
-        run.flow.operate(name, inputs, entry.inputs, args, kwargs, outputs)
+        before = run.flow.of(inputs[0]) if inputs else None
+        run.flow.operate(
+            name, inputs, entry.inputs, args, kwargs, outputs, entry.outputs, run.replicas > 1
+        )
+        if before is not None and outputs and outputs[0] is inputs[0]:
+            _check_in_place(run, name, inputs[0], before)
     _hand_on(run, name, entry, inputs, (args, kwargs), outputs, blocks)
 
 
@@ -184,16 +202,42 @@ def _check(run: Run, entry: Entry, outputs: list[torch.Tensor], args: Any, kwarg
         run.whole[id(have)] = want
 
 
+def _check_in_place(run: Run, name: str, tensor: torch.Tensor, before: State) -> None:
+    """What is written in place into a view changes what it is a view of."""
+    run.zeros.discard(id(tensor))
+    after = run.flow.of(tensor)
+    if after.kind == before.kind or name in ("requires_grad_", "detach_"):
+        return
+    if tensor._is_view():
+        raise CannotFollow(
+            f"`{name}` writes a {after.kind} into a view of a value that is {_A[before.kind]}",
+            run.place(),
+            after.source,
+            "write into the value itself, or make a new one with `torch.cat` or `torch.stack`",
+        )
+
+
 def _check_numbers(run: Run, name: str, entry: Entry, args: Any, kwargs: Any) -> None:
     """A number that is a value, a scale say, is the whole model's."""
     here = list(numbers((args, kwargs), not run.has_values))
-    for want, have in zip(entry.numbers, here, strict=False):
-        if want != have and (name in _ARITHMETIC or isinstance(want, float)):
+    sizes = len(list(numbers(args[: _SIZED.get(name, 0)], not run.has_values)))
+    if name in _SIZED and "size" in kwargs:
+        return
+    for number, (want, have) in enumerate(zip(entry.numbers, here, strict=False)):
+        if want == have or number < sizes or name in _RULES:
+            continue
+        if not (name.startswith("conv") and _is_depthwise(entry, want)):
             raise CannotFollow(
                 f"this computes with {have:g} on a rank, and with {want:g} without sharding",
                 run.place(),
                 hint="take it from what is not split, an attribute set in `__init__` say",
             )
+
+
+def _is_depthwise(entry: Entry, groups: float) -> bool:
+    """Whether a convolution has as many groups as channels, so that a rank has a part of both."""
+    weight = entry.inputs[1]
+    return weight[1] == 1 and weight[0] == groups
 
 
 def _check_made(
@@ -219,18 +263,82 @@ def _check_made(
             )
 
 
-def _assigned(run: Run, args: Any) -> None:
-    """`x[...] = y` makes `x` what `y` is."""
-    if len(args) != 3 or not isinstance(args[2], torch.Tensor):
+def _assigned(run: Run, entry: Entry, args: Any) -> None:
+    """`x[...] = y`: into what is split along the same axis as `y`, and into all of that axis."""
+    target, key, value = args
+    state, place = run.flow.of(target), run.place()
+    given = run.flow.of(value) if isinstance(value, torch.Tensor) else State()
+    if not _is_mask_of(run, key, target):
+        # What an index of the target may not do, an assignment may not either.
+        (_, taken), *_ = cuts.index(run, entry, (target, key), {})
+        if taken is not key:
+            raise CannotFollow(
+                "this writes into some of the blocks that lie packed along a split axis",
+                place,
+                state.source,
+                "take them apart, and join them with `torch.cat`",
+            )
+    fresh = id(target) in run.zeros and not target._is_view()
+    if given.kind != PARTIAL:
+        run.zeros.discard(id(target))
+    zero = not isinstance(value, torch.Tensor) and value == 0
+    if PARTIAL in (state.kind, given.kind):
+        fresh = fresh and given.kind == PARTIAL
+        if not (state.kind == given.kind or (state.kind == PARTIAL and zero) or fresh):
+            raise CannotFollow(
+                f"this writes {_A[given.kind]} into {_A[state.kind]}",
+                place,
+                state.source or given.source,
+                REDUCE,
+                remedy=Remedy.sum_of(state.source or given.source),
+            )
+        run.flow.set(target, State(PARTIAL, state.source or given.source, given.copies))
         return
-    target, value = args[0], args[2]
-    state = run.flow.of(value)
-    if state.kind != run.flow.of(target).kind:
-        run.flow.set(target, state)
+    if given.kind == PART and state.kind != PART:
+        raise CannotFollow(
+            f"this writes a part into a value that is {_A[state.kind]}",
+            place,
+            given.source,
+            "gather the part before",
+        )
+    if state.kind == PART and isinstance(value, torch.Tensor) and value.requires_grad:
+        run.flow.meet_parts([value], "`__setitem__`", state.source)
+    if given.kind == PART and run.split_axes(target):
+        _check_same_axis(run, target, key, value)
     for axis, packed in run.blocks.get(id(value), {}).items():
-        place = axis + target.dim() - value.dim()
-        if place >= 0 and sum(packed) == run.whole_shape(target)[place]:
-            run.blocks.setdefault(id(target), {}).setdefault(place, packed)
+        to = axis + target.dim() - value.dim()
+        if to >= 0 and sum(packed) == run.whole_shape(target)[to]:
+            run.blocks.setdefault(id(target), {}).setdefault(to, packed)
+
+
+def _is_mask_of(run: Run, key: Any, target: torch.Tensor) -> bool:
+    """Whether an index is a mask of every element, split as what it is an index of."""
+    return (
+        isinstance(key, torch.Tensor)
+        and key.dtype == torch.bool
+        and run.whole_shape(key) == run.whole_shape(target)
+        and run.split_axes(key) == run.split_axes(target)
+    )
+
+
+def _check_same_axis(run: Run, target: torch.Tensor, key: Any, value: torch.Tensor) -> None:
+    """Raises `CannotFollow` where a part is written along another axis than the target's."""
+    run.depth += 1
+    try:
+        view = target[key]
+    finally:
+        run.depth -= 1
+    at = view.dim() - value.dim()
+    axes = [axis + at for axis in run.split_axes(value)]
+    whole = run.whole_shape(target)
+    want = [a - target.dim() + view.dim() for a in run.split_axes(target)]
+    if axes != want and len(whole) == view.dim():
+        raise CannotFollow(
+            f"this writes a part along axis {axes[0]} into one along axis {want[0]}",
+            run.place(),
+            run.flow.of(value).source,
+            "split both along one axis",
+        )
 
 
 def _hand_on(
@@ -250,6 +358,8 @@ def _hand_on(
         made += run.made_with.get(id(tensor), ())
     origin = _origin(run, name, inputs)
     for number, tensor in enumerate(outputs):
+        if name in _ZEROS:
+            run.zeros.add(id(tensor))
         if made:
             run.made_with[id(tensor)] = made
         if origin:

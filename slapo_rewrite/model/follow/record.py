@@ -27,6 +27,9 @@ _MAKING = {
     torch.empty,
 }  # fmt: skip
 
+# Operations that ask a tensor yes or no.
+QUESTIONS = (torch.Tensor.__bool__, torch.Tensor.__contains__)
+
 
 @dataclass
 class Entry:
@@ -66,16 +69,25 @@ class Whole(TorchFunctionMode):
         entries: The operations.
         result: What the model returned.
         ran: The code of wrapped `forward`s that ran.
+        says: What questions of values that are not there are answered with.
     """
 
-    def __init__(self, tree: Tree, layers: Mapping[str, Layer]) -> None:
+    def __init__(self, tree: Tree, layers: Mapping[str, Layer], says: bool = False) -> None:
         super().__init__()
-        self.tree, self.layers = tree, layers
+        self.tree, self.layers, self.says = tree, layers, says
         self.entries: list[Entry] = []
         self.result: Any = None
         self.ran: set[CodeType] = set()
         self.depth = 0
         self.has_values = device_of(tree.root.live).type != "meta"
+
+    def same_calls(self, other: Whole) -> bool:
+        """Whether another run called the same operations, with the same shapes and numbers."""
+        return len(self.entries) == len(other.entries) and all(
+            (a.function, a.inputs, a.outputs, a.numbers)
+            == (b.function, b.inputs, b.outputs, b.numbers)
+            for a, b in zip(self.entries, other.entries, strict=True)
+        )
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -101,15 +113,15 @@ class Whole(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = with_values(func, args, kwargs or {})
-        if (answer := answer_to(func, args)) is not None:
+        if (answer := answer_to(func, args, self.says)) is not None:
             return answer
         if self.depth:
             return func(*args, **kwargs)
         inputs, given = shapes((args, kwargs)), list(numbers((args, kwargs), not self.has_values))
         output = carry_out(func, args, kwargs)
-        outputs = shapes(output)
-        if outputs:
-            key = key_of(args[1]) if getattr(func, "__name__", "") == "__getitem__" else ()
+        outputs, name = shapes(output), getattr(func, "__name__", "")
+        if outputs or name == "__setitem__":
+            key = key_of(args[1]) if name in ("__getitem__", "__setitem__") else ()
             self.entries.append(
                 Entry(func, inputs, outputs, given, key, _chosen(output) if self.has_values else [])
             )
@@ -140,14 +152,17 @@ def with_values(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
     return kwargs
 
 
-def answer_to(func: Callable[..., Any], args: Any) -> Any:
+def answer_to(func: Callable[..., Any], args: Any, says: bool = False) -> Any:
     """What an operation says that asks for values which are not there; None for any other.
 
-    Yes-or-no questions of a tensor without values are answered with no, and a coin that `forward`
-    tosses (`torch.rand([]) < 0.1`) falls on the likelier side.
+    Args:
+        func: The operation.
+        args: Its arguments.
+        says: The answer to yes-or-no questions of a tensor without values. A coin that `forward`
+            tosses (`torch.rand([]) < 0.1`) falls on the likelier side.
     """
-    if func in (torch.Tensor.__bool__, torch.Tensor.__contains__):
-        return False if isinstance(args[0], torch.Tensor) and args[0].is_meta else None
+    if func in QUESTIONS:
+        return says if isinstance(args[0], torch.Tensor) and args[0].is_meta else None
     if func is torch.rand and (not args or args[0] in ((), [])):
         return torch.full([], 0.99, device="cpu")
     return None

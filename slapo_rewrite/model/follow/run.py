@@ -69,6 +69,7 @@ class Run:
         wanted: What is taken for granted.
         editable: Whether a file may be changed.
         has_values: Whether the model is a small one that computes with values.
+        says: What questions of values that are not there are answered with.
         flow: Which tensors are whole, parts or partial sums.
         position: How many operations fitted.
         depth: How many sharded layers the run is inside of; operations there are not held against
@@ -80,6 +81,7 @@ class Run:
         replicas: How many ranks hold the same heads, where some do.
         repeats: Attributes that such heads are repeated by as often as in the whole model.
         fed: Values, by their ids, that a loss takes as the parts that they are.
+        zeros: Tensors, by their ids, that were made as zeros.
         alive: Every tensor that something is known of, so that no other gets its id.
     """
 
@@ -91,8 +93,9 @@ class Run:
         followed: Followed,
         wanted: Guess,
         editable: Callable[[str], bool],
+        says: bool = False,
     ) -> None:
-        self.tree, self.asked, self.wanted = tree, asked, wanted
+        self.tree, self.asked, self.wanted, self.says = tree, asked, wanted, says
         self.entries, self.followed, self.editable = entries, followed, editable
         self.flow = Flow(
             (path, border.number)
@@ -110,6 +113,7 @@ class Run:
         self.replicas = 1
         self.repeats: set[Attribute] = set()
         self.fed: set[int] = set()
+        self.zeros: set[int] = set()
         self.alive: list[Any] = []
 
     def next_entry(self, func: Callable[..., Any]) -> Entry:

@@ -8,6 +8,7 @@ added up; these are tried in turn, until a run fits or the one that came furthes
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -16,17 +17,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from slapo_rewrite.hugging_face import CACHES
 from slapo_rewrite.model.follow.arguments import INFERRED
 from slapo_rewrite.model.follow.flow import PART, PARTIAL, Misuse, gather_line
 from slapo_rewrite.model.follow.install import installed
-from slapo_rewrite.model.follow.places import place_in_traceback
+from slapo_rewrite.model.follow.places import place_in_traceback, raised_by
 from slapo_rewrite.model.follow.rank import Rank
 from slapo_rewrite.model.follow.readings import noted_readings
 from slapo_rewrite.model.follow.record import Whole, device_of
 from slapo_rewrite.model.follow.replicas import fewer_heads
 from slapo_rewrite.model.follow.run import Guess, Run
-from slapo_rewrite.model.follow.sizes import tensors
 from slapo_rewrite.model.follow.vocabulary import (
     Asked,
     CannotFollow,
@@ -35,9 +37,13 @@ from slapo_rewrite.model.follow.vocabulary import (
     Followed,
     Indivisible,
     Remedy,
+    Way,
 )
 from slapo_rewrite.model.follow.wrapped import never_run, noting, wrapped_forwards
 from slapo_rewrite.model.tree import Tree
+
+# The runs of a whole model, by the layers that it is watched for and by the way through it.
+Records = dict[tuple[frozenset[str], Way], Whole]
 
 # World sizes that are tried until one divides every head count.
 WORLD_SIZES = (2, 3, 4, 5, 7, 8)
@@ -48,7 +54,7 @@ def follow(
     asked: Asked,
     inputs: Mapping[str, Any],
     editable: Callable[[str], bool],
-    records: dict[frozenset[str], Whole],
+    records: Records,
 ) -> Followed:
     """What in the model depends on the sharded sizes.
 
@@ -68,7 +74,6 @@ def follow(
     device = device_of(model)
     given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     training = model.training
-    model.train()
     try:
         return _Following(tree, asked, given, editable, records).run()
     finally:
@@ -97,19 +102,16 @@ class _Following:
         asked: Asked,
         inputs: Mapping[str, Any],
         editable: Callable[[str], bool],
-        records: dict[frozenset[str], Whole],
+        records: Records,
     ) -> None:
         self.tree, self.asked, self.inputs, self.editable = tree, asked, inputs, editable
         self.model, self.device = tree.root.live, device_of(tree.root.live)
         self.sources: dict[tuple[str, str], str | None] = {}
-        wrapped = wrapped_forwards(tree, asked)
-        watched = frozenset({*asked.layers, *wrapped})
-        if watched not in records:
-            records[watched] = self._recorded({f.code for f in wrapped.values()})
-        self.whole = records[watched]
-        for path, forward in wrapped.items():
-            if forward.code not in self.whole.ran:
-                raise never_run(tree.nodes[path], forward)
+        self.wrapped = wrapped_forwards(tree, asked)
+        self.records = records
+        self.way = Way()
+        self.whole = self._whole(self.way)
+        self.guess = Guess()
 
     def run(self) -> Followed:
         indivisible: Indivisible | None = None
@@ -117,6 +119,8 @@ class _Following:
             try:
                 with pretended_group(world):
                     followed = self._search(Guess())
+                    followed = self._other_ways(followed, self.guess)
+                followed = self._on_more_ranks(followed, self.guess, world)
                 return self._with_replicas(followed)
             except Indivisible as error:
                 indivisible = indivisible or error
@@ -127,8 +131,94 @@ class _Following:
         assert indivisible is not None
         raise CannotFollow(str(indivisible), indivisible.place, hint=indivisible.hint)
 
-    def _recorded(self, wrapped: Collection[CodeType]) -> Whole:
-        whole = Whole(self.tree, self.asked.layers)
+    def _whole(self, way: Way) -> Whole:
+        """The whole model's run on a way through it.
+
+        Raises:
+            CannotRun: It does not run.
+            CannotFollow: A collective would stand in a `forward` that it does not come to.
+        """
+        watched = frozenset({*self.asked.layers, *self.wrapped})
+        if (watched, way) not in self.records:
+            codes = {f.code for f in self.wrapped.values()}
+            self.records[watched, way] = self._recorded(codes, way)
+        whole = self.records[watched, way]
+        for path, forward in self.wrapped.items():
+            if forward.code not in whole.ran:
+                raise never_run(self.tree.nodes[path], forward)
+        return whole
+
+    def _other_ways(self, followed: Followed, guess: Guess) -> Followed:
+        """The same, with what else has to change on other ways through `forward`.
+
+        Raises:
+            CannotFollow: The model is wrong in eval mode.
+        """
+        ways = [Way(training=False), *(Way(flag=flag) for flag in self._flags())]
+        if followed.questions and self.device.type == "meta":
+            ways.append(Way(says=True))
+        main = self.way, self.whole
+        for way in ways:
+            try:
+                self.way, self.whole = way, self._whole(way)
+                if way.training is False and self.whole.same_calls(main[1]):
+                    continue
+                further = self._search(guess)
+                if (further.sizes, further.heads) != (followed.sizes, followed.heads):
+                    raise CannotFollow("other sizes have to be a rank's share", None)
+                followed.arguments |= further.arguments
+                followed.readings |= further.readings
+                followed.shared |= further.shared
+                followed.summed |= further.summed
+            except CannotRun as error:
+                if not error.raised:
+                    followed.unfollowed.append((f"{way} the model does not run: {error}", None))
+            except CannotFollow as error:
+                if not way.training:
+                    error.args = (f"{error} ({way})",)
+                    raise
+                followed.unfollowed.append(
+                    (f"{way} the output would be wrong: {error}", error.place)
+                )
+            finally:
+                self.way, self.whole = main
+                self.guess = guess
+        return followed
+
+    def _flags(self) -> Iterator[tuple[str, bool]]:
+        """The arguments of the model that are yes or no and were not given, turned round."""
+        forward = inspect.unwrap(type(self.model).forward)
+        if not self.editable(getattr(getattr(forward, "__code__", None), "co_filename", "")):
+            return
+        for name, parameter in inspect.signature(forward).parameters.items():
+            if isinstance(parameter.default, bool) and name not in self.inputs:
+                yield name, not parameter.default
+
+    def _on_more_ranks(self, followed: Followed, guess: Guess, world: int) -> Followed:
+        """The same, held against a group of another size.
+
+        Raises:
+            CannotFollow: `forward` goes another way there, or computes with another number.
+        """
+        other = 4 if world == 2 else 2
+        try:
+            with pretended_group(other):
+                self._attempt(guess)
+        except (Indivisible, _Incomplete):
+            pass  # a size that does not fit says so when the model is built
+        except CannotFollow as error:
+            if error.__cause__ is None or isinstance(error.__cause__, Misuse):
+                error.args = (f"{error} (on {other} ranks)",)
+                raise
+        return followed
+
+    def _call(self, way: Way) -> Any:
+        """What the model returns on a way through it."""
+        self.model.train(way.training)
+        return self.model(**self.inputs, **dict([way.flag] if way.flag else []))
+
+    def _recorded(self, wrapped: Collection[CodeType], way: Way) -> Whole:
+        whole = Whole(self.tree, self.asked.layers, way.says)
         try:
             with (
                 torch.enable_grad(),
@@ -137,9 +227,9 @@ class _Following:
                 whole.watching(),
                 whole,
             ):
-                result = self.model(**self.inputs)
+                result = self._call(way)
         except Exception as error:
-            raise CannotRun(f"{type(error).__name__}: {error}") from error
+            raise CannotRun(f"{type(error).__name__}: {error}", raised_by(error)) from error
         whole.result = result
         return whole
 
@@ -211,13 +301,22 @@ class _Following:
             replicated=dict(wanted.replicated),
             repeats=wanted.repeats,
         )
-        run = Run(self.tree, self.asked, self.whole.entries, followed, wanted, self.editable)
+        run = Run(
+            self.tree,
+            self.asked,
+            self.whole.entries,
+            followed,
+            wanted,
+            self.editable,
+            self.way.says,
+        )
         try:
             self._run_as_rank(run)
         except CannotFollow:
             self._check_complete(run, wanted)
             raise
         self._check_complete(run, wanted)
+        self.guess = wanted
         return followed
 
     def _check_complete(self, run: Run, wanted: Guess) -> None:
@@ -239,7 +338,7 @@ class _Following:
                 noting_reads,
                 Rank(run),
             ):
-                got = self.model(**self.inputs)
+                got = self._call(self.way)
         except CannotFollow as error:
             error.position, error.repeats = run.position, frozenset(run.repeats)
             raise
@@ -262,43 +361,72 @@ class _Following:
 
 
 def _compare_outputs(expected: Any, got: Any, run: Run) -> None:
-    def named(value: Any) -> dict[str, torch.Tensor]:
-        if isinstance(value, Mapping):
-            return {k: v for k, v in value.items() if isinstance(v, torch.Tensor)}
-        return {f"output {i}": t for i, t in enumerate(tensors(value))}
+    """Raises `CannotFollow` where the model returns something else on a rank, also deep inside."""
+    for name, want, have in _pairs(expected, got, ""):
+        if isinstance(want, torch.Tensor) and isinstance(have, torch.Tensor):
+            _compare_output(name or "output", want, have, run)
+        elif want != have:
+            raise CannotFollow(
+                f"the model's `{name or 'output'}` is {have} on a rank instead of {want}",
+                None,
+                hint="take the number from what is not split, an attribute set in `__init__` say",
+                position=sys.maxsize,
+            )
 
-    for (name, want), have in zip(named(expected).items(), named(got).values(), strict=False):
-        state = run.flow.of(have)
-        if state.kind == PART and id(have) in run.fed:
-            continue  # whoever wants the loss takes the parts with it
-        if want.shape != have.shape:
-            raise CannotFollow(
-                f"the model's `{name}` has shape {list(have.shape)} on a rank instead of "
-                f"{list(want.shape)}",
-                None,
-                state.source,
-                f"gather it: {_gather_of(want, have)} on the module that makes it",
-                position=sys.maxsize,
-                remedy=Remedy.whole_of(state.source, state.axis) if state.kind == PART else None,
-            )
-        if state.kind == PARTIAL:
-            raise CannotFollow(
-                f"the model's `{name}` is a partial sum on each rank",
-                None,
-                state.source,
-                'add it up: .sync("fwd_post", "all_reduce")',
-                position=sys.maxsize,
-                remedy=Remedy.sum_of(state.source),
-            )
-        if state.covered:
-            raise CannotFollow(
-                f"the model's `{name}` stands inside `{state.covered}`, whose `bwd_post` sync "
-                "would count its gradient once for each rank",
-                None,
-                state.covered,
-                "put the sync where the value goes into sharded layers and nowhere else",
-                position=sys.maxsize,
-            )
+
+def _pairs(want: Any, have: Any, name: str, depth: int = 8) -> Iterator[tuple[str, Any, Any]]:
+    """The tensors and numbers of two results that belong together, each with its name.
+
+    What a model keeps of earlier tokens is a rank's own.
+    """
+    if isinstance(want, (torch.Tensor, int, float)):
+        yield name, want, have
+        return
+    inside: list[tuple[str, Any, Any]] = []
+    if isinstance(want, Mapping) and isinstance(have, Mapping):
+        inside = [(str(k), v, have.get(k)) for k, v in want.items() if k not in CACHES]
+    elif isinstance(want, (list, tuple)) and isinstance(have, (list, tuple)):
+        inside = [(str(n), *pair) for n, pair in enumerate(zip(want, have, strict=False))]
+    elif hasattr(want, "__dict__") and type(want) is type(have):
+        known = isinstance(want, nn.Module) or type(want).__name__.endswith("Cache")
+        inside = [] if known else [(k, v, vars(have).get(k)) for k, v in vars(want).items()]
+    for key, one, other in inside if depth else ():
+        yield from _pairs(one, other, f"{name}.{key}" if name else key, depth - 1)
+
+
+def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run) -> None:
+    state = run.flow.of(have)
+    name = f"output {name}" if name.isdigit() else name
+    if state.kind == PART and id(have) in run.fed:
+        return  # whoever wants the loss takes the parts with it
+    if want.shape != have.shape or state.kind == PART:
+        raise CannotFollow(
+            f"the model's `{name}` has shape {list(have.shape)} on a rank instead of "
+            f"{list(want.shape)}",
+            None,
+            state.source,
+            f"gather it: {_gather_of(want, have)} on the module that makes it",
+            position=sys.maxsize,
+            remedy=Remedy.whole_of(state.source, state.axis) if state.kind == PART else None,
+        )
+    if state.kind == PARTIAL:
+        raise CannotFollow(
+            f"the model's `{name}` is a partial sum on each rank",
+            None,
+            state.source,
+            'add it up: .sync("fwd_post", "all_reduce")',
+            position=sys.maxsize,
+            remedy=Remedy.sum_of(state.source),
+        )
+    if state.covered:
+        raise CannotFollow(
+            f"the model's `{name}` stands inside `{state.covered}`, whose `bwd_post` sync "
+            "would count its gradient once for each rank",
+            None,
+            state.covered,
+            "put the sync where the value goes into sharded layers and nowhere else",
+            position=sys.maxsize,
+        )
 
 
 def _gather_of(want: torch.Tensor, have: torch.Tensor) -> str:

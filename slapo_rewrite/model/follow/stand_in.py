@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from slapo_rewrite.model.follow.packing import ratio_of
-from slapo_rewrite.model.follow.record import Whole
-from slapo_rewrite.model.follow.search import follow
+from slapo_rewrite.model.follow.search import Records, follow
 from slapo_rewrite.model.follow.vocabulary import (
     Asked,
     CannotFollow,
@@ -107,7 +106,7 @@ class StandIn:
         self,
         asked: Asked,
         editable: Callable[[str], bool],
-        records: dict[frozenset[str], Whole],
+        records: Records,
     ) -> Followed:
         """What follows in the model, as `follow` says it.
 

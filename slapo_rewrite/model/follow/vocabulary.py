@@ -226,6 +226,28 @@ class Reading:
     inside: bool = True
 
 
+@dataclass(frozen=True)
+class Way:
+    """A way through `forward`: what decides it, besides the configuration.
+
+    Attributes:
+        training: Whether the model is in training mode.
+        says: What questions of values that are not there are answered with.
+        flag: An argument that is given the other value than its default, if any.
+    """
+
+    training: bool = True
+    says: bool = False
+    flag: tuple[str, bool] | None = None
+
+    def __str__(self) -> str:
+        if self.flag is not None:
+            return f"with `{self.flag[0]}={self.flag[1]}`"
+        if not self.training:
+            return "in eval mode"
+        return "where a value says yes" if self.says else "in training"
+
+
 @dataclass
 class Followed:
     """What follows from the sharded sizes.
@@ -249,6 +271,9 @@ class Followed:
         statistics: Means and variances that are taken over all ranks.
         draws: Random numbers for parts that are drawn outside of what is forked.
         even: Sizes that every world size that fits divides.
+        questions: Where `forward` asks for values that decide which way it goes.
+        unfollowed: Ways through `forward` that were not followed to their end, in words, each with
+            its place if it has one.
     """
 
     sizes: frozenset[Attribute] = frozenset()
@@ -267,10 +292,20 @@ class Followed:
     statistics: set[Statistic] = field(default_factory=set)
     draws: set[Draw] = field(default_factory=set)
     even: set[int] = field(default_factory=set)
+    questions: set[Place] = field(default_factory=set)
+    unfollowed: list[tuple[str, Place | None]] = field(default_factory=list)
 
 
 class CannotRun(Exception):
-    """The whole model does not run, on the meta device say, so nothing can be said."""
+    """The whole model does not run, on the meta device say, so nothing can be said.
+
+    Attributes:
+        raised: Whether the model itself raises the error, by a statement of its own.
+    """
+
+    def __init__(self, message: str, raised: bool = False) -> None:
+        super().__init__(message)
+        self.raised = raised
 
 
 class CannotFollow(Exception):

@@ -1,0 +1,12 @@
+"""What the tool knows of the conventions of Hugging Face's models."""
+
+# The arguments and results in which a model hands on what it keeps of earlier tokens. A layer that
+# runs twice would fill it twice, and each rank keeps its own heads in it.
+CACHES = (
+    "past_key_values",
+    "past_key_value",
+    "layer_past",
+    "cache_params",
+    "past_states",
+    "mems",
+)
