@@ -221,7 +221,7 @@ def _check_numbers(run: Run, name: str, entry: Entry, args: Any, kwargs: Any) ->
     """A number that is a value, a scale say, is the whole model's."""
     here = list(numbers((args, kwargs), not run.has_values))
     sizes = len(list(numbers(args[: _SIZED.get(name, 0)], not run.has_values)))
-    if name in _SIZED and "size" in kwargs:
+    if (name in _SIZED and "size" in kwargs) or (run.replicas > 1 and name in _REPEATING):
         return
     for number, (want, have) in enumerate(zip(entry.numbers, here, strict=False)):
         if want == have or number < sizes or name in _RULES:
