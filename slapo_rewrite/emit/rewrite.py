@@ -32,6 +32,7 @@ from slapo_rewrite.emit.copies import Copies
 from slapo_rewrite.emit.failures import Causes
 from slapo_rewrite.emit.helpers import helper_files, inlined_helpers
 from slapo_rewrite.emit.inputs import own_modules
+from slapo_rewrite.emit.parts import check_parts
 from slapo_rewrite.emit.stages import stage_files
 from slapo_rewrite.model import twin
 from slapo_rewrite.model.emitted import imported
@@ -271,8 +272,10 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
     files = {**texts, **helpers}
     told = Causes(files, changes, by_file).told()
     with project.timed("construct"), told, imported(files, name) as emitted:
-        built = emitted.tree(project.schedule.module.model)
+        is_split = any(state.shards for state in plan.states.values())
+        built = emitted.tree(project.schedule.module.model, 2 if is_split else 1)
         copies.check_built(built, project.tree, project.changes)
+        check_parts(emitted, built, project.tree, plan.states, project.sources)
     with project.timed("write"):
         if not single_file:
             files["__init__.py"] = init_text(name, helpers)

@@ -12,12 +12,14 @@ import tempfile
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from slapo_rewrite import errors
+from slapo_rewrite.model.follow.search import pretended_group
 from slapo_rewrite.model.tree import Tree, build_model, uncompiled
 
 # What the output is called as a package meanwhile.
@@ -47,22 +49,33 @@ class Emitted:
     Attributes:
         module: The rewritten model file's module.
         folder: Where its files lie meanwhile.
+        parts: By module path and name, the tensors that are to be parts in the last tree: the axis
+            that is split, and the size along it that this rank should have.
     """
 
     module: types.ModuleType
     folder: Path
+    parts: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
-    def tree(self, make: Callable[[types.ModuleType], nn.Module]) -> Tree:
+    def tree(self, make: Callable[[types.ModuleType], nn.Module], world: int = 1) -> Tree:
         """The model that a schedule's `model(m)` builds of the output, on the meta device.
+
+        Args:
+            make: That function.
+            world: Of how many ranks it is built as the first one; alone where they do not fit.
 
         Raises:
             FailedOutput: A line of the output raises.
             ModelError: The function itself does, or does not return a module.
         """
         try:
-            with _unheard():
-                return Tree(build_model(make, self.module))
+            with _unheard(), pretended_group(world) if world > 1 else contextlib.nullcontext():
+                tree = Tree(build_model(make, self.module))
+                self.parts = {path: _parts(node.live) for path, node in tree.nodes.items()}
+                return tree
         except errors.ModelError as error:
+            if world > 1 and isinstance(error.__cause__, ValueError):
+                return self.tree(make)  # a size that does not divide
             if frames := self.frames(error.__cause__):
                 assert error.__cause__ is not None
                 raise FailedOutput(error.__cause__, frames) from error
@@ -113,6 +126,11 @@ def imported(files: Mapping[str, str], model_file: str) -> Iterator[Emitted]:
                         frames.append((Path(error.filename).name, error.lineno or 1))
                     raise FailedOutput(error, frames or [(name, 1)]) from error
         yield Emitted(sys.modules[f"{PACKAGE}.{Path(model_file).stem}"], folder)
+
+
+def _parts(live: Any) -> dict[str, tuple[int, int]]:
+    recorded = getattr(live, "sharded_parameters", {})
+    return {name: (shard.axis, shard.local_size()) for name, shard in recorded.items()}
 
 
 def _forget() -> None:

@@ -13,7 +13,7 @@ from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.emit.failures import Causes
 from slapo_rewrite.model.emitted import PACKAGE, imported
 from slapo_rewrite.primitives.shard import MLP, MODEL
-from tests.rewriting import refused
+from tests.rewriting import refused, rewritten
 
 NET = "from torch import nn\nfrom .helper import HALF\n\n\nclass Model(nn.Linear):\n    x = HALF\n"
 HELPER = "HALF = 0.5\n"
@@ -64,6 +64,66 @@ def test_what_the_source_does_fails(tmp_path):
     source = "if __name__ != 'source_0':\n    raise RuntimeError('moved')\n" + MLP
     words = refused(tmp_path, source, MODEL + "def schedule(s):\n    pass\n", "SR404")
     assert "RuntimeError: moved" in words and "rewritten/source_0.py:2" in words
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("self.up.weight = nn.Parameter(self.up.weight.clone())", None),
+        ("nn.init.zeros_(self.up.bias)", None),
+        ("self.up.bias = nn.Parameter(torch.zeros(12))", "`mlp.up.bias` is replaced"),
+        ("self.up.bias.data = torch.zeros(12)", "`mlp.up.bias` is replaced"),
+        ("setattr(self.up, 'bias', nn.Parameter(torch.zeros(12)))", "`mlp.up.bias` is replaced"),
+        ("self.late()", "`mlp.up.weight` is replaced"),
+    ],
+)
+def test_a_part_that_is_replaced_is_refused(line, words, tmp_path):
+    """Each rank would have all of it, and the wrong sizes meet in `forward`."""
+    source = f"""import torch
+from torch import nn
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        {line}
+
+    def late(self):
+        self.up.weight = nn.Parameter(torch.ones(12, 8))
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = MLP()
+
+    def forward(self, x):
+        return self.mlp(x)
+"""
+    schedule = """import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 8)}
+
+
+def schedule(s):
+    s["mlp.up"].shard(["weight", "bias"], axis=0)
+    s["mlp.down"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+    if words is None:
+        rewritten(tmp_path, source, schedule)
+    else:
+        assert words in refused(tmp_path, source, schedule, "SR305")
 
 
 def test_nothing_is_written_then(tmp_path, monkeypatch, capsys):
