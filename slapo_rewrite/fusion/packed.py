@@ -19,6 +19,7 @@ from slapo_rewrite.fusion.places import removed
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.uncalled import check_uncalled
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.runtime.weights import Weight, concat
 
@@ -108,6 +109,8 @@ def _linears(engine: Engine, node: Node, group: Sequence[Match]) -> list[Any]:
             at=group[0].place,
             also=[engine.cause.at] if engine.cause.at else [],
         )
+    for path, live in zip(paths, lives, strict=True):
+        check_uncalled(f"{node.path}.{path}" if node.path else path, live, engine.cause.at)
     return lives
 
 

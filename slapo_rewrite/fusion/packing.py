@@ -11,6 +11,7 @@ from slapo_rewrite.fusion.packed import Packed
 from slapo_rewrite.fusion.rule import Alternative, Rule
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.uncalled import beyond_forward
 from slapo_rewrite.patterns.search import Match, Scope, find_calls
 from slapo_rewrite.patterns.values import Graph
 
@@ -87,6 +88,9 @@ def _reason(node: Node, group: Sequence[Match], taken: str | None) -> str | None
     if taken is not None:
         return f"`{taken}` takes the place of others in this module already"
     layers = [node.children[str(match.root.called)].live for match in group]
+    beyond = [reason for layer in layers if (reason := beyond_forward(layer)) is not None]
+    if beyond:
+        return f"one of the layers has to be called: {beyond[0]}"
     if len({layer.bias is None for layer in layers}) > 1:
         return "some of the layers have a bias, others have none"
     if len({(layer.weight.dtype, layer.weight.requires_grad) for layer in layers}) > 1:

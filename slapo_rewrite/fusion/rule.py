@@ -15,6 +15,7 @@ from slapo_rewrite.model.facts import method_of
 from slapo_rewrite.model.layers import MULTIPLIED, qualified
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.uncalled import beyond_forward
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.values import Graph, Value
 from slapo_rewrite.source.facts import dotted
@@ -103,6 +104,10 @@ class Found:
             return None
         if qualified(layer.cls) not in MULTIPLIED or "bias" not in layer.parameters:
             return None
+        if beyond_forward(layer.live) is not None:
+            return None
+        if any(other is value for key, other in self.match.values.items() if key != name):
+            return None  # the sum of it and itself, say: the bias would go to one of the two
         inside = {id(n) for node in self.match.nodes for n in (node, node.site)}
         if any(use.by is None or id(use.by) not in inside for use in value.uses):
             return None

@@ -15,10 +15,12 @@ from slapo_rewrite import errors
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.uncalled import beyond_forward
 from slapo_rewrite.source.facts import (
     Constant,
     Fact,
     Function,
+    Other,
     Property,
     Submodule,
     Tensor,
@@ -34,9 +36,6 @@ _RANDOM = (
 )
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 class NodeFacts:
     """The facts of one module of the tree."""
 
@@ -45,7 +44,7 @@ class NodeFacts:
         self._known: dict[str, Fact | None] = {}
 
     def look(self, path: str) -> Fact | None:
-        """What the attribute at a dotted path is; None where that is not known."""
+        """What the attribute at a dotted path is; None where there is none, as far as is seen."""
         if path not in self._known:
             self._known[path] = self._look(path)
         return self._known[path]
@@ -105,8 +104,7 @@ def submodule(live: nn.Module) -> Submodule:
     """A live module as a fact; one with hooks, say, is more than its class says."""
     cls = type(live)
     kinds: set[type] = {type(inner) for inner in live.modules()}
-    plain = cls.__call__ is nn.Module.__call__ and "forward" not in vars(live)
-    plain = plain and not any(getattr(live, name) for name in _HOOKS)
+    plain = beyond_forward(live) is None
     return Submodule(
         runs(cls) if plain else f"hooked {runs(cls)}",
         any(map(_draws, kinds)),
@@ -156,7 +154,7 @@ def _attribute(owner: Any, name: str) -> Any:
     return found if is_plain(found) or isinstance(found, property) else _MISSING
 
 
-def _fact(value: Any) -> Fact | None:
+def _fact(value: Any) -> Fact:
     if isinstance(value, nn.Module):
         return submodule(value)
     if isinstance(value, torch.Tensor):
@@ -174,5 +172,5 @@ def _fact(value: Any) -> Fact | None:
         return Function(method=value.__name__)
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         name = dotted(value)
-        return Function(name) if name else None
-    return None
+        return Function(name) if name else Other()
+    return Other()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.uncalled import HOOKS
 from slapo_rewrite.source.facts import dotted, is_plain
 
 
@@ -32,7 +33,8 @@ class Fingerprints:
                 (n, "index" if type(v) is int and v in indices else _seen(v))
                 for n, v in attributes.items()
             )
-            key = (node.cls, node.kind, own, held, len(node.live._forward_hooks))
+            hooks = tuple(len(getattr(node.live, name)) for name in HOOKS)
+            key = (node.cls, node.kind, own, held, hooks, tuple(node.buffers))
             self._known[node.path] = self._numbers.setdefault(key, len(self._numbers))
         return self._known[node.path]
 

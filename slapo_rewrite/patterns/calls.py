@@ -11,7 +11,7 @@ from slapo_rewrite.patterns.effects import writes
 from slapo_rewrite.patterns.listed import Given, numbered
 from slapo_rewrite.patterns.operations import Operation, by_module, draws, draws_by_name
 from slapo_rewrite.patterns.through import Through
-from slapo_rewrite.patterns.values import Exit, Value
+from slapo_rewrite.patterns.values import Exit, Value, equal
 from slapo_rewrite.source.facts import Constant, Function, Property, Submodule
 from slapo_rewrite.source.index import SourceFile, read_once
 
@@ -246,6 +246,8 @@ class Calls(Through):
             regex = self.constant(module.regex, node)
             return self.make("call_module", numbered([("", regex), *given]), node, pure=False)
         known = by_module().get(module.cls)
+        if known is not None and not all(self._is(path, *each) for each in known.only):
+            known = None
         inputs = self._inputs(known, given, node) if known is not None else None
         if known is not None and inputs is not None:
             for name, default in known.parameters[known.inputs :]:
@@ -280,6 +282,11 @@ class Calls(Through):
         taken = Operation(known.name, known.parameters[: known.inputs])
         return self.bound(taken, given, node)
 
+    def _is(self, path: str, name: str, value: object) -> bool:
+        """Whether an attribute of a module, where it has it, has a certain value."""
+        fact = self.facts.look(f"{path}.{name}")
+        return fact is None or (isinstance(fact, Constant) and equal(fact.value, value))
+
     def _option(
         self, path: str, known: Operation, name: str, default: object, node: ast.AST
     ) -> Value:
@@ -291,8 +298,10 @@ class Calls(Through):
             return self.attribute(f"{path}.{name}", node)
         if self.pattern and name in known.free:
             return self.wildcard(f"{path}.{name}", node)
-        if not isinstance(fact, Constant):
+        if fact is None:  # torch's modules do not have every option of their operation
             return self.constant(default, node)
+        if not isinstance(fact, Constant):
+            return self.attribute(f"{path}.{name}", node)
         return self.leaf("constant", fact.value, node, number=True, path=f"{path}.{name}")
 
     def chain(self, path: str, module: Submodule, value: Value, node: ast.AST) -> Value:

@@ -29,6 +29,7 @@ class Operation:
         inputs: How many of the parameters such a call is given, from the first.
         free: Parameters that are sizes and rates: a pattern that is a class matches any.
         tensors: Parameters that the module holds as its own.
+        only: Attributes by which such a module would do something else, and what they have to be.
         commutes: Whether the first two operands may change places.
         draws: Whether it draws random numbers.
         view: Whether the result may share memory with its first operand.
@@ -41,6 +42,7 @@ class Operation:
     inputs: int = 1
     free: frozenset[str] = frozenset()
     tensors: frozenset[str] = frozenset()
+    only: tuple[tuple[str, object], ...] = ()
     commutes: bool = False
     draws: bool = False
     view: bool = False
@@ -203,6 +205,7 @@ _OTHERS = (
             module=f"Conv{n}d",
             tensors="weight bias",
             free="stride padding dilation groups",
+            only=(("padding_mode", "zeros"),),
         )
         for n in (1, 2, 3)
     ),
@@ -220,6 +223,7 @@ _OTHERS = (
         module="Embedding",
         tensors="weight",
         free="padding_idx",
+        only=(("scale_grad_by_freq", False), ("sparse", False)),
     ),
     _operation(
         "scaled_dot_product_attention",

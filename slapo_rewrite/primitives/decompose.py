@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import replace
 
 from slapo_rewrite import errors
@@ -10,6 +11,7 @@ from slapo_rewrite.edit.state import Decompose as DecomposeState
 from slapo_rewrite.edit.state import ModuleState
 from slapo_rewrite.model.layers import MULTIPLIED, qualified
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.uncalled import check_uncalled
 from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
 from slapo_rewrite.primitives.shard import MLP, MODEL
 
@@ -37,8 +39,9 @@ class Decompose(Primitive):
         Unchanged.
 
     Raises:
-        SR305 a module that is no linear layer, has no bias, is not called by name, or has a
-        collective that leaves its output incomplete; SR306 decomposed already.
+        SR305 a module that is no linear layer, has no bias, is not called by name, has hooks or a
+        parametrization, or a collective that leaves its output incomplete; SR306 decomposed
+        already.
 
     Source: Slapo, arXiv 2302.08005, section 3.3.
     """
@@ -95,6 +98,12 @@ class Decompose(Primitive):
         def decompose() -> None: ...
 
         return signature_of(decompose)
+
+    def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
+        """The layers; what a call of one does besides would be lost."""
+        for node in nodes:
+            check_uncalled(node.path or "s", node.live, call.directive.at)
+        return nodes
 
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
         """Marks the layer."""

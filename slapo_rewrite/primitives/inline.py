@@ -14,6 +14,7 @@ from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Inlined, ModuleState
 from slapo_rewrite.edit.text import accessor
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.uncalled import check_uncalled
 from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
 from slapo_rewrite.primitives.shard import MODEL as PLAIN
 from slapo_rewrite.source.index import SourceFile
@@ -74,9 +75,10 @@ class Inline(Rewriting):
         Unchanged.
 
     Raises:
-        SR202 no such submodule; SR305 a `forward` that is decorated, returns early, calls `super()`
-        or is in another file, a call that takes `*`, stands in a condition or behind other calls,
-        modules of the class that are not selected; SR306 the submodule itself was scheduled.
+        SR202 no such submodule; SR305 one with hooks or a `forward` of its own, whose class's
+        `forward` is decorated, returns early, calls `super()` or is in another file, a call that
+        takes `*`, stands in a condition or behind other calls, modules of the class that are not
+        selected; SR306 the submodule itself was scheduled.
 
     Source: Slapo, arXiv 2302.08005, section 3.3 (`trace` with `flatten`).
     """
@@ -126,6 +128,7 @@ class Inline(Rewriting):
                     hint=errors.did_you_mean(path, found.children),
                 )
             found = found.children[name]
+        check_uncalled(found.path, found.live, call.directive.at)
         if found is node:
             raise errors.BadArgument(
                 f"`inline` takes the path of a submodule, not {path!r}", at=call.directive.at

@@ -27,6 +27,11 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Other:
+    """An object of which nothing is known."""
+
+
+@dataclass(frozen=True)
 class Property:
     """An attribute that is computed each time it is read."""
 
@@ -67,7 +72,7 @@ class Submodule:
     regex: str | None = None
 
 
-Fact = Constant | Tensor | Property | Function | Submodule
+Fact = Constant | Tensor | Property | Function | Submodule | Other
 
 
 class Facts(Protocol):

@@ -29,7 +29,7 @@ def model(m):
 
 
 def inputs(model):
-    return {"x": torch.randn(2, 3, 8)}
+    return {"x": torch.randn(2, 3, 8, requires_grad=True)}
 
 
 def loss(outputs):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rules.alike import model, same
+from tests.rewriting import refused
+from tests.rules.alike import SCHEDULE, model, same
 
 TWO_ACTIVATIONS = model(
     "return self.second(self.first(x)),",
@@ -30,9 +31,37 @@ def test_two_activations_in_one_class(tmp_path):
     assert "class FusedMLP(MLP)" in text
 
 
-# Models without a tool's error, a wrong name or a wrong number in what is made of them.
 LAYERS = ("self.l, self.n = nn.Linear(8, 8), nn.LayerNorm(8)",)
+GELU, NORM = "return (F.gelu(self.l(x)),)", "return (self.n(x + self.l(x)),)"
+LOSS = "o = self.l(x)\nlabels = torch.arange(6) % 8\n"
+LOSS += "loss = self.f(o.view(-1, o.size(-1)), labels.view(-1))\nreturn (loss,)"
+PRUNED = "from torch.nn.utils import prune\nprune.identity(self.l, 'weight')"
 MODELS = {
+    "weights of classes": model(LOSS, *LAYERS, "self.f = nn.CrossEntropyLoss(torch.arange(8.0))"),
+    "a sum over classes": model(LOSS, *LAYERS, 'self.f = nn.CrossEntropyLoss(reduction="sum")'),
+    "a value added to itself": model("h = self.l(x)\nreturn (self.n(h + h),)", *LAYERS),
+    "a value added to itself in place": model(
+        "h = self.l(x)\nh += h\nreturn (self.n(h),)", *LAYERS
+    ),
+    "a dropped value and itself": model(
+        "h = self.l(x)\nreturn (self.n(F.dropout(h, 0.1) + h),)", *LAYERS
+    ),
+    **{
+        f"{name}, {what}": model(forward, *LAYERS, text)
+        for what, forward in (("gelu", GELU), ("norm", NORM))
+        for name, text in {
+            "spectral_norm": "nn.utils.spectral_norm(self.l)",
+            "parametrized": "nn.utils.parametrizations.weight_norm(self.l)",
+            "bias parametrized": "nn.utils.parametrizations.weight_norm(self.l, 'bias', None)",
+            "pruned": f"{PRUNED}\nself.l.weight_mask[0] = 0",
+            "a hook": "self.l.register_forward_hook(lambda m, a, o: 2 * o)",
+            "a hook before": "self.l.register_forward_pre_hook(lambda m, a: (2 * a[0],))",
+            "a hook behind": "self.l.register_full_backward_hook(lambda m, i, o: (2 * i[0],))",
+            "a forward of its own": "self.l.forward = lambda x: 2 * x + self.l.weight.sum()",
+            "a hook of the norm": "self.n.register_forward_hook(lambda m, a, o: 2 * o)",
+            "a parametrized norm": "nn.utils.parametrizations.weight_norm(self.n, dim=None)",
+        }.items()
+    },
     "an `elif` lies between": model(
         "x = x + self.l(x)\nif self.kind == 1:\n    x = x * 2\n"
         "elif self.kind == 2:\n    x = x * 3\nreturn self.n(x)",
@@ -65,3 +94,30 @@ def test_annotations_are_what_the_file_makes_of_them(tmp_path):
         "class Model(nn.Module):", "class Model(nn.Module, Base):\n    kind: int\n"
     )
     assert "add_layer_norm" in same(tmp_path, source)
+
+
+HOOK = "register_forward_hook(lambda m, a, o: 2 * o)"
+UNCALLED = {
+    "decompose": (model(GELU, *LAYERS, f"self.l.{HOOK}"), 's["l"].decompose()', "SR305"),
+    "inline": (
+        model("x = self.inner(x)\nreturn x,", "self.inner = Inner()", f"self.inner.{HOOK}")
+        + "\n\nclass Inner(nn.Module):\n    def forward(self, x):\n        return 3 * x\n",
+        's.inline("inner")',
+        "SR305",
+    ),
+    "packing": (
+        model(
+            "gate = self.gate(x)\nup = self.up(x)\nreturn F.silu(gate) * up,",
+            "self.gate, self.up = nn.Linear(8, 8), nn.Linear(8, 8)",
+            f"self.up.{HOOK}",
+        ),
+        's.apply("pack_gate_up")',
+        "SR309",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "line", "code"), UNCALLED.values(), ids=list(UNCALLED))
+def test_a_module_that_has_to_be_called(source, line, code, tmp_path):
+    schedule = SCHEDULE.replace("s.apply_all()", line)
+    assert "has hooks" in refused(tmp_path, source, schedule, code)

@@ -1,0 +1,39 @@
+"""What a call of a module does besides its class's `forward`: what leaves the call out loses it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from slapo_rewrite import errors
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def beyond_forward(live: nn.Module) -> str | None:
+    """What a call of a module does besides the `forward` of its class, in words; None for nothing.
+
+    What no longer calls the module would lose it.
+    """
+    if type(live).__call__ is not nn.Module.__call__:
+        return "its class has a `__call__` of its own"
+    if "forward" in vars(live):
+        return "it has a `forward` of its own in the place of its class's"
+    if parametrized := live._modules.get("parametrizations"):
+        return f"a parametrization computes its `{'` and `'.join(parametrized._modules)}`"
+    if any(getattr(live, name) for name in HOOKS):
+        return "it has hooks, of which `spectral_norm` or pruning may be one"
+    return None
+
+
+def check_uncalled(path: str, live: nn.Module, at: errors.Span | None) -> None:
+    """Refuses to leave out the call of a module that does more than its class's `forward`.
+
+    Raises:
+        Unsupported: It does.
+    """
+    if (reason := beyond_forward(live)) is not None:
+        raise errors.Unsupported(
+            f"`{path}` has to be called: {reason}",
+            at=at,
+            hint="leave it out of the selection, or put into its `forward` what it does besides",
+        )
