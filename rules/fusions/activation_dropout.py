@@ -133,11 +133,11 @@ class ActivationDropout(Rule):
             MODEL.replace("ReLU()", "GELU()"),
             SCHEDULE,
             """\
-+from .kernels import bias_activation
++from .kernels import bias_activation, linear_product
 -        x = self.wi(x)
 -        x = self.act(x)
 -        x = self.dropout(x)
-+        x = nn.functional.linear(x, self.wi.weight)
++        x = linear_product(x, self.wi)
 +        x = bias_activation(
 +            x, self.wi.bias, "gelu", p=self.dropout.p, training=self.dropout.training
 +        )

@@ -36,10 +36,21 @@ def fused_tanh(x: Tensor, bias: Tensor) -> Tensor:
     return bias_gelu(x, bias, "tanh")
 
 
+def own_bias(x: Tensor, bias: Tensor) -> Tensor:
+    return bias_gelu(x, bias, of_layer=False)
+
+
+def own_bias_tanh(x: Tensor, bias: Tensor) -> Tensor:
+    return bias_gelu(x, bias, "tanh", of_layer=False)
+
+
 KERNELS = {
     gelu: fused,
     **dict.fromkeys((gelu_tanh, written_out, without_a_power, factored), fused_tanh),
 }
+
+# Of a bias that is no layer's.
+OWN = {fused: own_bias, fused_tanh: own_bias_tanh}
 
 MODEL = """\
 import torch
@@ -91,7 +102,7 @@ class BiasGelu(Rule):
         hidden_states = self.dense(hidden_states)
         hidden_states = self.act(hidden_states)
         -->
-        hidden_states = nn.functional.linear(hidden_states, self.dense.weight)
+        hidden_states = linear_product(hidden_states, self.dense)
         hidden_states = bias_gelu(hidden_states, self.dense.bias)
 
     Shapes:
@@ -116,7 +127,7 @@ class BiasGelu(Rule):
     pays = "backwards the bias's gradient is summed without reading its terms once more"
     rank = 20
     alternatives = (
-        *(Alternative(with_bias(gelu), kernel) for gelu, kernel in KERNELS.items()),
+        *(Alternative(with_bias(gelu), OWN[kernel]) for gelu, kernel in KERNELS.items()),
         *(Alternative(alone(gelu), kernel) for gelu, kernel in KERNELS.items()),
     )
     examples = (
@@ -128,7 +139,7 @@ class BiasGelu(Rule):
 +from .kernels import bias_gelu
 -        x = self.up(x) + self.bias
 -        return self.down(F.gelu(x))
-+        return self.down(bias_gelu(self.up(x), self.bias))
++        return self.down(bias_gelu(self.up(x), self.bias, of_layer=False))
 """,
         ),
         Example(
@@ -139,7 +150,7 @@ class BiasGelu(Rule):
 +from .kernels import bias_gelu
 -        x = self.up(x) + self.bias
 -        return self.down({WRITTEN_OUT})
-+        return self.down(bias_gelu(self.up(x), self.bias, "tanh"))
++        return self.down(bias_gelu(self.up(x), self.bias, "tanh", of_layer=False))
 """,
         ),
     )

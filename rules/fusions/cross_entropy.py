@@ -88,6 +88,8 @@ PATTERNS = {
     for rows, flat in itertools.product(ROWS, FLAT)
     for pattern in losses(rows, flat)
 }
+# Those whose logits are cast to float32, so that the loss is of that type.
+UPCAST = {pattern for pattern in PATTERNS if pattern.__name__ != "plain"}
 # What is left out where it is what the kernel takes by itself.
 DEFAULTS = {"ignore_index": "-100", "label_smoothing": "0.0"}
 # The losses of transformers that models have by configuration.
@@ -182,7 +184,8 @@ class CrossEntropy(Rule):
         logits (M, V), labels (M,) -> ()
 
     Numerics:
-        Reassociated: float32 inside, and the loss is float32; no float32 copy of the logits.
+        Reassociated: float32 inside, and no float32 copy of the logits. The loss has the dtype that
+        it had.
 
     State:
         Unchanged.
@@ -274,6 +277,7 @@ class CrossEntropy(Rule):
             return Renamed.of(OF_TRANSFORMERS[loss_of(found)], arguments)
         given = found.operands
         more = tuple(n for n, default in DEFAULTS.items() if given[n] != default)
+        more += ("upcast",) if found.alternative.pattern in UPCAST else ()
         return Calling.of(cross_entropy, ("logits", "labels"), more)
 
     def operands(self, found: Found) -> Mapping[str, str]:
@@ -283,4 +287,4 @@ class CrossEntropy(Rule):
         given, (rows, flat) = dict(found.operands), PATTERNS[found.alternative.pattern]
         given["logits"] = rows.format(parenthesised(given["logits"]), given["size"])
         given["labels"] = flat.format(parenthesised(given["labels"]))
-        return given
+        return given | {"upcast": "True"}

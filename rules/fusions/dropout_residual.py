@@ -99,10 +99,10 @@ class DropoutResidual(Rule):
             MODEL,
             SCHEDULE,
             """\
-+from .kernels import dropout_residual
++from .kernels import dropout_residual, linear_product
 -        forwarded_states = self.dense(forwarded_states)
 -        hidden_states = hidden_states + self.dropout(forwarded_states)
-+        forwarded_states = nn.functional.linear(forwarded_states, self.dense.weight)
++        forwarded_states = linear_product(forwarded_states, self.dense)
 +        hidden_states = dropout_residual(
 +            forwarded_states,
 +            hidden_states,

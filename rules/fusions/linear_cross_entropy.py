@@ -43,7 +43,7 @@ PLAIN = ("cross_entropy", f"{OURS}.cross_entropy")
 # What transformers' losses are given first.
 LOGITS_FIRST = ("logits", "labels", "vocab_size")
 # What a cross entropy is given besides: what the kernel takes too, and what it does not.
-OPTIONS: dict[str, object] = {"ignore_index": -100, "label_smoothing": 0.0}
+OPTIONS: dict[str, object] = {"ignore_index": -100, "label_smoothing": 0.0, "upcast": False}
 NOT_TAKEN: dict[str, object] = {
     "weight": None,
     "size_average": None,
@@ -160,15 +160,19 @@ class LinearCrossEntropy(Rule):
     than the kernel of `cross_entropy` has.
 
     The logits may pass through a soft cap, `bound * tanh(logits / bound)`, through `.float()` and
-    a shift of causal models. The layer is not called in training: its hooks do not run, and an
-    adapter on it has no part in the loss. Its weight has to stay whole, by whatever name.
+    a shift of causal models. Where hooks or an adapter are put on the layer later, it is called as
+    before. Its weight has to stay whole, by whatever name.
 
     Rewrite:
         logits = self.head(x)
         if labels is not None:
             loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
         -->
-        logits = None if self.training and labels is not None else self.head(x)
+        logits = (
+            None
+            if self.training and labels is not None and is_plain(self.head)
+            else self.head(x)
+        )
         if logits is None:
             loss = linear_cross_entropy(x, self.head.weight, labels)
         elif labels is not None:
@@ -203,9 +207,13 @@ class LinearCrossEntropy(Rule):
             WRITER,
             SCHEDULE,
             """\
-+from .kernels import linear_cross_entropy
++from .kernels import is_plain, linear_cross_entropy
 -        logits = self.head(x)
-+        logits = None if self.training and labels is not None else self.head(x)
++        logits = (
++            None
++            if self.training and labels is not None and is_plain(self.head)
++            else self.head(x)
++        )
 -        if labels is not None:
 +        if logits is None:
 +            loss = linear_cross_entropy(x, self.head.weight, labels)
@@ -216,12 +224,12 @@ class LinearCrossEntropy(Rule):
             GPT,
             GPT_SCHEDULE,
             """\
-+from .kernels import linear_cross_entropy
++from .kernels import is_plain, linear_cross_entropy
 -            logits = self.head(x)
 -            loss = F.cross_entropy(
 -                logits.view(-1, logits.size(-1)), labels.view(-1), ignore_index=-1
 -            )
-+            if self.training:
++            if self.training and is_plain(self.head):
 +                logits = None
 +                loss = linear_cross_entropy(
 +                    x, self.head.weight, labels, ignore_index=-1
@@ -237,10 +245,10 @@ class LinearCrossEntropy(Rule):
             SHIFTED,
             SCHEDULE,
             """\
-+from .kernels import linear_cross_entropy
++from .kernels import is_plain, linear_cross_entropy
 -        logits = self.head(x).contiguous()
 -        logits = 30.0 * F.tanh(logits / 30.0)
-+        if self.training and labels is not None:
++        if self.training and labels is not None and is_plain(self.head):
 +            logits = None
 +        else:
 +            logits = self.head(x).contiguous()
@@ -333,6 +341,8 @@ def written(found: Found) -> Renamed:
     if parted.head.softcap is not None:
         given.append(f"softcap={text_of(parted.head.softcap)}")
     more = options(loss) if operation in PLAIN else others(found, parted)
+    if operation in PLAIN and parted.head.upcast and "upcast=True" not in more:
+        more.append("upcast=True")
     arguments = ", ".join([*given, *more])
     return Renamed.of(kernel, f"({arguments})")
 

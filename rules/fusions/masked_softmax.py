@@ -165,8 +165,7 @@ class MaskedSoftmax(Rule):
 
     Numerics:
         Reassociated: float32 inside; the weights have the dtype of the scores. A row whose tokens
-        are all hidden by -inf is not a number by the operations, and even weights by a boolean
-        mask.
+        are all hidden is not a number, as by the operations.
 
     State:
         Unchanged.

@@ -174,7 +174,7 @@ class ResidualLayerNorm(Rule):
         hidden_states = self.dropout(hidden_states)
         hidden_states = self.LayerNorm(hidden_states + input_tensor)
         -->
-        hidden_states = nn.functional.linear(hidden_states, self.dense.weight)
+        hidden_states = linear_product(hidden_states, self.dense)
         hidden_states = add_layer_norm(
             hidden_states, input_tensor, self.LayerNorm.weight, self.LayerNorm.bias,
             self.LayerNorm.eps, input_bias=self.dense.bias, p=self.dropout.p,
@@ -220,11 +220,11 @@ class ResidualLayerNorm(Rule):
             POST,
             POST_SCHEDULE,
             """\
-+from .kernels import add_layer_norm
++from .kernels import add_layer_norm, linear_product
 -        hidden_states = self.dense(hidden_states)
 -        hidden_states = self.dropout(hidden_states)
 -        hidden_states = self.LayerNorm(hidden_states + input_tensor)
-+        hidden_states = nn.functional.linear(hidden_states, self.dense.weight)
++        hidden_states = linear_product(hidden_states, self.dense)
 +        hidden_states = add_layer_norm(
 +            hidden_states,
 +            input_tensor,
@@ -241,11 +241,11 @@ class ResidualLayerNorm(Rule):
             PRE,
             PRE_SCHEDULE,
             """\
-+from .kernels import residual_layer_norm
++from .kernels import linear_product, residual_layer_norm
 -        x = x + self.attn(self.ln_1(x))
 -        x = x + self.mlp(self.ln_2(x))
 +        normed, x = residual_layer_norm(
-+            nn.functional.linear(self.ln_1(x), self.attn.weight),
++            linear_product(self.ln_1(x), self.attn),
 +            x,
 +            self.ln_2.weight,
 +            self.ln_2.bias,

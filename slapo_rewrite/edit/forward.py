@@ -233,7 +233,11 @@ class ForwardWriter:
             return f"{opened}{layer}.{name}{closed}"
 
         head, tail = through(change.before)
-        if change.product == "linear":
+        alone = change.before is None and change.after is None and not change.shared
+        if alone:  # called if something was put around it meanwhile
+            head = f"{self.imports.helper('kernels', 'linear_product', causes)}("
+            tail = f", {layer})"
+        elif change.product == "linear":
             head = f"{self._functional('linear', causes)}({head}"
             tail = f"{tail}, {parameter('weight')})"
         else:
@@ -244,7 +248,8 @@ class ForwardWriter:
         head, tail = f"{opened}{head}", f"{tail}{closed}"
         if change.adds:
             tail += f" + {parameter('bias')}"
-        is_call = not change.adds and (change.product == "linear" or change.after is not None)
+        called = alone or change.product == "linear" or change.after is not None
+        is_call = not change.adds and called
         if not (is_call or self._stands_alone(statement, call)):
             head, tail = f"({head}", f"{tail})"
         (start, end), (first, last) = self.file.span(call), self.file.span(value)

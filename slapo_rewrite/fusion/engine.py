@@ -129,7 +129,12 @@ class Spread(Protocol):
         ...
 
     def edits(
-        self, text: str, cause: Directive, why: str, line_length: int
+        self,
+        text: str,
+        cause: Directive,
+        why: str,
+        line_length: int,
+        spell: Callable[[str], str],
     ) -> dict[ast.stmt, list[Edit]]:
         """What changes, by statement."""
         ...
@@ -459,7 +464,7 @@ class Engine:
             self._check_names(claim)
             if claim.spread is not None:
                 given = (self._text(claim), self.cause, f"`{claim.what}`", self.line_length)
-                spread += claim.spread.edits(*given).items()
+                spread += claim.spread.edits(*given, self.speller).items()
                 continue
             replaced = claim.match.replaced
             statement = self.sharing.statement_of(replaced.node)

@@ -6,13 +6,13 @@ import ast
 import dataclasses
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive
-from slapo_rewrite.edit.text import within
+from slapo_rewrite.edit.text import accessor, within
 from slapo_rewrite.fusion.heads import Declined, Head, Labels, depending, written
 from slapo_rewrite.fusion.places import removed
 from slapo_rewrite.fusion.rule import Found
@@ -21,6 +21,7 @@ from slapo_rewrite.patterns.standing import bound_by
 from slapo_rewrite.patterns.values import Graph, Use, Value, described
 
 Edits = dict[ast.stmt, list[Edit]]
+IS_PLAIN = "slapo_rewrite.runtime.kernels.plain.is_plain"
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,18 @@ class Fork:
         """The modules that are not called in training any more."""
         return self.head.modules
 
-    @property
-    def condition(self) -> str:
-        """Where the loss is computed without logits."""
+    def condition(self, is_plain: str) -> str:
+        """Where the loss is computed without logits.
+
+        Args:
+            is_plain: How the function is written that looks for hooks and adapters.
+        """
         function = self.graph.function
         assert function is not None
-        training = f"{function.args.args[0].arg}.training"
-        return f"{training} and {self.given} is not None" if self.given else training
+        me = function.args.args[0].arg
+        given = f" and {self.given} is not None" if self.given else ""
+        layer = accessor(self.head.path).replace("self", me, 1)
+        return f"{me}.training{given} and {is_plain}({layer})"
 
     def holds_as_well(self, name: ast.Name) -> bool:
         """Whether a name in the loss's own call holds the same where the ways part."""
@@ -85,7 +91,14 @@ class Fork:
             return self.guard
         return self.losing[0]
 
-    def edits(self, text: str, cause: Directive, why: str, line_length: int) -> Edits:
+    def edits(
+        self,
+        text: str,
+        cause: Directive,
+        why: str,
+        line_length: int,
+        spell: Callable[[str], str],
+    ) -> Edits:
         """What changes, by statement.
 
         Args:
@@ -93,13 +106,24 @@ class Fork:
             cause: The directive that asks for it.
             why: What happens, in a few words.
             line_length: The file's own.
+            spell: Gives the text for a dotted name.
         """
-        return _Writer(self, text, cause, why, line_length).edits()
+        condition = "" if self.alone else self.condition(spell(IS_PLAIN))
+        return _Writer(self, text, condition, cause, why, line_length).edits()
 
 
 class _Writer:
-    def __init__(self, fork: Fork, text: str, cause: Directive, why: str, line_length: int) -> None:
+    def __init__(
+        self,
+        fork: Fork,
+        text: str,
+        condition: str,
+        cause: Directive,
+        why: str,
+        line_length: int,
+    ) -> None:
         self.fork, self.text, self.cause, self.why = fork, text, cause, why
+        self.condition = condition
         self.line_length, self.file = line_length, fork.graph.file
 
     def edits(self) -> Edits:
@@ -108,7 +132,7 @@ class _Writer:
         named = f"{fork.hidden} = {fork.named}\n" if fork.named else ""
         if fork.alone:
             return self._alone(named)
-        none, condition = f"{fork.name} = None", fork.condition
+        none, condition = f"{fork.name} = None", self.condition
         if self._joined():
             block = f"{named}if {condition}:\n    {none}\n    {self._loss()}\nelse:\n"
             return {first: [self._fork(block, fork.making[0], last)]}
@@ -164,7 +188,7 @@ class _Writer:
         start, end = self.file.span(statement)
         begin = self.file.span(statement.value)[0]
         value = self._with_name(begin, end)
-        text = f"{self.file.text[start:begin]}None if {self.fork.condition} else {value}"
+        text = f"{self.file.text[start:begin]}None if {self.condition} else {value}"
         return self._edit(start, end, self._laid(named + text, statement.col_offset))
 
     def _with_name(self, start: int, end: int) -> str:

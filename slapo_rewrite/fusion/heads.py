@@ -36,6 +36,7 @@ class Head:
         shift: Which rows the loss takes, as an index: `..., :-1, :`; empty for all of them.
         softcap: What bounds the logits: `softcap * tanh(logits / softcap)`.
         around: The modules that are called around the layer, from the outside in.
+        upcast: Whether the loss takes them as float32.
     """
 
     path: str
@@ -44,6 +45,7 @@ class Head:
     shift: str = ""
     softcap: Value | None = None
     around: tuple[str, ...] = ()
+    upcast: bool = False
 
     def is_size(self, size: Value, found: Found) -> bool:
         """Whether a number is how many classes it has, whatever the inputs."""
@@ -69,6 +71,7 @@ class _Way:
     sizes: list[Value | int] = field(default_factory=list)
     shift: str = ""
     softcap: Value | None = None
+    upcast: bool = False
 
 
 def head_of(found: Found, logits: Value, *, rows: bool) -> Head:
@@ -99,7 +102,8 @@ def head_of(found: Found, logits: Value, *, rows: bool) -> Head:
         if not _is_size(size, live.out_features, found, call):
             raise Declined(f"the loss takes rows of another size than `{path}` gives")
     given = dict(value.arguments)
-    return Head(path, given["input"], tuple(way.chain), way.shift, way.softcap, tuple(way.around))
+    around, chain = tuple(way.around), tuple(way.chain)
+    return Head(path, given["input"], chain, way.shift, way.softcap, around, way.upcast)
 
 
 def _before(value: Value, way: _Way) -> Value:
@@ -111,6 +115,7 @@ def _before(value: Value, way: _Way) -> Value:
         case "contiguous":
             return given["input"]
         case "to" if given.keys() == {"input", "dtype"} and _is(given["dtype"], "torch.float32"):
+            way.upcast = True
             return given["input"]
         case "view" | "reshape" if not way.shift and (size := _row_size(given["shape"])):
             way.sizes.append(size)

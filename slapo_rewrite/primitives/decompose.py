@@ -21,12 +21,13 @@ class Decompose(Primitive):
 
     At every call of the layer by the module that holds it, the product with the weight and the
     addition of the bias are written out. A sharded layer's collectives stand there as well: a bias
-    that is whole is added after the sum. The layer itself stays as it is made.
+    that is whole is added after the sum. The layer itself stays as it is made; where hooks or an
+    adapter are put on one that is not sharded, it is called.
 
     Rewrite:
         return self.down(torch.relu(self.up(x)))
         -->
-        return self.down(torch.relu(nn.functional.linear(x, self.up.weight) + self.up.bias))
+        return self.down(torch.relu(linear_product(x, self.up) + self.up.bias))
 
     Shapes:
         Unchanged.
@@ -52,10 +53,9 @@ class Decompose(Primitive):
             MLP,
             MODEL + 'def schedule(s):\n    s["up"].decompose()\n',
             """\
++from .kernels import linear_product
 -        return self.down(torch.relu(self.up(x)))
-+        return self.down(
-+            torch.relu(nn.functional.linear(x, self.up.weight) + self.up.bias)
-+        )
++        return self.down(torch.relu(linear_product(x, self.up) + self.up.bias))
 """,
         ),
         Example(

@@ -71,9 +71,9 @@ SHARDED = """\
 
 def test_sums_keep_to_themselves(tmp_path):
     text = " ".join(changed_lines(rewritten(tmp_path, MODEL, SCHEDULE + DECOMPOSED)).split())
-    assert "+ x = -(F.linear(x, self.query.weight) + self.query.bias).relu()" in text
-    assert "F.gelu((x + 1) @ self.up.weight + self.up.bias) @ self.down.weight" in text
-    assert "x + + (" in text  # the sum that was there and the one of the bias
+    assert "+ x = -(linear_product(x, self.query) + self.query.bias).relu()" in text
+    assert "F.gelu(linear_product(x + 1, self.up) + self.up.bias), self.down" in text
+    assert "self.down + ) + + self.down.bias + )" in text  # the sum stands in parentheses
 
 
 @pytest.mark.processes

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from tests.rewriting import refused
-from tests.rules.alike import SCHEDULE, model, same
+from tests.rules.alike import SCHEDULE, both, hold_alike, model, same
 
 TWO_ACTIVATIONS = model(
     "return self.second(self.first(x)),",
@@ -121,3 +123,64 @@ UNCALLED = {
 def test_a_module_that_has_to_be_called(source, line, code, tmp_path):
     schedule = SCHEDULE.replace("s.apply_all()", line)
     assert "has hooks" in refused(tmp_path, source, schedule, code)
+
+
+class Adapter(nn.Module):
+    """A layer of low rank beside another, as LoRA has it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.down = base, nn.Linear(8, 2, dtype=torch.float64)
+        self.up = nn.Linear(2, 8, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> torch.Tensor:
+        return self.base.bias
+
+
+def adapted(module) -> None:
+    torch.manual_seed(1)
+    module.l = Adapter(module.l)
+
+
+def replaced(module) -> None:
+    forward = module.l.forward
+    module.l.forward = lambda x: 2 * forward(x)
+
+
+# What is done to a layer after the model was made.
+LATER = {
+    "an adapter": adapted,
+    "a hook": lambda module: module.l.register_forward_hook(lambda m, a, o: 2 * o),
+    "a hook before": lambda module: module.l.register_forward_pre_hook(lambda m, a: (2 * a[0],)),
+    "a forward": replaced,
+    "a parametrization": lambda module: nn.utils.parametrizations.weight_norm(module.l, dim=None),
+}
+LOSS_LATER = model(LOSS, *LAYERS, "self.f = nn.CrossEntropyLoss()")
+FUSED = {
+    "gelu": (model(GELU, *LAYERS), "s.apply_all()"),
+    "norm": (model(NORM, *LAYERS), "s.apply_all()"),
+    "dropped": (model("return (x + F.dropout(self.l(x), 0.1),)", *LAYERS), "s.apply_all()"),
+    "decomposed": (model("return (self.l(x).relu(),)", *LAYERS), 's["l"].decompose()'),
+    "loss": (LOSS_LATER.replace("(loss,)", "(loss, o)"), 's.apply("linear_cross_entropy")'),
+}
+
+
+@pytest.mark.parametrize("later", LATER.values(), ids=list(LATER))
+@pytest.mark.parametrize(("source", "line"), FUSED.values(), ids=list(FUSED))
+def test_what_is_put_around_a_layer_later(source, line, later, tmp_path):
+    schedule = SCHEDULE.replace("s.apply_all()", line)
+    if "cross" in line:
+        schedule = schedule.replace("sum(output.pow(3).mean() for output in outputs)", "outputs[0]")
+    *models, given, text = both(tmp_path, source, schedule)
+    assert "is_plain(self.l)" in text or "linear_product(x, self.l)" in text
+    for module in models:
+        later(module)
+    hold_alike(*models, given)

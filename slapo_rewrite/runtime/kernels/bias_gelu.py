@@ -18,6 +18,7 @@ from .launch import (
     flat_tile,
     jit,
     linear_bias,
+    one_each,
     reducing_programs,
     rows_of,
     runs_triton,
@@ -221,6 +222,7 @@ def bias_activation(
     *,
     p: float = 0.0,
     training: bool = True,
+    of_layer: bool = True,
 ) -> Tensor:
     """dropout(activation(x + bias)).
 
@@ -238,9 +240,10 @@ def bias_activation(
         kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
         p: The share that dropout drops.
         training: Whether dropout drops at all.
+        of_layer: Whether the bias is the layer's, which autocast casts.
     """
-    p, bias = p if training else 0.0, linear_bias(x, bias)
-    if not runs_triton(x, bias):
+    p, bias = p if training else 0.0, linear_bias(x, bias) if of_layer else bias
+    if not runs_triton(x, bias) or not one_each(bias, x):
         return bias_activation_reference(x, bias, kind, p)
     y: Tensor = BiasActivationFunction.apply(x, bias, kind, p)
     return y
@@ -253,6 +256,7 @@ def bias_gelu(
     *,
     p: float = 0.0,
     training: bool = True,
+    of_layer: bool = True,
 ) -> Tensor:
     """dropout(gelu(x + bias)), as `bias_activation`.
 
@@ -263,9 +267,10 @@ def bias_gelu(
             `gelu_new`, as in `torch.nn.functional.gelu`.
         p: The share that dropout drops.
         training: Whether dropout drops at all.
+        of_layer: Whether the bias is the layer's, which autocast casts.
     """
     kind = "gelu_tanh" if approximate == "tanh" else "gelu"
-    return bias_activation(x, bias, kind, p=p, training=training)
+    return bias_activation(x, bias, kind, p=p, training=training, of_layer=of_layer)
 
 
 def activation_dropout(

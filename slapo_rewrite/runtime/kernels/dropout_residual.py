@@ -17,6 +17,7 @@ from .launch import (
     flat_tile,
     jit,
     linear_bias,
+    one_each,
     reducing_programs,
     rows_of,
     runs_triton,
@@ -230,7 +231,8 @@ def dropout_residual(
         training: Whether dropout drops at all.
     """
     p, input_bias = p if training else 0.0, linear_bias(x, input_bias)
-    if not runs_triton(x, residual, input_bias) or x.shape != residual.shape:
+    plain = x.shape == residual.shape and one_each(input_bias, x)
+    if not runs_triton(x, residual, input_bias) or not plain:
         if input_bias is not None:
             x = x + input_bias
         return nn.functional.dropout(x, p) + residual

@@ -41,10 +41,15 @@ def runs_triton(*tensors: Tensor | None) -> bool:
             and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and (x.is_cuda or interpreted)
             and x.device == given[0].device
-            and x.shape[-1:] != (0,)
+            and x.shape[-1:] not in ((), (0,))
             for x in given
         )
     )
+
+
+def one_each(vector: Tensor | None, x: Tensor) -> bool:
+    """Whether a weight or bias is one number for each feature, as kernels read it."""
+    return vector is None or vector.shape == x.shape[-1:]
 
 
 def linear_bias(x: Tensor, bias: Tensor | None) -> Tensor | None:

@@ -18,6 +18,7 @@ from .launch import (
     device_of,
     jit,
     linear_bias,
+    one_each,
     reducing_programs,
     row_tile,
     rows_of,
@@ -424,7 +425,8 @@ def layer_norm(
         same order at every run.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
-    if not runs_triton(x, weight, bias):
+    plain = one_each(weight, x) and one_each(bias, x) and not isinstance(eps, Tensor)
+    if not runs_triton(x, weight, bias) or not plain:
         return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
     y: Tensor = LayerNormFunction.apply(x, None, None, weight, bias, eps, 0.0)
     return y
@@ -463,8 +465,10 @@ def residual_layer_norm(
         training: Whether dropout drops at all.
     """
     p, input_bias = p if training else 0.0, linear_bias(x, input_bias)
-    tensors = (x, residual, weight, bias, input_bias)
-    if not runs_triton(*tensors) or x.shape != residual.shape:
+    vectors = (weight, bias, input_bias)
+    plain = all(one_each(each, x) for each in vectors) and not isinstance(eps, Tensor)
+    same = x.shape == residual.shape
+    if not runs_triton(x, residual, *vectors) or not (same and plain):
         return residual_layer_norm_reference(
             x, residual, weight, bias, eps, input_bias, p
         )

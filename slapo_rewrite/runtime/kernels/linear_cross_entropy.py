@@ -16,6 +16,7 @@ from .cross_entropy import (
     cross_entropy_forward,
     cross_entropy_reference,
     flat_labels,
+    loss_dtype,
     loss_scale,
     shifted,
 )
@@ -92,7 +93,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         differentiate: bool,
     ) -> Tensor:
         """Keeps the gradients of the sum of losses, and no logits."""
-        labels = flat_labels(labels, hidden)
+        labels = flat_labels(labels, hidden, len(weight), options[0])
         scale = loss_scale(labels, options[0], num_items)
         wanted = [differentiate and need for need in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -142,6 +143,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     num_items: Tensor | float | None = None,
+    upcast: bool = False,
 ) -> Tensor:
     """Cross entropy of `linear(hidden, weight, bias)`, without keeping the logits.
 
@@ -160,22 +162,23 @@ def linear_cross_entropy(
         softcap: Where there is one, logits become softcap * tanh(logits / softcap).
         num_items: What the sum of losses is divided by; without it, the number of
             labels that count.
+        upcast: Give a loss in float32, as in `cross_entropy`.
     """
     options = (ignore_index, label_smoothing, softcap)
     dtype = None
-    if runs_triton(hidden, weight, bias):
+    if runs_triton(hidden, weight, bias) and labels.dtype == torch.int64:
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
         elif len({t.dtype for t in (hidden, weight, bias) if t is not None}) == 1:
             dtype = hidden.dtype
     if dtype is None:
         logits = nn.functional.linear(hidden, weight, bias)
-        return cross_entropy_reference(logits, labels, options, num_items)
+        return cross_entropy_reference(logits, labels, options, num_items, upcast)
     differentiate = torch.is_grad_enabled()
     loss: Tensor = LinearCrossEntropyFunction.apply(
         hidden, weight, bias, labels, options, num_items, dtype, differentiate
     )
-    return loss
+    return loss.to(loss_dtype(hidden, upcast))
 
 
 def masked_lm_linear_cross_entropy(
@@ -209,6 +212,7 @@ def masked_lm_linear_cross_entropy(
         ignore_index=ignore_index,
         softcap=softcap,
         num_items=num_items_in_batch,
+        upcast=True,
     )
 
 

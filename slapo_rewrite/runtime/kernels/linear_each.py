@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .launch import rows_of, runs_triton
+from .plain import is_plain
 
 
 class LinearEachFunction(torch.autograd.Function):
@@ -49,14 +50,6 @@ class LinearEachFunction(torch.autograd.Function):
             found.append(dy.t() @ rows if of_weight else None)
             found.append(dy.sum(0) if of_bias else None)
         return None if dx is None else dx.view(x.shape), *found
-
-
-def is_plain(layer: nn.Module) -> bool:
-    """Whether a call of a layer does nothing but `torch.nn.functional.linear`."""
-    if type(layer).forward is not nn.Linear.forward or "forward" in layer.__dict__:
-        return False
-    hooks = (layer._forward_pre_hooks, layer._forward_hooks)
-    return not any((*hooks, layer._backward_pre_hooks, layer._backward_hooks))
 
 
 def linear_each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:

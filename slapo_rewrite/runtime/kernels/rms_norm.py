@@ -16,6 +16,7 @@ from .launch import (
     constexpr,
     device_of,
     jit,
+    one_each,
     reducing_programs,
     row_tile,
     rows_of,
@@ -319,11 +320,6 @@ class RMSNormFunction(torch.autograd.Function):
         return dx, residual_gradient, dweight, None, None, None, None
 
 
-def one_each(weight: Tensor | None, x: Tensor) -> bool:
-    """Whether a weight is one number for each feature, as kernels read it."""
-    return weight is None or weight.shape == x.shape[-1:]
-
-
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -348,7 +344,8 @@ def rms_norm(
             are multiplied (Llama), "weight" to the weight's dtype before (T5),
             "output" to x's dtype after (Gemma).
     """
-    if not runs_triton(x, weight) or not one_each(weight, x):
+    plain = one_each(weight, x) and not isinstance(eps, Tensor)
+    if not runs_triton(x, weight) or not plain:
         return rms_norm_reference(x, weight, eps, offset, cast)
     y: Tensor = RMSNormFunction.apply(x, None, weight, eps, offset, cast, 0.0)
     return y
@@ -386,8 +383,9 @@ def residual_rms_norm(
         training: Whether dropout drops at all.
     """
     p = p if training else 0.0
-    same = x.shape == residual.shape and one_each(weight, x)
-    if not runs_triton(x, residual, weight) or not same:
+    plain = one_each(weight, x) and not isinstance(eps, Tensor)
+    same = x.shape == residual.shape
+    if not runs_triton(x, residual, weight) or not (same and plain):
         total = residual + nn.functional.dropout(x, p)
         return rms_norm_reference(total, weight, eps, offset, cast), total
     y, total = RMSNormFunction.apply(x, residual, weight, eps, offset, cast, p)

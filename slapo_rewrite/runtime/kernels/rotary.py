@@ -258,6 +258,18 @@ class RotaryFunction(torch.autograd.Function):
         return *rotate(dq, dk, cos, sin, ctx.dtypes, backward=True), None, None
 
 
+def fits(q: Tensor, k: Tensor, cos: Tensor, unsqueeze_dim: int) -> bool:
+    """Whether q, k and the tables have the tokens, batch and features that kernels read."""
+    batch, tokens = q.shape[0], q.shape[3 - unsqueeze_dim]
+    return (
+        k.shape[0] == batch
+        and k.shape[3 - unsqueeze_dim] == tokens
+        and k.shape[-1] == q.shape[-1] >= cos.shape[-1]
+        and cos.shape[0] in (1, batch)
+        and cos.shape[1] == tokens
+    )
+
+
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
@@ -284,6 +296,7 @@ def rotary(
         and cos.dtype == sin.dtype
         and cos.shape[-1] % 2 == 0
         and unsqueeze_dim in (1, 2)
+        and fits(q, k, cos, unsqueeze_dim)
         and not (cos.requires_grad or sin.requires_grad)
     )
     if not kernel:

@@ -30,7 +30,7 @@ def masked_softmax_reference(
     if mask is not None:
         scores = scores + mask
     if keep is not None:
-        scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(~keep, float("-inf"))
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     return scores.softmax(-1, dtype=wide).to(x.dtype)
 
@@ -50,7 +50,6 @@ def masked_softmax_forward_kernel(
     mask_token,
     mask_key,
     scale,
-    lowest,
     mask_kind: constexpr,
     block_m: constexpr,
     block_s: constexpr,
@@ -69,7 +68,7 @@ def masked_softmax_forward_kernel(
         at = row[:, None] + columns * mask_key
         if mask_kind == "keep":
             keep = tl.load(mask + at, mask=inside, other=0)
-            score = tl.where(keep != 0, score, lowest)
+            score = tl.where(keep != 0, score, float("-inf"))
         else:
             score += tl.load(mask + at, mask=inside, other=0.0).to(tl.float32)
             if mask_kind == "add_rounded":
@@ -152,7 +151,6 @@ def masked_softmax_forward(x: Tensor, mask: Tensor | None, scale: float) -> Tens
             rows.stride(0),
             *strides,
             scale,
-            torch.finfo(x.dtype).min,
             mask_kind=mask_kind,
             block_m=block_m,
             block_s=block_s,
@@ -240,8 +238,8 @@ def masked_softmax(
         x: Scores.
         mask: Numbers to add, if any; True adds 1.
         scale: What scores are multiplied by first; kernels take a number, no tensor.
-        keep: Which scores count, if not all. Where none of a row does, all weigh the
-            same.
+        keep: Which scores count, if not all. Where none of a row does, its weights are
+            not numbers.
     """
     given = mask if keep is None else keep
     kernel = (
@@ -249,6 +247,7 @@ def masked_softmax(
         and x.dim() in (2, 3, 4)
         and not isinstance(scale, Tensor)
         and (mask is None or keep is None)
+        and (keep is None or keep.dtype == torch.bool)
         and (
             given is None
             or (

@@ -8,6 +8,7 @@ Prints one JSON object: each case's traceback, or null where it passed.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import time
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -90,6 +92,11 @@ def neox_rotary(q, k, cos, sin, unsqueeze_dim=1):
         for x in (q, k)
     ]
     return rotated[0], rotated[1]
+
+
+def cast(loss):
+    """A kernel's loss as of logits that are cast first, as `causal_loss` casts them."""
+    return functools.partial(loss, upcast=True)
 
 
 def causal_loss(logits, labels, **options):
@@ -609,10 +616,10 @@ def cross_entropy_of_any_size(device):
         for size in (*(make.sizes if make.dtype == torch.float32 else (7,)), 9001):
             labels = make.labels(2, 2, below=size)
             labels[0, 1] = -100
-            compare(cross_entropy, causal_loss, make(2, 2, size), labels)
+            compare(cast(cross_entropy), causal_loss, make(2, 2, size), labels)
         for logits in make.strided(4, 5, 24):
             compare(
-                cross_entropy,
+                cast(cross_entropy),
                 lambda x, labels: causal_loss(x.contiguous(), labels),
                 logits,
                 make.labels(5, 8, below=24).t()[::2],
@@ -633,7 +640,7 @@ def cross_entropy_with_every_option(device):
             {"num_items": torch.tensor(11, device=device)},
         ):
             compare(
-                lambda x, labels, o=options: cross_entropy(x, labels, **o),
+                lambda x, labels, o=options: cast(cross_entropy)(x, labels, **o),
                 lambda x, labels, o=options: causal_loss(x, labels, **o),
                 3 * make(4, 9001),
                 labels,
@@ -649,13 +656,19 @@ def cross_entropy_at_the_edges(device):
     assert cross_entropy(logits[:0], labels[:0]).isnan()
     if runs_triton(logits):
         assert cross_entropy(logits, labels, num_items=0).isinf()
-    if runs_triton(logits):
-        assert cross_entropy(logits, labels + 20).isnan()
+    if device == "cpu":
+        for beyond in (labels + 20, labels - 25):
+            with pytest.raises((RuntimeError, IndexError)):
+                cross_entropy(logits, beyond)
+            with pytest.raises((RuntimeError, IndexError)):
+                linear_cross_entropy(logits, make(20, 20), beyond)
+    assert cross_entropy(logits.detach().bfloat16(), labels).dtype == torch.bfloat16
+    assert cross_entropy(logits.detach().bfloat16(), labels, upcast=True).dtype == torch.float32
     extreme = torch.tensor([[3e4, -3e4, 0.0], [-3e4, -3e4, -3e4]], device=device)
-    compare(cross_entropy, causal_loss, extreme, torch.tensor([1, 2], device=device))
+    compare(cast(cross_entropy), causal_loss, extreme, torch.tensor([1, 2], device=device))
     masked = make(2, 20)
     masked[:, 5:] = float("-inf")
-    compare(cross_entropy, causal_loss, masked, torch.tensor([1, 2], device=device))
+    compare(cast(cross_entropy), causal_loss, masked, torch.tensor([1, 2], device=device))
 
 
 @case
@@ -698,18 +711,18 @@ def linear_cross_entropy_with_every_option(device):
             {"num_items": torch.tensor(5, device=device)},
         ):
             compare(
-                lambda h, w, labels, o=options: linear_cross_entropy(h, w, labels, **o),
+                lambda h, w, labels, o=options: cast(linear_cross_entropy)(h, w, labels, **o),
                 lambda h, w, labels, o=options: causal_loss(F.linear(h, w), labels, **o),
                 *arguments,
             )
         compare(
-            lambda h, w, labels, b: linear_cross_entropy(h, w, labels, bias=b),
+            lambda h, w, labels, b: cast(linear_cross_entropy)(h, w, labels, bias=b),
             lambda h, w, labels, b: causal_loss(F.linear(h, w, b), labels),
             *arguments,
             make(1027),
         )
         wide = make(2, 4, 48)[..., ::2], make(24, 1027).t() / 5, labels
-        compare(linear_cross_entropy, lambda h, w, t: causal_loss(F.linear(h, w), t), *wide)
+        compare(cast(linear_cross_entropy), lambda h, w, t: causal_loss(F.linear(h, w), t), *wide)
 
 
 @case
@@ -718,7 +731,9 @@ def linear_cross_entropy_in_chunks(device):
     whole, chunked.chunk_rows = chunked.chunk_rows, lambda m, v: 3
     try:
         arguments = make(11, 24), make(60, 24) / 5, make.labels(11, below=60)
-        compare(linear_cross_entropy, lambda h, w, t: causal_loss(F.linear(h, w), t), *arguments)
+        compare(
+            cast(linear_cross_entropy), lambda h, w, t: causal_loss(F.linear(h, w), t), *arguments
+        )
     finally:
         chunked.chunk_rows = whole
 
@@ -733,6 +748,30 @@ def linear_cross_entropy_keeps_to_what_is_asked(device):
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(hidden, weight, labels), loss)
     assert linear_cross_entropy(hidden[:0], weight, labels[:0]).isnan()
+
+
+@case
+def what_kernels_would_read_otherwise_goes_by_operations(device):
+    """Vectors that are not one number a feature, tables of other sizes, numbers on the device."""
+    make = Maker(device, torch.float32)
+    x, one, eps = make(2, 3, 8), make(1), torch.full((), 0.1, device=device)
+    compare(bias_gelu, lambda x, b: F.gelu(x + b), x, one)
+    compare(bias_gelu, lambda x, b: F.gelu(x + b), make(2, 1), make(8))
+    compare(bias_gelu, lambda x, b: F.gelu(x + b), make(1)[0], make(1)[0])
+    compare(lambda x, b: dropout_residual(x, x, input_bias=b), lambda x, b: x + b + x, x, one)
+    compare(
+        lambda x, b: residual_layer_norm(x, x, None, None, input_bias=b),
+        lambda x, b: (F.layer_norm(x + b + x, (8,)), x + b + x),
+        *(x, one),
+    )
+    compare(
+        lambda x, e: rms_norm(x, None, e),
+        lambda x, e: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + e),
+        *(x, eps),
+    )
+    q, k = make(2, 3, 4, 8), make(2, 1, 4, 8)
+    for table in (make(1, 1, 8), make(1, 4, 8)):
+        compare_rotary(q, k, table, table)
 
 
 @case
@@ -818,9 +857,10 @@ def softmax_of_rows_masked_whole(device):
         low = torch.finfo(make.dtype).min
         none = torch.zeros(3, 8, dtype=torch.bool, device=device)
         lowest = torch.full((3, 8), low, dtype=make.dtype, device=device)
-        for y in (masked_softmax(x, None, 0.5, none), masked_softmax(x, lowest, 0.5)):
-            assert torch.equal(y, torch.full_like(y, 1 / 8))
+        y = masked_softmax(x, lowest, 0.5)
+        assert torch.equal(y, torch.full_like(y, 1 / 8))
         y = masked_softmax(x, keep=none)
+        assert y.isnan().all()
         assert not torch.autograd.grad(y.float().pow(2).sum() + y[..., 0].sum(), x)[0].any()
         nothing = masked_softmax(x, torch.full((3, 8), float("-inf"), device=device))
         assert nothing.isnan().all()

@@ -128,9 +128,13 @@ def test_losses(dtype, tokens, width, items):
     def original(logits):
         return ForCausalLMLoss(logits, labels, 11, num_items_in_batch=items)
 
-    same(lambda x: cross_entropy(x, shifted, num_items=items), original, make(2, tokens, 11))
     same(
-        lambda h, w: linear_cross_entropy(h, w, shifted, num_items=items),
+        lambda x: cross_entropy(x, shifted, num_items=items, upcast=True),
+        original,
+        make(2, tokens, 11),
+    )
+    same(
+        lambda h, w: linear_cross_entropy(h, w, shifted, num_items=items, upcast=True),
         lambda h, w: original(F.linear(h, w)),
         hidden,
         weight,
@@ -168,6 +172,6 @@ def test_meta_and_fake_tensors_take_the_reference():
 def test_as_many_labels_as_predictions():
     """A kernel would read past the end, or leave some out."""
     labels = torch.arange(6).view(2, 3)
-    assert flat_labels(labels, torch.empty(2, 3, 7)).tolist() == [*range(6)]
+    assert flat_labels(labels, torch.empty(2, 3, 7), 7, -100).tolist() == [*range(6)]
     with pytest.raises(ValueError, match="6 labels for 4 predictions"):
-        flat_labels(labels, torch.empty(2, 2, 7))
+        flat_labels(labels, torch.empty(2, 2, 7), 7, -100)
