@@ -583,12 +583,14 @@ def finished(rng: random.Random, net: Net, head: str) -> bool:
                  "    loss = F.cross_entropy(shifted.view(-1, shifted.size(-1)), targets.view(-1))"],
                 ["    loss = -x.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).mean()"],
             ])  # fmt: skip
-            net.body.append(
-                rng.choice(
-                    ["return x, loss", "return loss, x", 'return {"loss": loss, "logits": x}']
-                )
-            )
-            return True
+            whole = ["return x, loss", "return loss, x", 'return {"loss": loss, "logits": x}']
+            split = [
+                "return x if loss is None else loss",
+                "return (x,) if loss is None else (loss,)",
+            ]
+            stays = rng.random() < 0.5
+            net.body.append(rng.choice(split if stays else whole))
+            return stays
     net.body.append(
         rng.choice(["return x", "return x", "return x, x.square().mean()", 'return {"y": x}'])
     )
