@@ -7,7 +7,6 @@ rank does: the ranks are forked from a server that has imported it once.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -22,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.warm import context
 
 LARGEST = 4
 _groups: dict[int, Any] = {}
@@ -105,12 +106,11 @@ class Ranks:
         self._processes, self._pipes, self._folder = [], [], ""
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        server = context()
         self._folder = tempfile.mkdtemp()
         for rank in range(LARGEST):
-            here, there = context.Pipe()
-            process = context.Process(
+            here, there = server.Pipe()
+            process = server.Process(
                 target=_main, args=(rank, self._folder, there, self.timeout_s), daemon=True
             )
             process.start()
