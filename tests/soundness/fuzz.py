@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(GENERATORS))
     parser.add_argument("--out", type=Path, default=Path("fuzz"), help="where defects are written")
     parser.add_argument("--again", type=Path, help="judge what is in this folder, no more")
-    parser.add_argument("--keep-refused", action="store_true", help="write those down as well")
+    parser.add_argument("--breadth", action="store_true", help="tell what is refused in vain")
     parser.add_argument("--no-shrinking", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -108,6 +108,7 @@ def main() -> int:
         return again(options.again)
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     summary, seen = Summary(), Counter[str]()
+    asked = vain = 0
     deadline = time.monotonic() + options.seconds
     print(f"seed {seed}", flush=True)
     with Ranks() as ranks:
@@ -120,8 +121,11 @@ def main() -> int:
                 print(summary.render(), flush=True)
             verdict = judge(pair)
             summary.add(kind, verdict)
-            if options.keep_refused and verdict.kind == REFUSED:
-                write(options.out / f"refused_{kind}_{own}", pair, verdict)
+            if options.breadth and verdict.kind == REFUSED and pair.statement:
+                asked += 1
+                if judge.is_refused_in_vain(pair):
+                    vain += 1
+                    print(f"refused, and would be right: {pair.name!r}", flush=True)
             if not verdict.is_defect:
                 continue
             if not options.no_shrinking:
@@ -139,6 +143,8 @@ def main() -> int:
             print(f"    {' '.join(lines[-1:] if verdict.kind == CRASHED else lines[:2])}")
             print(f"    {sys.executable} -m tests.soundness.fuzz --again {folder}", flush=True)
     print(summary.render())
+    if options.breadth:
+        print(f"{vain} of {asked} refused statements would be right")
     return 1 if any(summary.kinds[k, d] for k in GENERATORS for d in DEFECTS) else 0
 
 

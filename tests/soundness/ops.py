@@ -275,6 +275,7 @@ def assembled(
             axis = {"t": 1, "self.cls": 2}.get(whole, 0)
             sharded.append(f's["inner"].shard("{whole.removeprefix("self.")}", {axis})')
     body = [line for line in kept[""] if line]
+    tested = indented(body, 8) + "\n" if body and "returns" not in kept else ""
     if not any(line.startswith("return ") for line in body):
         given = kept.get("returns", ())
         body.append(", ".join([context.after, *given]))
@@ -316,7 +317,9 @@ class Net(nn.Module):
     order = [*sharded, *schedule.splitlines()]
     if first in order:  # after all that is sharded
         order = [line for line in order if line != first] + [first]
-    return Pair(source, schedule_text(given, order, flags), f"{name}: {'; '.join(statements)}")
+    return Pair(
+        source, schedule_text(given, order, flags), f"{name}: {'; '.join(statements)}", tested
+    )
 
 
 def split(text: str) -> list[str]:

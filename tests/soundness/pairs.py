@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ WORLDS = (2, 3, 4)
 LIMIT = 1e-6
 SINGLE = 1e-3  # where the model computes in single precision on the way
 TOOL_S = 30
+PLAIN = "        h = h * 2.5\n"  # in the place of a statement
 
 # What becomes of a pair. The first six are defects of the tool.
 WRONG = "wrong"  # accepted without a warning, and its numbers are others
@@ -63,11 +64,13 @@ class Pair:
         schedule: The text of the schedule file. Beside what every schedule has, it may have
             `flags`, a list of further arguments of `forward`, each a dictionary.
         name: What it is about.
+        statement: The part of the source that is put to the test, if it is one.
     """
 
     source: str
     schedule: str
     name: str = ""
+    statement: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,50 +139,73 @@ class Judge:
         try:
             output = rewritten(source, schedule)
         except errors.RewriteError as error:
-            placed = error.at is not None or error.also
-            kind = REFUSED if placed else UNPLACED
-            if error.exit_code != 2:
-                kind = UNMADE
-            try:
-                error.render()
-            except Exception:
-                kind = CRASHED
-            return Verdict(kind, error.code, error.render() if kind != CRASHED else repr(error))
+            return refusal(error)
         except (Exception, SystemExit) as error:
             return Verdict(CRASHED, type(error).__name__, traceback.format_exc())
+        verdict = self._run(source, schedule, output.files)
+        kind, text = verdict.kind, verdict.text
+        if output.warnings and kind in DEFECTS:
+            kind, text = WARNED, "\n".join([*output.warnings, text])
+        if kind in DEFECTS:
+            text += "\n" + output.diff(1)
+        return replace(verdict, kind=kind, text=text)
+
+    def _run(self, source: Path, schedule: Path, files: Mapping[str, str]) -> Verdict:
+        """What the files of an output give, against the original."""
+        name = source.stem.removeprefix("model_")
         try:
             state, wanted = original(source, schedule, f"original_{name}")
         except MootError as error:
             return Verdict(MOOT, text=str(error))
-        package = folder / f"out_{name}"
+        package = source.parent / f"out_{name}"
         package.mkdir()
-        for file, text in output.files.items():
+        for file, text in files.items():
             (package / file).write_text(text)
-        limit = SINGLE if re.search(r"\.float\(|float32|\.half\(|float16", pair.source) else LIMIT
-        kind, code, text, fitting = RIGHT, "", "", []
+        single = re.search(r"\.float\(|float32|\.half\(|float16", source.read_text())
+        limit = SINGLE if single else LIMIT
+        fitting: list[int] = []
         for world in self.worlds:
             module = f"{package.name}.{source.stem}"
-            args = (str(folder), module, state, wanted, limit)
+            args = (str(source.parent), module, state, wanted, limit)
             try:
                 found = self.ranks.call(world, compare_rewritten, *args)
             except RankError as error:
                 if error.kind == "ConstructionError":
                     continue
-                kind, code, text = FAILED, error.kind, f"world {world}: {error}"
-                fitting.append(world)
-                break
+                return Verdict(FAILED, error.kind, f"world {world}: {error}", (*fitting, world))
             fitting.append(world)
             if different := [f"rank {r}: {d}" for r, ds in enumerate(found) for d in ds]:
-                kind, text = WRONG, f"world {world}:\n" + "\n".join(different[:12])
-                break
-        else:
-            if not fitting:
-                return Verdict(UNFIT)
-        if output.warnings and kind != RIGHT:
-            kind, text = WARNED, "\n".join([*output.warnings, text])
-        if kind != RIGHT:
-            text += "\n" + output.diff(1)
-        return Verdict(kind, code, text, tuple(fitting))
+                text = f"world {world}:\n" + "\n".join(different[:12])
+                return Verdict(WRONG, "", text, tuple(fitting))
+        return Verdict(RIGHT if fitting else UNFIT, worlds=tuple(fitting))
+
+    def is_refused_in_vain(self, pair: Pair) -> bool:
+        """Whether what was refused is right where it is put into what the tool writes without it."""
+        number = next(self._numbers)
+        with tempfile.TemporaryDirectory() as name:
+            source, schedule = Path(name, f"model_n{number}.py"), Path(name, "schedule.py")
+            source.write_text(pair.source.replace(pair.statement, PLAIN))
+            schedule.write_text(pair.schedule)
+            try:
+                output = rewritten(source, schedule)
+            except errors.RewriteError:
+                return False
+            model = output.files[output.model_file]
+            files = {**output.files, output.model_file: model.replace(PLAIN, pair.statement)}
+            source.write_text(pair.source)
+            return self._run(source, schedule, files).kind == RIGHT
+
+
+def refusal(error: errors.RewriteError) -> Verdict:
+    """The verdict that a refusal is."""
+    try:
+        text = error.render()
+    except Exception:
+        return Verdict(CRASHED, error.code, traceback.format_exc())
+    if error.exit_code != 2:
+        return Verdict(UNMADE, error.code, text)
+    placed = error.at is not None or error.also
+    return Verdict(REFUSED if placed else UNPLACED, error.code, text)
 
 
 @contextmanager
