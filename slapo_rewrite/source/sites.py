@@ -146,6 +146,10 @@ class _Emitter:
 
     def _emit(self, path: str, made: Made, kind: str, steps: tuple[Step, ...]) -> None:
         steps = merged(steps, made.steps) if steps else made.steps
+        if kind in {"buffer", "parameter"}:  # a tensor, which arithmetic may make
+            if not isinstance(made.expr, ast.Constant):
+                self.found.setdefault(path, []).append(self._site(path, made, kind, steps))
+            return
         if path and (made.container or made.sequences is None) and not _is_plain(made.expr):
             self.found.setdefault(path, []).append(self._site(path, made, kind, steps))
         for sequence in [*(made.sequences or ()), Sequence(made.attributes, made.steps)]:

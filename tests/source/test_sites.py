@@ -201,6 +201,11 @@ CASES = {
             "i": ["buffer torch.arange(2)"],
         },
     ),
+    "arithmetic": (
+        "self.register_buffer('i', 1 / 2 ** torch.arange(2))\nm = torch.ones(2) * n\n"
+        "self.register_buffer('m', m)\nself.register_parameter('p', None)\nself.n = 2 * n",
+        {"i": ["buffer 1 / 2 ** torch.arange(2)"], "m": ["buffer torch.ones(2) * n"]},
+    ),
     "parameter list": (
         "self.x = nn.ParameterList([nn.Parameter(z) for z in range(n)])",
         {
