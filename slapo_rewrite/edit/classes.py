@@ -151,7 +151,7 @@ class ClassWriter:
                 annotations.add(key, change, why)
             elif key[0] == "parameter" and isinstance(change, SplitParameter):
                 site = self.lineages.sites[key[1]]
-                text = self._split_parameter(key[3], change, why)
+                text = self._split_parameter(site, key[3], change, why)
                 at(site.statement).after.append((text, why, f"cut `{key[3]}` to this rank's part"))
             elif key[0] == "hook" and isinstance(change, Attach):
                 site = self.lineages.sites[key[1]]
@@ -244,11 +244,15 @@ class ClassWriter:
         at(node.body[0]).around.append(Edit(start, start, f"{name}, ", causes, why))
 
     def _split_parameter(
-        self, name: str, change: SplitParameter, causes: tuple[Directive, ...]
+        self, site: Site, name: str, change: SplitParameter, causes: tuple[Directive, ...]
     ) -> str:
         function = self.imports.helper("tensor_parallel", "shard_parameter", causes)
         parts = f", parts={_parts(change.parts)!r}" if len(change.parts) > 1 else ""
-        return f'{function}(self, "{name}", axis={change.axis}{parts})'
+        text = f'{function}(self, "{name}", axis={change.axis}{parts})'
+        bound = getattr(site.statement, "value", None)
+        if isinstance(bound, ast.IfExp) and bound is not site.value:  # None for some instances
+            return f"if self.{name} is not None:\n    {text}"
+        return text
 
     def _own_share(self, attribute: str, change: What, causes: tuple[Directive, ...]) -> str:
         if isinstance(change, DivideByReplicas):

@@ -9,6 +9,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import MakeClass, MakeLayer, MakeOther, What
 from slapo_rewrite.edit.expressions import parenthesised, replace_call
 from slapo_rewrite.edit.imports import Imports
+from slapo_rewrite.edit.late import Late
 from slapo_rewrite.edit.lines import At
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive
@@ -94,7 +95,7 @@ class SiteWriter:
         if isinstance(what, MakeOther) and what.arguments is not None and not elsewhere:
             # Whatever the expression is, a call of another class takes its place.
             made = f"{self._other(what, causes)}({what.arguments})"
-            return replace_call(made, keywords=self._keywords(what.layer, causes))
+            return replace_call(made, keywords=self._keywords(site, what.layer, causes))
         if elsewhere or not isinstance(site.value, ast.Call) or site.kind in ("helper", "factory"):
             with_arguments = isinstance(what, MakeOther) and not elsewhere
             raise errors.UnfollowableConstruction(
@@ -108,9 +109,9 @@ class SiteWriter:
         if isinstance(what, MakeLayer):
             layer = what.layer
             name = what.subclass or self.imports.helper(layer.module, layer.name, causes)
-            return replace_call(original, name, self._keywords(layer, causes))
+            return replace_call(original, name, self._keywords(site, layer, causes))
         if isinstance(what, MakeOther):
-            keywords = self._keywords(what.layer, causes)
+            keywords = self._keywords(site, what.layer, causes)
             return replace_call(original, self._other(what, causes), keywords)
         assert isinstance(what, MakeClass)
         if any(isinstance(s.value, ast.Call) for s in assigned(site)):
@@ -127,15 +128,28 @@ class SiteWriter:
         return replace_call(original, name)
 
     def _keywords(
-        self, layer: Layer | None, causes: tuple[Directive, ...]
+        self, site: Site, layer: Layer | None, causes: tuple[Directive, ...]
     ) -> list[tuple[str, str]]:
         """What a layer, if any, is given beside the original's arguments."""
         if layer is None:
             return []
         keywords = self.imports.keywords(layer, causes)
         if layer.unit is not None:
-            keywords.append(("multiple_of", f"self.{layer.unit}"))
+            keywords.append(("multiple_of", self._unit(site, layer.unit, causes)))
         return keywords
+
+    def _unit(self, site: Site, attribute: str, causes: tuple[Directive, ...]) -> str:
+        """The worth of an attribute where a layer is made, be the attribute set there or later."""
+        late = Late(self.file, site.function, site.statement)
+        value = late.attribute(attribute)
+        if value is not None:
+            return value
+        raise errors.UnfollowableConstruction(
+            f"`{site.path}` must be split in multiples of `self.{attribute}`, which is set later",
+            at=self.file.at(site.value),
+            also=[c.at for c in causes[:1] if c.at],
+            hint=f"set `self.{attribute}` above `self.{site.path}`",
+        )
 
     def _specialised(self, what: MakeClass, causes: tuple[Directive, ...]) -> str:
         """A specialised class."""

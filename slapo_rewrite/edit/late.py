@@ -1,0 +1,119 @@
+"""What an attribute will be worth, said before the constructor sets it."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import itertools
+from collections.abc import Iterator
+
+from slapo_rewrite.edit.text import all_arguments, simple_statements
+from slapo_rewrite.source.index import SourceFile
+
+# What may be called a second time: nothing changes by it.
+_PURE = {"getattr", "hasattr", "int", "float", "len", "max", "min", "round", "abs", "sum", "bool"}
+
+
+class Late:
+    """Expressions for attributes at a statement of a constructor.
+
+    Args:
+        file: The file.
+        function: The constructor.
+        statement: Where the expressions are to stand.
+    """
+
+    def __init__(self, file: SourceFile, function: ast.FunctionDef, statement: ast.stmt) -> None:
+        self.file, self.function, self.line = file, function, statement.lineno
+        self.bound: dict[str, list[tuple[ast.stmt, ast.expr | None]]] = {}
+        for each in simple_statements(function):
+            for target, value in _assignments(each):
+                name = ast.unparse(target)
+                self.bound.setdefault(name, []).append((each, value))
+
+    def attribute(self, name: str) -> str | None:
+        """An expression for `self.<name>`; None where there is none that is known to be right."""
+        me = f"self.{name}"
+        if self._is_there(me):
+            return me
+        value = self._assigned(me)
+        if value is None:
+            return None
+        text = self.file.segment(value)
+        if "\n" not in text and all(self._is_there(n) for n in _read(value)):
+            return text
+        written = self._rewritten(value)
+        return ast.unparse(written) if written is not None else None
+
+    def _is_there(self, name: str) -> bool:
+        """Whether a name, or an attribute of `self`, has its value at the statement."""
+        bound = self.bound.get(name)
+        if bound is not None:
+            return all(statement.lineno < self.line for statement, _ in bound)
+        if name.startswith("self."):
+            return True  # it is a base's
+        known = {a.arg for a in all_arguments(self.function.args)} | set(dir(builtins))
+        return name in known or name in self.file.names
+
+    def _assigned(self, name: str) -> ast.expr | None:
+        """What a name is bound to, once and in any case."""
+        (statement, value), *others = self.bound[name]
+        if others or statement not in self.function.body or value is None:
+            return None
+        calls = [n.func for n in ast.walk(value) if isinstance(n, ast.Call)]
+        pure = all(isinstance(f, ast.Name) and f.id in _PURE for f in calls)
+        own = (ast.Lambda, ast.NamedExpr, ast.comprehension, ast.Await, ast.Yield)
+        return None if not pure or any(isinstance(n, own) for n in ast.walk(value)) else value
+
+    def _rewritten(self, value: ast.expr, depth: int = 0) -> ast.expr | None:
+        """The expression with what is not there yet written out."""
+        if depth > 4:
+            return None
+        late = self
+        failed = False
+
+        class Writer(ast.NodeTransformer):
+            def visit_Name(self, node: ast.Name) -> ast.AST:
+                return self._written(node, node.id)
+
+            def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+                if isinstance(node.value, ast.Name) and node.value.id == "self":
+                    return self._written(node, f"self.{node.attr}")
+                return self.generic_visit(node)
+
+            def _written(self, node: ast.expr, name: str) -> ast.AST:
+                nonlocal failed
+                if late._is_there(name):
+                    return node
+                value = late._assigned(name) if name in late.bound else None
+                new = late._rewritten(value, depth + 1) if value is not None else None
+                failed |= new is None
+                return new or node
+
+        written = Writer().visit(copy.deepcopy(value))
+        assert isinstance(written, ast.expr)
+        return None if failed else written
+
+
+def _assignments(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """The targets of a statement with what each is bound to, as far as that can be told."""
+    match statement:
+        case ast.Assign(targets=targets, value=value):
+            for target in targets:
+                if not isinstance(target, ast.Tuple):
+                    yield target, value
+                    continue
+                values = value.elts if isinstance(value, ast.Tuple) else []
+                yield from itertools.zip_longest(target.elts, values[: len(target.elts)])
+        case ast.AnnAssign(target=target, value=value) | ast.AugAssign(target=target, value=value):
+            yield target, value if isinstance(statement, ast.AnnAssign) else None
+
+
+def _read(value: ast.expr) -> Iterator[str]:
+    """The names that an expression reads; of `self`, the attributes."""
+    for node in ast.walk(value):
+        if isinstance(node, ast.Name) and node.id != "self":
+            yield node.id
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            yield f"self.{node.attr}"

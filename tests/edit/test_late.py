@@ -1,0 +1,117 @@
+"""A layer that is split by an attribute that the constructor sets later."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.numbers import Case, compare, prepare
+from tests.rewriting import refused, rewritten
+
+SOURCE = """import torch.nn.functional as F
+from torch import nn
+
+HEADS = 4
+
+
+class Attention(nn.Module):
+    def __init__(self, dim, heads=HEADS, sinks=True):
+        super().__init__()
+        self.q, self.k = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.v = nn.Linear(dim, dim)
+        self.o = nn.Linear(dim, dim)
+        LATER
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, self.hd)) for f in (self.q, self.k, self.v))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+"""
+SCHEDULE = """import torch
+
+
+def model(m):
+    return m.Attention(16)
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 5, 16)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["{q,k,v}"].shard(["weight", "bias"], axis=0)
+    s["o"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+
+
+@pytest.mark.parametrize(
+    ("later", "unit"),
+    [
+        ("self.hd = dim // heads", "dim // heads"),
+        ("self.heads, self.hd = heads, dim // heads", "dim // heads"),
+        ("self.heads = heads; self.hd = dim // self.heads", "dim // heads"),
+        ("n = max(heads, 1); self.hd = dim // n", "dim // max(heads, 1)"),
+        ("self.hd = self.find(dim)", None),
+        ("self.hd = dim // heads if sinks else 1; self.hd *= 1", None),
+        ("heads = heads // 1; self.hd = dim // heads", None),
+    ],
+)
+def test_what_a_later_attribute_is_worth(later, unit, tmp_path):
+    source = SOURCE.replace("LATER", "\n        ".join(later.split("; ")))
+    source += "\n    def find(self, dim):\n        return dim // 4\n"
+    if unit is None:
+        words = refused(tmp_path, source, SCHEDULE, "SR103")
+        assert "must be split in multiples of `self.hd`, which is set later" in words
+        assert "set `self.hd` above `self.q`" in words
+        return
+    text = rewritten(tmp_path, source, SCHEDULE).files["source_0.py"]
+    assert text.count(f"multiple_of={unit}") == 3
+
+
+def test_the_numbers_are_right(tmp_path):
+    case = {"late": Case(SOURCE.replace("LATER", "self.hd = dim // heads"), SCHEDULE)}
+    prepare(tmp_path, case)
+    compare(tmp_path, case)
+
+
+MAYBE = """from torch import nn
+import torch
+
+
+class Block(nn.Module):
+    def __init__(self, dim, scaled):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.scale = nn.Parameter(torch.ones(4 * dim)) if scaled else None
+
+    def forward(self, x):
+        h = self.up(x).relu()
+        if self.scale is not None:
+            h = h * self.scale
+        return x + self.down(h)
+
+
+class Model(nn.Module):
+    def __init__(self, dim=8):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dim, i == 1) for i in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+
+
+def test_a_parameter_that_some_instances_lack(tmp_path):
+    schedule = SCHEDULE.replace("Attention(16)", "Model(16)").replace("{q,k,v}", "blocks.*.up")
+    schedule = schedule.replace('"o"', '"blocks.*.down"')
+    schedule = schedule.replace(
+        "    s.infer", '    s["blocks.1"].shard("scale", axis=0)\n    s.infer'
+    )
+    text = rewritten(tmp_path, MAYBE, schedule).files["source_0.py"]
+    assert 'if self.scale is not None:\n            shard_parameter(self, "scale"' in text
