@@ -143,6 +143,8 @@ def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, P
     _close(wanted)
     if "weights" in wanted or _shards_something(wanted.get("tensor_parallel", set())):
         wanted["loading"] = set(SURFACE["loading"])
+        if _shards_something(wanted.get("tensor_parallel", set())):
+            wanted["tensor_parallel"].add("clip_grad_norm_")
         _close(wanted)
     if KERNELS in wanted:
         found[KERNELS] = kernels.picked(wanted.pop(KERNELS))

@@ -15,6 +15,7 @@ from .tensor_parallel import (
     Shard,
     all_reduce_gradient,
     block_sizes,
+    check_parts,
     gather_if_sharded,
     part_size,
     part_sizes,
@@ -69,6 +70,7 @@ class ColumnParallelConvolution(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps (B, C, *S) to (B, F', *S), or to (B, F, *S) with `gather_output`."""
+        check_parts(self)
         if self.reduce_input_gradient:
             input = all_reduce_gradient(input)
         return gather_if_sharded(super().forward(input), self.output_shard)
@@ -117,6 +119,7 @@ class RowParallelConvolution(nn.Module):
         if world_size() == 1:
             whole: Tensor = super().forward(input)
             return whole
+        check_parts(self)
         convolve: Any = self._conv_forward
         y: Tensor = convolve(input, self.weight, None)
         bias = self.bias

@@ -23,6 +23,8 @@ def same_weights(module: nn.Module) -> Iterator[None]:
         replaced = before.get(path, made)
         if made is not replaced and not path.startswith(taken):
             weights = replaced.state_dict()
-            if weights.keys() == made.state_dict().keys() or hasattr(made, "weight_map"):
+            if weights.keys() == made.state_dict().keys() or hasattr(
+                made, "weight_map"
+            ):
                 made.load_state_dict(weights)
                 taken = (*taken, f"{path}.")

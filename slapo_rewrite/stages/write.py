@@ -400,6 +400,7 @@ class Text:
         specs = "".join(f"{self._spec(n)},\n" for n in range(count))
         partitioned = PARTITIONED if self.has_shards else ""
         groups = "    set_group(model_parallel_group(topology))\n" if self.has_shards else ""
+        parts = "    take_own_parts(stage_of(module, STAGES))\n" if self.has_shards else ""
         join = "joined" if self.gathers else "united"
         writing = (WRITE_PARTS if self.has_shards else WRITE_LAYERS).format(model=model)
         return f'''\
@@ -443,7 +444,7 @@ def build(*args, num_stages=None, topology=None, dynamic_shape=False, **kwargs):
         dynamic_shape=dynamic_shape,
     )
     count_once(module, layers, STAGES)
-    seed_apart(module)
+{parts}    seed_apart(module)
     return module
 
 
@@ -536,7 +537,7 @@ def read_checkpoint(folder, *args, tag=None, **kwargs):
     def engine_helpers(self) -> dict[str, set[str]]:
         """The names of helper modules that only what is written for this engine uses."""
         names = {"check_layout", "count_once", "seed_apart", "stage_of"}
-        names |= {"model_parallel_group"} if self.has_shards else set()
+        names |= {"model_parallel_group", "take_own_parts"} if self.has_shards else set()
         checkpoints = {"layer_files", "joined" if self.gathers else "united"}
         checkpoints.add("write_parts" if self.has_shards else "write_layers")
         return {"stages": names, "checkpoints": checkpoints}

@@ -192,6 +192,13 @@ def check_build_is_alike():
     assert model.head.weight is model.table.weight
 
 
+def check_seeds():
+    torch.manual_seed(tp.rank())
+    if tp.world_size() > 1:
+        with pytest.raises(ValueError, match="must be seeded alike"):
+            loading.build(lambda: Model(whole=False))
+
+
 def check_load_pretrained(folder):
     torch.manual_seed(6)
     whole = Model(whole=True)
@@ -260,6 +267,7 @@ def check_starting(folder):
     if tp.world_size() > 1:  # first, while nothing else has been held
         check_build_holds_a_part()
     check_build_is_alike()
+    check_seeds()
     check_load_pretrained(folder)
     check_save_pretrained(folder / "saved")
 

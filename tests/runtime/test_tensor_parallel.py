@@ -5,6 +5,7 @@ leaves no room for a wrong formula.
 """
 
 import copy
+import io
 import pickle
 from dataclasses import replace
 
@@ -406,7 +407,7 @@ def check_collectives_leave_a_world_of_one_alone():
 def check_loading_full_and_local_tensors():
     whole, sharded = pair(nn.Linear(6, 12), tp.ColumnParallelLinear(6, 12, parts=3))
     full = whole.state_dict()
-    local = {name: p.clone() for name, p in sharded.state_dict().items()}
+    local = copy.deepcopy(sharded.state_dict())
     assert all(torch.equal(to_full(sharded, local)[name], full[name]) for name in full)
 
     other = tp.ColumnParallelLinear(6, 12, parts=3).double()
@@ -428,6 +429,98 @@ def check_loading_full_and_local_tensors():
         twin.load_state_dict(full)
         assert torch.equal(twin.weight, sharded.weight)
         assert twin.weight is not other.weight and twin.weight.model_parallel
+
+
+def check_parts_of_other_ranks():
+    """What one rank saved and all load; a smaller model's full tensors, of a part's size."""
+    layer, world = tp.ColumnParallelLinear(6, 12), tp.world_size()
+    saved = io.BytesIO()
+    torch.save(layer.state_dict(), saved)
+    saved.seek(0)
+    layer.load_state_dict(torch.load(saved))
+    of_all = [None] * world
+    if world > 1:
+        dist.all_gather_object(of_all, layer.state_dict())
+    before = layer.weight.clone()
+    for rank, state in enumerate(of_all if world > 1 else []):
+        if rank != tp.rank():
+            words = f"part of rank {rank} of {world}, and this is rank {tp.rank()} of {world}"
+            with pytest.raises(ValueError, match=words):
+                layer.load_state_dict(state)
+    smaller = nn.Linear(6, 12 // world).state_dict()
+    for state in (smaller, dict(layer.state_dict())) if world > 1 else ():
+        with pytest.raises(ValueError, match="of the full tensor has 12 elements"):
+            layer.load_state_dict(state)
+    assert torch.equal(layer.weight, before)
+    layer.takes_parts = True  # as in a stage of DeepSpeed, whose files lose the note
+    layer.load_state_dict(dict(layer.state_dict()))
+
+
+def check_resizing():
+    """As transformers' `resize_token_embeddings` does it; setting what is there is no harm."""
+    table, head = tp.VocabParallelEmbedding(12, 4), tp.ColumnParallelLinear(4, 12)
+    head.out_features = table.num_embeddings
+    for layer, name in ((table, "num_embeddings"), (head, "out_features")):
+        layer.weight.data = torch.zeros(20, 4)
+        if tp.world_size() == 1:
+            setattr(layer, name, 20)
+            layer.load_state_dict({**layer.state_dict(), "weight": torch.ones(20, 4)})
+        else:
+            with pytest.raises(RuntimeError, match="in one process, and load what it saves"):
+                setattr(layer, name, 20)
+
+
+def check_copies_of_one_ranks_part():
+    """As a broadcast over the group leaves them, and drawing without `loading.build`."""
+    if tp.world_size() == 1:
+        return
+    for layer in (tp.ColumnParallelLinear(6, 12), tp.RowParallelLinear(12, 6)):
+        layer(torch.zeros(2, layer.weight.shape[1]))
+        twin = copy.deepcopy(layer)
+        nn.parallel.DistributedDataParallel(twin)
+        twin(torch.zeros(2, layer.weight.shape[1]))  # no first run any more
+        twin.load_state_dict(twin.state_dict())
+        with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+            twin(torch.zeros(2, layer.weight.shape[1]))
+        nn.init.ones_(twin.weight)
+        twin.load_state_dict(twin.state_dict())
+        twin(torch.zeros(2, layer.weight.shape[1]))
+
+
+def check_clip_grad_norm():
+    """Parts count once each, copies once; the scaled gradients are the whole model's."""
+    for norm_type in (2.0, 1.0, float("inf")):
+        for max_norm in (0.01, 1e9):
+            whole = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Linear(12, 6)).double()
+            sharded = nn.Sequential(
+                tp.ColumnParallelLinear(6, 12, gather_output=True),
+                nn.LayerNorm(12),
+                tp.ColumnParallelLinear(12, 6, gather_output=True),
+            )
+            if tp.world_size() == 4:  # of 6 features ranks have one or two
+                assert sharded[2].weight.shape[0] == (2, 2, 1, 1)[tp.rank()]
+            sharded.double()
+            with torch.no_grad():
+                for number, parameter in enumerate(whole.parameters()):
+                    parameter.copy_(seeded(*parameter.shape) + number)
+            sharded.load_state_dict(whole.state_dict())
+            x = seeded(5, 6)
+            for model in (whole, sharded):
+                model(x).square().sum().backward()
+            want = nn.utils.clip_grad_norm_(whole.parameters(), max_norm, norm_type)
+            given = sharded if norm_type == 2.0 else sharded.parameters()
+            close(tp.clip_grad_norm_(given, max_norm, norm_type), want)
+            gradients = {name: p.grad for name, p in sharded.named_parameters()}
+            for name, gradient in to_full(sharded, gradients).items():
+                close(gradient, whole.get_parameter(name).grad)
+    copied = copy.deepcopy(sharded)
+    copied(x).sum().backward()
+    if tp.world_size() > 1:
+        with pytest.raises(ValueError, match="give the model itself"):
+            tp.clip_grad_norm_(copied.parameters(), 1.0)
+    copied[0].weight.grad.fill_(float("nan") if tp.rank() == 0 else 0.0)
+    with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
+        tp.clip_grad_norm_(copied, 1.0, error_if_nonfinite=True)
 
 
 def check_meta_device():
@@ -504,6 +597,24 @@ def test_agrees_with_whole_layers(world):
     run(run_checks, world)
 
 
+def check_two_models_with_groups_of_their_own(own):
+    """Each runs while its group is named; what is under way keeps its group."""
+    whole, layer = pair(nn.Linear(4, 4), tp.ColumnParallelLinear(4, 4))
+    x = leaf(3, 4)
+    y = layer(x).square().sum()
+    tp.set_group(None)
+    for use in (lambda: layer(x), lambda: to_full(layer, layer.state_dict())):
+        with pytest.raises(RuntimeError, match="call `set_group` with its own group"):
+            use()
+    other = pair(nn.Linear(4, 4), tp.ColumnParallelLinear(4, 4))[1]
+    assert other.weight.shape[0] == 1
+    y.backward()
+    want = torch.autograd.grad(whole(x).square().sum(), x)[0]
+    close(x.grad, want)
+    tp.set_group(own)
+    close(to_full(layer, layer.state_dict())["weight"], whole.weight)
+
+
 def two_groups_of_two():
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     tp.set_group(groups[dist.get_rank() // 2])
@@ -511,6 +622,7 @@ def two_groups_of_two():
     check_column_parallel_linear()
     check_row_parallel_linear()
     check_collectives()
+    check_two_models_with_groups_of_their_own(groups[dist.get_rank() // 2])
     return tp.all_reduce(torch.tensor(float(dist.get_rank()))).item()
 
 
