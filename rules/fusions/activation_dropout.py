@@ -10,7 +10,7 @@ from slapo_rewrite.rules.fusions.swiglu import silu
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Found, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.bias_gelu import activation_dropout, bias_activation
 
 
@@ -113,6 +113,7 @@ class ActivationDropout(Rule):
 
     name = "activation_dropout"
     numerics = Numerics.RESEEDED
+    conditions = BY_KERNEL
     pays = "reads and writes once in the place of twice, and dropout keeps no mask"
     rank = 20
     alternatives = tuple(Alternative(pattern, fused) for pattern in PATTERNS)

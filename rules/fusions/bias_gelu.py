@@ -6,7 +6,7 @@ from slapo_rewrite.rules.fusions.geglu import gelu, gelu_tanh
 from slapo_rewrite.rules.fusions.gelu_tanh import factored, without_a_power, written_out
 from torch import Tensor
 
-from slapo_rewrite.fusion import Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Found, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.bias_gelu import bias_gelu
 
 
@@ -124,6 +124,7 @@ class BiasGelu(Rule):
 
     name = "bias_gelu"
     numerics = Numerics.REASSOCIATED
+    conditions = BY_KERNEL
     pays = "backwards the bias's gradient is summed without reading its terms once more"
     rank = 20
     alternatives = (

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from slapo_rewrite.edit.expressions import parenthesised
 from slapo_rewrite.fusion import (
+    BY_KERNEL,
     Alternative,
     Calling,
     Example,
@@ -199,6 +200,7 @@ class CrossEntropy(Rule):
 
     name = "cross_entropy"
     numerics = Numerics.REASSOCIATED
+    conditions = BY_KERNEL
     pays = "reads the logits twice, and makes no copy of them in float32"
     rank = 40
     alternatives = tuple(map(Alternative, PATTERNS))

@@ -6,7 +6,7 @@ from slapo_rewrite.rules.fusions.residual_rms_norm import broadcast
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Found, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.dropout_residual import dropout_residual
 
 
@@ -91,6 +91,7 @@ class DropoutResidual(Rule):
 
     name = "dropout_residual"
     numerics = Numerics.RESEEDED
+    conditions = BY_KERNEL
     pays = "reads each of the two once, and dropout keeps no mask"
     rank = 10
     alternatives = (Alternative(dropped, fused),)

@@ -5,7 +5,7 @@ from slapo_rewrite.rules.fusions.swiglu import gated_by
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import Alternative, Example, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.gated import geglu
 
 
@@ -105,6 +105,7 @@ class Geglu(Rule):
 
     name = "geglu"
     numerics = Numerics.RESEEDED
+    conditions = BY_KERNEL
     pays = "reads gate and up once and keeps no activation for the backward pass"
     rank = 20
     alternatives = tuple(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import Alternative, Example, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_OPERATIONS, Alternative, Example, Numerics, Refusal, Rule
 
 
 def written_out(x: Tensor) -> Tensor:
@@ -98,6 +98,7 @@ class GeluTanh(Rule):
 
     name = "gelu_tanh"
     numerics = Numerics.REASSOCIATED
+    conditions = BY_OPERATIONS
     pays = "one pass over the memory in the place of eight, and one tensor kept in the place of six"
     rank = 10
     alternatives = (

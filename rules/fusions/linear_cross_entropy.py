@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from slapo_rewrite.edit.text import accessor
 from slapo_rewrite.fusion import (
+    BY_KERNEL,
     SHIFTS,
     Alternative,
     Declined,
@@ -198,6 +199,7 @@ class LinearCrossEntropy(Rule):
 
     name = "linear_cross_entropy"
     numerics = Numerics.REASSOCIATED
+    conditions = BY_KERNEL
     rank = 50
     alternatives = ()
     calls = (Alternative(is_loss),)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Found, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.linear_each import linear_each
 
 _ROLES = {"query": "q", "key": "k", "value": "v"}
@@ -108,6 +108,7 @@ class LinearEach(Rule):
 
     name = "linear_each"
     numerics = Numerics.REASSOCIATED
+    conditions = BY_KERNEL
     pays = "backwards the products add up the input's gradient, in the place of two passes"
     rank = 10
     alternatives = (Alternative(projected, together),)

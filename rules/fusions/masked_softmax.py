@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slapo_rewrite.edit.expressions import parenthesised
-from slapo_rewrite.fusion import Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Found, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.softmax import masked_softmax
 
 
@@ -179,6 +179,7 @@ class MaskedSoftmax(Rule):
 
     name = "masked_softmax"
     numerics = Numerics.REASSOCIATED
+    conditions = BY_KERNEL
     pays = "reads and writes the scores, (B, N, T, S), once in the place of three times"
     rank = 15
     alternatives = (

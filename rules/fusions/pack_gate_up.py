@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from slapo_rewrite.fusion import Example, Numerics, Packing, Refusal
+from slapo_rewrite.fusion import BY_OPERATIONS, Example, Numerics, Packing, Refusal
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.values import Graph, Value
 
@@ -88,6 +88,7 @@ class PackGateUp(Packing):
 
     name = "pack_gate_up"
     numerics = Numerics.REASSOCIATED
+    conditions = BY_OPERATIONS
     examples = (
         Example(
             MODEL,

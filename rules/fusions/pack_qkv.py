@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from slapo_rewrite.fusion import Example, Numerics, Packing, Refusal
+from slapo_rewrite.fusion import BY_OPERATIONS, Example, Numerics, Packing, Refusal
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.values import Graph
 
@@ -100,6 +100,7 @@ class PackQkv(Packing):
 
     name = "pack_qkv"
     numerics = Numerics.REASSOCIATED
+    conditions = BY_OPERATIONS
     examples = (
         Example(
             MODEL,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slapo_rewrite.fusion import Alternative, Example, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.bias_gelu import quick_gelu
 
 
@@ -85,6 +85,7 @@ class QuickGelu(Rule):
 
     name = "quick_gelu"
     numerics = Numerics.REASSOCIATED
+    conditions = BY_KERNEL
     pays = "one pass over the memory in the place of three, and one tensor kept in the place of two"
     rank = 10
     alternatives = (Alternative(written_out, fused),)

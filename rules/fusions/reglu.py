@@ -4,7 +4,7 @@ from slapo_rewrite.rules.fusions.swiglu import MODEL, SCHEDULE, gated_by
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import Alternative, Example, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.gated import reglu
 
 
@@ -50,6 +50,7 @@ class Reglu(Rule):
 
     name = "reglu"
     numerics = Numerics.RESEEDED
+    conditions = BY_KERNEL
     pays = "reads gate and up once and keeps no activation for the backward pass"
     rank = 20
     alternatives = (Alternative(WITH_DROPOUT, dropped), Alternative(WITHOUT, fused))

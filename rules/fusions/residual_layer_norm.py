@@ -7,7 +7,16 @@ from slapo_rewrite.rules.fusions.residual_rms_norm import added, broadcast
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import Alternative, Calling, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import (
+    BY_KERNEL,
+    Alternative,
+    Calling,
+    Example,
+    Found,
+    Numerics,
+    Refusal,
+    Rule,
+)
 from slapo_rewrite.runtime.kernels.layer_norm import add_layer_norm, residual_layer_norm
 
 
@@ -207,6 +216,7 @@ class ResidualLayerNorm(Rule):
 
     name = "residual_layer_norm"
     numerics = Numerics.RESEEDED
+    conditions = BY_KERNEL
     pays = "the sum is read once, and dropout keeps no mask"
     rank = 40
     alternatives = (

@@ -13,7 +13,16 @@ from slapo_rewrite.rules.fusions.rms_norm import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import Alternative, Calling, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import (
+    BY_KERNEL,
+    Alternative,
+    Calling,
+    Example,
+    Found,
+    Numerics,
+    Refusal,
+    Rule,
+)
 from slapo_rewrite.runtime.kernels.rms_norm import residual_rms_norm
 
 
@@ -132,6 +141,7 @@ class ResidualRmsNorm(Rule):
 
     name = "residual_rms_norm"
     numerics = Numerics.RESEEDED
+    conditions = BY_KERNEL
     pays = "the sum is read once, and dropout keeps no mask"
     rank = 40
     alternatives = tuple(map(Alternative, PATTERNS))

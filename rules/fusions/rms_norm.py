@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slapo_rewrite.fusion import Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Found, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.rms_norm import rms_norm
 
 
@@ -174,6 +174,7 @@ class RmsNorm(Rule):
 
     name = "rms_norm"
     numerics = Numerics.REASSOCIATED
+    conditions = BY_KERNEL
     pays = "reads and writes each row once in the place of six times"
     rank = 30
     alternatives = (

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slapo_rewrite.fusion import Alternative, Example, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.rotary import rotary
 
 
@@ -140,6 +140,7 @@ class Rotary(Rule):
 
     name = "rotary"
     numerics = Numerics.REASSOCIATED
+    conditions = BY_KERNEL
     pays = "reads and writes queries and keys once in the place of five times"
     rank = 25
     alternatives = (Alternative(whole, fused), Alternative(partial, fused))

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slapo_rewrite.edit.expressions import parenthesised
-from slapo_rewrite.fusion import Alternative, Calling, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import (
+    Alternative,
+    Calling,
+    Conditions,
+    Example,
+    Found,
+    Numerics,
+    Refusal,
+    Rule,
+    Twice,
+)
 from slapo_rewrite.patterns.values import Value, reached
 
 
@@ -184,6 +194,7 @@ class Sdpa(Rule):
 
     name = "sdpa"
     numerics = Numerics.RESEEDED
+    conditions = Conditions(Twice.NEVER)
     pays = "the scores, (B, N, T, S), are never written to memory"
     rank = 90
     alternatives = tuple(map(Alternative, PATTERNS))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import Alternative, Example, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.gated import swiglu
 
 Activation = Callable[[Tensor], Tensor]
@@ -100,6 +100,7 @@ class Swiglu(Rule):
 
     name = "swiglu"
     numerics = Numerics.RESEEDED
+    conditions = BY_KERNEL
     pays = "reads gate and up once and keeps no activation for the backward pass"
     rank = 20
     alternatives = (Alternative(WITH_DROPOUT, dropped), Alternative(WITHOUT, fused))

@@ -5,12 +5,24 @@ from slapo_rewrite.fusion.engine import Calling, Renamed, Spread
 from slapo_rewrite.fusion.forks import Fork, fork_of
 from slapo_rewrite.fusion.heads import SHIFTS, Declined, head_of, labels_of, loss_of
 from slapo_rewrite.fusion.packing import Packing
-from slapo_rewrite.fusion.rule import Alternative, Found, Numerics, Rule
+from slapo_rewrite.fusion.rule import (
+    BY_KERNEL,
+    BY_OPERATIONS,
+    Alternative,
+    Conditions,
+    Found,
+    Numerics,
+    Rule,
+    Twice,
+)
 
 __all__ = [
+    "BY_KERNEL",
+    "BY_OPERATIONS",
     "SHIFTS",
     "Alternative",
     "Calling",
+    "Conditions",
     "Declined",
     "Example",
     "Fork",
@@ -21,6 +33,7 @@ __all__ = [
     "Renamed",
     "Rule",
     "Spread",
+    "Twice",
     "fork_of",
     "head_of",
     "labels_of",

@@ -30,6 +30,43 @@ class Numerics(enum.Enum):
     RESEEDED = "reseeded"  # other random numbers
 
 
+class Twice(enum.Enum):
+    """Whether gradients of gradients can be taken of what is written."""
+
+    AS_BEFORE = "as before"
+    ON_A_CPU = "as before on a CPU; a kernel has no second derivative, and torch says so"
+    NEVER = "torch's operation has no second derivative, and says so"
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What holds besides an ordinary training step; each is tested with the rule's examples.
+
+    Attributes:
+        double_backward: Gradients of gradients.
+        autocast: Under `torch.autocast`.
+        half_precision: Of a model in bfloat16 or float16.
+        empty_batches: Of inputs without a row.
+    """
+
+    double_backward: Twice
+    autocast: str = "outputs and gradients have the types that they had"
+    half_precision: str = "outputs and gradients have the types that they had, rounded elsewhere"
+    empty_batches: str = "as before"
+
+    def lines(self) -> list[str]:
+        """One line for each, for the rule's page."""
+        return [
+            f"double backward: {self.double_backward.value}",
+            f"autocast: {self.autocast}",
+            f"half precision: {self.half_precision}",
+            f"empty batches: {self.empty_batches}",
+        ]
+
+
+BY_KERNEL, BY_OPERATIONS = Conditions(Twice.ON_A_CPU), Conditions(Twice.AS_BEFORE)
+
+
 @dataclass(frozen=True)
 class Alternative:
     """One way in which a computation may be written, and what takes its place.
@@ -185,6 +222,7 @@ class Rule:
     Attributes:
         name: What `s.apply(...)` calls it.
         numerics: How the numbers compare.
+        conditions: What holds besides an ordinary step.
         bound: Of an approximation: the largest error, relative or absolute.
         pays: Why `apply_all` takes it; empty where it is only taken when asked for.
         rank: Of several rules that claim one place, `apply_all` takes the one of the highest rank.
@@ -197,6 +235,7 @@ class Rule:
 
     name: ClassVar[str]
     numerics: ClassVar[Numerics]
+    conditions: ClassVar[Conditions]
     bound: ClassVar[float] = 0.0
     pays: ClassVar[str] = ""
     rank: ClassVar[int] = 0

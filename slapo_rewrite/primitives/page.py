@@ -43,7 +43,7 @@ def page(name: str) -> str:
 
 
 def _rule_page(rule: Rule) -> str:
-    facts = [f"numerics: {rule.numerics.value}"]
+    facts = [f"numerics: {rule.numerics.value}", *rule.conditions.lines()]
     facts += [f"kernels: {', '.join(rule.kernels)}"] if rule.kernels else []
     facts.append(
         f"apply_all: takes it: {rule.pays}" if rule.pays else "apply_all: leaves it: ask for it"

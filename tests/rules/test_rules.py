@@ -12,7 +12,7 @@ import torch
 
 from slapo_rewrite import errors
 from slapo_rewrite.emit.kernels import libraries
-from slapo_rewrite.fusion import Numerics, Rule
+from slapo_rewrite.fusion import Numerics, Rule, Twice
 from slapo_rewrite.fusion.looking import compiled
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.patterns.named import named_operations
@@ -101,6 +101,76 @@ def compare(rule: Rule, folder, output) -> None:
     pairs += [(actual_gradients[n], g) for n, g in expected_gradients.items()]
     for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=limit, atol=limit)
+
+
+# A condition: the type of the model, and whether autocast is on.
+CONDITIONS = {
+    "double backward": (torch.float64, False),
+    "autocast": (torch.float32, True),
+    "half precision": (torch.bfloat16, False),
+    "empty batches": (torch.float64, False),
+}
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize(("rule", "number"), EXAMPLES, ids=named)
+def test_conditions(rule: Rule, number: int, condition: str, tmp_path):
+    """What a rule's page says of a condition holds of its examples, on a CPU."""
+    assert condition in "\n".join(rule.conditions.lines())
+    example = rule.examples[number]
+    output = rewritten(tmp_path, example.source, example.schedule)
+    schedule = ScheduleFile.load(str(tmp_path / "s.py")).module
+    modules = [imported(next(tmp_path.glob("source_*.py"))), imported(written(tmp_path, output))]
+    torch.manual_seed(0)
+    state = schedule.model(modules[0]).state_dict()
+    try:
+        wanted = under(condition, schedule, modules[0], state)
+    except RuntimeError:  # the example itself has no second derivative, or no empty view
+        modules, wanted = modules[1:], None
+    twice = rule.conditions.double_backward
+    if wanted is None or (condition == "double backward" and twice is Twice.NEVER):
+        with pytest.raises(RuntimeError):
+            under(condition, schedule, modules[-1], state)
+        return
+    found = under(condition, schedule, modules[1], state)
+    absent = {n for note in recorded(output) for n in note.get("none in training", ())}
+    assert wanted.keys() - absent == found.keys()
+    limit = 3e-6 if CONDITIONS[condition][0] == torch.float64 else 5e-2
+    for name, tensor in found.items():
+        assert tensor.dtype == wanted[name].dtype, name
+        torch.testing.assert_close(tensor, wanted[name], rtol=limit, atol=limit, equal_nan=True)
+
+
+def under(condition: str, schedule, module, state) -> dict[str, torch.Tensor]:
+    """The outputs and gradients of a model under a condition, by name."""
+    (dtype, mixed), empty = CONDITIONS[condition], condition == "empty batches"
+    model = schedule.model(module)
+    model.load_state_dict(state)
+    model.to(dtype)
+    for inner in model.modules():
+        if isinstance(inner, torch.nn.Dropout):
+            inner.p = 0.0
+    torch.manual_seed(2)
+    given = {
+        n: v.to(dtype).requires_grad_() if torch.is_tensor(v) and v.is_floating_point() else v
+        for n, v in schedule.inputs(model).items()
+    }
+    if empty:  # masks without a batch stay as they are
+        given = {n: v[:0] if v.dim() > 2 or n == "labels" else v for n, v in given.items()}
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        outputs = model(**given)
+        loss = schedule.loss(outputs)
+    leaves = {n: v for n, v in given.items() if torch.is_tensor(v) and v.requires_grad}
+    inputs = [*leaves.values()]
+    if condition == "double backward":
+        first = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+        loss = sum(g.square().sum() for g in first if g is not None)
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for path, inner in model.named_modules():
+        if hasattr(inner, "weight_map"):
+            gradients = inner.weight_map.to_original(gradients, f"{path}.")
+    return dict(tensors_in(outputs)) | gradients
 
 
 @pytest.mark.parametrize(("rule", "number"), REFUSALS, ids=named)
