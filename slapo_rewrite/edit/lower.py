@@ -8,6 +8,7 @@ that make the modules (`collect`), and these become edits (`settle`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,18 +131,20 @@ class _Lowering:
                     followed: Followed | None = self._follow(followed_itself)
             except CannotRun:
                 followed = None
+        reduced: Callable[[], AbstractContextManager[None]] = alike.reduced
         if followed is None:
-            # Some models count their layers by the configuration: run all of them.
+            # Some models count their layers by the configuration: run all of them, and write what
+            # follows of each.
             self.states = every
             try:
                 followed = self._follow(followed_itself)
-                self.states = {path: self.states[path] for path in few}
+                reduced = nullcontext
             except CannotRun as error:
                 self.states = few
                 with alike.reduced():
                     followed = self._follow_small(small, error)
         self.states, inferred = named(self.states, self.number)
-        with alike.reduced():
+        with reduced():
             asked = self._asked()
             collect(self.tree, self.states, asked, followed, self.desks, self.before)
             for draw, world in out_of_step(self.tree, asked, followed):

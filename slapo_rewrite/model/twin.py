@@ -139,7 +139,7 @@ def build_small(schedule: Any, module: Any) -> nn.Module:
 
 
 def build_deep(schedule: Any, module: Any, full: nn.Module) -> nn.Module:
-    """A twin with all layers of the full model, where its config tells how to make it so.
+    """A twin with all layers of the full model: `verify_model`'s if it has them, else a made one.
 
     Every pipeline stage has layers then, as it has in the full model. Else `build_small`'s.
 
@@ -148,12 +148,20 @@ def build_deep(schedule: Any, module: Any, full: nn.Module) -> nn.Module:
         module: The module being rewritten, or what it was rewritten to.
         full: The full model, built from that module.
     """
+    if hasattr(schedule, "verify_model"):
+        small = build_small(schedule, module)
+        if _paths(small) == _paths(full):
+            return small
     config: Any = getattr(full, "config", None)
     if hasattr(config, "to_dict"):
         # What the schedule says may fit it better.
         with contextlib.suppress(Exception):
             return shrunk(full, keep_depth=True)
     return build_small(schedule, module)
+
+
+def _paths(model: nn.Module) -> set[str]:
+    return {path for path, _ in model.named_modules()}
 
 
 def shrunk(full: nn.Module, keep_depth: bool = False) -> nn.Module:

@@ -39,27 +39,36 @@ class Trial:
 
     def __init__(self, schedule: Any, module: ModuleType, full: nn.Module, cause: Span | None):
         self.full, self.cause = full, cause
+        self.world = vars(module)
         try:
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                self.model = twin.build_deep(schedule, module, full)
-                self.inputs = apart(twin.step_inputs(schedule, self.model))
+            try:
+                outputs = self._run(schedule, twin.build_deep, module, full)
+            except Exception:
+                if not hasattr(schedule, "verify_model"):
+                    raise
+                outputs = self._run(schedule, _small, module, full)
         except Exception as error:
             raise errors.CannotCut(
                 f"no small model to cut can be run: {error}",
                 at=cause,
                 hint="define verify_model(m) and inputs(model) in the schedule",
             ) from error
-        self.world = vars(module)
-        self.pristine = copy.deepcopy(self.model)
-        self.model.train()
-        with self.seeded():
-            outputs = self.model(**self.inputs)
         try:
             self.expected = twin.loss_of(schedule, outputs)
         except ValueError as error:
             raise errors.CannotCut(str(error), at=cause) from error
         self.part = self.part_of(outputs)
+
+    def _run(self, schedule: Any, build: Callable[..., nn.Module], *args: Any) -> Any:
+        """What a small model returns."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.model = build(schedule, *args)
+            self.inputs = apart(twin.step_inputs(schedule, self.model))
+        self.pristine = copy.deepcopy(self.model)
+        self.model.train()
+        with self.seeded():
+            return self.model(**self.inputs)
 
     @contextlib.contextmanager
     def seeded(self) -> Iterator[None]:
@@ -288,6 +297,10 @@ def all_ran(text: str, name: str, reached: Set[int]) -> bool:
         if reads and not lines & reached:
             return False
     return True
+
+
+def _small(schedule: Any, module: ModuleType, full: nn.Module) -> nn.Module:
+    return twin.build_small(schedule, module)
 
 
 def apart(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -388,3 +388,58 @@ def test_a_class_that_comes_in_as_a_value(model, path, made, tmp_path):
         refused(tmp_path, GIVEN, schedule, "SR103")
     else:
         assert made in " ".join(rewritten(tmp_path, GIVEN, schedule).files["source_0.py"].split())
+
+
+COUNTED = """import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, dim=16):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x).unflatten(-1, (-1, 4))).flatten(-2))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.depth = 3
+        self.layers = nn.ModuleList(Block() for _ in range(self.depth))
+
+    def forward(self, x):
+        for i in range(self.depth):
+            x = x + self.layers[i](x)
+        return x
+"""
+
+
+def test_layers_that_a_number_counts(tmp_path):
+    """All of them are followed, and each one's norm, which meets parts, is found."""
+    schedule = """import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 3, 16)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["layers.*.up"].shard(["weight", "bias"], axis=0)
+    s["layers.*.down"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+    case = {"counted": Case(COUNTED, schedule)}
+    prepare(tmp_path, case)
+    run(compare, 2, tmp_path, case)
+    assert "ReplicatedLayerNorm(4)" in (tmp_path / "counted_out/counted_original.py").read_text()

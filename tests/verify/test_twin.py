@@ -120,3 +120,21 @@ def test_homegrown_model_is_its_own_twin():
     large = SimpleNamespace(model=lambda m: nn.Linear(20_000, 20_000))
     with pytest.raises(ValueError, match=r"400,020,000 parameters.*define verify_model"):
         twin.build_small(large, None)
+
+
+def test_a_deep_twin_is_the_schedules_own_where_that_is_as_deep():
+    """It may know sizes that hang together; one with fewer layers gives way to a made one."""
+
+    def made(depth):
+        sizes = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 30}
+        config = transformers.BertConfig(vocab_size=50, num_hidden_layers=depth, **sizes)
+        return transformers.BertForMaskedLM(config)
+
+    for depth, width in ((3, 24), (2, None)):
+        schedule = scheduled("BertForMaskedLM", num_hidden_layers=3)
+        schedule.verify_model = lambda m, depth=depth: made(depth)
+        with torch.device("meta"):
+            full = schedule.model(None)
+        model = twin.build_deep(schedule, None, full)
+        assert len(model.bert.encoder.layer) == 3
+        assert (model.config.hidden_size == 24) is (width == 24)
