@@ -7,7 +7,9 @@ called, is done there; its file is rewritten where what is asked reaches into it
 
 from __future__ import annotations
 
+import keyword
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,10 +158,11 @@ class Desks:
             return "modules"
         if file.name not in self._stems:
             *above, name = [*file.package.split("."), file.path.stem]
-            name = above.pop() if name == "__init__" else name
-            taken = {*_RESERVED, *self._stems.values()} if file is not self.main.file else ()
+            name = above.pop() if name == "__init__" else _identifier(name)
+            taken = {*_RESERVED, *self._stems.values()}
             while name in taken and any(above):
                 name = f"{above.pop()}_{name}"
+            name = f"{name}_model" if name in _RESERVED else name
             unique, number = name, 2
             while unique in taken:
                 unique, number = f"{name}_{number}", number + 1
@@ -189,6 +192,13 @@ class Desks:
     def siblings(self, known: Mapping[str, tuple[str, ...]]) -> None:
         """Says which elements modules stand for."""
         self._siblings.update(known)
+
+
+def _identifier(stem: str) -> str:
+    """What a file is called where its own name could not be imported."""
+    name = re.sub(r"\W", "_", stem.strip("_") if stem.startswith("__") else stem)
+    name = name if name.isidentifier() else f"model_{name}"
+    return f"{name}_model" if keyword.iskeyword(name) else name
 
 
 def is_torch(module: str) -> bool:

@@ -11,6 +11,7 @@ from slapo_rewrite.edit.splice import Change
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.emit.helpers import MODULES
 from slapo_rewrite.model.emitted import FailedOutput
+from slapo_rewrite.source.index import lines_of
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Causes:
 
     def _told(self, failed: FailedOutput) -> errors.RewriteError:
         name, line = failed.frames[-1]
-        lines = self.files[name].split("\n") if name in self.files else []
-        text = lines[line - 1].rstrip("\r") if line <= len(lines) else ""
+        lines = lines_of(self.files[name]) if name in self.files else []
+        text = lines[line - 1] if line <= len(lines) else ""
         indent = len(text) - len(text.lstrip())
         width = max(1, len(text) - indent)
         at = errors.Span(f"rewritten/{name}", line, indent + 1, width, text)

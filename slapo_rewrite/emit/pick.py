@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from slapo_rewrite.source.index import lines_of
+
 LINE_LENGTH = 88  # black's default, which emitted files keep
 
 RUNTIME = "slapo_rewrite.runtime"
@@ -46,7 +48,7 @@ class Library:
 
     def __init__(self, text: str, tree: ast.Module | None = None) -> None:
         self.text, self.tree = text, tree or ast.parse(text)
-        self.lines = text.splitlines()
+        self.lines = lines_of(text)
         self.defined = _definitions(self.tree)
         self._used: dict[int, set[str]] = {}
 

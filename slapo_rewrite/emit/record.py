@@ -33,6 +33,11 @@ def digest(data: str | bytes) -> str:
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 
+def stored(file: SourceFile) -> str:
+    """The SHA-256 of a source file."""
+    return digest(file.as_stored(file.text))
+
+
 @functools.cache
 def tool_digest() -> str:
     """One hash over the tool's own files: another tool may give another output.
@@ -53,6 +58,7 @@ def tool_digest() -> str:
 
 def written(
     project: Project,
+    model_file: str,
     directives: Iterable[Directive],
     knobs: Mapping[str, Any],
     given: Mapping[str, str],
@@ -68,6 +74,7 @@ def written(
 
     Args:
         project: The source and the schedule.
+        model_file: The name of the rewritten model file.
         directives: The primitive calls, and what was inferred.
         knobs: Every knob's value.
         given: The knobs that the command line set, as text.
@@ -84,10 +91,13 @@ def written(
         "tool": {"name": "slapo-rewrite", "version": __version__, "digest": tool_digest()},
         "source": {
             "name": project.source_name,
-            "file": project.file.path.name,
-            "sha256": digest(project.original.text),
+            "file": model_file,
+            "sha256": stored(project.original),
         },
-        "schedule": {"name": project.schedule.name, "sha256": digest(project.schedule.text)},
+        "schedule": {
+            "name": project.schedule.name,
+            "sha256": digest(project.schedule.path.read_bytes()),
+        },
         "knobs": {name: knobs[name] for name in sorted(knobs)},
         "set": dict(sorted(given.items())),
         "single_file": single_file,
@@ -166,8 +176,7 @@ def installed(package: str) -> str | None:
 def copied(copies: Mapping[str, SourceFile]) -> dict[str, dict[str, str]]:
     """The other files that are rewritten: the modules that they are, and their hashes."""
     return {
-        name: {"module": file.name, "sha256": digest(file.text)}
-        for name, file in sorted(copies.items())
+        name: {"module": file.name, "sha256": stored(file)} for name, file in sorted(copies.items())
     }
 
 

@@ -42,7 +42,7 @@ from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 from slapo_rewrite.schedule.load import Again, ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection
-from slapo_rewrite.source.index import SourceFile, locate
+from slapo_rewrite.source.index import SourceFile, lines_of, locate
 from slapo_rewrite.stages.program import Cut
 
 
@@ -210,7 +210,8 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
             small,
             length,
         )
-        name, desks = project.file.path.name, lowered.desks
+        desks = lowered.desks
+        name = f"{desks.stem(project.file)}.py"
         definitions, moved = project.schedule, list[Change]()
         if more := [*lowered.edits.pop(SCHEDULE, ())]:
             more += desks.named(SCHEDULE).imports.edits(length)
@@ -218,7 +219,7 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
             definitions = definitions.edited(text)
         imports = desks.main.imports
         own = lowered.edits.get(project.file.name, [])
-        named = _used(ast.parse(apply_edits(project.file.text, own)[0]))
+        named = _used(parsed(apply_edits(project.file.text, own)[0], project.file))
         for reference, why in project.references.items():
             if reference.written.partition(".")[0] in named:
                 imports.refer(reference, why)
@@ -262,9 +263,9 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
             files = {**texts, **helpers}
             sliced = slicing(plan.states.values(), lowered.inferred)
             staged = stage_files(
-                project, definitions, cuts, files, used, header, single_file, sliced
+                project, definitions, cuts, files, name, used, header, single_file, sliced
             )
-        of_stages = {Path(name).stem for name in staged.keys() - helpers.keys()}
+        of_stages = {Path(each).stem for each in staged.keys() - helpers.keys()}
         because = united(*((cut.cause,) for cut in cuts))
         causes = {**dict.fromkeys(of_stages, because), **causes}
         helpers = staged
@@ -279,8 +280,9 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
     with project.timed("write"):
         if not single_file:
             files["__init__.py"] = init_text(name, helpers)
-        originals = {copies.name(f): f.text for f in copies.files.values()}
-        originals[name] = project.original.text
+        originals = {copies.name(f): f.as_stored(f.text) for f in copies.files.values()}
+        originals[name] = project.original.as_stored(project.original.text)
+        files |= {copies.name(f): f.as_stored(texts[copies.name(f)]) for f in copies.files.values()}
         if diff := whole_diff(originals, files, 1):
             files["rewrite.diff"] = diff
         given = dict(item.split("=", 1) for item in settings)
@@ -289,6 +291,7 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
             changes["modules.py"] = carried(moved, definitions.text, modules)
         files["rewrite.json"] = record.written(
             project,
+            name,
             [*plan.directives, *lowered.inferred],
             knobs,
             given,
@@ -389,9 +392,9 @@ def import_source(file: SourceFile) -> types.ModuleType:
         sys.modules[file.name] = module
         spec.loader.exec_module(module)
         return module
-    except errors.RewriteError:
+    except (errors.RewriteError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # a file that calls sys.exit() as well
         here = os.path.realpath(file.path)
         line = next(
             (
@@ -430,7 +433,7 @@ def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.
         sys.modules[file.name] = module
     with uncompiled():
         exec(
-            compile(file.text.removeprefix("\ufeff"), str(file.path), "exec", dont_inherit=True),
+            compile(file.text, str(file.path), "exec", dont_inherit=True),
             module.__dict__,
         )
     return module
@@ -440,7 +443,7 @@ def carried(changes: Sequence[Change], before: str, after: str) -> list[Change]:
     """The lines that earlier edits wrote, in a text that was edited again."""
     if not changes or before == after:
         return list(changes)
-    matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), False)
+    matcher = difflib.SequenceMatcher(None, lines_of(before), lines_of(after), False)
     found = []
     for change in changes:
         lines = [
@@ -480,7 +483,7 @@ def idle_imports(
         original: The file before all edits, where that is another one.
     """
     idle = file.imports.keys() & _used((original or file).tree)
-    idle -= _used(ast.parse(text))
+    idle -= _used(parsed(text, file))
     causes = united(*(e.causes for e in edits))
     removed = []
     for node in file.tree.body if idle else ():
@@ -517,7 +520,7 @@ def _used(tree: ast.Module) -> set[str]:
 def line_length(text: str) -> int:
     """The length a file's lines keep to: the least usual limit that holds its code."""
     longest = max(
-        (len(line) for line in text.splitlines() if "#" not in line and '"' not in line), default=0
+        (len(line) for line in lines_of(text) if "#" not in line and '"' not in line), default=0
     )
     return next((limit for limit in (88, 100, 119, 120) if longest <= limit), 120)
 
@@ -528,9 +531,35 @@ def check_text(text: str, file: SourceFile) -> None:
     def defined(tree: ast.Module) -> set[str]:
         return {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
 
-    lost = defined(file.tree) - defined(ast.parse(text))
+    lost = defined(file.tree) - defined(parsed(text, file))
     if lost:
         raise AssertionError(f"the rewritten file no longer defines {sorted(lost)}")
+
+
+def parsed(text: str, file: SourceFile) -> ast.Module:
+    """The syntax tree of a file as it was rewritten.
+
+    Raises:
+        Unsupported: It is indented by tabs, and new lines are not.
+        BrokenOutput: It does not parse: a defect.
+    """
+    try:
+        return ast.parse(text)
+    except SyntaxError as error:
+        line = lines_of(text)[(error.lineno or 1) - 1]
+        at = errors.Span(f"rewritten/{file.path.name}", error.lineno or 1, 1, len(line) or 1, line)
+        if tab := re.search(r"^ *\t", file.text, re.M):
+            number = file.text.count("\n", 0, tab.start()) + 1
+            raise errors.Unsupported(
+                f"{file.path.name} is indented by tabs, and a line that is put into it cannot be",
+                at=errors.Span(file.display, number, 1, 1, file.line(number)),
+                hint="indent the file by spaces",
+            ) from None
+        raise errors.BrokenOutput(
+            f"what was to be written does not parse: {error.msg}",
+            at=at,
+            hint="this is a defect of slapo-rewrite, not of your input; nothing was written",
+        ) from error
 
 
 def init_text(name: str, helpers: dict[str, str]) -> str:
@@ -547,8 +576,8 @@ def whole_diff(originals: Mapping[str, str], files: Mapping[str, str], context: 
 def unified_diff(before: str, after: str, name: str, context: int) -> str:
     """The difference of two texts, empty where there is none."""
     lines = difflib.unified_diff(
-        before.splitlines(keepends=True),
-        after.splitlines(keepends=True),
+        re.findall(r"[^\n]*\n|[^\n]+", before),
+        re.findall(r"[^\n]*\n|[^\n]+", after),
         f"original/{name}",
         f"rewritten/{name}",
         n=context,

@@ -20,6 +20,7 @@ def stage_files(
     definitions: ScheduleFile,
     cuts: Sequence[Cut],
     files: Mapping[str, str],
+    model_file: str,
     used: Mapping[str, set[str]],
     header: str,
     single_file: bool,
@@ -32,6 +33,7 @@ def stage_files(
         definitions: The schedule's file, as its own classes and functions are copied.
         cuts: Where stages end.
         files: The output's other files.
+        model_file: The name of the rewritten model file.
         used: Names that the model files use of each helper module.
         header: A comment that says what made the file.
         single_file: Whether there is to be one file only.
@@ -58,7 +60,7 @@ def stage_files(
             also=[first.cause.at] if first.cause.at else [],
             hint="one pipeline.py is for one engine: give all cuts the same target",
         )
-    text = pipeline(files, project.file, project.schedule.module, cuts, sliced)
+    text = pipeline(files, model_file, project.file, project.schedule.module, cuts, sliced)
     helpers = {name: set(names) for name, names in used.items()}
     for module, names in text.helpers().items():
         helpers.setdefault(module, set()).update(names)
@@ -66,8 +68,4 @@ def stage_files(
         "pipeline.py": text.written(header),
         **helper_files(helpers, definitions, header),
     }
-    if (name := project.file.path.name) in added:
-        raise errors.NameTaken(
-            f"the output has a {name} of its own", at=cuts[0].cause.at, hint="rename the file"
-        )
     return added

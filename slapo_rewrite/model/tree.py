@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from slapo_rewrite import errors
 from slapo_rewrite.model import construction
@@ -207,6 +208,7 @@ class Tree:
             child = node.children[name] = Node(name, live, node)
             self._build(child, above)
         above.discard(id(node.live))
+        _check_sizes(node)
         node.kind = self._kind(node)
 
     def _kind(self, node: Node) -> int:
@@ -215,6 +217,22 @@ class Tree:
         below = tuple([(n, c.kind) for n, c in node.children.items()])
         key = (node.cls, shapes, construction.stack_of(node.live)[:CALLS], below)
         return self._kinds.setdefault(key, len(self._kinds))
+
+
+def _check_sizes(node: Node) -> None:
+    """Refuses a module whose sizes its first call tells: nothing can be said of it before.
+
+    Raises:
+        ModelError: It is one.
+    """
+    tensors = {**node.live._parameters, **node.live._buffers}
+    if any(tensor is not None and is_lazy(tensor) for tensor in tensors.values()):
+        place = construction.place(construction.stack_of(node.live))
+        raise errors.ModelError(
+            f"`{node.path}` is a {node.cls.__name__}, which has no sizes before it is called",
+            at=place,
+            hint="make it with its sizes",
+        )
 
 
 def is_container(cls: type) -> bool:

@@ -18,6 +18,7 @@ from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.bundle import rules_folder
+from slapo_rewrite.source.index import lines_of
 
 # What the schedule file is called as a module.
 MODULE = "schedule_file"
@@ -88,7 +89,7 @@ class ScheduleFile:
 
     def __init__(self, name: str, path: Path, text: str, module: types.ModuleType) -> None:
         self.name, self.path, self.text, self.module = name, path, text, module
-        self.lines = text.splitlines()
+        self.lines = lines_of(text)
         self.tree = ast.parse(text)
         self._calls = [
             (n.lineno, n.end_lineno or n.lineno)
@@ -109,7 +110,7 @@ class ScheduleFile:
         """
         path = locate(name)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
             code = compile(text, str(path), "exec", dont_inherit=True)
         except SyntaxError as error:
             raise errors.ScheduleError(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.machinery
 import importlib.util
+import keyword
+import os
 import re
 import sys
 import warnings
@@ -16,18 +19,23 @@ from slapo_rewrite import errors
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _CODING = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 _Placed = (ast.expr, ast.stmt, ast.arg, ast.keyword, ast.alias, ast.excepthandler, ast.pattern)
+# What the tool itself imports, or calls a module meanwhile.
+_TAKEN = {"__main__", "slapo_rewrite", "slapo_rewrite_output", "rules", "schedule_file"}
 _UTF8 = {"utf-8", "utf8", "utf-8-sig", "utf_8", "u8", "ascii", "us-ascii"}
 
 
 class SourceFile:
-    """A Python file and an index of its module level.
+    r"""A Python file and an index of its module level.
 
     Attributes:
         path: The file.
         display: The path as it is shown to the user.
         name: The dotted name of the module.
         package: The package that its relative imports are relative to; '' for a file on its own.
-        text: The file's characters, line ends and byte order mark as they are.
+        text: The file's characters, without its byte order mark, and with `\n` for line ends that
+            are all alike.
+        bom: The mark that the file begins with, or ''.
+        line_end: What stands for each `\n` of the text in the file.
         tree: The syntax tree of `text`.
         classes: Classes of the module level, those under `if` and `try` among them.
         functions: Functions of the module level, likewise.
@@ -35,7 +43,16 @@ class SourceFile:
         names: Every name that the module level binds.
     """
 
-    def __init__(self, path: Path, name: str, text: str, tree: ast.Module) -> None:
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        text: str,
+        tree: ast.Module,
+        bom: str = "",
+        line_end: str = "\n",
+    ) -> None:
+        self.bom, self.line_end = bom, line_end
         self.path = path
         self.display = str(path)
         self.name = name
@@ -66,12 +83,20 @@ class SourceFile:
                 f"cannot read `{path}`: {error.strerror or error}",
                 hint=_near_files(path),
             ) from error
-        text = _decode(data, path)
-        return cls(path, name or package_of(path) or path.stem, text, _parse(text, path))
+        bom, text = _without_bom(_decode(data, path))
+        ends = set(_LINE_END.findall(text))
+        line_end = ends.pop() if len(ends) == 1 else "\n"
+        text = text.replace(line_end, "\n")
+        return cls(path, name or module_name(path), text, _parse(text, path), bom, line_end)
 
     def edited(self, text: str) -> SourceFile:
         """The same file with another text."""
-        return SourceFile(self.path, self.name, text, _parse(text, self.path))
+        tree = _parse(text, self.path)
+        return SourceFile(self.path, self.name, text, tree, self.bom, self.line_end)
+
+    def as_stored(self, text: str) -> str:
+        """A text of this file as it is written, with its mark and its line ends."""
+        return self.bom + text.replace("\n", self.line_end)
 
     def __repr__(self) -> str:
         return f"SourceFile({self.display!r}, {self.name!r})"
@@ -81,8 +106,7 @@ class SourceFile:
     @functools.cached_property
     def _starts(self) -> list[int]:
         # `str.splitlines` also splits at form feeds and U+2028, where Python's lines do not end.
-        bom = 1 if self.text.startswith("\ufeff") else 0
-        return [bom, *(m.end() for m in _LINE_END.finditer(self.text)), len(self.text)]
+        return [0, *(m.end() for m in _LINE_END.finditer(self.text)), len(self.text)]
 
     @functools.cached_property
     def _ascii(self) -> bool:
@@ -205,6 +229,31 @@ def _read_once(path: Path, name: str, _changed: int, _size: int) -> SourceFile:
     return SourceFile.read(path, name)
 
 
+def module_name(path: Path) -> str:
+    """What a file is called as a module: within its package, or by its own name.
+
+    A file on its own that is called as something else that can be imported, or as nothing that can,
+    is called otherwise: it must not take the other's place.
+    """
+    name = package_of(path) or path.stem
+    return name if "." in name and package_of(path) else free_name(name)
+
+
+def free_name(stem: str) -> str:
+    """An identifier that names no module of Python's, of an installed package or of the tool."""
+    name = re.sub(r"\W", "_", stem)
+    name = name if name.isidentifier() else f"_{name}"
+    installed = [p for p in sys.path if {"site-packages", "dist-packages"} & set(Path(p).parts)]
+    while (
+        keyword.iskeyword(name)
+        or name in _TAKEN
+        or name in sys.stdlib_module_names
+        or importlib.machinery.PathFinder.find_spec(name, installed) is not None
+    ):
+        name += "_"
+    return name
+
+
 def package_of(path: Path) -> str:
     """The dotted module name of a file that lies in a package; '' for a file that does not."""
     path = path.absolute()
@@ -230,10 +279,21 @@ def locate(source: str) -> tuple[Path, str]:
         SourceError: There is no such file or module.
     """
     path = Path(source)
-    if source.endswith(".py") or path.is_file():
+    if path.is_file() and path.suffix != ".py":
+        raise errors.SourceError(
+            f"`{source}` is not a Python file: its name does not end in .py",
+            hint="jupyter nbconvert --to script makes one of a notebook"
+            if path.suffix == ".ipynb"
+            else None,
+        )
+    if path.is_dir() and (os.sep in source or source.endswith(".py")):
+        raise errors.SourceError(
+            f"`{source}` is a folder", hint="name the file of it that defines the model"
+        )
+    if source.endswith(".py"):
         if not path.is_file():
             raise errors.SourceError(f"there is no file `{source}`", hint=_near_files(path))
-        return path, package_of(path) or path.stem
+        return path, module_name(path)
     if not all(part.isidentifier() for part in source.split(".")):
         raise errors.SourceError(
             f"`{source}` is neither a Python file nor the dotted name of a module",
@@ -310,6 +370,15 @@ def _package(path: Path, name: str) -> str:
     return package or package_of(path).rpartition(".")[0]
 
 
+def _without_bom(text: str) -> tuple[str, str]:
+    return ("\ufeff", text[1:]) if text.startswith("\ufeff") else ("", text)
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text as Python counts them: form feeds and the like end none."""
+    return [line.rstrip("\r") for line in text.split("\n")]
+
+
 def _decode(data: bytes, path: Path) -> str:
     for head in data.splitlines()[:2]:
         coding = _CODING.match(head)
@@ -345,7 +414,7 @@ def _parse(text: str, path: Path) -> ast.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an invalid escape is the source's own affair
-            return ast.parse(text.removeprefix("\ufeff"), str(path))
+            return ast.parse(text, str(path))
     except SyntaxError as error:
         raise errors.SourceError(error.msg, at=_syntax_place(error, path)) from error
     except (RecursionError, MemoryError) as error:

@@ -29,6 +29,7 @@ from slapo_rewrite.stages.write import (
 
 def pipeline(
     files: Mapping[str, str],
+    model_file: str,
     original: SourceFile,
     schedule: Any,
     cuts: Sequence[Cut],
@@ -38,6 +39,7 @@ def pipeline(
 
     Args:
         files: The output's other files.
+        model_file: The name of the rewritten model file among them.
         original: The model's file, as it was.
         schedule: The schedule's module.
         cuts: Where stages end.
@@ -47,9 +49,10 @@ def pipeline(
         CannotCut: They cannot end there.
         FailedOutput: The files cannot be imported, or their model not be built.
     """
-    name = original.path.name
-    with imported(files, name) as emitted:
-        return _pipeline(files, original.edited(files[name]), schedule, cuts, sliced, emitted)
+    file = original.edited(files[model_file])
+    file.path = original.path.with_name(model_file)
+    with imported(files, model_file) as emitted:
+        return _pipeline(files, file, schedule, cuts, sliced, emitted)
 
 
 def _pipeline(

@@ -73,7 +73,7 @@ def import_original(source: Mapping[str, str]) -> types.ModuleType:
     if "module" in source:
         return importlib.import_module(source["module"])
     path = Path(source["file"])
-    names, folder = [path.stem], path.parent
+    names, folder = [path.stem] if path.name != "__init__.py" else [], path.parent
     while (folder / "__init__.py").exists() and folder.name.isidentifier():
         names.insert(0, folder.name)
         folder = folder.parent
