@@ -118,6 +118,12 @@ class NameTaken(RewriteError):
     code = "SR105"
 
 
+class OtherNumbers(RewriteError):
+    """What comes of the schedule computes something else than the original."""
+
+    code = "SR106"
+
+
 class ScheduleError(RewriteError):
     """The schedule file cannot be read, does not parse, or fails while it runs."""
 

@@ -72,6 +72,7 @@ def lower(
     step_inputs: Callable[[], dict[str, Any]],
     small: Callable[[], tuple[Any, dict[str, Any]]],
     line_length: int,
+    thorough: bool = True,
 ) -> Lowered:
     """The edits that carry out what was asked.
 
@@ -84,11 +85,12 @@ def lower(
         step_inputs: Makes the keyword arguments of one training step.
         small: Makes a small model with weights, and the keyword arguments of a step of it.
         line_length: The file's own.
+        thorough: Whether the model is followed in eval mode and on more ranks as well.
 
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
-    lowering = _Lowering(tree, dict(states), number, before, sources, line_length)
+    lowering = _Lowering(tree, dict(states), number, before, sources, line_length, thorough)
     return lowering.run(step_inputs, small)
 
 
@@ -101,8 +103,10 @@ class _Lowering:
         before: tuple[Directive, ...],
         sources: Sources,
         line_length: int,
+        thorough: bool,
     ) -> None:
         self.tree, self.states, self.sources = tree, states, sources
+        self.thorough = thorough
         self.number, self.before = number, before
         self.file: SourceFile = sources.main
         self.line_length = line_length
@@ -122,7 +126,7 @@ class _Lowering:
         self.desks.siblings(alike.siblings)
 
         def followed_itself(asked: Asked, records: Records) -> Followed:
-            return follow(self.tree, asked, step_inputs(), self.desks.holds, records)
+            return follow(self.tree, asked, step_inputs(), self.desks.holds, records, self.thorough)
 
         with alike.reduced():
             self.states = few = {path: every[path] for path in every if path in self.tree.nodes}

@@ -35,8 +35,9 @@ from slapo_rewrite.emit.inputs import own_modules
 from slapo_rewrite.emit.parts import check_parts
 from slapo_rewrite.emit.stages import stage_files
 from slapo_rewrite.model import twin
-from slapo_rewrite.model.emitted import imported
+from slapo_rewrite.model.emitted import Emitted, imported
 from slapo_rewrite.model.join import Sources
+from slapo_rewrite.model.rehearsal import OtherNumbersError, rehearse, worlds
 from slapo_rewrite.model.tree import Tree, build_model, uncompiled
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 from slapo_rewrite.schedule.load import Again, ScheduleFile
@@ -166,7 +167,7 @@ def rewrite(
     project = Project(source, schedule)
     original = project.module
     try:
-        return carry_out(project, settings, single_file)
+        return carry_out(project, settings, single_file, original)
     finally:
         # While the schedule changed the source, its name stood for what it was changed to.
         sys.modules[project.original.name] = original
@@ -185,8 +186,17 @@ def collector_paused() -> Iterator[None]:
 
 
 @collector_paused()
-def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> Output:
-    """Carries out the schedule of a project, as `rewrite` does."""
+def carry_out(
+    project: Project, settings: Sequence[str], single_file: bool, original: types.ModuleType
+) -> Output:
+    """Carries out the schedule of a project, as `rewrite` does.
+
+    Args:
+        project: The project.
+        settings: Knobs, as `name=value`.
+        single_file: Whether the helpers go into the model file.
+        original: The module of the source as it was before the schedule ran.
+    """
     with project.timed("rewrite"):
         knobs = project.schedule.settings(settings)
         plan = project.plan(knobs)
@@ -199,6 +209,9 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
             model = twin.build_small(project.schedule.module, project.module)
             return model, twin.training_inputs(project.schedule.module, model)
 
+        sizes: tuple[int, ...] = ()
+        if not _has_own_code(plan):
+            sizes = worlds(project.schedule.module, project.tree.root.live)
         before = united(*(change.causes for change in project.changes))
         lowered = lower(
             project.tree,
@@ -209,6 +222,8 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
             inputs,
             small,
             length,
+            # What runs on both world sizes, in eval mode too, is told sooner and by its line.
+            thorough=len(sizes) != 1,
         )
         desks = lowered.desks
         name = f"{desks.stem(project.file)}.py"
@@ -277,6 +292,9 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
         built = emitted.tree(project.schedule.module.model, 2 if is_split else 1)
         copies.check_built(built, project.tree, project.changes)
         check_parts(emitted, built, project.tree, plan.states, project.sources)
+        if sizes:
+            with project.timed("rehearse"):
+                rehearsed(project, original, plan, emitted, sizes)
     with project.timed("write"):
         if not single_file:
             files["__init__.py"] = init_text(name, helpers)
@@ -311,6 +329,41 @@ def carry_out(project: Project, settings: Sequence[str], single_file: bool) -> O
         project.seconds,
         [project.file.path, project.schedule.path, *users.values()],
     )
+
+
+def rehearsed(
+    project: Project,
+    original: types.ModuleType,
+    plan: Plan,
+    emitted: Emitted,
+    sizes: tuple[int, ...],
+) -> None:
+    """Runs a small model of the output against the original's.
+
+    Raises:
+        OtherNumbers: It computes something else.
+    """
+    try:
+        rehearse(project.schedule.module, original, emitted, sizes)
+    except OtherNumbersError as error:
+        inside = [path for path in plan.states if path and error.name.startswith(f"{path}.")]
+        near = [plan.states[path].causes() for path in sorted(inside, key=len, reverse=True)]
+        causes = [*(c for found in near for c in found), *plan.directives]
+        places = list(dict.fromkeys(c.at for c in causes if c.at is not None))
+        raise errors.OtherNumbers(
+            f"what comes of this schedule is not the model any more: {error}",
+            at=places[0] if places else None,
+            also=places[1:3],
+            hint="nothing was written; leave out one line of the schedule after the other to find "
+            "the one that does it, and please report it",
+        ) from error
+
+
+def _has_own_code(plan: Plan) -> bool:
+    """Whether the schedule puts code of its own into the model, that may mean something else."""
+    return any(
+        directive.primitive in ("replace", "replace_all") for directive in plan.directives
+    ) or any(not isinstance(sync.op, str) for state in plan.states.values() for sync in state.syncs)
 
 
 def slicing(states: Iterable[ModuleState], inferred: Iterable[Directive]) -> Directive | None:

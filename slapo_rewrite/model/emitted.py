@@ -81,6 +81,10 @@ class Emitted:
                 raise FailedOutput(error.__cause__, frames) from error
             raise
 
+    def loaded(self, name: str) -> types.ModuleType | None:
+        """A module of the output, if there is one of that full name."""
+        return sys.modules.get(name)
+
     def frames(self, error: BaseException | None) -> list[tuple[str, int]]:
         """The lines of the output that an error passed through, by file name."""
         return _frames(self.folder, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -207,3 +208,18 @@ def argument_of(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.exp
 def position(node: ast.stmt | ast.expr) -> tuple[int, int]:
     """Where a node begins, for comparing."""
     return node.lineno, node.col_offset
+
+
+def names_in_tests(source: str) -> set[str]:
+    """The names that a function's branches ask about.
+
+    Args:
+        source: The function's text, indented as it may be.
+    """
+    asked: set[str] = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
+        if isinstance(node, (ast.If, ast.IfExp, ast.While)):
+            asked |= {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}
+        elif isinstance(node, ast.Match):
+            asked |= {n.id for n in ast.walk(node.subject) if isinstance(n, ast.Name)}
+    return asked

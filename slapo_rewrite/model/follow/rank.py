@@ -20,7 +20,7 @@ from slapo_rewrite.model.follow.record import QUESTIONS, Entry, answer_to, carry
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.sizes import Size, numbers, shapes, tensors
 from slapo_rewrite.model.follow.vocabulary import CannotFollow, Diverged, Remedy
-from slapo_rewrite.operations import name_of
+from slapo_rewrite.operations import name_of, treatment
 
 # Operations that are given sizes, which may be this rank's, and how many arguments from the first
 # on they are; all numbers that any other is given are values.
@@ -170,7 +170,32 @@ def _take_in(
         )
         if before is not None and outputs and outputs[0] is inputs[0]:
             _check_in_place(run, name, inputs[0], before)
+    _check_packing(run, name, entry, inputs, (args, kwargs))
     _hand_on(run, name, entry, inputs, (args, kwargs), outputs, blocks)
+
+
+def _check_packing(
+    run: Run, name: str, entry: Entry, inputs: list[torch.Tensor], given: Any
+) -> None:
+    """What a product sums over lies packed alike in both factors."""
+    if len(inputs) < 2 or all(run.flow.of(t).kind != PART for t in inputs):
+        return
+    args, kwargs = given
+    how = treatment(name, args, kwargs, entry.inputs)
+    packed = {
+        reduced(run.blocks.get(id(tensor), {}).get(axis, (1,)))
+        for tensor, axes in zip(inputs, how.summed if how else (), strict=False)
+        for axis in axes & set(run.split_axes(tensor))
+    }
+    if len(packed) > 1:
+        one, other = sorted(packed)[:2]
+        raise CannotFollow(
+            f"`{name}` sums over an axis that has {described(one)} in one factor, and "
+            f"{described(other)} in the other",
+            run.place(),
+            run.source_of(inputs),
+            "shard both with the same `parts`",
+        )
 
 
 def _check(run: Run, entry: Entry, outputs: list[torch.Tensor], args: Any, kwargs: Any) -> None:

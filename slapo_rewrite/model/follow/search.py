@@ -41,6 +41,7 @@ from slapo_rewrite.model.follow.vocabulary import (
 )
 from slapo_rewrite.model.follow.wrapped import never_run, noting, wrapped_forwards
 from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.source.syntax import names_in_tests
 
 # The runs of a whole model, by the layers that it is watched for and by the way through it.
 Records = dict[tuple[frozenset[str], Way], Whole]
@@ -55,6 +56,7 @@ def follow(
     inputs: Mapping[str, Any],
     editable: Callable[[str], bool],
     records: Records,
+    thorough: bool = True,
 ) -> Followed:
     """What in the model depends on the sharded sizes.
 
@@ -65,6 +67,7 @@ def follow(
         editable: Whether a file may be changed.
         records: The runs of the whole model, by the layers that it is watched for, for as long as
             tree and inputs stay; takes the run that is made here.
+        thorough: Whether eval mode and a group of another size are followed as well.
 
     Raises:
         CannotRun: The whole model does not run.
@@ -75,7 +78,7 @@ def follow(
     given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     training = model.training
     try:
-        return _Following(tree, asked, given, editable, records).run()
+        return _Following(tree, asked, given, editable, records, thorough).run()
     finally:
         model.train(training)
 
@@ -103,7 +106,9 @@ class _Following:
         inputs: Mapping[str, Any],
         editable: Callable[[str], bool],
         records: Records,
+        thorough: bool,
     ) -> None:
+        self.thorough = thorough
         self.tree, self.asked, self.inputs, self.editable = tree, asked, inputs, editable
         self.model, self.device = tree.root.live, device_of(tree.root.live)
         self.sources: dict[tuple[str, str], str | None] = {}
@@ -120,7 +125,9 @@ class _Following:
                 with pretended_group(world):
                     followed = self._search(Guess())
                     followed = self._other_ways(followed, self.guess)
-                followed = self._on_more_ranks(followed, self.guess, world)
+                self._note_choices(followed)
+                if self.thorough:
+                    self._check_on_more_ranks(self.guess, world)
                 return self._with_replicas(followed)
             except Indivisible as error:
                 indivisible = indivisible or error
@@ -154,7 +161,8 @@ class _Following:
         Raises:
             CannotFollow: The model is wrong in eval mode.
         """
-        ways = [Way(training=False), *(Way(flag=flag) for flag in self._flags())]
+        ways = [Way(training=False)] if self.thorough else []
+        ways += [Way(flag=flag) for flag in self._flags()]
         if followed.questions and self.device.type == "meta":
             ways.append(Way(says=True))
         main = self.way, self.whole
@@ -187,15 +195,35 @@ class _Following:
 
     def _flags(self) -> Iterator[tuple[str, bool]]:
         """The arguments of the model that are yes or no and were not given, turned round."""
+        for name, default in self._not_given():
+            if isinstance(default, bool):
+                yield name, not default
+
+    def _not_given(self) -> Iterator[tuple[str, Any]]:
+        """The arguments of the model that keep their defaults, and these."""
         forward = inspect.unwrap(type(self.model).forward)
         if not self.editable(getattr(getattr(forward, "__code__", None), "co_filename", "")):
             return
         for name, parameter in inspect.signature(forward).parameters.items():
-            if isinstance(parameter.default, bool) and name not in self.inputs:
-                yield name, not parameter.default
+            if parameter.default is not parameter.empty and name not in self.inputs:
+                yield name, parameter.default
 
-    def _on_more_ranks(self, followed: Followed, guess: Guess, world: int) -> Followed:
-        """The same, held against a group of another size.
+    def _note_choices(self, followed: Followed) -> None:
+        """Notes the arguments with other defaults by which `forward` chooses its way."""
+        known = hasattr(getattr(self.model, "config", None), "to_dict")
+        forward = inspect.unwrap(type(self.model).forward)
+        for name, default in self._not_given():
+            # What a model of a library does without is its own affair, and well known.
+            if isinstance(default, bool) or (known and default is None):
+                continue
+            if name in names_in_tests(inspect.getsource(forward)):
+                words = (
+                    f"`{name}` decides which way `forward` goes, and only {name}={default!r} was"
+                )
+                followed.unfollowed.append((f"{words} followed: give it in inputs(model)", None))
+
+    def _check_on_more_ranks(self, guess: Guess, world: int) -> None:
+        """Holds what was found against a group of another size.
 
         Raises:
             CannotFollow: `forward` goes another way there, or computes with another number.
@@ -210,7 +238,6 @@ class _Following:
             if error.__cause__ is None or isinstance(error.__cause__, Misuse):
                 error.args = (f"{error} (on {other} ranks)",)
                 raise
-        return followed
 
     def _call(self, way: Way) -> Any:
         """What the model returns on a way through it."""
@@ -362,7 +389,7 @@ class _Following:
 
 def _compare_outputs(expected: Any, got: Any, run: Run) -> None:
     """Raises `CannotFollow` where the model returns something else on a rank, also deep inside."""
-    for name, want, have in _pairs(expected, got, ""):
+    for name, want, have in result_pairs(expected, got, ""):
         if isinstance(want, torch.Tensor) and isinstance(have, torch.Tensor):
             _compare_output(name or "output", want, have, run)
         elif want != have:
@@ -374,7 +401,7 @@ def _compare_outputs(expected: Any, got: Any, run: Run) -> None:
             )
 
 
-def _pairs(want: Any, have: Any, name: str, depth: int = 8) -> Iterator[tuple[str, Any, Any]]:
+def result_pairs(want: Any, have: Any, name: str, depth: int = 8) -> Iterator[tuple[str, Any, Any]]:
     """The tensors and numbers of two results that belong together, each with its name.
 
     What a model keeps of earlier tokens is a rank's own.
@@ -391,7 +418,7 @@ def _pairs(want: Any, have: Any, name: str, depth: int = 8) -> Iterator[tuple[st
         known = isinstance(want, nn.Module) or type(want).__name__.endswith("Cache")
         inside = [] if known else [(k, v, vars(have).get(k)) for k, v in vars(want).items()]
     for key, one, other in inside if depth else ():
-        yield from _pairs(one, other, f"{name}.{key}" if name else key, depth - 1)
+        yield from result_pairs(one, other, f"{name}.{key}" if name else key, depth - 1)
 
 
 def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run) -> None:

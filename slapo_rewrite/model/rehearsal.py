@@ -1,0 +1,336 @@
+"""The last check before an output is written: it is run, small, against the original.
+
+The static check (`model/follow`) judges what the schedule asks for; this judges what came of it. A
+small model is built of the original and, once for each rank, of the output. The ranks are threads
+of this process, with torch's own group for that. Outputs, loss, the gradient of every parameter and
+the buffers after a training step have to be the original's, in float64, in eval mode and in
+training, without dropout. It takes the milliseconds that a small model takes, and no process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from slapo_rewrite.model import twin
+from slapo_rewrite.model.emitted import Emitted
+from slapo_rewrite.model.follow.search import result_pairs
+
+WORLD_SIZES = (2, 4)
+# What a model may hold, and an input, for a run of it to take no longer than the rewriting.
+MOST_PARAMETERS = 3_000_000
+MOST_ELEMENTS = 200_000
+# Beyond rounding, that of models that compute parts in float32 included, and below any mistake.
+LIMIT = {torch.float64: 1e-3, torch.float32: 2e-2}
+# Gradients that are this small beside the largest are rounding.
+FLOOR = 1e-6
+NOISE = 0.02  # added to every weight, so that no two parts of a constant one are equal
+PATIENCE_S = 60
+
+
+class OtherNumbersError(Exception):
+    """The output computes something else than the original.
+
+    Attributes:
+        world: On how many ranks.
+        name: What differs: a parameter whose gradient does, or an output.
+        error: How far, relative to the largest number in it.
+    """
+
+    def __init__(self, world: int, name: str, error: float, what: str) -> None:
+        ranks = "in one process" if world == 1 else f"on {world} ranks"
+        super().__init__(f"{ranks} {what} `{name}` is off by {error:.1%}")
+        self.world, self.name, self.error = world, name, error
+
+
+@dataclass
+class _Step:
+    """What a model computes: outputs in eval mode and in training, gradients, and buffers after.
+
+    Tensors are the whole model's, by the original's names.
+    """
+
+    evaluated: Any
+    outputs: Any
+    loss: torch.Tensor | None
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def rehearse(
+    schedule: Any, original: types.ModuleType, output: Emitted, sizes: tuple[int, ...]
+) -> None:
+    """Runs the output's small model against the original's.
+
+    Nothing is said of a model that is too large, that does not run on a CPU, or whose own results
+    differ from run to run.
+
+    Args:
+        schedule: The schedule's module, which builds the models.
+        original: The module of the original source.
+        output: The output, imported.
+        sizes: The world sizes, as `worlds` gives them.
+
+    Raises:
+        OtherNumbersError: They differ.
+    """
+    with _quiet(), torch.random.fork_rng(devices=[]):
+        reference = _reference(schedule, original) if sizes else None
+        if reference is None:
+            return
+        parallel = _helper(output, "to_full") is not None
+        for world in sizes if parallel else (1,):
+            for step in _on_ranks(world, lambda: reference.step_of(schedule, output)) or ():
+                error, name, what = _worst(reference.want, step)
+                if error > LIMIT[reference.dtype] and reference.repeats(schedule):
+                    raise OtherNumbersError(world, name, error, what)
+
+
+def worlds(schedule: Any, model: nn.Module) -> tuple[int, ...]:
+    """The world sizes that are tried; none for a model that is too large to be run.
+
+    A model with a configuration of Hugging Face is tried on two ranks alone, for time.
+
+    Args:
+        schedule: The schedule's module.
+        model: The whole model that it builds.
+    """
+    if hasattr(getattr(model, "config", None), "to_dict"):
+        return WORLD_SIZES[:1]
+    small = hasattr(schedule, "verify_model") or _size(model) <= MOST_PARAMETERS
+    return WORLD_SIZES if small else ()
+
+
+@dataclass
+class _Reference:
+    """The original's small model, its weights and inputs, and what it computes."""
+
+    model: nn.Module
+    weights: dict[str, torch.Tensor]
+    inputs: dict[str, Any]
+    dtype: torch.dtype
+    want: _Step
+
+    def step_of(self, schedule: Any, output: Emitted) -> _Step:
+        """What a small model of the output computes on this rank, with the original's weights.
+
+        Raises:
+            _Unfit: The model cannot be made for so many ranks, which it says.
+        """
+        try:
+            model = twin.build_small(schedule, output.module).to(self.dtype)
+            model.load_state_dict(self.weights)
+        except (ValueError, RuntimeError) as error:
+            raise _Unfit from error
+        return _step(schedule, model, self.inputs, output)
+
+    def repeats(self, schedule: Any) -> bool:
+        """Whether the original computes the same a second time."""
+        self.model.load_state_dict(self.weights)
+        self.model.zero_grad()
+        return _worst(self.want, _step(schedule, self.model, self.inputs, None))[0] == 0.0
+
+
+class _Unfit(Exception):
+    pass
+
+
+def _reference(schedule: Any, original: types.ModuleType) -> _Reference | None:
+    """The original's small model; None where it cannot be run."""
+    for dtype in LIMIT:
+        try:
+            torch.manual_seed(0)
+            model = twin.build_small(schedule, original).to(dtype)
+            inputs = {
+                name: value.to(dtype) if _is_floating(value) else value
+                for name, value in twin.training_inputs(schedule, model).items()
+            }
+            elements = sum(v.numel() for v in inputs.values() if isinstance(v, torch.Tensor))
+            if _size(model) > MOST_PARAMETERS or elements > MOST_ELEMENTS:
+                return None
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * NOISE)
+            weights = copy.deepcopy(model.state_dict())
+            want = _step(schedule, model, inputs, None)
+            return _Reference(model, weights, inputs, dtype, want)
+        except Exception:  # whatever the user's model does
+            continue
+    return None
+
+
+def _size(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _helper(output: Emitted, name: str) -> Callable[..., Any] | None:
+    """A function of the output's `loading`, or of its one file."""
+    package = output.module.__name__.rpartition(".")[0]
+    for module in (output.loaded(f"{package}.loading"), output.module):
+        found: Callable[..., Any] | None = getattr(module, name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _step(schedule: Any, model: nn.Module, inputs: dict[str, Any], output: Emitted | None) -> _Step:
+    inputs = copy.deepcopy(inputs)
+    full = _helper(output, "to_full") if output is not None else None
+
+    def whole(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return full(model, named) if full is not None else named
+
+    with _WithoutDropout():
+        model.eval()
+        with torch.no_grad():
+            evaluated = model(**copy.deepcopy(inputs))
+        model.train()
+        outputs = model(**inputs)
+        try:
+            loss = twin.loss_of(schedule, outputs)
+        except (ValueError, AttributeError):
+            loss = None
+        if loss is not None and loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    zeros = {n: torch.zeros_like(p) for n, p in model.named_parameters() if n not in grads}
+    with torch.no_grad():
+        return _Step(
+            evaluated,
+            outputs,
+            loss,
+            whole({**zeros, **grads}),
+            whole({n: b for n, b in model.state_dict().items() if n not in zeros | grads}),
+        )
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Nothing is dropped at random: ranks need not draw the numbers that the original draws."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        if name in ("dropout", "dropout_", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d"):
+            return args[0] if args else kwargs["input"]
+        if name == "scaled_dot_product_attention":
+            kwargs.pop("dropout_p", None)
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        return func(*args, **kwargs)
+
+
+def _on_ranks(world: int, run: Callable[[], _Step]) -> list[_Step] | None:
+    """What every rank computes; None where the model does not fit so many.
+
+    Raises:
+        OtherNumbersError: A rank fails where the original does not.
+    """
+    # torch's own tests run ranks as threads so; none of it has annotations.
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    threaded: Any = multi_threaded_pg
+    group: Any = threaded.ProcessLocalGroup
+    c10d: Any = torch._C._distributed_c10d
+    isolate = c10d._set_thread_isolation_mode
+    install, uninstall = threaded._install_threaded_pg, threaded._uninstall_threaded_pg
+    results: list[_Step | None] = [None] * world
+    failures: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
+            results[rank] = run()
+        except BaseException as error:
+            failures.append(error)
+            group.exception_handle(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    if world == 1:
+        try:
+            return [run()]
+        except _Unfit as error:
+            raise OtherNumbersError(1, str(error.__cause__), 1.0, "it fails:") from error
+    install()
+    isolate(True)
+    try:
+        store = c10d.HashStore()
+        threads = [threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        stuck = any(thread.is_alive() for thread in threads)
+        if stuck:
+            group.exception_handle(TimeoutError())
+    finally:
+        group.reset()
+        isolate(False)
+        uninstall()
+    if any(isinstance(error, _Unfit) for error in failures):
+        return None
+    first = next((e for e in failures if isinstance(e, Exception)), None)
+    if stuck or first is not None:
+        what = f"{type(first).__name__}: {first}" if first else "the ranks wait for one another"
+        raise OtherNumbersError(world, what.splitlines()[0], 1.0, "the model fails:") from first
+    return [step for step in results if step is not None]
+
+
+def _worst(want: _Step, have: _Step) -> tuple[float, str, str]:
+    """The largest difference, with its name and what it is of."""
+    found = [(0.0, "", "")]
+    for what, one, other in (
+        ("the output (in eval mode)", want.evaluated, have.evaluated),
+        ("the output", want.outputs, have.outputs),
+    ):
+        for name, a, b in result_pairs(one, other, ""):
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape:
+                found.append((_error(a, b), name or "output", what))
+    if want.loss is not None and have.loss is not None:
+        found.append((_error(want.loss, have.loss), "loss", "the"))
+    floor = FLOOR * max((float(g.abs().max()) for g in want.gradients.values()), default=0.0)
+    for what, ours, theirs in (
+        ("the gradient of", want.gradients, have.gradients),
+        ("after a step the buffer", want.buffers, have.buffers),
+    ):
+        for name, tensor in ours.items():
+            if name in theirs:
+                found.append((_error(tensor, theirs[name], floor), name, what))
+    return max(found, key=lambda each: each[0])
+
+
+def _error(want: torch.Tensor, have: torch.Tensor, floor: float = 0.0) -> float:
+    """The largest difference, relative to the largest number; equal NaNs are equal."""
+    if want.shape != have.shape:
+        return 1.0
+    if not want.numel():
+        return 0.0
+    a, b = want.detach().to(torch.float64), have.detach().to(torch.float64)
+    gap, scale = float((a - b).abs().max()), float(a.abs().max())
+    if not (math.isfinite(gap) and math.isfinite(scale)):
+        same = (a == b) | (a.isnan() & b.isnan())
+        gap = float((a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf).max())
+        scale = float(a.abs().masked_fill(~a.isfinite(), 0.0).max())
+    return gap / max(scale, floor, 1e-12)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
