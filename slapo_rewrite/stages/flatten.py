@@ -217,8 +217,13 @@ class Flattening(Calls):
         if isinstance(node, ast.Call) and (inner := self.callee(node, scope)):
             return self.inlined(node, *inner, scope, out)
         if isinstance(node, ast.Tuple) and not any(isinstance(e, ast.Starred) for e in node.elts):
-            texts = [self.result(e, scope, out).text for e in node.elts]
-            return Result(", ".join(texts), Something(True), tuple(texts))
+            texts = []
+            for each in node.elts:
+                text = self.result(each, scope, out).text
+                is_bare = isinstance(each, ast.Tuple) and not text.startswith("()")
+                texts.append(f"({text})" if is_bare else text)
+            listed = ", ".join(texts) + ("," if len(texts) == 1 else "")
+            return Result(listed or "()", Something(True), tuple(texts))
         made = self.made(node, scope, out)
         if made is not None:
             return Result(written_out(made), made)

@@ -113,3 +113,27 @@ def test_what_is_handed_on_is_what_it_was(tmp_path):
     lines = ['kwargs = {"input": x, "other": x}', "x = self.first(x)", "x = self.inner(x)"]
     source = written(*lines, "x = torch.add(**kwargs)")
     assert "`input` was made of has another value" in refused(tmp_path, source, CUT, "SR310")
+
+
+def test_tuples_stay_tuples(tmp_path):
+    lines = [
+        "kept, one, both = (), (y,), (y, (y, x))",
+        "x = self.first(x)",
+        "for each in self.layers:",
+        "    kept = kept + (x,)",
+        "x = self.inner(x) + sum(kept) + one[0] + both[1][0]",
+    ]
+    lines[0:1] = ["kept = ()", "one = (y,)", "both = (y, (y, x))"]
+    body = method(
+        stages_of(
+            tmp_path,
+            *lines,
+            init="self.layers = [1, 2]",
+            cut=SCHEDULE.format(cut='s["inner"]'),
+        ),
+        0,
+        "forward",
+    )
+    assert "    kept = ()\n" in body
+    assert "    one = (y,)\n" in body or "    one = y,\n" in body
+    assert "    both = y, (y, x)\n" in body
