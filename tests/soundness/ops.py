@@ -132,6 +132,55 @@ CONTEXTS = {
         "self.other(x).unflatten(2, (-1, 2)).transpose(1, 2).flatten(2)",
         PAIR_OF_LAYERS + "s.infer_sync()\n",
     ),
+    "packed": Context(
+        (3, 12, 48),
+        "self.up, self.other = nn.Linear(8, 48), nn.Linear(8, 48)\nself.down = nn.Linear(24, 8)\n",
+        "h = self.up(x)", "return self.down(torch.mul(*h.chunk(2, -1)))", "self.other(x)",
+        's["inner.{up,other}"].shard(["weight", "bias"], 0, parts=2)\n'
+        's["inner.down"].shard("weight", 1)\ns.infer_sync()\n',
+    ),
+    "query": Context(
+        (3, 12, 12, 2),
+        "self.q, self.up, self.other = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(8, 24)\n"
+        "self.down = nn.Linear(24, 8)\nself.heads, self.size = 12, 2\n",
+        "h = self.up(x).view(x.size(0), x.size(1), self.heads, self.size).transpose(1, 2)\n"
+        "q = self.q(x).view(x.size(0), x.size(1), self.heads, self.size).transpose(1, 2)",
+        "return self.down((q @ h.mT).softmax(-1).matmul(h).transpose(1, 2).flatten(2))",
+        "self.other(x).view(x.size(0), x.size(1), self.heads, self.size).transpose(1, 2)",
+        's["inner.{q,up,other}"].shard(["weight", "bias"], 0)\ns["inner.down"].shard("weight", 1)\n'
+        "s.infer_sync()\n",
+    ),
+    "scores": Context(
+        (3, 12, 12, 12),
+        "self.q, self.up, self.value = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(8, 24)\n"
+        "self.down = nn.Linear(24, 8)\nself.heads, self.size = 12, 2\n",
+        "q, u, o = (z.view(x.size(0), x.size(1), self.heads, self.size).transpose(1, 2)"
+        " for z in (self.q(x), self.up(x), self.value(x)))\nh = q @ u.mT",
+        "return self.down((h.softmax(-1) @ o).transpose(1, 2).flatten(2))", "o @ u.mT",
+        's["inner.{q,up,value}"].shard(["weight", "bias"], 0)\ns["inner.down"].shard("weight", 1)\n'
+        "s.infer_sync()\n",
+    ),
+    "logits": Context(
+        (3, 12, 24), "self.up, self.other = nn.Linear(8, 24), nn.Linear(8, 24)\n", "h = self.up(x)",
+        "return F.cross_entropy(h.flatten(0, 1), (x[..., 0] * 100).long().abs().flatten() % 24)",
+        "self.other(x)",
+        's["inner.{up,other}"].shard(["weight", "bias"], 0)\n'
+        's["inner.{up,other}"].sync("bwd_post", "all_reduce")\n',
+    ),
+    "statistics": Context(
+        (3, 12, 24), LAYERS + "self.scale = nn.Parameter(torch.rand(24))\n", "h = self.up(x)",
+        "return self.down(h * self.scale)", "self.other(x)",
+        's["inner"].shard("scale", 0)\n' + PAIR_OF_LAYERS + "s.infer_sync()\n",
+    ),
+    "images": Context(
+        (3, 24, 12, 2),
+        "self.up, self.other = nn.Conv2d(4, 24, 3, padding=1), nn.Conv2d(4, 24, 1)\n"
+        "self.down = nn.Conv2d(24, 4, 1)\n",
+        "h = self.up(x.unflatten(-1, (4, 2)).transpose(1, 2))",
+        "return self.down(h).transpose(1, 2).flatten(2)",
+        "self.other(x.unflatten(-1, (4, 2)).transpose(1, 2))",
+        PAIR_OF_LAYERS + "s.infer_sync()\n",
+    ),
 }  # fmt: skip
 WEIGHTS = dict.fromkeys(CONTEXTS, 1) | {"part": 4, "partial": 3, "slice": 2, "scattered": 2}
 
@@ -166,7 +215,7 @@ def statement(rng: random.Random, context: Context) -> str:
     shape = context.shape
     which = rng.random()
     if which < 0.45:
-        d = rng.choice([-1, -1, -1, 1, 1, 0, 2, -2])
+        d = rng.choice([-1, -1, -1, 1, 1, 0, 2, -2, *([-3, 3] if len(shape) == 4 else [])])
         fills = {"{d}": d, "{w}": shape[-1], "{n}": rng.choice([1, 2, 3, 4, 7]), "{gate}": GATE}
         while True:
             text = replaced(rng.choice(STATEMENTS), fills).replace("↵", "\n")
@@ -250,7 +299,8 @@ def assembled(
             kept[""].append(line)
     names = used_names([*kept[""], *kept.get("init", ()), *kept.get("def", ())])
     width = str(context.shape[-1])
-    init, before = [*context.init.splitlines(), *kept.get("init", ())], [context.before]
+    init = [*context.init.splitlines(), *kept.get("init", ())]
+    before = context.before.splitlines()
     schedule = context.schedule
     if "y" not in names:
         init = [line.replace("self.up, self.other = nn.Linear(8, 24), nn.Linear(8, 24)",
@@ -275,6 +325,17 @@ def assembled(
             axis = {"t": 1, "self.cls": 2}.get(whole, 0)
             sharded.append(f's["inner"].shard("{whole.removeprefix("self.")}", {axis})')
     body = [line for line in kept[""] if line]
+    way = rng.choice(list(PLACES)) if not whole and rng.random() < 0.3 else ""
+    if (
+        way
+        and body
+        and not re.search(r"self|return|training|soft|mode|scale|extra|bias", "\n".join(body))
+    ):
+        free = sorted(names & {"y", "c", "m", "k", "v", "t", "i", "q", "g", "x"})
+        body, further = PLACES[way](body, free)
+        for kind, lines_of_kind in further.items():
+            kept.setdefault(kind, []).extend(lines_of_kind)
+        init += further.get("init", [])
     tested = indented(body, 8) + "\n" if body and "returns" not in kept else ""
     if not any(line.startswith("return ") for line in body):
         given = kept.get("returns", ())
@@ -320,6 +381,69 @@ class Net(nn.Module):
     return Pair(
         source, schedule_text(given, order, flags), f"{name}: {'; '.join(statements)}", tested
     )
+
+
+Placed = tuple[list[str], dict[str, list[str]]]
+
+
+def _in_function(body: list[str], free: list[str]) -> Placed:
+    arguments = ", ".join(["h", *free])
+    lines = [f"def helper({arguments}):", *(f"    {line}" for line in body), "    return h"]
+    return [f"h = helper({arguments})"], {"top": lines}
+
+
+def _in_method(body: list[str], free: list[str]) -> Placed:
+    arguments = ", ".join(["h", *free])
+    lines = [f"def helper(self, {arguments}):", *(f"    {line}" for line in body), "    return h"]
+    return [f"h = self.helper({arguments})"], {"def": lines}
+
+
+def _in_module(body: list[str], free: list[str]) -> Placed:
+    arguments = ", ".join(["h", *free])
+    lines = ["class Helper(nn.Module):", f"    def forward(self, {arguments}):",
+             *(f"        {line}" for line in body), "        return h"]  # fmt: skip
+    return [f"h = self.helper({arguments})"], {"top": lines, "init": ["self.helper = Helper()"]}
+
+
+def _in_sequence(body: list[str], free: list[str]) -> Placed:
+    if free:
+        return _in_module(body, free)
+    _, further = _in_module(body, free)
+    return ["h = self.helper(h)"], {
+        **further,
+        "init": ["self.helper = nn.Sequential(nn.Identity(), Helper())"],
+    }
+
+
+def _recomputed(body: list[str], free: list[str]) -> Placed:
+    _, further = _in_function(body, free)
+    arguments = ", ".join(["h", *free])
+    lines = ["from torch.utils.checkpoint import checkpoint", "", ""]
+    return [f"h = checkpoint(helper, {arguments}, use_reentrant=False)"], {
+        "top": lines + further["top"]
+    }
+
+
+def _repeated(body: list[str], free: list[str]) -> Placed:
+    return ["for _ in range(2):", *(f"    {line}" for line in body)], {}
+
+
+def _in_closure(body: list[str], free: list[str]) -> Placed:
+    lines = ["def helper(h):", *(f"    {line}" for line in body), "    return h"]
+    return [*lines, "h = helper(h)"], {}
+
+
+def _decorated(body: list[str], free: list[str]) -> Placed:
+    _, further = _in_function(body, free)
+    lines = ["def decorated(f):", "    @functools.wraps(f)", "    def inner(*args, **kwargs):",
+             "        return f(*args, **kwargs)", "", "    return inner", "", "", "@decorated"]  # fmt: skip
+    return [f"h = helper({', '.join(['h', *free])})"], {"top": lines + further["top"]}
+
+
+PLACES = {
+    "function": _in_function, "method": _in_method, "module": _in_module, "sequence": _in_sequence,
+    "recomputed": _recomputed, "repeated": _repeated, "closure": _in_closure, "decorated": _decorated,
+}  # fmt: skip
 
 
 def split(text: str) -> list[str]:
