@@ -421,7 +421,33 @@ def normed(rng: random.Random, name: str) -> Block:
     return made
 
 
-KINDS = {mlp: 3, attention: 4, experts: 1, convolution: 1, normed: 1}
+def crossed(rng: random.Random, name: str) -> Block:
+    """Attention of slices of the input to the rest of it: queries of one value, keys of another."""
+    made = Block(name)
+    made.init = ["self.heads, self.size = 12, 2", f"self.norm = nn.LayerNorm({DIM})",
+                 f"self.q, self.k = nn.Linear({DIM}, {INNER}), nn.Linear({DIM}, {INNER})",
+                 f"self.v, self.o = nn.Linear({DIM}, {INNER}), nn.Linear({INNER}, {DIM})"]  # fmt: skip
+    other = rng.choice(
+        [
+            "self.norm(x)",
+            "x.flip(1)",
+            "x[:, :6]",
+            "torch.cat([x, x.tanh()], 1)",
+            "x.mean(1, keepdim=True)",
+        ]
+    )
+    inner = rng.choice(["x", "x", "x.tanh()", "self.norm(x)"])
+    view = rng.choice([".view(b, -1, self.heads, self.size).transpose(1, 2)",
+                       ".unflatten(-1, (self.heads, -1)).transpose(1, 2)"])  # fmt: skip
+    made.body = [f"b, z = x.size(0), {other}", f"q = self.q({inner}){view}", f"k = self.k(z){view}",
+                 f"v = self.v(z){view}", "y = F.scaled_dot_product_attention(q, k, v)",
+                 "return self.o(y.transpose(1, 2).flatten(2))"]  # fmt: skip
+    made.shards = ['{s}["{q,k,v}"].shard(["weight", "bias"], 0)', '{s}["o"].shard("weight", 1)']
+    made.inputs, made.outputs = ["q", "k", "v"], ["o"]
+    return made
+
+
+KINDS = {crossed: 1, mlp: 3, attention: 4, experts: 1, convolution: 1, normed: 1}
 
 
 @dataclass
@@ -451,7 +477,8 @@ class Net:
         ids = f"torch.arange(36).view(3, {TOKENS}) * 7 % {INNER}"
         made = {"ids": ids, "x": f"torch.randn(3, {TOKENS}, {DIM})", "labels": f"({ids}).roll(1, 1)",
                 "scale": "0.5"}  # fmt: skip
-        given = ", ".join(f'"{n}": {made[n]}' for n in (a.split("=")[0] for a in self.arguments))
+        names = [a.split("=")[0] for a in self.arguments]
+        given = ", ".join(f'"{n}": {made[n]}' for n in names if n in made)
         source = HEADER.replace("import functools\n", "").replace("import operator\n", "")
         for block in self.blocks:
             source += "\n\n" + block.text()
@@ -550,12 +577,17 @@ def placed(rng: random.Random, net: Net) -> None:
             if normed_first:
                 net.init.append(f"self.{path}_norm = nn.LayerNorm({DIM})")
             inner = f"self.{path}_norm(x)" if normed_first else "x"
+            inner = f"x={inner}" if rng.random() < 0.15 else inner
             choices = [f"x = x + self.{path}({inner})"] * 3 + [f"x = self.{path}({inner})"]
             if rng.random() < 0.1:
                 net.arguments.append("scale=1.0")
                 net.flags.append('{"scale": 0.0}')
                 choices = [f"x = x + self.{path}({inner}) * scale"]
-            net.body.append(rng.choice(choices))
+            elif rng.random() < 0.1:
+                net.arguments.append(f"use_{path}={rng.random() < 0.5}")
+                net.flags += [f'{{"use_{path}": True}}', f'{{"use_{path}": False}}']
+                choices = [f"if use_{path}:\n    x = x + self.{path}({inner})"]
+            net.body += rng.choice(choices).split("\n")
 
 
 def finished(rng: random.Random, net: Net, head: str) -> bool:

@@ -26,10 +26,12 @@ from tests.soundness import blocks, mutate, ops
 from tests.soundness.pairs import (
     CRASHED,
     DEFECTS,
+    LATE,
     MOOT,
     REFUSED,
     RIGHT,
     UNFIT,
+    WARNED,
     Judge,
     Pair,
     Verdict,
@@ -65,7 +67,7 @@ class Summary:
     def render(self) -> str:
         """A table."""
         names = list(dict.fromkeys(g for g, _ in self.kinds))
-        columns = [RIGHT, REFUSED, *DEFECTS, UNFIT, MOOT]
+        columns = [RIGHT, REFUSED, *DEFECTS, WARNED, LATE, UNFIT, MOOT]
         rows = [["", "pairs", *columns]]
         for name in [*names, "all"]:
             counts = [

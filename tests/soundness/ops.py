@@ -230,7 +230,9 @@ def statement(rng: random.Random, context: Context) -> str:
 
 def stands(text: str, context: Context) -> bool:
     """Whether a statement can stand there: its layers are there, and take what they get."""
-    if "self.up" in text and "self.up" not in context.init:
+    if re.search(r"self.(inner.)?up", text) and "self.up" not in context.init:
+        return False
+    if "net:" in text and ("ids" in text or context.ids):
         return False
     if "return " in text and "self.down" in text:
         return "self.down" in context.after and "nn.Linear(24, 8)" in context.init
@@ -293,11 +295,13 @@ def assembled(
     kept: dict[str, list[str]] = {"": []}
     for line in lines:
         kind, _, rest = line.partition(":")
-        if kind in ("init", "top", "def", "arg", "shard", "own", "returns"):
+        if kind in ("init", "top", "def", "arg", "shard", "own", "returns", "net"):
             kept.setdefault(kind, []).append(rest)
         else:
             kept[""].append(line)
-    names = used_names([*kept[""], *kept.get("init", ()), *kept.get("def", ())])
+    names = used_names(
+        [*kept[""], *kept.get("init", ()), *kept.get("def", ()), *kept.get("net", ())]
+    )
     width = str(context.shape[-1])
     init = [*context.init.splitlines(), *kept.get("init", ())]
     before = context.before.splitlines()
@@ -358,7 +362,8 @@ class Inner(nn.Module):
 """
     if methods := kept.get("def"):
         source += "\n" + indented(methods, 4) + "\n"
-    lines_of_net = [outer_before, f"x = self.inner({passed})", outer_after, "return x"]
+    lines_of_net = [outer_before, f"x = self.inner({passed})", *kept.get("net", ()), outer_after]
+    lines_of_net += [] if "return " in "".join(lines_of_net) else ["return x"]
     source += f"""
 
 class Net(nn.Module):
@@ -450,7 +455,7 @@ def split(text: str) -> list[str]:
     """The lines of a statement; a semicolon ends one."""
     found = []
     for line in text.split("\n"):
-        tagged = re.match(r"(init|top|def|arg|shard|own|returns):", line)
+        tagged = re.match(r"(init|top|def|arg|shard|own|returns|net):", line)
         found += [line] if tagged or line.startswith(" ") else line.split("; ")
     return found
 

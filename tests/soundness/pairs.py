@@ -37,22 +37,23 @@ from tests.soundness.ranks import RankError, Ranks
 
 WORLDS = (2, 3, 4)
 LIMIT = 1e-6
-SINGLE = 1e-3  # where the model computes in single precision on the way
+SINGLE, HALF = 1e-3, 0.05  # where the model computes in less precision on the way
 TOOL_S = 30
 PLAIN = "        h = h * 2.5\n"  # in the place of a statement
 
-# What becomes of a pair. The first six are defects of the tool.
+# What becomes of a pair. The first five are defects of the tool.
 WRONG = "wrong"  # accepted without a warning, and its numbers are others
 CRASHED = "crashed"  # an exception that is no `RewriteError`, or no end
 FAILED = "fails"  # accepted, and cannot be built or run
 UNMADE = "unmade"  # what was to be written does not work, and the tool sees it
-WARNED = "warned"  # accepted with a warning, and wrong or failing
 UNPLACED = "unplaced"  # refused without a place
+WARNED = "warned"  # accepted with a warning, and wrong or failing
+LATE = "late"  # a size that does not fit, told in words, but by `forward`
 RIGHT = "right"
 REFUSED = "refused"
 UNFIT = "unfit"  # refused at construction, in words, at every world size
 MOOT = "moot"  # the original itself fails, or gives other numbers each time
-DEFECTS = (WRONG, CRASHED, FAILED, UNMADE, WARNED, UNPLACED)
+DEFECTS = (WRONG, CRASHED, FAILED, UNMADE, UNPLACED)
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Judge:
             return Verdict(CRASHED, type(error).__name__, traceback.format_exc())
         verdict = self._run(source, schedule, output.files)
         kind, text = verdict.kind, verdict.text
-        if output.warnings and kind in DEFECTS:
+        if output.warnings and kind in (WRONG, FAILED):
             kind, text = WARNED, "\n".join([*output.warnings, text])
         if kind in DEFECTS:
             text += "\n" + output.diff(1)
@@ -161,8 +162,8 @@ class Judge:
         package.mkdir()
         for file, text in files.items():
             (package / file).write_text(text)
-        single = re.search(r"\.float\(|float32|\.half\(|float16", source.read_text())
-        limit = SINGLE if single else LIMIT
+        precision = re.search(r"(float16|half)|(\.float\(|float32)", source.read_text())
+        limit = LIMIT if precision is None else HALF if precision[1] else SINGLE
         fitting: list[int] = []
         for world in self.worlds:
             module = f"{package.name}.{source.stem}"
@@ -172,7 +173,8 @@ class Judge:
             except RankError as error:
                 if error.kind == "ConstructionError":
                     continue
-                return Verdict(FAILED, error.kind, f"world {world}: {error}", (*fitting, world))
+                kind = LATE if "does not divide over" in str(error) else FAILED
+                return Verdict(kind, error.kind, f"world {world}: {error}", (*fitting, world))
             fitting.append(world)
             if different := [f"rank {r}: {d}" for r, ds in enumerate(found) for d in ds]:
                 text = f"world {world}:\n" + "\n".join(different[:12])

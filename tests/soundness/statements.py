@@ -2,7 +2,9 @@
 
 `{d}` is an axis, `{n}` a small number, `{w}` the size of the last axis. Names that are not bound
 here are defined by what stands around (`ops.NAMES`). A line that begins with `init:` stands in
-`__init__`, one with `top:` at the top of the file, one with `def:` among the methods.
+`__init__`, one with `top:` at the top of the file, one with `def:` among the methods, one with `net:` in the
+module around, after the call. `shard:` and `own:` say what is split as well: a layer or a
+parameter, an axis; `arg:` is a further argument.
 """
 
 from __future__ import annotations
@@ -712,6 +714,60 @@ h = cached(h.size(-1)) * h↵top:@functools.lru_cache↵top:def cached(n):↵top
 h = h * TABLE↵top:TABLE = torch.arange({w}) * 0.1
 h = h * TABLE[: h.size(-1)]↵top:TABLE = torch.arange({w}) * 0.1
 h = h + TABLE[h.size(-1) - 1]↵top:TABLE = torch.arange({w}) * 0.1
+self.aux = h.square().mean()↵net:x = x + self.inner.aux
+self.aux = h.square().mean(-1, keepdim=True).sum()↵net:return x, self.inner.aux
+self.aux = h↵net:x = x * self.inner.aux.sum()
+self.aux = h.detach()↵net:x = x * self.inner.aux.abs().mean()
+self.aux = h.softmax({d})↵net:x = x + self.inner.aux.mean()
+self.aux = [h, y]↵net:x = x + sum(a.mean() for a in self.inner.aux)
+self.aux = self.up.weight.square().sum()↵net:x = x + self.inner.aux
+self.aux = h.size(-1)↵net:x = x * self.inner.aux
+net:x = x + self.inner.up.weight.mean()
+net:x = x * self.inner.up.out_features
+net:x = x + sum(p.square().sum() for p in self.parameters())
+net:x = x + sum(p.norm() for p in self.inner.up.parameters())
+net:x = x + F.linear(x, self.inner.up.weight, self.inner.up.bias).mean()
+net:x = x + self.inner.up(x).mean()
+net:x = x + self.inner.up(x).sum(-1, keepdim=True)
+net:x = x + self.inner(x)
+net:x = self.inner(x.tanh()) * x
+net:x = x + self.inner.down(self.inner.up(x))
+net:x = x + self.inner.forward(x)
+net:x = x + self.inner.up.bias.sum()
+STORE.append(h)↵top:STORE = []↵net:x = x + STORE.pop().mean()
+STORE.append(h.mean(-1))↵top:STORE = []↵net:x = x + STORE.pop().sum()
+STORE["h"] = h.square().sum()↵top:STORE = {}↵net:x = x + STORE.pop("h")
+Inner.last = h.abs().max()↵net:x = x / (1 + Inner.last)
+with torch.no_grad():↵    z = self.up(x)↵h = h + z
+with torch.no_grad():↵    z = self.up(x).softmax(-1)↵h = h + z
+with torch.enable_grad():↵    z = self.up(x)↵h = h * z
+h = self.up(x.detach()) + h
+h = self.up(x) + self.up(x).detach()
+h = self.up(x.flip(1)).flip(1) + h
+h = self.up(x * self.scalar) + h
+h = h + self.up(c.expand(-1, -1, 8))
+h = self.up(self.down(h))
+h = self.up(self.down(h)) + h
+h = h * self.down(h).mean()
+h = h * self.down(h).mean(-1, keepdim=True)
+h = h + self.down(h).sum(-1, keepdim=True)
+h = self.both(x) + h↵init:self.both = nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, {w}))
+h = self.both(x) + h↵init:self.both = nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, {w}))↵shard:both.2 weight,bias 0
+h = self.both(x) + h↵init:self.both = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, {w}))↵shard:both.0 weight,bias 0↵shard:both.2 weight 1
+h = self.own(h)↵init:self.own = Own({w})↵top:class Own(nn.Linear):↵top:    def __init__(self, n):↵top:        super().__init__(n, n)↵top:↵top:    def forward(self, z):↵top:        return z + super().forward(z)
+h = self.own(x) + h↵init:self.own = Own(8, {w})↵top:class Own(nn.Linear):↵top:    def forward(self, z):↵top:        return super().forward(z) * 2↵shard:own weight,bias 0
+h = self.own(x) + h↵init:self.own = Own(8, {w})↵top:class Own(nn.Linear):↵top:    def forward(self, z):↵top:        return F.linear(z, self.weight, self.bias).softmax(-1)↵shard:own weight,bias 0
+h = self.own(h)↵init:self.own = Own({w})↵top:class Own(nn.Module):↵top:    def __init__(self, n):↵top:        super().__init__()↵top:        self.weight = nn.Parameter(torch.ones(n))↵top:↵top:    def forward(self, z):↵top:        return z / (z.norm(dim=-1, keepdim=True) + 1) * self.weight↵shard:own weight 0
+h = self.own(h)↵init:self.own = Own({w})↵top:class Own(nn.Module):↵top:    def __init__(self, n):↵top:        super().__init__()↵top:        self.weight = nn.Parameter(torch.ones(n))↵top:↵top:    def forward(self, z):↵top:        u, v = z.mean(-1, keepdim=True), z.var(-1, keepdim=True, correction=0)↵top:        return (z - u) / (v + 1e-5).sqrt() * self.weight↵shard:own weight 0
+h = self.own(h)↵init:self.own = Own({w})↵top:class Own(nn.Module):↵top:    def __init__(self, n):↵top:        super().__init__()↵top:        self.weight = nn.Parameter(torch.ones(n))↵top:↵top:    def forward(self, z):↵top:        u = z.mean(-1, keepdim=True)↵top:        s = z.std(-1, keepdim=True)↵top:        return self.weight * (z - u) / (s + 1e-5)↵shard:own weight 0
+h = self.own(h)↵init:self.own = Own({w})↵top:class Own(nn.Module):↵top:    def __init__(self, n):↵top:        super().__init__()↵top:        self.weight = nn.Parameter(torch.ones(n))↵top:↵top:    def forward(self, z):↵top:        s = z.pow(2).sum(-1, keepdim=True) / z.size(-1)↵top:        return self.weight * z * torch.rsqrt(s + 1e-5)↵shard:own weight 0
+h = self.own(h)↵init:self.own = Own({w})↵top:class Own(nn.Module):↵top:    def __init__(self, n):↵top:        super().__init__()↵top:        self.weight = nn.Parameter(torch.ones(n))↵top:↵top:    def forward(self, z):↵top:        return self.weight * z * torch.rsqrt(z.pow(2).mean() + 1e-5)↵shard:own weight 0
+h = self.own(h)↵init:self.own = Own({w})↵top:class Own(nn.Module):↵top:    def __init__(self, n):↵top:        super().__init__()↵top:        self.weight = nn.Parameter(torch.ones(n))↵top:↵top:    def forward(self, z):↵top:        return self.weight * z * torch.rsqrt(z.pow(2).mean((1, 2), keepdim=True) + 1e-5)↵shard:own weight 0
+h = self.own(h)↵init:self.own = Own({w})↵top:class Own(nn.Module):↵top:    def __init__(self, n):↵top:        super().__init__()↵top:        self.weight = nn.Parameter(torch.ones(n))↵top:        self.n = n↵top:↵top:    def forward(self, z):↵top:        return self.weight * z * torch.rsqrt(z.norm(2, dim=-1, keepdim=True) ** 2 / self.n + 1e-5)↵shard:own weight 0
+h = h * self.scale.mean()↵init:self.scale = nn.Parameter(torch.rand({w}))↵own:scale 0
+h = (h * self.scale).mean(-1, keepdim=True) * h↵init:self.scale = nn.Parameter(torch.rand({w}))↵own:scale 0
+h = (h * self.scale).var(-1, keepdim=True) * h↵init:self.scale = nn.Parameter(torch.rand({w}))↵own:scale 0
+h = h.std({d}, keepdim=True) * self.scale * h↵init:self.scale = nn.Parameter(torch.rand({w}))↵own:scale 0
 assert h.size(-1) == {w}
 assert h.shape == (h.size(0), h.size(1), h.size(2))
 if h.size(-1) != {w}:↵    raise ValueError("size")

@@ -12,13 +12,13 @@ import torch
 from tests.soundness.cases import cases
 from tests.soundness.fuzz import GENERATORS
 from tests.soundness.ordinary import ORDINARY
-from tests.soundness.pairs import DEFECTS, REFUSED, RIGHT, Judge
+from tests.soundness.pairs import DEFECTS, REFUSED, RIGHT, WARNED, Judge
 from tests.soundness.ranks import Ranks
 
 pytestmark = pytest.mark.processes
 CASES = cases()
 # Not mended yet.
-WRONG_STILL = ("A", "C2")
+WRONG_STILL = ("A1 ", "A2 ", "A10", "A5 h = h + scripted", "A8 if soft", "C2")
 REFUSED_STILL = ("attention, alibi",)
 
 
@@ -39,7 +39,7 @@ def marked(names, still):
 @pytest.mark.parametrize("name", marked(CASES, WRONG_STILL))
 def test_what_was_wrong_is_refused_or_right(ranks, name):
     verdict = Judge(ranks, worlds=(2, 4))(CASES[name])
-    assert verdict.kind in (RIGHT, REFUSED), f"{verdict.kind}\n{verdict.text}"
+    assert verdict.kind in (RIGHT, REFUSED, WARNED), f"{verdict.kind}\n{verdict.text}"
 
 
 @pytest.mark.parametrize("name", marked(ORDINARY, REFUSED_STILL))
