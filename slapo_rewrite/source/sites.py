@@ -190,6 +190,12 @@ class _Emitter:
         for item in sequence.items:
             key = item.key if item.key is not None else numbers.keys[id(item)]
             steps = numbers.looped(item)
+            # Where the list is made in each turn of a loop, that loop counts the lists.
+            lists = [s.node for s in around if isinstance(s, Loop) and s.first is not None]
+            steps = tuple(
+                s for s in steps
+                if not (isinstance(s, Loop) and s.first is None and s.node in lists)
+            )  # fmt: skip
             outer = tuple(s for s in around if s not in item.steps)
             steps = (*outer, *steps)
             for value in item.values:

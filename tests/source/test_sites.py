@@ -424,3 +424,25 @@ def test_recursion_ends(tmp_path):
         more="def make(n):\n    return make(n - 1) if n else A()\n",
     )
     assert "a" in sites
+
+
+def test_lists_that_a_loop_makes_are_counted_by_it(tmp_path):
+    text = """from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, depth, w):
+        super().__init__()
+        layers = []
+        for i in range(depth):
+            layers.append(nn.ModuleList([nn.Linear(w, w), nn.ReLU()]))
+        self.layers = nn.ModuleList(layers)
+        self.more = nn.ModuleList(nn.ModuleList([nn.ReLU()]) for j in range(depth))
+"""
+    path = tmp_path / "net.py"
+    path.write_text(text)
+    found = find_sites(SourceFile.read(path, "net"), "Net")
+    counted = {p: [site.index for site in sites] for p, sites in found.items()}
+    assert counted["layers.*.0"] == counted["layers.*.1"] == ["i"]
+    assert counted["more.*.0"] == ["j"]
+    assert all(len(site.loops) == 1 for site in found["layers.*.1"])
