@@ -356,7 +356,10 @@ class Engine:
         # Equal changes are one object, so that modules that are treated alike are seen to be.
         known: dict[frozenset[ast.stmt], dict[ast.stmt, list[Edit]]] = {}
         edits = {path: known.setdefault(frozenset(own), own) for path, own in branches.items()}
-        return Rewrite(self._written(edits, {}), again=True) if edits else None
+        if not edits:
+            return None
+        written = self._written(edits, {})
+        return Rewrite(written, tuple(self.speller.references.values()), again=True)
 
     # What changes ---------------------------------------------------------------------------------
 
@@ -424,6 +427,7 @@ class Engine:
                     desks.main.places.add(path, place, write, (self.cause,))
                 self._construct(claims.get(path, ()), desks.main.places)
             settled = settle(self.tree, desks, self.line_length)
+        self.speller.take(desks.main.imports)
         edits += settled.pop(self.file.name)
         if any(settled.values()):
             raise errors.Unsupported(

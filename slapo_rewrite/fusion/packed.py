@@ -271,6 +271,7 @@ def _holding(
             end = lines.setdefault(constructor.body[-1], Lines())
             end.after.append((text, (cause,), f"`{held.name}`"))
     text = writer.subclass(name, new_name, lines, {}, set(), doc)
+    engine.speller.take(desks.main.imports)
     at = file.span(file.classes[name])[1]
     return Edit(at, at, "\n\n\n" + text.rstrip("\n"), (cause,), f"`{new_name}`")
 

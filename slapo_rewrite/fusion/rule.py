@@ -145,12 +145,25 @@ class Found:
             return None
         if any(other is value for key, other in self.match.values.items() if key != name):
             return None  # the sum of it and itself, say: the bias would go to one of the two
+        if self._is_moved_past(called, value):
+            return None
         inside = {id(n) for node in self.match.nodes for n in (node, node.site)}
         if any(use.by is None or id(use.by) not in inside for use in value.uses):
             return None
         owners = (self.match.file.classes.get(cls.__name__) for cls in self.node.cls.__mro__)
         calls = [n for owner in owners if owner for n in ast.walk(owner) if _calls(n, called)]
         return called if calls == [value.node] else None
+
+    def _is_moved_past(self, layer: str, product: Value) -> bool:
+        """Whether something may change a layer, or gradients, between its call and the match."""
+        root, graph = self.match.root, self.graph
+        if product.regions != root.site.regions:
+            return True
+        own = {("attribute", layer), ("attribute", f"{layer}.bias")}
+        written = [m.order for m in graph.mutations if m.target.bases & own]
+        written += [b.order for b in graph.bound if f"{b.name}.".startswith(f"self.{layer}.")]
+        written += [way.order for way in graph.exits if way.total]
+        return any(product.order < moment < root.order for moment in written)
 
     @property
     def graph(self) -> Graph:

@@ -50,6 +50,14 @@ class Speller:
         module, _, name = dotted.rpartition(".")
         return self._outside(module, name, dotted)
 
+    def take(self, imports: Imports) -> None:
+        """Notes what the text of subclasses uses of helper modules."""
+        for module, names in imports.helpers.items():
+            for written in sorted(names):
+                name = written.rpartition(".")[2]
+                origin = f"{RUNTIME}{module}.{name}"
+                self.references[written] = Reference(origin, f".{module}", name, written)
+
     def _helper(self, module: str, name: str, origin: str) -> str:
         written = self.imports.helper(module, name, (self.cause,))
         self.references[written] = Reference(origin, f".{module}", name, written)

@@ -27,6 +27,28 @@ class MLP(nn.Module):
 )
 
 
+NESTED = TWO_ACTIVATIONS.replace(
+    'MLP("gelu"), MLP("relu")', 'Block("gelu"), Block("relu")'
+).replace(
+    "class Model(",
+    """class Block(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.mlp = MLP(act)
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
+class Model(""",
+)
+
+
+def test_two_activations_two_classes_down(tmp_path):
+    text = same(tmp_path, NESTED)
+    assert "self.mlp = FusedMLP(act)" in text and "class FusedBlock(Block)" in text
+
+
 def test_two_activations_in_one_class(tmp_path):
     text = same(tmp_path, TWO_ACTIVATIONS)
     assert "return self.fc2(self.act(self.fc1(x)))" in text
@@ -41,6 +63,15 @@ PRUNED = "from torch.nn.utils import prune\nprune.identity(self.l, 'weight')"
 MODELS = {
     "weights of classes": model(LOSS, *LAYERS, "self.f = nn.CrossEntropyLoss(torch.arange(8.0))"),
     "a sum over classes": model(LOSS, *LAYERS, 'self.f = nn.CrossEntropyLoss(reduction="sum")'),
+    "a bias that is written to": model(
+        "h = self.l(x)\nself.l.bias.data.mul_(2)\nreturn (F.gelu(h),)", *LAYERS
+    ),
+    "a layer that is another then": model(
+        "h = self.l(x)\nself.l = self.m\nreturn (F.gelu(h),)", *LAYERS, "self.m = nn.Linear(8, 8)"
+    ),
+    "a layer without gradients": model(
+        "with torch.no_grad():\n    h = self.l(x)\nreturn (F.gelu(h) + x,)", *LAYERS
+    ),
     "a value added to itself": model("h = self.l(x)\nreturn (self.n(h + h),)", *LAYERS),
     "a value added to itself in place": model(
         "h = self.l(x)\nh += h\nreturn (self.n(h),)", *LAYERS
