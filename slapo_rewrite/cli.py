@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import NoReturn
 
@@ -297,14 +297,18 @@ def _primitives(arguments: list[str]) -> int:
 
 @contextmanager
 def _working(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows that work goes on, on a terminal; in a pipe nothing is shown."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
+    """Shows that work goes on, on a terminal; in a pipe nothing is shown.
 
-    with Console(stderr=True).status(what) as status:
-        yield lambda text: status.update(f"{what}: {text}")
+    What the user's own code prints meanwhile is no output of the command, and goes to stderr.
+    """
+    with redirect_stdout(sys.stderr):
+        if not sys.stderr.isatty():
+            yield lambda text: None
+            return
+        from rich.console import Console
+
+        with Console(stderr=True).status(what) as status:
+            yield lambda text: status.update(f"{what}: {text}")
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slapo_rewrite import errors
 from slapo_rewrite.cli import main
 
 SOURCE = """\
@@ -324,3 +325,70 @@ def test_an_argument_that_a_sharded_layer_does_not_take(run: Run):
     (run.folder / "net.py").write_text(source)
     text = run('s["embed"].shard("weight", axis=0)\ns["embed"].sync("fwd_post", "all_reduce")')
     assert "does not take the argument `max_norm`" in text and "net.py:27:" in text
+
+
+def test_what_the_user_s_files_print_is_no_output(run: Run, capsys):
+    (run.folder / "net.py").write_text("print('loud source')\n" + SOURCE)
+    (run.folder / "s.py").write_text("print('loud schedule')\n" + MODEL + "    print('knobs')\n")
+    assert main(["net.py", "--schedule", "s.py", "--diff"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.split("\n")[:3] == ["loud schedule", "loud source", "knobs"]
+    assert main(["tree", "net.py", "--schedule", "s.py"]) == 0
+    assert "loud" not in capsys.readouterr().out
+
+
+def test_the_meta_device_is_blamed_for_what_it_does_alone(run: Run):
+    text = run("", schedule="def model(m):\n    return m.Modle()\ndef schedule(s): pass\n")
+    assert "meta device" not in text
+    source = SOURCE.replace("self.embed = ", "float(torch.zeros(1))\n        self.embed = ")
+    (run.folder / "net.py").write_text(source)
+    assert "must not read the values of tensors" in run("pass")
+
+
+def test_a_model_that_runs_nowhere(run: Run):
+    source = SOURCE.replace("return self.head(x)", "return self.head(x.missing)")
+    (run.folder / "net.py").write_text(source)
+    text = run('s["layers.*.out"].shard("weight", axis=1)\ns.infer_sync()')
+    assert "the model does not run: " in text and "meta device" not in text
+
+
+LIBRARY = """\
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        self.one = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        self.many = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, ids):
+        return self.many(self.one(ids))
+"""
+
+
+def test_a_copy_is_advised_where_one_helps(run: Run):
+    (run.folder / "net.py").write_text(LIBRARY)
+    text = run('s["one.linear1"].checkpoint()')
+    assert "copy class `TransformerEncoderLayer` into net.py, and make of the copy" in text
+    text = run('s["many.layers"][:1].checkpoint()')
+    assert "copy class" not in text and "let net.py make it" in text
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [("nothing fits", FIRST - 1), ("`layers.0.out.weight` is wrong", FIRST + 1)],
+)
+def test_every_refusal_has_a_place(run: Run, monkeypatch, message, line):
+    def refusing(*args: object, **options: object) -> None:
+        raise errors.Unsupported(message)
+
+    monkeypatch.setattr("slapo_rewrite.emit.rewrite.lower", refusing)
+    text = run('s["head"].checkpoint()\ns["layers.*"].checkpoint()')
+    assert f"--> s.py:{line}:" in text
+    monkeypatch.setattr("slapo_rewrite.schedule.plan.Plan.call", refusing)
+    assert f"--> s.py:{FIRST}:5" in run('s["head"].checkpoint()')
+    monkeypatch.setattr("slapo_rewrite.emit.rewrite.Tree", refusing)
+    assert "s.py:4:1" in run("pass")

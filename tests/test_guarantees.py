@@ -174,6 +174,9 @@ def test_check_and_explain(tmp_path, monkeypatch, capsys):
     assert "gpt_schedule.py:" in shown
     assert main(["explain", str(out), "gpt.py:1"]) == 0
     assert "as in the original" in capsys.readouterr().out
+    number = text.splitlines().index("import torch") + 1
+    assert main(["explain", str(out), f"gpt.py:{number}"]) == 0
+    assert "as in the original" in capsys.readouterr().out
     (out / "gpt.py").write_text(text + "# mine\n")
     assert main([*command, "--check"]) == 1
     assert main(command) == 2

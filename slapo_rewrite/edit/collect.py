@@ -40,6 +40,7 @@ from slapo_rewrite.edit.definition import (
 from slapo_rewrite.edit.desks import Desk, Desks
 from slapo_rewrite.edit.gradients import Gradients
 from slapo_rewrite.edit.parts import find_part
+from slapo_rewrite.edit.places import own_copy
 from slapo_rewrite.edit.pretrained import (
     MAPPED,
     ORIGINAL,
@@ -253,7 +254,7 @@ class _Collection:
                 f"`{node.path or 's'}` is a {node.cls.__module__}.{node.cls.__qualname__}: it has "
                 "no `forward` that could be rewritten, to take a part of",
                 at=cause.at,
-                hint=f"copy class `{node.cls.__name__}` into {self.file.path.name}",
+                hint=own_copy(node.cls.__name__, self.file),
             )
         calls = find_part(home.lineages, node.cls.__name__, change.part, cause)
         key = ("part", calls.run[0].lineno, change.part, type(change).__name__)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import DeriveFrom, MakeLayer, ShareParameter, united
 from slapo_rewrite.edit.desks import Desk, Desks
+from slapo_rewrite.edit.places import own_copy
 from slapo_rewrite.edit.reads import is_question, values_read
 from slapo_rewrite.edit.state import Directive, ModuleState
 from slapo_rewrite.model.follow import Followed, Reading
@@ -163,7 +164,7 @@ class Gradients:
                 f"gradients have to be added up, and `{node.cls.__qualname__}` is not a class "
                 "of this file that could be changed for that",
                 at=causes[0].at if causes else None,
-                hint=f"copy class `{node.cls.__name__}` into {self.desks.main.file.path.name}",
+                hint=own_copy(node.cls.__name__, self.desks.main.file),
             )
 
 

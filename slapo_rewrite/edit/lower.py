@@ -286,7 +286,7 @@ class _Lowering:
         self, small: Callable[[], tuple[Any, dict[str, Any]]], error: CannotRun
     ) -> Followed:
         """The same of a small model in its place; where there is none, that is warned of."""
-        before = self.states
+        before, lead = self.states, "the model does not run on the meta device"
         try:
             stand_in = StandIn(self.tree, self.states, small)
             return self._follow(lambda a, r: stand_in.follow(a, self.desks.holds, r))
@@ -296,13 +296,14 @@ class _Lowering:
                 "make one with an element of each kind"
             )
         except CannotRun as why:
-            instead = f"nor does a small one run: {str(why).splitlines()[0]}"
+            lead = "the model does not run"
+            instead = f"nor does a small one: {str(why).splitlines()[0]}"
         self.states = before
         reason = f"{str(error).splitlines()[0]}; {instead}"
-        self.inference.refuse(f"the model does not run on the meta device: {reason}")
+        self.inference.refuse(f"{lead}: {reason}")
         self.warnings.append(
-            "the model does not run on the meta device, so sizes inside `forward` were not "
-            f"followed ({reason}); `--verify` tells whether they had to be"
+            f"{lead}, so sizes inside `forward` were not followed ({reason}); `--verify` tells "
+            "whether they had to be"
         )
         return Followed()
 

@@ -60,7 +60,9 @@ class Places:
                 f"`{node.path}` is made in another file, {site.file.display}",
                 at=site.file.at(site.value),
                 also=[c.at for c in causes[:1] if c.at],
-                hint=f"copy class `{site.class_name}` into {self.file.path.name}",
+                hint=own_copy(site.class_name, self.file)
+                if _stands_in_its_class(site)
+                else f"let {self.file.path.name} make it: a call of its class for each",
             )
         assert node.owner is not None
         return self.note(site, node), node.owner
@@ -192,3 +194,14 @@ def _index(pattern: str, path: str) -> str:
     """What stands in a path for the `*` of its pattern."""
     steps = zip(pattern.split("."), path.split("."), strict=False)
     return ".".join(have for want, have in steps if want == "*")
+
+
+def own_copy(name: str, into: SourceFile) -> str:
+    """What to do where a class of another file would have to change."""
+    return f"copy class `{name}` into {into.path.name}, and make of the copy what is made of it now"
+
+
+def _stands_in_its_class(site: Site) -> bool:
+    """Whether a construction is written in the class that it is for, and not in a function."""
+    cls = site.file.classes.get(site.class_name)
+    return cls is None or cls.lineno <= site.value.lineno <= (cls.end_lineno or cls.lineno)

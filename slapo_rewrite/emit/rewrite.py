@@ -91,7 +91,8 @@ class Project:
             primitives.registry()
             self.schedule = ScheduleFile.load(schedule)
             self.module = import_source(self.file)
-        with self.timed("tree"):
+        self.directives: list[Directive] = []
+        with self.timed("tree"), self.placed("model"):
             model = build_model(self.schedule.module.model, self.module)
             self.tree = Tree(model)
         self.loaded = sys.modules.keys() - before
@@ -112,11 +113,37 @@ class Project:
             own = time.process_time() - start - inner
             self.seconds[part] = self.seconds.get(part, 0.0) + own
 
+    @contextmanager
+    def placed(self, function: str) -> Iterator[None]:
+        """What is refused meanwhile, and says no place, is given the nearest that is known.
+
+        The line of the schedule that was running, else the one that selected what is named, else
+        the head of the function that was carried out.
+        """
+        try:
+            yield
+        except errors.RewriteError as error:
+            if error.at is None and not error.also:
+                error.at = (
+                    self.schedule.span_of(error.__traceback__)
+                    or self._selecting(error.message)
+                    or self.schedule.definition(function)
+                )
+            raise
+
+    def _selecting(self, message: str) -> errors.Span | None:
+        names = [f"{name}." for name in re.findall(r"`([^`]+)`", message)]
+        for directive in reversed(self.directives):
+            if any(name.startswith(f"{p}.") for name in names for p in directive.paths if p):
+                return directive.at
+        return None
+
     def plan(self, knobs: dict[str, Any]) -> Plan:
         """Runs the schedule, once more after each call that changes the source itself."""
         length = line_length(self.original.text)
         while True:
             plan = Plan(self.tree, self.schedule, self.sources, self.done, length)
+            self.directives = plan.directives
             selection = Selection(plan, [self.tree.root])
             try:
                 self.schedule.guarded(
@@ -167,7 +194,8 @@ def rewrite(
     project = Project(source, schedule)
     original = project.module
     try:
-        return carry_out(project, settings, single_file, original)
+        with project.placed("schedule"):
+            return carry_out(project, settings, single_file, original)
     finally:
         # While the schedule changed the source, its name stood for what it was changed to.
         sys.modules[project.original.name] = original

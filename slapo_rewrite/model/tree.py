@@ -44,7 +44,9 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
             f"`model` fails: {type(error).__name__}: {error}".rstrip(": "),
             at=_place_raised(make, error),
             also=_deepest_place(make, error),
-            hint="`model(m)` is called on the meta device: it must not read the values of tensors",
+            hint="`model(m)` is called on the meta device: it must not read the values of tensors"
+            if "meta" in str(error)
+            else None,
         ) from error
     if not isinstance(model, nn.Module):
         raise errors.ModelError(

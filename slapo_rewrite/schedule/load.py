@@ -218,14 +218,15 @@ class ScheduleFile:
             if parameter.default is inspect.Parameter.empty:
                 raise errors.ScheduleError(
                     f"knob `{parameter.name}` of `schedule` has no default",
-                    at=self._definition("schedule"),
+                    at=self.definition("schedule"),
                     hint=f"write `{parameter.name}: TYPE = VALUE`",
                 )
             annotation = hints.get(parameter.name, type(parameter.default))
             found[parameter.name] = Knob(parameter.name, annotation, parameter.default)
         return found
 
-    def _definition(self, name: str) -> Span | None:
+    def definition(self, name: str) -> Span | None:
+        """The head of a function of the file."""
         for node in self.tree.body:
             if isinstance(node, ast.FunctionDef) and node.name == name:
                 text = self.lines[node.lineno - 1]
@@ -250,7 +251,7 @@ class ScheduleFile:
             if name not in knobs:
                 raise errors.UnknownKnob(
                     f"the schedule has no knob `{name}`",
-                    at=self._definition("schedule"),
+                    at=self.definition("schedule"),
                     hint=errors.did_you_mean(name, knobs)
                     or ("its knobs are " + ", ".join(knobs) if knobs else "it has no knobs"),
                 )
@@ -263,7 +264,7 @@ class ScheduleFile:
         except ValueError as error:
             raise errors.BadKnob(
                 f"`{text}` is not a value for knob `{knob.name}`: {error}",
-                at=self._definition("schedule"),
+                at=self.definition("schedule"),
             ) from None
 
 

@@ -54,6 +54,10 @@ def test_every_module_of_the_user_s_is_an_input(command, tmp_path, monkeypatch, 
     names = {"helper", "deeper", "by_name", "package", "package.sizes", "package.inner"}
     assert content["depends"].keys() == names | {"package.inner.most"}
     assert set(content["packages"]) == {"torch"}
+    capsys.readouterr()
+    for line, why in ((1, "an import made absolute"), (3, "as in the original")):
+        assert main(["explain", "out", f"net.py:{line}"]) == 0
+        assert why in capsys.readouterr().out
     assert main([*command, "--check"]) == 0
     with monkeypatch.context() as patch:  # from hashes alone
         patch.setattr("slapo_rewrite.emit.rewrite.rewrite", None)
