@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from slapo_rewrite import errors
+from slapo_rewrite.edit.again import check_again, updates_buffers
 from slapo_rewrite.edit.definition import (
     FORK,
     RECOMPUTE,
@@ -51,6 +52,7 @@ from slapo_rewrite.edit.pretrained import (
 from slapo_rewrite.edit.reads import readings
 from slapo_rewrite.edit.state import (
     Annotation,
+    Checkpoint,
     Decompose,
     Directive,
     Function,
@@ -167,10 +169,15 @@ class _Collection:
                 self._part(node, ForkPart(fork.part), fork.cause)
             if state.checkpoint:
                 again = state.checkpoint
-                home.places.add(node.path, RECOMPUTE, Recompute(again.kept), (again.cause,))
+                check_again(self.desks, node, again)
+                recompute = Recompute(again.kept, self._updates_buffers(node, again))
+                home.places.add(node.path, RECOMPUTE, recompute, (again.cause,))
             for again in state.checkpointed_parts:
                 assert again.part is not None
-                self._part(node, RecomputePart(again.part, again.kept), again.cause)
+                recompute_part = RecomputePart(
+                    again.part, again.kept, self._updates_buffers(node, again)
+                )
+                self._part(node, recompute_part, again.cause)
         self._sizes(layers, parameters, followed)
         for loss in followed.losses.values():
             self._loss(loss)
@@ -259,6 +266,18 @@ class _Collection:
         calls = find_part(home.lineages, node.cls.__name__, change.part, cause)
         key = ("part", calls.run[0].lineno, change.part, type(change).__name__)
         home.places.add(node.path, key, change, (cause,))
+
+    def _updates_buffers(self, node: Node, again: Checkpoint) -> bool:
+        """Whether what is computed again updates buffers, which then has to happen once."""
+        updates = updates_buffers(self.desks, node.live)
+        if updates and again.kept is not None:
+            raise errors.Unsupported(
+                f"`{node.path}` updates buffers as it runs, which `save` cannot keep from "
+                "happening twice",
+                at=again.cause.at,
+                hint="take `save` out: without it they are updated once",
+            )
+        return updates
 
     def _annotate(self, node: Node, annotation: Annotation, is_replaced: bool) -> None:
         """In the class that makes the parameter, else where the module is made."""

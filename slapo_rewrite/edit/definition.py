@@ -259,6 +259,7 @@ class Recompute:
     """The module's activations are computed again in the backward pass, what is kept apart."""
 
     kept: Kept = None
+    updates_buffers: bool = False
 
 
 @dataclass(frozen=True)
@@ -274,6 +275,7 @@ class RecomputePart:
 
     part: Part
     kept: Kept
+    updates_buffers: bool = False
 
 
 @dataclass(frozen=True)

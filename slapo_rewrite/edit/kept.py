@@ -1,4 +1,4 @@
-"""What a checkpoint keeps, as a function of the model file."""
+"""What a checkpoint keeps, as it is said in the model file."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def context(
     listed = " and ".join([", ".join(f"`{k}`" for k in kept[:-1]), f"`{kept[-1]}`"][not kept[1:] :])
     doc = f"Tells checkpoints to keep results of {listed}."
     return imports.define(name, f'"""{doc}"""\nreturn {keep_results}({shown})', causes)
+
+
+def buffers_context(imports: Imports, causes: tuple[Directive, ...]) -> str:
+    """What keeps a method from updating buffers a second time."""
+    return f"{imports.helper('recomputation', 'update_buffers_once', causes)}(self)"

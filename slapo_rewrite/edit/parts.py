@@ -11,7 +11,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.edit.definition import ForkPart, RecomputePart
 from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.imports import CHECKPOINT, Imports
-from slapo_rewrite.edit.kept import context
+from slapo_rewrite.edit.kept import buffers_context, context
 from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.lines import Lines, written
 from slapo_rewrite.edit.splice import Edit, apply_edits, moved
@@ -160,6 +160,8 @@ class PartWriter:
         yield "use_reentrant=False"
         if change.kept is not None:
             yield f"context_fn={context(self.imports, change.kept, causes)}"
+        elif change.updates_buffers:
+            yield f"context_fn={buffers_context(self.imports, causes)}"
 
     def _empty_caches(
         self, wanted: _Wanted, statement: ast.stmt, used: set[str], lines: dict[ast.stmt, Lines]

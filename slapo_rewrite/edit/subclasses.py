@@ -7,15 +7,15 @@ import builtins
 from collections.abc import Mapping, Sequence
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.definition import What, WrapInput, WrapOutput, united
+from slapo_rewrite.edit.definition import Recompute, What, WrapInput, WrapOutput, united
 from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.forward import ForwardWriter, given
 from slapo_rewrite.edit.imports import CHECKPOINT, Imports
-from slapo_rewrite.edit.kept import context
+from slapo_rewrite.edit.kept import buffers_context, context
 from slapo_rewrite.edit.lineages import Lineages
 from slapo_rewrite.edit.lines import Lines, written
 from slapo_rewrite.edit.splice import apply_edits, moved
-from slapo_rewrite.edit.state import Directive, Kept
+from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.edit.text import accessor, all_arguments, docstring, passed_on, within
 from slapo_rewrite.hugging_face import CACHES
 
@@ -304,7 +304,7 @@ class SubclassWriter:
         class_name: str,
         new_name: str,
         shown: str,
-        kept: Kept,
+        what: Recompute,
         causes: tuple[Directive, ...],
     ) -> str:
         """A subclass whose activations are computed again in the backward pass."""
@@ -313,8 +313,10 @@ class SubclassWriter:
         call = self.imports.outside(CHECKPOINT, "checkpoint", causes)
         doc = f"A `{shown}` that recomputes its activations in the backward pass."
         options = ["use_reentrant=False"]
-        if kept is not None:
-            options.append(f"context_fn={context(self.imports, kept, causes)}")
+        if what.updates_buffers:
+            options.append(f"context_fn={buffers_context(self.imports, causes)}")
+        if what.kept is not None:
+            options.append(f"context_fn={context(self.imports, what.kept, causes)}")
             doc = f"A `{shown}` that recomputes most of its activations in the backward pass."
         text = [f"class {new_name}({shown}):", *docstring(doc, 4, self.line_length), ""]
         names = [a.arg for a in all_arguments(forward.args)] if forward else []

@@ -188,7 +188,7 @@ class Variants:
             text = self.writer.subclasses.forking(name, shown, causes)
             return _Wrapper(name, text, f"`{shown}` with random numbers of this rank")
         assert isinstance(what, Recompute)
-        text = self.writer.subclasses.recomputing(class_name, name, shown, what.kept, causes)
+        text = self.writer.subclasses.recomputing(class_name, name, shown, what, causes)
         return _Wrapper(name, text, f"`{shown}`, checkpointed")
 
     def _relatives(self, definition: Definition) -> tuple[dict[int, str], set[int]]:

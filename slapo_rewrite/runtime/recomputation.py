@@ -1,9 +1,11 @@
 """What a checkpoint keeps, where it computes everything else again."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
@@ -48,3 +50,39 @@ def draws_numbers(
     names = [argument.name for argument in operation._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
+
+
+def update_buffers_once(module: nn.Module) -> Callable[[], tuple[Any, Any]]:
+    """Contexts for `checkpoint` that compute again with the buffers as they were.
+
+    What is written to them the second time is thrown away: statistics that `forward`
+    updates, as batch norms do, would count a batch twice.
+    """
+    return lambda: (nullcontext(), EarlierBuffers(module))
+
+
+class EarlierBuffers:
+    """Inside, a module has the buffers that it had when this was made.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.places = [
+            (each, name, buffer.clone())
+            for each in module.modules()
+            for name, buffer in each.named_buffers(recurse=False)
+        ]
+        self.later: list[Any] = []
+
+    def __enter__(self) -> None:
+        """Puts them in."""
+        self.later = [getattr(module, name) for module, name, _ in self.places]
+        for module, name, buffer in self.places:
+            setattr(module, name, buffer.clone())
+
+    def __exit__(self, *error: object) -> None:
+        """Puts back those that there were before."""
+        for (module, name, _), buffer in zip(self.places, self.later, strict=True):
+            setattr(module, name, buffer)

@@ -136,6 +136,41 @@ def obstacle(run: tuple[ast.stmt, ...], inputs: Iterable[str]) -> Obstacle | Non
     return None
 
 
+def change_of_given(method: ast.FunctionDef, given: set[str]) -> Obstacle | None:
+    """The first thing in a method that changes an argument, or adds to what `self` holds.
+
+    Args:
+        method: The method.
+        given: The arguments that it must leave as they are.
+    """
+    given = set(given)
+    for statement in statements(tuple(method.body)):
+        own = {"self"} if _counts(statement) else set()
+        if found := _changing(statement, given | own):
+            return found
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            # The name means what is given, or no longer does.
+            means_it = _root(statement.value) in given and not _is_size(statement.value)
+            (given.add if means_it else given.discard)(statement.targets[0].id)
+    return None
+
+
+def _counts(statement: ast.stmt) -> bool:
+    """Whether a statement adds to an attribute, or to a list in one, that is no tensor."""
+    if isinstance(statement, ast.AugAssign):
+        return isinstance(statement.value, ast.Constant)
+    return any(
+        isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "append"
+        for n in _own_nodes(statement)
+    )
+
+
+def _is_size(value: ast.expr) -> bool:
+    """Whether an expression is a size or the like of a tensor."""
+    found = (n.attr for n in ast.walk(value) if isinstance(n, ast.Attribute))
+    return bool({"shape", "ndim", "dtype", "device"} & {*found})
+
+
 def _leaving(run: tuple[ast.stmt, ...], statement: ast.stmt) -> Obstacle | None:
     if isinstance(statement, ast.Return) and statement is not run[-1]:
         return Obstacle(statement, "returns from the middle", "name calls on one side of it")

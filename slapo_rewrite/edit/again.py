@@ -1,0 +1,111 @@
+"""What must not happen twice where a module is computed again in the backward pass."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.edit.desks import Desks
+from slapo_rewrite.edit.state import Checkpoint
+from slapo_rewrite.edit.text import all_arguments
+from slapo_rewrite.hugging_face import CACHES
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.source.calls import change_of_given
+
+# Methods that a run of the model does not call.
+CONSTRUCTING = ("__init__", "reset_parameters", "_init_weights", "init_weights")
+# What torch computes with buffers it does not change, but for these.
+UPDATING = ("batch_norm", "instance_norm")
+TORCH = ("torch", "F", "nn", "math")
+
+
+def check_again(desks: Desks, node: Node, asked: Checkpoint) -> None:
+    """Refuses a module whose `forward` changes what it is given, or counts on itself.
+
+    Raises:
+        Unsupported: It does.
+    """
+    home = desks.of(node.cls)
+    forward = home.lineages.method(node.cls.__name__, "forward") if home else None
+    if home is None or forward is None:
+        return
+    given = {a.arg for a in all_arguments(forward.args)} - {"self", *CACHES}
+    if forward.args.kwarg:
+        given.discard(forward.args.kwarg.arg)  # a dictionary made by the call
+    found = change_of_given(forward, given)
+    if found is not None:
+        raise errors.Unsupported(
+            f"`forward` {found.words}: it is computed again in the backward pass",
+            at=home.file.at(found.node),
+            also=[asked.cause.at] if asked.cause.at else [],
+            hint="change a copy of it, or checkpoint modules inside this one",
+        )
+
+
+def updates_buffers(desks: Desks, module: Any) -> bool:
+    """Whether running a module may change buffers, of its own or of modules inside."""
+    return any(_updates_own(desks, each) for each in module.modules())
+
+
+def _updates_own(desks: Desks, module: Any) -> bool:
+    names = {name for name, _ in module.named_buffers(recurse=False)}
+    if not names:
+        return False
+    for cls in type(module).__mro__:
+        if cls.__module__ == "torch.nn.modules.module":
+            break
+        if cls.__module__.startswith("torch.nn.modules."):
+            return cls.__module__.endswith(("batchnorm", "instancenorm"))
+        home = desks.of(cls)
+        if home is None or cls.__name__ not in home.file.classes:
+            return True  # not known not to
+        for method in home.file.methods(cls.__name__):
+            if method.name not in CONSTRUCTING and any(_changes(method, names)):
+                return True
+    return False
+
+
+def _changes(method: ast.FunctionDef, names: set[str]) -> Iterator[bool]:
+    """For each place where a method names a buffer, whether it may change it there."""
+    above = {child: node for node in ast.walk(method) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(method):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in names
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        ):
+            yield not isinstance(node.ctx, ast.Load) or _may_change(node, above)
+        elif isinstance(node, ast.Constant) and node.value in names:
+            yield True  # setattr, register_buffer
+
+
+def _may_change(node: ast.expr, above: dict[ast.AST, ast.AST]) -> bool:
+    """Whether what is done with a value may change it."""
+    parent = above[node]
+    match parent:
+        case ast.Attribute(attr=attr, ctx=ast.Load()):
+            changes = attr.endswith("_") and not attr.endswith("__")
+            return changes or _may_change(parent, above)
+        case ast.Attribute() | ast.AugAssign() | ast.Assign() | ast.NamedExpr():
+            return True
+        case ast.Subscript(value=value, ctx=ctx) if value is node:
+            return not isinstance(ctx, ast.Load) or _may_change(parent, above)
+        case ast.Call(func=func) if func is node:
+            return False  # a method that makes another tensor
+        case ast.keyword(arg=arg):
+            return arg == "out" or _may_change_argument(above[parent])
+        case ast.Call():
+            return _may_change_argument(parent)
+    return False
+
+
+def _may_change_argument(call: ast.AST) -> bool:
+    """Whether a call may change what it is given: what torch and tensors compute does not."""
+    assert isinstance(call, ast.Call)
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    text = ast.unparse(call.func)
+    pure = text.partition(".")[0] in TORCH or not text.startswith("self.")
+    return not name or name in UPDATING or not pure

@@ -1,0 +1,134 @@
+"""What a checkpointed module does twice: buffers change once, and what cannot is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.rewriting import changed_lines, imported, refused, rewritten, written
+
+NET = """\
+import torch
+from torch import nn
+
+
+class Track(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("scale", torch.ones(dim))
+
+    def forward(self, x):
+        y = (x - self.mean) * self.scale
+        if self.training:
+            {update}
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.up = nn.Linear(dim, 2 * dim)
+        self.norm = nn.{norm}(2 * dim)
+        self.track = Track(2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+
+    def forward(self, x, *args):
+        h = self.track(self.norm(self.up(x)).relu()).tanh()
+        return x + self.down(h)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(8) for _ in range(3)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Net()
+
+
+def inputs(model):
+    return {{"x": torch.randn(6, 8)}}
+
+
+def schedule(s):
+    s["blocks.*"].checkpoint({arguments})
+"""
+UPDATES = {
+    "in place": "self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))",
+    "anew": "self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)",
+    "by element": "self.mean[:] = 0.9 * self.mean + 0.1 * x.detach().mean(0)",
+    "by out": "torch.add(0.9 * self.mean, 0.1 * x.detach().mean(0), out=self.mean)",
+}
+
+
+def trained(module):
+    torch.manual_seed(0)
+    model = module.Net().double()
+    x = torch.randn(6, 8, dtype=torch.float64)
+    for _ in range(2):
+        model(x).square().sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("arguments", ["", '["norm", "track"]'])
+@pytest.mark.parametrize("update", UPDATES)
+def test_buffers_are_updated_once(tmp_path, arguments, update):
+    """Batch norms', and those of a module whose result depends on what they were."""
+    source = NET.format(norm="BatchNorm1d", update=UPDATES[update])
+    output = rewritten(tmp_path, source, SCHEDULE.format(arguments=arguments))
+    assert "context_fn=update_buffers_once(self)" in changed_lines(output)
+    ours = trained(imported(written(tmp_path, output)))
+    wanted = trained(imported(tmp_path / "source_0.py"))
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
+    for name, parameter in wanted.named_parameters():
+        assert torch.equal(ours.get_parameter(name).grad, parameter.grad), name
+
+
+def test_buffers_that_are_read_are_left_alone(tmp_path):
+    source = NET.format(norm="LayerNorm", update="y = torch.where(self.scale > 0, y, -y)")
+    output = rewritten(tmp_path, source, SCHEDULE.format(arguments=""))
+    assert "update_buffers_once" not in changed_lines(output)
+
+
+def test_buffers_and_results_that_are_kept(tmp_path):
+    source = NET.format(norm="BatchNorm1d", update="pass")
+    words = refused(tmp_path, source, SCHEDULE.format(arguments='save="mm"'), "SR305")
+    assert "updates buffers as it runs" in words
+
+
+@pytest.mark.parametrize(
+    ("statement", "changed"),
+    [
+        ("x += 1", "`x`"),
+        ("x.mul_(2)", "`x`"),
+        ("x[:, 0] = 0", "`x[:, 0]`"),
+        ("kept = args[0]; kept.update(h)", "`kept`"),
+        ("self.calls += 1", "`self.calls`"),
+        ("kept = x[:1]; kept.zero_()", "`kept`"),
+        ("size = x.shape[0]; size += 1", None),
+        ("x = x * 1; x += 1", None),
+    ],
+)
+def test_what_would_be_changed_twice_is_refused(tmp_path, statement, changed):
+    source = NET.format(norm="LayerNorm", update="pass").replace(
+        "        return x + self.down(h)",
+        "".join(f"        {s}\n" for s in statement.split("; "))
+        + "        return x + self.down(h)",
+    )
+    source = source.replace("        self.up =", "        self.calls = 0\n        self.up =")
+    if changed is None:
+        rewritten(tmp_path, source, SCHEDULE.format(arguments=""))
+    else:
+        words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
+        assert f"`forward` changes {changed} in place, and would do so twice" in words
