@@ -237,16 +237,10 @@ class _Collection:
         site = find_parameter_site(self.sources, node, shard.name)
         home = self.desks.of_file(site.file)
         if site.file is not home.file:
-            base = base_of(node.cls)
-            own = f", and `{node.cls.__name__}` computes with it in a way of its own"
             raise errors.UnfollowableConstruction(
-                f"`{node.path}.{shard.name}` is made in another file, {site.file.display}"
-                f"{own if base else ''}",
+                f"`{node.path}.{shard.name}` is made in another file, {site.file.display}",
                 at=site.file.at(site.value),
                 also=[shard.cause.at] if shard.cause.at else [],
-                hint=f"let its `forward` call `super().forward(...)`, or use {base.__name__} itself"
-                if base
-                else None,
             )
         start = home.file.span(site.value)[0]
         home.places.sites[start] = site

@@ -14,7 +14,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.collect import collect
-from slapo_rewrite.edit.desks import Desks
+from slapo_rewrite.edit.desks import Desks, is_torch
 from slapo_rewrite.edit.infer import Inference, named
 from slapo_rewrite.edit.layers import choose_layer, done_inside
 from slapo_rewrite.edit.parts import find_part
@@ -37,9 +37,9 @@ from slapo_rewrite.model.follow import (
     follow,
     out_of_step,
 )
-from slapo_rewrite.model.join import Sources
+from slapo_rewrite.model.join import Sources, find_parameter_site
 from slapo_rewrite.model.layers import Layer, base_of, is_grouped
-from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.source.index import SourceFile
 
 # Modes in the order of the data: a gradient is summed inside of what is gathered.
@@ -186,6 +186,16 @@ class _Lowering:
                 if key not in known:
                     known[key] = choose_layer(node, state)
                 layers[path] = known[key]
+            elif (base := base_of(node.cls)) is not None and not self._makes(node, state):
+                raise errors.Unsupported(
+                    f"`{path}` is a `{node.cls.__name__}` with a `forward` of its own, which does "
+                    f"not call that of {base.__name__} by `super()`: it cannot be split",
+                    at=state.shards[0].cause.at,
+                    hint=f"where it does the same as {base.__name__}, have that instead: "
+                    f's.replace_all("{node.cls.__name__}", {base.__module__.partition(".")[0]}'
+                    f".nn.{base.__name__}) above this line, or let its `forward` call "
+                    "`super().forward(...)`",
+                )
             elif self.desks.of(node.cls) is not None:
                 parameters[path] = [ShardedParameter(s.name, s.axis, s.parts) for s in state.shards]
             else:
@@ -197,6 +207,14 @@ class _Lowering:
                     "can be, and parameters of classes that a Python file outside of torch defines",
                 )
         return layers, parameters
+
+    def _makes(self, node: Node, state: ModuleState) -> bool:
+        """Whether the classes of a module make what is split of it, and not torch's own layer."""
+        try:
+            sites = [find_parameter_site(self.sources, node, s.name) for s in state.shards]
+        except errors.UnfollowableConstruction:
+            return False
+        return not any(is_torch(site.file.name) for site in sites)
 
     def _attributes(self, layers: Mapping[str, Layer]) -> dict[str, frozenset[str]]:
         """The integer attributes that are to be this rank's share, by module path."""

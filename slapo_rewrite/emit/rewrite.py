@@ -231,7 +231,13 @@ def carry_out(
         length = line_length(project.original.text)
 
         def inputs() -> dict[str, Any]:
-            return twin.training_inputs(project.schedule.module, project.tree.root.live)
+            module, model = project.schedule.module, project.tree.root.live
+            make = functools.partial(twin.training_inputs, module, model)
+            try:
+                made: dict[str, Any] = project.schedule.guarded(make, "`inputs`")
+            except ValueError as error:
+                raise errors.ScheduleError(str(error)) from error
+            return made
 
         def small() -> tuple[Any, dict[str, Any]]:
             model = twin.build_small(project.schedule.module, project.module)

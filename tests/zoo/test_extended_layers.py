@@ -98,5 +98,5 @@ def test_half_of_its_instances_are_refused(tmp_path):
 def test_a_class_that_computes_by_itself_is_refused(forward, tmp_path):
     source = SOURCE.replace("FORWARD", forward)
     schedule = SCHEDULE + '    split(s["{table,other}"])\n'
-    text = refused(tmp_path, source, schedule, "SR104")
-    assert "this indexes a split axis" in text
+    text = refused(tmp_path, source, schedule, "SR305")
+    assert "with a `forward` of its own" in text and 's.replace_all("Scaled"' in text

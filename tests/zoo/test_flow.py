@@ -167,3 +167,102 @@ def test_a_part_is_not_joined_with_a_whole_value(tmp_path):
     schedule = BOTH.replace("{up,gate}", "up") + '    down.shard("weight", axis=1)\n'
     text = refused(tmp_path, source, schedule, "SR104")
     assert "lines up a rank's part with a value that it has whole" in text
+
+
+@pytest.mark.parametrize("kept", ["self.mask = mask", "self.masks[t] = mask"])
+def test_what_forward_keeps_in_the_module_is_made_anew(kept, tmp_path):
+    """A run that finds what another one left takes another way."""
+    source = f"""import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+        self.mask, self.masks = None, {{}}
+
+    def forward(self, x):
+        t = x.shape[1]
+        if self.mask is None and t not in self.masks:
+            mask = torch.ones(t, t).tril()
+            {kept}
+        mask = self.mask if self.mask is not None else self.masks[t]
+        return self.down(mask @ self.up(x))
+"""
+    schedule = """import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 3, 16)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["up"].shard(["weight", "bias"], axis=0)
+    s["down"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+    assert "RowParallelLinear" in changed_lines(rewritten(tmp_path, source, schedule))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ("", "define inputs(model) in the schedule"),
+        ("def inputs(model):\n    return {'x': 1 / 0}\n\n\n", "`inputs` raises ZeroDivisionError"),
+    ],
+)
+def test_inputs_that_nobody_can_make_up(inputs, words, tmp_path):
+    schedule = f"def model(m):\n    return m.Model()\n\n\n{inputs}def schedule(s):\n"
+    schedule += '    s["first"].shard("weight", axis=1)\n    s.infer_sync()\n'
+    assert words in refused(tmp_path, SOURCE, schedule, "SR201")
+
+
+CASTING = SOURCE.replace(
+    "class MLP",
+    """class Linear(nn.Linear):
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class MLP""",
+).replace("= nn.Linear", "= Linear")
+
+
+@pytest.mark.parametrize("infers", [True, False])
+def test_a_layer_of_its_own_kind_names_what_can_be_split(infers, tmp_path):
+    schedule = """import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 3, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["block.mlp.up"].shard(["weight", "bias"], axis=0)
+    s["block.mlp.down"].shard("weight", axis=1)
+"""
+    up = '    s["block.mlp.up"].sync("bwd_post", "all_reduce")\n'
+    schedule += "    s.infer_sync()\n" if infers else up
+    words = refused(tmp_path, CASTING, schedule, "SR305")
+    line = 's.replace_all("Linear", torch.nn.Linear)'
+    assert "`block.mlp.up` is a `Linear` with a `forward` of its own" in words and line in words
+    schedule = schedule.replace("def schedule(s):\n", f"def schedule(s):\n    {line}\n")
+    if infers:
+        assert "RowParallelLinear" in changed_lines(rewritten(tmp_path, CASTING, schedule))

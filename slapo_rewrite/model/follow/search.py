@@ -23,6 +23,7 @@ from slapo_rewrite.hugging_face import CACHES
 from slapo_rewrite.model.follow.arguments import INFERRED
 from slapo_rewrite.model.follow.flow import PART, PARTIAL, Misuse, gather_line
 from slapo_rewrite.model.follow.install import installed
+from slapo_rewrite.model.follow.kept import state_kept
 from slapo_rewrite.model.follow.places import place_in_traceback, raised_by
 from slapo_rewrite.model.follow.rank import Rank
 from slapo_rewrite.model.follow.readings import noted_readings
@@ -242,7 +243,8 @@ class _Following:
     def _call(self, way: Way) -> Any:
         """What the model returns on a way through it."""
         self.model.train(way.training)
-        return self.model(**self.inputs, **dict([way.flag] if way.flag else []))
+        with state_kept(self.model):
+            return self.model(**self.inputs, **dict([way.flag] if way.flag else []))
 
     def _recorded(self, wrapped: Collection[CodeType], way: Way) -> Whole:
         whole = Whole(self.tree, self.asked.layers, way.says)
