@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.numbers import Case, compare, prepare
+from tests.processes import run
 from tests.rewriting import changed_lines, refused, rewritten
 
 SOURCE = """\
@@ -266,3 +268,54 @@ def schedule(s):
     schedule = schedule.replace("def schedule(s):\n", f"def schedule(s):\n    {line}\n")
     if infers:
         assert "RowParallelLinear" in changed_lines(rewritten(tmp_path, CASTING, schedule))
+
+
+TOGETHER = """import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, w=16, heads=4, mlp=32):
+        super().__init__()
+        self.heads, self.w, self.mlp = heads, w, mlp
+        self.inp = nn.Linear(w, 3 * w + mlp)
+        self.o, self.down = nn.Linear(w, w), nn.Linear(mlp, w)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        qkv, h = self.inp(x).split([3 * self.w, self.mlp], -1)
+        q, k, v = qkv.view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, -1)
+        return x + self.o(a) + self.down(F.gelu(h))
+"""
+
+
+@pytest.mark.parametrize("parts", [[16, 16, 16, 32], [48, 32]])
+def test_a_piece_of_what_lies_packed_is_packed(parts, tmp_path):
+    schedule = f"""import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {{"x": torch.randn(2, 3, 16)}}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["inp"].shard(["weight", "bias"], axis=0, parts={parts})
+    s["{{o,down}}"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+    if len(parts) == 2:
+        assert "this regroups 48 features" in refused(tmp_path, TOGETHER, schedule, "SR104")
+        return
+    case = {"together": Case(TOGETHER, schedule)}
+    prepare(tmp_path, case)
+    run(compare, 2, tmp_path, case)

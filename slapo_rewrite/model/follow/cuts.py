@@ -6,6 +6,7 @@ must give them. A split axis may only be cut where the parts that it was sharded
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,11 @@ from slapo_rewrite.model.follow.arguments import SHARE, change
 from slapo_rewrite.model.follow.packing import Blocks, ends_of
 from slapo_rewrite.model.follow.record import Entry, key_of
 from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.sizes import Size
+from slapo_rewrite.model.follow.sizes import Shape, Size
 from slapo_rewrite.model.follow.vocabulary import CannotFollow
+
+# What gives an axis in pieces, one after the other.
+IN_PIECES = {"split", "split_with_sizes", "chunk", "tensor_split"}
 
 
 def split(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
@@ -38,6 +42,14 @@ def split(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
         if size != want:
             change(run, tensor, size, want, (0, number), SHARE, "this splits by")
     return (tensor, local, axis), {}, None
+
+
+def piece_of(packed: Shape, pieces: Sequence[int], number: int) -> Shape:
+    """The blocks that make up one of the pieces that an axis is taken apart in."""
+    start = sum(pieces[:number])
+    ends = itertools.accumulate(packed)
+    stop = start + pieces[number]
+    return tuple(p for p, end in zip(packed, ends, strict=True) if start < end <= stop)
 
 
 def chunk(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:

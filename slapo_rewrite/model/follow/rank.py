@@ -434,6 +434,9 @@ def _blocks_of(
     for tensor, shape in zip(inputs, entry.inputs, strict=False):
         for axis, packed in run.blocks.get(id(tensor), {}).items():
             place = moved_axis(name, args, tensor.dim(), axis, output.dim(), shape, whole)
+            if name in cuts.IN_PIECES and shape[axis] != whole[axis]:
+                place, pieces = axis, [out[axis] for out in entry.outputs]
+                packed = cuts.piece_of(packed, pieces, number)
             if place is None or place >= output.dim() or output.shape[place] == whole[place]:
                 continue
             if sum(packed) != whole[place]:
