@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.annotations import Annotations
@@ -44,6 +45,9 @@ from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.edit.subclasses import SubclassWriter
 from slapo_rewrite.edit.text import accessor, simple_statements, within
 from slapo_rewrite.source.sites import Site
+
+# How it is said of a line why it is there.
+SHARE_OF = "this rank's share of"
 
 HOOKS = {
     "fwd_pre": "register_forward_pre_hook",
@@ -102,7 +106,7 @@ class ClassWriter:
         if around is None:
             inner = self._lines(class_name, _only(whole, extra), indices)
         lines = self._lines(class_name, whole, indices)
-        changed = {s: lines[s] for s in inner}
+        changed = {s: _in_subclass(lines[s], inner[s]) for s in inner}
         for method in self.lineages.methods(class_name):
             # A constructor goes on from its base's; any other method is written anew as a whole.
             if method.name != "__init__" and any(within(method, s) for s in inner):
@@ -165,9 +169,7 @@ class ClassWriter:
                 constructor = self.lineages.method(class_name, "__init__")
                 assert constructor is not None
                 text = self._own_share(key[1], change, why)
-                at(constructor.body[-1]).after.append(
-                    (text, why, f"this rank's share of `{key[1]}`")
-                )
+                at(constructor.body[-1]).after.append((text, why, f"{SHARE_OF} `{key[1]}`"))
             elif isinstance(change, (ForkPart, RecomputePart)):
                 parts.add(change, why)
             elif isinstance(change, Write):
@@ -272,6 +274,20 @@ class ClassWriter:
             )
         function = self.imports.function(change.function, causes)
         return f"{accessor(site.path)}.{HOOKS[change.mode]}({function})"
+
+
+def _in_subclass(whole: Lines, extra: Lines) -> Lines:
+    """What a subclass's constructor says at a statement that its base's has carried out.
+
+    A statement that is repeated needs what follows it once more, but no size is cut twice.
+    """
+    repeated = extra.inside or extra.again
+    after = [
+        line
+        for line in whole.after
+        if line in extra.after or (repeated and not line[2].startswith(SHARE_OF))
+    ]
+    return replace(whole, after=after, before=whole.before if repeated else extra.before)
 
 
 def _parts(parts: tuple[int, ...]) -> int | tuple[int, ...]:

@@ -51,7 +51,8 @@ class OtherNumbersError(Exception):
 
     def __init__(self, world: int, name: str, error: float, what: str) -> None:
         ranks = "in one process" if world == 1 else f"on {world} ranks"
-        super().__init__(f"{ranks} {what} `{name}` is off by {error:.1%}")
+        off = f" `{name}` is off by {error:.1%}" if name else ""
+        super().__init__(f"{ranks} {what}{off}")
         self.world, self.name, self.error = world, name, error
 
 
@@ -265,7 +266,7 @@ def _on_ranks(world: int, run: Callable[[], _Step]) -> list[_Step] | None:
         try:
             return [run()]
         except _Unfit as error:
-            raise OtherNumbersError(1, str(error.__cause__), 1.0, "it fails:") from error
+            raise OtherNumbersError(1, "", 1.0, f"it fails: {error.__cause__}") from error
     install()
     isolate(True)
     try:
@@ -287,7 +288,7 @@ def _on_ranks(world: int, run: Callable[[], _Step]) -> list[_Step] | None:
     first = next((e for e in failures if isinstance(e, Exception)), None)
     if stuck or first is not None:
         what = f"{type(first).__name__}: {first}" if first else "the ranks wait for one another"
-        raise OtherNumbersError(world, what.splitlines()[0], 1.0, "the model fails:") from first
+        raise OtherNumbersError(world, "", 1.0, f"it fails: {what.splitlines()[0]}") from first
     return [step for step in results if step is not None]
 
 
