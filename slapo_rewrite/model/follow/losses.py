@@ -70,10 +70,8 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
         raise Misuse(f"this computes losses of both `{known.head}` and `{head}`", path=head)
     entry = run.next_entry(torch.nn.functional.cross_entropy)
     names = _names(run, frame, head)
-    run.followed.losses[place] = ParallelLoss(
-        place, function, owner, head, tuple((n, axis) for n, axis, _ in names)
-    )
-    run.fed |= {number for *_, number in names}
+    run.followed.losses[place] = ParallelLoss(place, function, owner, head, tuple(names))
+    run.fed |= set(run.seen_as(logits))
     run.depth += 1
     try:
         loss = logits.new_empty(entry.outputs[0], requires_grad=logits.requires_grad)
@@ -117,12 +115,12 @@ def _below(path: str, inner: str) -> bool:
     return not path or inner.startswith(f"{path}.")
 
 
-def _names(run: Run, frame: types.FrameType, head: str) -> list[tuple[str, int, int]]:
-    """The local variables that hold parts from a head: name, split axis from the end, id."""
+def _names(run: Run, frame: types.FrameType, head: str) -> list[tuple[str, int]]:
+    """The local variables that hold parts from a head, with the split axis from the end."""
     found = []
     for name, value in frame.f_locals.items():
         if isinstance(value, torch.Tensor):
             state, packed = run.flow.of(value), run.blocks.get(id(value), {})
             if state.kind == PART and state.source == head and len(packed) == 1:
-                found.append((name, next(iter(packed)) - value.dim(), id(value)))
+                found.append((name, next(iter(packed)) - value.dim()))
     return found

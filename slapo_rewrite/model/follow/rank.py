@@ -45,6 +45,13 @@ _CONSTANT = {
     "randn", "zeros_like", "ones_like", "empty_like", "full_like",
 }  # fmt: skip
 
+# Operations that give the elements that they are given, or some, in another shape or type.
+_VIEWING = {
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute",
+    "contiguous", "clone", "to", "type", "float", "half", "bfloat16", "double", "__getitem__",
+    "narrow", "select", "detach", ".mT", ".T", "movedim", "swapaxes",
+}  # fmt: skip
+
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 
 # Operations that give several times what they are given.
@@ -385,6 +392,8 @@ def _hand_on(
     for number, tensor in enumerate(outputs):
         if name in _ZEROS:
             run.zeros.add(id(tensor))
+        if name in _VIEWING and tensor is not inputs[0]:
+            run.viewed[id(tensor)] = id(inputs[0])
         if made:
             run.made_with[id(tensor)] = made
         if origin:

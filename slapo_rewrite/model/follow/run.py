@@ -7,7 +7,7 @@ here what they find out.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,7 @@ class Run:
         replicas: How many ranks hold the same heads, where some do.
         repeats: Attributes that such heads are repeated by as often as in the whole model.
         fed: Values, by their ids, that a loss takes as the parts that they are.
+        viewed: The tensor, by its id, that another one has the same elements as, or some of them.
         zeros: Tensors, by their ids, that were made as zeros.
         alive: Every tensor that something is known of, so that no other gets its id.
     """
@@ -113,6 +114,7 @@ class Run:
         self.replicas = 1
         self.repeats: set[Attribute] = set()
         self.fed: set[int] = set()
+        self.viewed: dict[int, int] = {}
         self.zeros: set[int] = set()
         self.alive: list[Any] = []
 
@@ -149,6 +151,13 @@ class Run:
                 table[id(new)] = table[id(old)]  # type: ignore[assignment]
         self.flow.set(new, self.flow.of(old))
         self.alive.append(new)
+
+    def seen_as(self, tensor: torch.Tensor) -> Iterator[int]:
+        """A tensor and those that it is another shape, type or part of, by their ids."""
+        at: int | None = id(tensor)
+        while at is not None:
+            yield at
+            at = self.viewed.get(at)
 
     def whole_shape(self, tensor: torch.Tensor) -> Shape:
         """The shape that a tensor has in the whole model."""
