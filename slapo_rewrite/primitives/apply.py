@@ -47,8 +47,10 @@ class Apply(Rebuilding, Rewriting):
 
     A rule is a computation and what is written in its place; `slapo-rewrite primitives` lists them.
     What comes later in the schedule sees the source as it is then; a module that was called inside
-    of what was replaced is no longer called, so it cannot be scheduled any more. `concrete_args` is
-    as for `find`.
+    of what was replaced is no longer called, so it cannot be scheduled any more. One with hooks, a
+    parametrization or a `forward` of its own is called, and no rule takes it. What is put around a
+    module later counts for linear layers alone: a norm, a dropout or an activation that is not
+    called runs no hooks. `concrete_args` is as for `find`.
 
     Rewrite:
         gated = F.silu(self.gate(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import re
 import tempfile
@@ -11,10 +12,12 @@ from pathlib import Path
 from types import FunctionType
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slapo_rewrite.model.facts import NodeFacts
+from slapo_rewrite.patterns.operations import by_module
 from slapo_rewrite.patterns.search import scopes_of
 from tests.finding import HEAD, forward, selection
 
@@ -243,3 +246,26 @@ def test_a_program_is_found_however_it_is_written(tree, data):
         s = selection(folder, forward(body, "self, x, y, z, w", init))
         found = s.find(function(folder, tree))
         assert len(found) >= 1, f"{body}\n{found}"
+
+
+# Arguments that only say how large a module's tensors are, where they lie or how they begin.
+SIZES = {
+    "in_features",
+    "out_features",
+    "in_channels",
+    "out_channels",
+    "kernel_size",
+    "num_channels",
+}
+SIZES |= {"num_embeddings", "embedding_dim", "elementwise_affine", "affine", "device", "dtype"}
+SIZES |= {"_weight", "_freeze"}
+
+
+@pytest.mark.parametrize("cls", by_module())
+def test_every_option_of_a_module_is_known(cls):
+    """One that is not would be taken for the default, whatever it is."""
+    known = by_module()[cls]
+    made = getattr(torch.nn, cls.rpartition(".")[2])
+    given = {n for n in inspect.signature(made).parameters if n not in ("args", "kwargs")}
+    older = {"min_value", "max_value"}  # names for `min_val` and `max_val` that torch warns of
+    assert given <= {*known.names, *(n for n, _ in known.only), *SIZES, *older}
