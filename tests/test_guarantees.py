@@ -177,6 +177,9 @@ def test_check_and_explain(tmp_path, monkeypatch, capsys):
     number = text.splitlines().index("import torch") + 1
     assert main(["explain", str(out), f"gpt.py:{number}"]) == 0
     assert "as in the original" in capsys.readouterr().out
+    for place in ("gpt.py:0", "gpt.py:-1", "gpt.py:\u00b2", "gpt.py:" + "9" * 5000, "gpt.py:x"):
+        assert main(["explain", str(out), place]) == 2
+    capsys.readouterr()
     (out / "gpt.py").write_text(text + "# mine\n")
     assert main([*command, "--check"]) == 1
     assert main(command) == 2

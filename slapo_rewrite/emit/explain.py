@@ -34,16 +34,18 @@ def explain(out: Path, place: str | None) -> str:
         return "\n".join(lines) or "nothing was changed"
     name, number = _place(out, content, place)
     text = _line(out, name, number)
+    added = _added(out, name)
+    blank = not text.strip() and number in added  # around what was put in
     for change in content.get("changes", ()):
-        span = change["lines"]
-        if change["file"] == name and (span is None or span[0] <= number <= span[1]):
+        first, last = change["lines"] or (1, number)
+        if change["file"] == name and first - 2 * blank <= number <= last + 2 * blank:
             return "\n".join(
                 [*lines, f"{name}:{number}: {text.strip()}", *_causes(content, change)]
             )
     if name == content["source"]["file"] or name in content.get("copies", {}):
         why = (
             "an import made absolute, since the file left its package"
-            if number in _added(out, name)
+            if number in added and not blank
             else "as in the original"
         )
         return "\n".join([*lines, f"{name}:{number}: {text.strip()}", f"    {why}"])
@@ -53,7 +55,7 @@ def explain(out: Path, place: str | None) -> str:
 def _place(out: Path, content: dict[str, Any], place: str) -> tuple[str, int]:
     file, _, number = place.rpartition(":")
     name = Path(file).name if file else content["source"]["file"]
-    if not number.isdigit() or not int(number):
+    if not re.fullmatch(r"0*[1-9][0-9]{0,9}", number):
         raise errors.UsageError(
             f"`{place}` is not FILE:LINE", hint="write modeling_bert.py:120, say"
         )

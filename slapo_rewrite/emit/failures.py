@@ -63,8 +63,8 @@ class Causes:
             f"the rewritten file does not work: {words}",
             at=at,
             also=also,
-            hint="it lies in another folder than the original, and is another module: a line that "
-            "depends on either has to be written otherwise",
+            hint="it is imported beside the original, as another module and from another folder: "
+            "move a line that does not stand this into a module that both import",
         )
 
     def _causes(self, name: str, line: int) -> Sequence[Directive]:

@@ -31,7 +31,7 @@ from slapo_rewrite.emit import record
 from slapo_rewrite.emit.copies import Copies
 from slapo_rewrite.emit.failures import Causes
 from slapo_rewrite.emit.helpers import helper_files, inlined_helpers
-from slapo_rewrite.emit.inputs import own_modules
+from slapo_rewrite.emit.inputs import is_own, own_modules
 from slapo_rewrite.emit.parts import check_parts
 from slapo_rewrite.emit.stages import stage_files
 from slapo_rewrite.model import twin
@@ -320,8 +320,10 @@ def carry_out(
         helpers = staged
     by_file = {n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers}
     files = {**texts, **helpers}
+    users = own_modules(project, project.loaded)
+    anew = [*users, project.original.name]
     told = Causes(files, changes, by_file).told()
-    with project.timed("construct"), told, imported(files, name) as emitted:
+    with project.timed("construct"), told, imported(files, name, anew) as emitted:
         is_split = any(state.shards for state in plan.states.values())
         built = emitted.tree(project.schedule.module.model, 2 if is_split else 1)
         copies.check_built(built, project.tree, project.changes)
@@ -338,7 +340,6 @@ def carry_out(
         if diff := whole_diff(originals, files, 1):
             files["rewrite.diff"] = diff
         given = dict(item.split("=", 1) for item in settings)
-        users = own_modules(project, project.loaded)
         if moved and (modules := helpers.get("modules.py")):
             changes["modules.py"] = carried(moved, definitions.text, modules)
         files["rewrite.json"] = record.written(
@@ -469,7 +470,7 @@ def import_source(file: SourceFile) -> types.ModuleType:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # at the end, so that it hides nothing
     try:
-        if "." in file.name:
+        if file.package or not is_own(str(file.path)):
             module = importlib.import_module(file.name)
             if Path(str(module.__file__)).resolve() == file.path.resolve():
                 return module

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,12 +91,16 @@ class Emitted:
 
 
 @contextlib.contextmanager
-def imported(files: Mapping[str, str], model_file: str) -> Iterator[Emitted]:
+def imported(
+    files: Mapping[str, str], model_file: str, users: Collection[str] = ()
+) -> Iterator[Emitted]:
     """Imports every file of an output, for as long as it lasts.
 
     Args:
         files: The output's files by name; those that are not Python's are left out.
         model_file: The name of the rewritten model file.
+        users: The user's own modules. Where a file fails, they are imported anew as well: one may
+            be a registry that takes a class of each name once, and has the original's.
 
     Raises:
         FailedOutput: A file cannot be imported.
@@ -115,21 +119,38 @@ def imported(files: Mapping[str, str], model_file: str) -> Iterator[Emitted]:
                 hint="TMPDIR says where they are written",
             ) from error
         stack.callback(_forget)
-        package = sys.modules[PACKAGE] = types.ModuleType(PACKAGE)
-        package.__path__ = [str(folder)]
         with _unheard(), uncompiled():
-            for name in names:
-                try:
-                    with _engine() if name == "pipeline.py" else contextlib.nullcontext():
-                        importlib.import_module(f"{PACKAGE}.{Path(name).stem}")
-                except KeyboardInterrupt:
+            try:
+                _import(folder, names)
+            except FailedOutput as failed:
+                others = {name: sys.modules[name] for name in users if name in sys.modules}
+                if not others or isinstance(failed.error, SyntaxError):
                     raise
-                except BaseException as error:  # a file that calls sys.exit() as well
-                    frames = _frames(folder, error)
-                    if isinstance(error, SyntaxError) and error.filename:
-                        frames.append((Path(error.filename).name, error.lineno or 1))
-                    raise FailedOutput(error, frames or [(name, 1)]) from error
+                stack.callback(sys.modules.update, others)
+                for name in others:
+                    del sys.modules[name]
+                try:
+                    _import(folder, names)
+                except FailedOutput:
+                    raise failed from failed.error
         yield Emitted(sys.modules[f"{PACKAGE}.{Path(model_file).stem}"], folder)
+
+
+def _import(folder: Path, names: Sequence[str]) -> None:
+    _forget()
+    package = sys.modules[PACKAGE] = types.ModuleType(PACKAGE)
+    package.__path__ = [str(folder)]
+    for name in names:
+        try:
+            with _engine() if name == "pipeline.py" else contextlib.nullcontext():
+                importlib.import_module(f"{PACKAGE}.{Path(name).stem}")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a file that calls sys.exit() as well
+            frames = _frames(folder, error)
+            if isinstance(error, SyntaxError) and error.filename:
+                frames.append((Path(error.filename).name, error.lineno or 1))
+            raise FailedOutput(error, frames or [(name, 1)]) from error
 
 
 def _parts(live: Any) -> dict[str, tuple[int, int]]:

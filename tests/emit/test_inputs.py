@@ -25,6 +25,7 @@ def schedule(s):
 def command(tmp_path, monkeypatch, request) -> list[str]:
     """A source and a schedule that take constants from elsewhere, in several ways."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     known = set(sys.modules)
     for folder in ("package", "package/inner"):
         (tmp_path / folder).mkdir()
@@ -81,6 +82,26 @@ def test_an_input_is_never_written_over(command, tmp_path, capsys):
         assert f"`{out}` is not an output of mine" in capsys.readouterr().err
     assert not (tmp_path / "rewrite.json").exists()
     assert (tmp_path / "package" / "__init__.py").read_text() == ""
+
+
+REGISTRY = """\
+KNOWN = {}
+
+
+def register(cls):
+    assert cls.__name__ not in KNOWN, "twice"
+    return KNOWN.setdefault(cls.__name__, cls)
+"""
+
+
+def test_a_registry_that_takes_each_name_once(command, tmp_path):
+    (tmp_path / "package" / "known.py").write_text(REGISTRY)
+    path = tmp_path / "package" / "net.py"
+    text = path.read_text().replace("class MLP", "@register\nclass MLP")
+    path.write_text("from package.known import register\n" + text)
+    assert main(command) == 0
+    known = sys.modules["package.known"]
+    assert known.KNOWN["MLP"] is sys.modules["package.net"].MLP, "and is as it was"
 
 
 def test_a_record_that_was_tampered_with_imports_nothing(command, tmp_path, capsys):

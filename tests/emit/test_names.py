@@ -168,6 +168,14 @@ def test_a_source_that_is_a_folder_or_nothing(command, tmp_path, name, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["os", "torch", "torch.nn", "this", "sys", "json.decoder"])
+def test_a_module_that_is_imported_already_stays_what_it_is(command, name, capsys):
+    before = sys.modules.get(name)
+    assert main([name, *command("net.py")[1:]]) == 2
+    assert "no attribute 'MLP'" in capsys.readouterr().err or name == "sys"
+    assert before in (None, sys.modules.get(name))
+
+
 @pytest.mark.parametrize("change", ["tabs", "form feed", "separators"])
 def test_other_white_space(command, tmp_path, change, capsys):
     source = MLP
