@@ -8,7 +8,9 @@ from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.verify.run import verify
-from tests.rewriting import changed_lines, rewritten
+from tests.numbers import Case, compare, prepare
+from tests.processes import run
+from tests.rewriting import changed_lines, refused, rewritten
 
 MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
 
@@ -126,3 +128,64 @@ def test_mixtral(tmp_path):
     write(tmp_path / "out", output.files)
     report = verify(tmp_path / "out", [2, 4])
     assert report.ok, report.render()
+
+
+WEIGHTED = """import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Experts(nn.Module):
+    def __init__(self, n=4, w=8):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(n, w, 4 * w) * 0.1)
+        self.down = nn.Parameter(torch.randn(n, 4 * w, w) * 0.1)
+
+    def forward(self, x):
+        h = torch.einsum("td,adi->tai", x, self.up).relu()
+        return torch.einsum("tah,ahi->tai", h, self.down)
+
+
+class Model(nn.Module):
+    def __init__(self, w=8, n=4):
+        super().__init__()
+        self.first = nn.Linear(w, w)
+        self.gate, self.experts = nn.Linear(w, n), Experts(n, w)
+
+    def forward(self, x):
+        x = self.first(x)
+        weights = self.gate(x).softmax(-1)
+        return x + torch.einsum("tai,ta->ti", self.experts(x), weights)
+"""
+
+
+def test_the_sum_that_experts_want_is_inferred(tmp_path):
+    """What weighs their outputs is whole, so these have to be as well."""
+    schedule = """import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(6, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["experts"].shard("up", axis=2)
+    s["experts"].shard("down", axis=1)
+    s.infer_sync()
+"""
+    case = {"weighted": Case(WEIGHTED, schedule)}
+    prepare(tmp_path, case)
+    run(compare, 2, tmp_path, case)
+    words = refused(tmp_path, WEIGHTED, schedule.replace("    s.infer_sync()\n", ""), "SR104")
+    assert "nothing adds it up" in words
+    synced = schedule.replace("s.infer_sync()", 's["experts"].sync("bwd_post", "all_reduce")')
+    words = refused(tmp_path, WEIGHTED, synced, "SR104")
+    assert 's["experts"].sync("fwd_post", "all_reduce")' in words

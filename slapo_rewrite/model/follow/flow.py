@@ -113,7 +113,11 @@ _TELLING = {
 }  # fmt: skip
 
 REDUCE = 'add it up: .sync("fwd_post", "all_reduce")'
-COVER = 'add it up: .sync("bwd_post", "all_reduce")'
+COVER = (
+    'add it up: .sync("bwd_post", "all_reduce") on a module that is given the value; where there '
+    "is none, make one that computes this (for `x @ self.embedding.weight.T` a linear layer that "
+    "shares the weight)"
+)
 
 
 class Flow:
@@ -174,13 +178,20 @@ class Flow:
             )
         return State(covered=path)
 
-    def meet_parts(self, tensors: Sequence[torch.Tensor], what: str, source: str | None) -> None:
+    def meet_parts(
+        self,
+        tensors: Sequence[torch.Tensor],
+        what: str,
+        source: str | None,
+        partial: bool = False,
+    ) -> None:
         """Covers whole values where they meet parts, as far as that can be done.
 
         Args:
             tensors: What an operation is given.
             what: The operation, in words.
             source: The module that makes the parts, or is split itself.
+            partial: Whether it makes partial sums.
 
         Raises:
             Misuse: The gradient of one would be only this rank's summand.
@@ -188,10 +199,15 @@ class Flow:
         for tensor in tensors:
             state = self.of(tensor)
             if state.kind == WHOLE and tensor.requires_grad and state.covered is None:
-                self._sum_gradient(tensor, state, what, source)
+                self._sum_gradient(tensor, state, what, source, partial)
 
     def _sum_gradient(
-        self, tensor: torch.Tensor, state: State, what: str, source: str | None
+        self,
+        tensor: torch.Tensor,
+        state: State,
+        what: str,
+        source: str | None,
+        partial: bool = False,
     ) -> None:
         """Has the gradient of a value summed where it comes from.
 
@@ -205,6 +221,14 @@ class Flow:
         elif state.gathers and state.gathers <= self._undecided:
             self.summed |= state.gathers
             self.set(tensor, State(covered=min(state.gathers)[0], gathers=state.gathers))
+        elif partial and source and not state.gathers:
+            raise Misuse(
+                f"{what} takes a whole value to the partial sum that `{source}` gives: the value's "
+                "gradient is a summand on each rank, and nothing adds it up",
+                f'add the other one up: s["{source}"].sync("fwd_post", "all_reduce")',
+                source,
+                remedy=Remedy.sum_of(source),
+            )
         else:
             gather = min(state.gathers, default=None)
             raise Misuse(
@@ -277,7 +301,7 @@ class Flow:
             self._check_split(name, adds_up, how, whole, sharded, outputs, split, part)
         result = State(PARTIAL if adds_up else PART, source, copies, axis)
         if any(output.requires_grad for output in outputs):
-            self.meet_parts(inputs, f"`{name}`", source)
+            self.meet_parts(inputs, f"`{name}`", source, partial is not None)
         for output in outputs:
             self.set(output, result)
 
