@@ -61,7 +61,7 @@ def beside(rule: Packing, nodes: Iterable[Node], sources: Sources) -> Beside:
             if scope.graph.file is not sources.main:
                 continue
             for group, name in _groups(rule, scope, linear):
-                reason = _reason(node, group, taken)
+                reason = _reason(node, group, taken) or _between(scope.graph, group)
                 if reason is None:
                     found.groups.append((Packed(name), group))
                     taken = name
@@ -93,8 +93,26 @@ def _reason(node: Node, group: Sequence[Match], taken: str | None) -> str | None
         return f"one of the layers has to be called: {beyond[0]}"
     if len({layer.bias is None for layer in layers}) > 1:
         return "some of the layers have a bias, others have none"
-    if len({(layer.weight.dtype, layer.weight.requires_grad) for layer in layers}) > 1:
-        return "the weights differ in dtype, or some are frozen"
+    parameters = [p for layer in layers for p in layer.parameters()]
+    if len({(p.dtype, p.requires_grad) for p in parameters}) > 1:
+        return "the weights or biases differ in dtype, or some are frozen"
+    if len(set(map(id, parameters))) < len(parameters):
+        return "some of the layers share a weight or bias"
     if any(match.root.regions != group[0].root.regions for match in group):
         return "the layers are called in different branches"
+    return None
+
+
+def _between(graph: Graph, group: Sequence[Match]) -> str | None:
+    """What happens between the calls that the later ones would no longer see."""
+    first, last = group[0].root, group[-1].root
+    operands = [value for match in group for value in match.values.values()]
+    if graph.overwritten(operands, first.order, last.order) is not None:
+        return "what they are given is written to between the calls"
+    for match in group:
+        own, moments = ("attribute", match.root.called), (first.order, last.order)
+        written = [m.order for m in graph.mutations if own in m.target.bases]
+        written += [b.order for b in graph.bound if b.name == f"self.{match.root.called}"]
+        if any(moments[0] < moment < moments[1] for moment in written):
+            return f"`{match.root.called}` changes between the calls"
     return None

@@ -215,3 +215,24 @@ def test_what_is_put_around_a_layer_later(source, line, later, tmp_path):
     for module in models:
         later(module)
     hold_alike(*models, given)
+
+
+PAIR = "self.gate, self.up = nn.Linear(8, 8), nn.Linear(8, 8)"
+USUAL = "return F.silu(self.gate(x)) * self.up(x)"
+APART = {
+    "share a weight": (USUAL, "self.up.weight = self.gate.weight"),
+    "some are frozen": (USUAL, "self.up.bias.requires_grad_(False)"),
+    "is written to between": (
+        "y = x * 1\ng = self.gate(y)\ny.mul_(2)\nreturn F.silu(g) * self.up(y)",
+        "pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("words", APART)
+def test_layers_that_cannot_be_packed(words, tmp_path):
+    forward, init = APART[words]
+    inner = model(forward, PAIR, init).partition("class Model")[2]
+    source = model("return (self.inner(x),)", "self.inner = Inner()", classes=f"class Inner{inner}")
+    schedule = SCHEDULE.replace("s.apply_all()", 's.apply("pack_gate_up")')
+    assert words in refused(tmp_path, source, schedule, "SR309")
