@@ -722,7 +722,8 @@ def linear_cross_entropy_with_every_option(device):
             make(1027),
         )
         wide = make(2, 4, 48)[..., ::2], make(24, 1027).t() / 5, labels
-        compare(cast(linear_cross_entropy), lambda h, w, t: causal_loss(F.linear(h, w), t), *wide)
+        loss = cast(linear_cross_entropy)  # of terms as large as 1 that cancel in the gradients
+        compare(loss, lambda h, w, t: causal_loss(F.linear(h, w), t), *wide, least=0.5)
 
 
 @case
