@@ -253,7 +253,7 @@ def original(
             for run in runs(given, definitions.get("flags", ())):
                 try:
                     numbers = numbers_of(model, run, state)
-                    again = numbers_of(model, run, state)
+                    again = numbers_of(model, run, state) if not wanted else numbers
                 except MootError:
                     raise
                 except Exception:
