@@ -342,7 +342,7 @@ def assembled(
         init += further.get("init", [])
     tested = indented(body, 8) + "\n" if body and "returns" not in kept else ""
     if not any(line.startswith("return ") for line in body):
-        given = kept.get("returns", ())
+        given = kept.get("returns", ()) if name != "logits" else ()  # they may stay split
         body.append(", ".join([context.after, *given]))
     arguments = ", ".join(["x", *(["ids"] if context.ids else []), *kept.get("arg", ())])
     passed = ", ".join(a.split("=")[0] for a in arguments.split(", "))
