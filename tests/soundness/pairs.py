@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # else imported somewhere inside, where time may be up
 
 from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import Output, rewrite
@@ -38,7 +39,7 @@ from tests.soundness.ranks import RankError, Ranks
 WORLDS = (2, 3, 4)
 LIMIT = 1e-6
 SINGLE, HALF = 1e-3, 0.05  # where the model computes in less precision on the way
-TOOL_S = 30
+TOOL_S = 60
 PLAIN = "        h = h * 2.5\n"  # in the place of a statement
 
 # What becomes of a pair. The first five are defects of the tool.
@@ -100,7 +101,7 @@ class MootError(Exception):
     """The original gives nothing to compare with."""
 
 
-class TooLongError(Exception):
+class TooLongError(BaseException):
     """The tool did not come to an end."""
 
 
@@ -141,7 +142,7 @@ class Judge:
             output = rewritten(source, schedule)
         except errors.RewriteError as error:
             return refusal(error)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, TooLongError) as error:
             return Verdict(CRASHED, type(error).__name__, traceback.format_exc())
         verdict = self._run(source, schedule, output.files)
         kind, text = verdict.kind, verdict.text
@@ -267,7 +268,7 @@ def original(
                 wanted.append((run, numbers))
     except MootError:
         raise
-    except Exception as error:
+    except (Exception, TooLongError) as error:
         raise MootError(f"{type(error).__name__}: {error}") from error
     return state, wanted
 
