@@ -19,6 +19,7 @@ from slapo_rewrite.stages.trial import Trial
 from slapo_rewrite.stages.write import (
     Text,
     check_one_group,
+    check_picked,
     forward_text,
     held_by,
     loss_text,
@@ -95,6 +96,7 @@ def _pipeline(
     shared = ties_of(held, model)
     if engine is Text:
         check_one_group(shared, at)
+        check_picked(held, at)
         check_tensors(stages, trial.inputs, at)
     else:
         check_rows(stages, trial.inputs, at)

@@ -103,11 +103,13 @@ class Held:
         text: The expression for it: `self.bert.embeddings`, `self.bert.encoder.layer[6:]`.
         path: Of the module or parameter, or of the list that the layers are in.
         value: The module, layers or parameter.
+        picked: Whether the stage takes elements of it that it works out as it runs.
     """
 
     text: str
     path: str
     value: Any
+    picked: bool = False
 
     @property
     def tensors(self) -> list[Any]:
@@ -150,13 +152,22 @@ def _used(stages: Stages, number: int, model: Any) -> list[Held]:
             for node in ast.walk(ast.parse(text))
             if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
         }
+        picked = {
+            ast.unparse(node.value)
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Subscript)
+            and not isinstance(node.slice, ast.Slice | ast.Constant)
+        }
         for steps in reads_of(model, text):
             path = _longest(model, steps)
             if path:
                 spelled = accessor(path)
+                is_picked = spelled in picked
                 if spelled in slices:
                     spelled = held_slice(slices[spelled])
-                found[spelled] = Held(spelled, path, eval(spelled, {"self": model}))
+                is_picked |= spelled in found and found[spelled].picked
+                value = eval(spelled, {"self": model})
+                found[spelled] = Held(spelled, path, value, is_picked)
     order = {name: n for n, (name, _) in enumerate(model.named_modules())}
     return sorted(found.values(), key=lambda held: order.get(held.path, len(order)))
 
@@ -248,6 +259,31 @@ def check_one_group(ties: Sequence[Tie], at: Span | None) -> None:
             at=at,
             hint='cut so that the same stages share both, or for target="torch"',
         )
+
+
+def check_picked(held: Sequence[Sequence[Held]], at: Span | None) -> None:
+    """Refuses stages that each take elements of one container, worked out as they run.
+
+    All of them would hold the whole of it, and DeepSpeed keep it in step by gradients that each
+    has for its own elements only.
+
+    Raises:
+        CannotCut: There are such stages.
+    """
+    seen: dict[str, int] = {}
+    for number, stage in enumerate(held):
+        for part in stage:
+            picks = part.picked and hasattr(part.value, "parameters")
+            if picks and any(True for _ in part.value.parameters()):
+                first = seen.setdefault(part.path, number)
+                if first != number:
+                    raise errors.CannotCut(
+                        f"stages {first} and {number} both take elements of `{part.path}` by a key "
+                        "that is worked out, so each would hold all of it",
+                        at=at,
+                        hint='cut for target="torch", or keep each element in the layer it goes '
+                        "with",
+                    )
 
 
 def shared_names(model: Any) -> list[tuple[str, ...]]:

@@ -226,6 +226,22 @@ def test_a_stage_that_shares_with_several_others(tmp_path):
     )
 
 
+def test_stages_that_take_elements_of_one_container(tmp_path):
+    """DeepSpeed would take all of it for tied, and each stage has gradients for its own only."""
+    lines = ("for i, layer in enumerate(self.layers):", "    x = self.more[str(i)](layer(x))")
+    more = "self.more = nn.ModuleDict({str(i): nn.Linear(width, width) for i in range(4)})"
+    source = written("x = self.first(x)", *lines).replace(
+        "        self.last =", f"        {more}\n        self.last =", 1
+    )
+    schedule = SCHEDULE.format(cut='s["layers.1"]')
+    text = refused(tmp_path, source, schedule, "SR310")
+    assert "stages 0 and 1 both take elements of `more` by a key that is worked out" in text
+    assert 'cut for target="torch"' in text
+    assert (
+        "class ModelStage1" in rewritten(tmp_path, source, for_torch(schedule)).files["pipeline.py"]
+    )
+
+
 def test_a_float_that_is_given_cannot_cross(tmp_path):
     lines = written("z = x", "x = self.inner(self.first(x))", "x = self.sequence(x) * z")
     text = refused(tmp_path, lines, SCHEDULE.format(cut='s["inner"]'), "SR310")
