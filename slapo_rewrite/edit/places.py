@@ -143,7 +143,9 @@ class Places:
             if live is None and isinstance(named, ast.Name):
                 live = construction.value_of(named.id, site.file, site.value, node.live)
             name = self.file.qualified(named) or ""
-            if live is node.cls or (live is None and _ends_with(name, node.cls.__name__)):
+            # A schedule that changes the source runs it again: the class has a twin by its name.
+            same = live is None or getattr(live, "__name__", "") == node.cls.__name__
+            if live is node.cls or (same and _ends_with(name, node.cls.__name__)):
                 return named
         return None
 

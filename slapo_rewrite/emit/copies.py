@@ -22,7 +22,7 @@ from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.splice import Change, Edit
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.model import construction
-from slapo_rewrite.model.join import Sources, find_site
+from slapo_rewrite.model.join import Sources, called_root, find_site, looked_up
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.sites import Site
@@ -126,33 +126,19 @@ class Copies:
         changes = [c for c in before if c.first <= last and c.last >= node.lineno]
         return united(*(e.causes for e in edits), *(c.causes for c in changes))
 
-    def _may_know(self, node: Node) -> bool:
-        """Whether what makes a module may have its class from the output.
+    def _root(self, site: Site) -> Target | None:
+        """What the name means that a call begins with, where that is imported."""
+        return dict(_imported(self.sources, site.file)).get(called_root(site) or "")
 
-        It has where the expression names the class, where the class came in as a value, and where
-        the module is a copy of another one.
-        """
+    def _may_know(self, node: Node) -> bool:
+        """Whether what makes a module may have its class from the output."""
         try:
             site = find_site(self.sources, node)
         except errors.UnfollowableConstruction:
             return True
         target = self._root(site)
-        named = {n.id for n in ast.walk(site.value) if isinstance(n, ast.Name)}
-        return (
-            site.file.name not in self.files
-            or target is None
-            or target[0].partition(".")[0] in sys.stdlib_module_names
-            or not named.isdisjoint(c.__name__ for c in node.cls.__mro__)
-            or not construction.stack_of(node.live)
-        )
-
-    def _root(self, site: Site) -> Target | None:
-        """What the name means that a call begins with, where that is imported."""
-        root: ast.expr | None = site.callee
-        while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
-            root = root.func if isinstance(root, ast.Call) else root.value
-        imports = dict(_imported(self.sources, site.file))
-        return imports.get(root.id) if isinstance(root, ast.Name) else None
+        seen = site.file.name not in self.files or target is None or target[0] in self.files
+        return seen or not looked_up(self.sources, node, target[0] if target else None)
 
     def _check_made(self, node: Node, causes: tuple[Directive, ...]) -> None:
         site = find_site(self.sources, node)

@@ -22,6 +22,7 @@ from slapo_rewrite.fusion.sharing import Sharing
 from slapo_rewrite.fusion.spelling import Speller
 from slapo_rewrite.model.alike import Alike
 from slapo_rewrite.model.facts import method_of
+from slapo_rewrite.model.join import is_looked_up
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.patterns.operations import by_module
@@ -275,6 +276,10 @@ class Engine:
         if match.file is not self.file:
             where = f"it stands in {match.file.path.name}, which is not rewritten"
             return Left(first, where, harmless=True)
+        for claim in group:
+            if is_looked_up(self.sources, claim.node):
+                where = f"`{claim.node.path}` is made by what knows the original's class alone"
+                return Left(claim, where, "write its construction out", harmless=True)
         if not match.replaced.whole:
             return Left(first, "a statement computes part of it among other things")
         if (reason := _misuse(first)) is not None:

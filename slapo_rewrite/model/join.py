@@ -22,7 +22,16 @@ from slapo_rewrite.source.sites import Site
 from slapo_rewrite.source.syntax import argument_of, assignments
 from slapo_rewrite.source.values import Frame
 
-__all__ = ["Sources", "find_parameter_site", "find_site", "resolve", "resolve_callee"]
+__all__ = [
+    "Sources",
+    "called_root",
+    "find_parameter_site",
+    "find_site",
+    "is_looked_up",
+    "looked_up",
+    "resolve",
+    "resolve_callee",
+]
 
 _REFERENCES = {"argument", "alias"}
 
@@ -57,6 +66,54 @@ def resolve(sources: Sources, expr: ast.expr, site: Site, node: Node) -> object 
         return _Search(sources).value(expr, site, holder, node) if holder else None
     except Unknown:
         return None
+
+
+def looked_up(sources: Sources, node: Node, root: str | None) -> bool:
+    """Whether what makes a module looks its class up elsewhere, and would not see another one.
+
+    It sees one where the expression names the class, where the class came in as a value, and where
+    the module is a copy of another one.
+
+    Args:
+        sources: The source files.
+        node: The module.
+        root: The module that defines what the expression begins with, if that is imported.
+    """
+    try:
+        site = find_site(sources, node)
+    except errors.UnfollowableConstruction:
+        return False
+    named = {n.id for n in ast.walk(site.value) if isinstance(n, ast.Name)}
+    return (
+        root is not None
+        and root.partition(".")[0] not in {"torch", *sys.stdlib_module_names}
+        and named.isdisjoint(c.__name__ for c in node.cls.__mro__)
+        and bool(construction.stack_of(node.live))
+    )
+
+
+def called_root(site: Site) -> str | None:
+    """The name that a call begins with: `AutoModel` of `AutoModel.from_config(...)`."""
+    root: ast.expr | None = site.callee
+    while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
+        root = root.func if isinstance(root, ast.Call) else root.value
+    return root.id if isinstance(root, ast.Name) else None
+
+
+def is_looked_up(sources: Sources, node: Node) -> bool:
+    """Whether a class of the model's file, or of what holds it, is looked up in another file."""
+    holder: Node | None = node
+    while holder is not None and holder.owner is not None:
+        if holder.cls.__module__ == sources.main.name:
+            try:
+                site = find_site(sources, holder)
+            except errors.UnfollowableConstruction:
+                return False
+            root = site.file.imports.get(called_root(site) or "")
+            if site.file is sources.main and looked_up(sources, holder, root):
+                return True
+        holder = holder.owner
+    return False
 
 
 @dataclass(frozen=True, eq=False)
