@@ -392,3 +392,14 @@ def test_every_refusal_has_a_place(run: Run, monkeypatch, message, line):
     assert f"--> s.py:{FIRST}:5" in run('s["head"].checkpoint()')
     monkeypatch.setattr("slapo_rewrite.emit.rewrite.Tree", refusing)
     assert "s.py:4:1" in run("pass")
+
+
+@pytest.mark.parametrize("name", ["net.py", "s.py"])
+def test_files_that_go_elsewhere(run: Run, name):
+    """What is given by a relative path is found all the same."""
+    (run.folder / "s.py").write_text(MODEL + "    pass\n")
+    text = (run.folder / name).read_text()
+    (run.folder / name).write_text(f"import os\nos.chdir('/')\n{text}")
+    assert main(["net.py", "--schedule", "s.py", "-o", "out"]) == 0
+    assert main(["net.py", "--schedule", "s.py", "-o", "out", "--check"]) == 0
+    assert (run.folder / "out" / "net.py").is_file()

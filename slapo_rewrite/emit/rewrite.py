@@ -14,7 +14,7 @@ import sys
 import time
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,8 @@ class Project:
         try:
             yield
         except errors.RewriteError as error:
-            if error.at is None and not error.also:
+            room = isinstance(error, errors.OutputUnwritable)
+            if error.at is None and not error.also and not room:
                 error.at = (
                     self.schedule.span_of(error.__traceback__)
                     or self._selecting(error.message)
@@ -471,14 +472,16 @@ def import_source(file: SourceFile) -> types.ModuleType:
         sys.path.append(str(folder))  # at the end, so that it hides nothing
     try:
         if file.package or not is_own(str(file.path)):
-            module = importlib.import_module(file.name)
+            with chdir("."):
+                module = importlib.import_module(file.name)
             if Path(str(module.__file__)).resolve() == file.path.resolve():
                 return module
         spec = importlib.util.spec_from_file_location(file.name, file.path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[file.name] = module
-        spec.loader.exec_module(module)
+        with chdir("."):
+            spec.loader.exec_module(module)
         return module
     except (errors.RewriteError, KeyboardInterrupt):
         raise

@@ -169,7 +169,8 @@ def _unheard() -> Iterator[None]:
     caches = sys.dont_write_bytecode
     sys.dont_write_bytecode = True
     try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        quiet = contextlib.redirect_stdout(io.StringIO())
+        with quiet, warnings.catch_warnings(), contextlib.chdir("."):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import sys
 import sysconfig
@@ -143,7 +144,8 @@ class ScheduleFile:
         what it is.
         """
         try:
-            return action()
+            with contextlib.chdir("."):  # wherever it goes, paths mean what they meant before
+                return action()
         except (errors.RewriteError, KeyboardInterrupt, Again):
             raise
         except BaseException as error:  # a schedule that calls sys.exit() as well
