@@ -35,7 +35,7 @@ from slapo_rewrite.edit.expressions import replace_call
 from slapo_rewrite.edit.forward import ForwardWriter
 from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.lineages import Lineages
-from slapo_rewrite.edit.lines import At, Lines, written
+from slapo_rewrite.edit.lines import SHARE_OF, At, Lines, written
 from slapo_rewrite.edit.losses import LossWriter
 from slapo_rewrite.edit.parts import PartWriter
 from slapo_rewrite.edit.reads import WholeSizes
@@ -45,9 +45,6 @@ from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.edit.subclasses import SubclassWriter
 from slapo_rewrite.edit.text import accessor, simple_statements, within
 from slapo_rewrite.source.sites import Site
-
-# How it is said of a line why it is there.
-SHARE_OF = "this rank's share of"
 
 HOOKS = {
     "fwd_pre": "register_forward_pre_hook",

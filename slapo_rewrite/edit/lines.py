@@ -12,6 +12,9 @@ from slapo_rewrite.edit.splice import Edit, apply_edits, moved
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.source.index import SourceFile
 
+# How it is said of a line that cuts a size why it is there.
+SHARE_OF = "this rank's share of"
+
 
 @dataclass
 class Lines:

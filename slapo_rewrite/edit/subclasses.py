@@ -13,7 +13,7 @@ from slapo_rewrite.edit.forward import ForwardWriter, given
 from slapo_rewrite.edit.imports import CHECKPOINT, Imports
 from slapo_rewrite.edit.kept import buffers_context, context
 from slapo_rewrite.edit.lineages import Lineages
-from slapo_rewrite.edit.lines import Lines, written
+from slapo_rewrite.edit.lines import SHARE_OF, Lines, written
 from slapo_rewrite.edit.splice import apply_edits, moved
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.edit.text import accessor, all_arguments, docstring, passed_on, within
@@ -112,14 +112,17 @@ class SubclassWriter:
                 again, _ = apply_edits(self.file.text[start:end], moved(change.inside, -start))
                 again = self._reassigned(statement, again, relatives)
                 block.append(indent + formatted(again, depth, self.line_length))
+            shares = [line for line in change.after if line[2].startswith(SHARE_OF)]
             block += [
                 indent + formatted(t, depth, self.line_length)
                 for t, _, _ in (*change.before, *change.after)
+                if all(t != text for text, _, _ in shares)
             ]
             if guards and body and body[-1].startswith(f"{block[0]}\n"):
                 body[-1] += "\n" + "\n".join(block[1:])
             else:
                 body += ["\n".join(block)] if guards else block
+            body += [" " * 8 + formatted(t, 8, self.line_length) for t, _, _ in shares]
         return "\n".join([*text, *dict.fromkeys(body)]) + "\n"
 
     def _starts(self, statement: ast.stmt) -> set[int]:
