@@ -28,7 +28,7 @@ from slapo_rewrite.model import twin
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.follow.search import result_pairs
 
-WORLD_SIZES = (2, 4)
+WORLD_SIZES = (2, 3, 4)
 # What a model may hold, and an input, for a run of it to take no longer than the rewriting.
 MOST_PARAMETERS = 3_000_000
 MOST_ELEMENTS = 200_000
@@ -303,7 +303,7 @@ def _worst(want: _Step, have: _Step) -> tuple[float, str, str]:
         ("the output", want.outputs, have.outputs),
     ):
         for name, a, b in result_pairs(one, other, ""):
-            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape:
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and not _is_part(a, b):
                 found.append((_error(a, b), name or "output", what))
     if want.loss is not None and have.loss is not None:
         found.append((_error(want.loss, have.loss), "loss", "the"))
@@ -316,6 +316,13 @@ def _worst(want: _Step, have: _Step) -> tuple[float, str, str]:
             if name in theirs:
                 found.append((_error(tensor, theirs[name], floor), name, what))
     return max(found, key=lambda each: each[0])
+
+
+def _is_part(whole: torch.Tensor, part: torch.Tensor) -> bool:
+    """Whether one may be a rank's part of the other: logits that a loss takes so are."""
+    sizes = zip(whole.shape, part.shape, strict=False)
+    differ = [have < want for want, have in sizes if have != want]
+    return whole.dim() == part.dim() and differ == [True]
 
 
 def _error(want: torch.Tensor, have: torch.Tensor, floor: float = 0.0) -> float:

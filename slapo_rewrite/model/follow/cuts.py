@@ -181,7 +181,7 @@ def _written(key: Any) -> str:
 def _slice(
     run: Run, tensor: torch.Tensor, axis: int, item: Any, meant: Any, whole: int, number: int
 ) -> Any:
-    if isinstance(item, slice) and item.start is None and item.stop is None:
+    if isinstance(item, slice) and item in (slice(None), slice(None, None, 1)):
         return item
     here = tensor.shape[axis]
     if not isinstance(item, slice) or item.step not in (None, 1):
