@@ -18,11 +18,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.model import twin
 from slapo_rewrite.model.emitted import Emitted
@@ -37,6 +37,9 @@ LIMIT = {torch.float64: 1e-3, torch.float32: 2e-2}
 # Gradients that are this small beside the largest are rounding.
 FLOOR = 1e-6
 NOISE = 0.02  # added to every weight, so that no two parts of a constant one are equal
+_DROPPING = (
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+)
 PATIENCE_S = 60
 
 
@@ -87,7 +90,7 @@ def rehearse(
     Raises:
         OtherNumbersError: They differ.
     """
-    with _quiet(), torch.random.fork_rng(devices=[]):
+    with _quiet(), _without_dropout(), torch.random.fork_rng(devices=[]):
         reference = _reference(schedule, original) if sizes else None
         if reference is None:
             return
@@ -197,18 +200,17 @@ def _step(schedule: Any, model: nn.Module, inputs: dict[str, Any], output: Emitt
     def whole(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return full(model, named) if full is not None else named
 
-    with _WithoutDropout():
-        model.eval()
-        with torch.no_grad():
-            evaluated = model(**copy.deepcopy(inputs))
-        model.train()
-        outputs = model(**inputs)
-        try:
-            loss = twin.loss_of(schedule, outputs)
-        except (ValueError, AttributeError):
-            loss = None
-        if loss is not None and loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+    model.eval()
+    with torch.no_grad():
+        evaluated = model(**copy.deepcopy(inputs))
+    model.train()
+    outputs = model(**inputs)
+    try:
+        loss = twin.loss_of(schedule, outputs)
+    except (ValueError, AttributeError):
+        loss = None
+    if loss is not None and loss.requires_grad:
+        torch.autograd.backward(loss)
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     zeros = {n: torch.zeros_like(p) for n, p in model.named_parameters() if n not in grads}
     with torch.no_grad():
@@ -221,20 +223,29 @@ def _step(schedule: Any, model: nn.Module, inputs: dict[str, Any], output: Emitt
         )
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Nothing is dropped at random: ranks need not draw the numbers that the original draws."""
+@contextlib.contextmanager
+def _without_dropout() -> Iterator[None]:
+    """Nothing is dropped at random: ranks need not draw the numbers that the original draws.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
-        if name in ("dropout", "dropout_", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d"):
-            return args[0] if args else kwargs["input"]
-        if name == "scaled_dot_product_attention":
-            kwargs.pop("dropout_p", None)
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-        if name == "backward":
-            with self:  # what is computed again there drops nothing either
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+    The functions themselves are exchanged, for all threads: modes do not reach what is computed
+    again in a backward pass.
+    """
+    functions: Any = torch.nn.functional
+    attend = functions.scaled_dot_product_attention
+
+    def keep(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return input
+
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs.pop("dropout_p", None)
+        result: torch.Tensor = attend(*args[:4], *([0.0] if args[4:] else []), *args[5:], **kwargs)
+        return result
+
+    with contextlib.ExitStack() as stack:
+        for name in _DROPPING:
+            stack.enter_context(mock.patch.object(functions, name, keep))
+        stack.enter_context(mock.patch.object(functions, "scaled_dot_product_attention", attention))
+        yield
 
 
 def _on_ranks(world: int, run: Callable[[], _Step]) -> list[_Step] | None:
