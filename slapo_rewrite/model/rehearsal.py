@@ -78,8 +78,8 @@ def rehearse(
 ) -> None:
     """Runs the output's small model against the original's.
 
-    Nothing is said of a model that is too large, that does not run on a CPU, or whose own results
-    differ from run to run.
+    Nothing is said of a model that is too large, that does not run on a CPU, or that draws random
+    numbers besides dropout.
 
     Args:
         schedule: The schedule's module, which builds the models.
@@ -168,7 +168,10 @@ def _reference(schedule: Any, original: types.ModuleType) -> _Reference | None:
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter) * NOISE)
             weights = copy.deepcopy(model.state_dict())
+            numbers = torch.random.get_rng_state()
             want = _step(schedule, model, inputs, None)
+            if not torch.equal(numbers, torch.random.get_rng_state()):
+                return None  # threads would share the random numbers that processes draw alike
             return _Reference(model, weights, inputs, dtype, want)
         except Exception:  # whatever the user's model does
             continue
