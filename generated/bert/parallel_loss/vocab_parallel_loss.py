@@ -69,6 +69,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    upcast: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` of logits of which each rank has a part.
 
@@ -80,6 +81,7 @@ def vocab_parallel_cross_entropy(
         ignore_index: The target of predictions that do not count.
         reduction: "mean", "sum" or "none".
         label_smoothing: How much of a target is spread evenly over all V classes.
+        upcast: Take `input` as float32 first.
 
     Raises:
         ValueError: `input` is not this rank's part, it was gathered for instance.
@@ -95,6 +97,8 @@ def vocab_parallel_cross_entropy(
         )
     if target.is_floating_point():
         raise TypeError("a vocabulary-parallel loss takes classes, not probabilities")
+    if upcast and input.dtype != torch.float64:
+        input = input.float()
     if world_size() == 1:
         return nn.functional.cross_entropy(
             input,

@@ -24,6 +24,7 @@ from .stages import (
     model_parallel_group,
     seed_apart,
     stage_of,
+    take_own_parts,
 )
 from .tensor_parallel import set_group
 
@@ -151,6 +152,7 @@ def build(*args, num_stages=None, topology=None, dynamic_shape=False, **kwargs):
         dynamic_shape=dynamic_shape,
     )
     count_once(module, layers, STAGES)
+    take_own_parts(stage_of(module, STAGES))
     seed_apart(module)
     return module
 

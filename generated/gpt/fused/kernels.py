@@ -47,10 +47,15 @@ def runs_triton(*tensors: Tensor | None) -> bool:
             and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and (x.is_cuda or interpreted)
             and x.device == given[0].device
-            and x.shape[-1:] != (0,)
+            and x.shape[-1:] not in ((), (0,))
             for x in given
         )
     )
+
+
+def one_each(vector: Tensor | None, x: Tensor) -> bool:
+    """Whether a weight or bias is one number for each feature, as kernels read it."""
+    return vector is None or vector.shape == x.shape[-1:]
 
 
 def linear_bias(x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -422,6 +427,7 @@ def bias_activation(
     *,
     p: float = 0.0,
     training: bool = True,
+    of_layer: bool = True,
 ) -> Tensor:
     """dropout(activation(x + bias)).
 
@@ -439,9 +445,10 @@ def bias_activation(
         kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
         p: The share that dropout drops.
         training: Whether dropout drops at all.
+        of_layer: Whether the bias is the layer's, which autocast casts.
     """
-    p, bias = p if training else 0.0, linear_bias(x, bias)
-    if not runs_triton(x, bias):
+    p, bias = p if training else 0.0, linear_bias(x, bias) if of_layer else bias
+    if not runs_triton(x, bias) or not one_each(bias, x):
         return bias_activation_reference(x, bias, kind, p)
     y: Tensor = BiasActivationFunction.apply(x, bias, kind, p)
     return y
@@ -454,6 +461,7 @@ def bias_gelu(
     *,
     p: float = 0.0,
     training: bool = True,
+    of_layer: bool = True,
 ) -> Tensor:
     """dropout(gelu(x + bias)), as `bias_activation`.
 
@@ -464,9 +472,10 @@ def bias_gelu(
             `gelu_new`, as in `torch.nn.functional.gelu`.
         p: The share that dropout drops.
         training: Whether dropout drops at all.
+        of_layer: Whether the bias is the layer's, which autocast casts.
     """
     kind = "gelu_tanh" if approximate == "tanh" else "gelu"
-    return bias_activation(x, bias, kind, p=p, training=training)
+    return bias_activation(x, bias, kind, p=p, training=training, of_layer=of_layer)
 
 
 # Cross entropy of a large vocabulary, without a copy of the logits in float32.
@@ -481,9 +490,11 @@ def cross_entropy_reference(
     labels: Tensor,
     options: Options,
     num_items: Tensor | float | None,
+    upcast: bool,
 ) -> Tensor:
     """`cross_entropy` in PyTorch's operations."""
     ignore_index, label_smoothing, softcap = options
+    dtype = loss_dtype(logits, upcast)
     logits = logits.reshape(-1, logits.shape[-1])
     if logits.dtype != torch.float64:
         logits = logits.float()
@@ -498,7 +509,15 @@ def cross_entropy_reference(
     )
     if isinstance(num_items, Tensor):
         num_items = num_items.to(loss.device)
-    return loss if num_items is None else loss / num_items
+    return (loss if num_items is None else loss / num_items).to(dtype)
+
+
+def loss_dtype(logits: Tensor, upcast: bool) -> torch.dtype:
+    """What PyTorch gives: float32 of logits that are cast or under autocast, else theirs."""
+    if logits.dtype == torch.float64:
+        return torch.float64
+    mixed = not logits.is_meta and torch.is_autocast_enabled(logits.device.type)
+    return torch.float32 if upcast or mixed else logits.dtype
 
 
 @jit
@@ -563,7 +582,7 @@ def cross_entropy_forward_kernel(
     top = tl.max(largest, 0)
     against = tl.where(top == float("-inf"), 0.0, top)
     log = tl.log(tl.sum(total * tl.exp(largest - against), 0))
-    # A label that is no class makes the loss NaN, where PyTorch stops the device.
+    # No memory is read for a label that is no class: `flat_labels` has told of it.
     known = (label >= 0) & (label < v)
     x = tl.load(here + label, mask=known, other=float("nan")).to(tl.float32)
     if has_softcap:
@@ -706,16 +725,22 @@ def loss_scale(
     return items.reciprocal()
 
 
-def flat_labels(labels: Tensor, logits: Tensor) -> Tensor:
+def flat_labels(
+    labels: Tensor, logits: Tensor, classes: int, ignore_index: int
+) -> Tensor:
     """Labels of as many rows as logits (or what they are made of) have, on their device.
 
     Raises:
         ValueError: There are more or fewer.
+        RuntimeError: One is no class; on a GPU the device stops, as PyTorch has it.
     """
     labels, rows = labels.reshape(-1), logits.shape[:-1].numel()
     if len(labels) != rows:
         raise ValueError(f"there are {len(labels)} labels for {rows} predictions")
-    return labels.to(logits.device).contiguous()
+    labels = labels.to(logits.device).contiguous()
+    known = ((labels >= 0) & (labels < classes)) | (labels == ignore_index)
+    torch._assert_async(known.all(), "a label is no class")
+    return labels
 
 
 class CrossEntropyFunction(torch.autograd.Function):
@@ -729,14 +754,15 @@ class CrossEntropyFunction(torch.autograd.Function):
         options: Options,
         num_items: Tensor | float | None,
         in_place: bool,
+        dtype: torch.dtype,
     ) -> Tensor:
         """Keeps the logits and one number for each row."""
-        labels = flat_labels(labels, logits)
+        labels = flat_labels(labels, logits, logits.shape[-1], options[0])
         losses, statistics = cross_entropy_forward(rows_of(logits), labels, options)
         scale = loss_scale(labels, options[0], num_items)
         ctx.save_for_backward(logits, labels, statistics, scale)
         ctx.options, ctx.in_place = options, in_place
-        return losses.sum() * scale
+        return (losses.sum() * scale).to(dtype)
 
     @staticmethod
     @once_differentiable
@@ -751,7 +777,7 @@ class CrossEntropyFunction(torch.autograd.Function):
             ctx.options,
             ctx.in_place,
         )
-        return dlogits.view(logits.shape), *(None,) * 4
+        return dlogits.view(logits.shape), *(None,) * 5
 
 
 def cross_entropy(
@@ -763,8 +789,9 @@ def cross_entropy(
     softcap: float | None = None,
     num_items: Tensor | float | None = None,
     in_place: bool = False,
+    upcast: bool = False,
 ) -> Tensor:
-    """Cross entropy in float32 of logits of any dtype.
+    """Cross entropy, computed in float32, of logits of any dtype.
 
     Shapes: logits (..., V), labels (...) of as many rows -> ().
     Numerics: reassociated.
@@ -781,12 +808,15 @@ def cross_entropy(
             labels that count.
         in_place: Let the backward pass write the gradient over the logits, which
             nothing else may then use, and go back only once.
+        upcast: Give a loss in float32, as of logits that are cast first; else it has
+            the logits' dtype, or float32 under autocast.
     """
     options = (ignore_index, label_smoothing, softcap)
-    if not runs_triton(logits):
-        return cross_entropy_reference(logits, labels, options, num_items)
+    if not runs_triton(logits) or labels.dtype != torch.int64:
+        return cross_entropy_reference(logits, labels, options, num_items, upcast)
+    dtype = loss_dtype(logits, upcast)
     loss: Tensor = CrossEntropyFunction.apply(
-        logits, labels, options, num_items, in_place
+        logits, labels, options, num_items, in_place, dtype
     )
     return loss
 
@@ -1215,8 +1245,10 @@ def residual_layer_norm(
         training: Whether dropout drops at all.
     """
     p, input_bias = p if training else 0.0, linear_bias(x, input_bias)
-    tensors = (x, residual, weight, bias, input_bias)
-    if not runs_triton(*tensors) or x.shape != residual.shape:
+    vectors = (weight, bias, input_bias)
+    plain = all(one_each(each, x) for each in vectors) and not isinstance(eps, Tensor)
+    same = x.shape == residual.shape
+    if not runs_triton(x, residual, *vectors) or not (same and plain):
         return residual_layer_norm_reference(
             x, residual, weight, bias, eps, input_bias, p
         )

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .delayed import Recording, default_generator
-from .tensor_parallel import Shard, wait_for_group, world_of, world_size
+from .tensor_parallel import (
+    Shard,
+    gather_parts,
+    parts_in,
+    wait_for_group,
+    world_of,
+    world_size,
+)
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
@@ -21,11 +28,7 @@ def shards(model: nn.Module) -> dict[str, Shard]:
 
     A tied parameter stands under all of its names.
     """
-    by_tensor = {
-        id(getattr(module, name)): shard
-        for module in model.modules()
-        for name, shard in getattr(module, "sharded_parameters", {}).items()
-    }
+    by_tensor = parts_in(model)
     named = chain(
         model.named_parameters(remove_duplicate=False),
         model.named_buffers(remove_duplicate=False),
@@ -110,7 +113,8 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
     model and one full tensor. To start from a checkpoint use `load_pretrained`.
 
     Raises:
-        ValueError: The default device is the meta device, which holds no weights.
+        ValueError: The ranks are seeded otherwise, or the default device is the meta
+            device, which holds no weights.
     """
     device = torch.get_default_device()
     if device.type == "meta":
@@ -119,10 +123,28 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
     generator = default_generator(device)
     state = generator.get_state()
+    check_alike(state)
     model = make()
     generator.set_state(state)
     take_parts(model, make)
     return model
+
+
+def check_alike(state: Tensor) -> None:
+    """Refuses ranks whose random numbers are others.
+
+    Raises:
+        ValueError: They are.
+    """
+    words = (
+        torch.arange(1, state.numel() + 1) * state.cpu()
+    )  # a checksum of their order
+    sums = gather_parts(words.sum().reshape(1), 0, [1] * world_size())
+    if any(total != sums[0] for total in sums):
+        raise ValueError(
+            "the ranks of a tensor-parallel group must be seeded alike before the model is "
+            "built, to draw parts of the same weights: torch.manual_seed(0) on each, say"
+        )
 
 
 def take_parts(model: nn.Module, make: Callable[[], nn.Module]) -> None:

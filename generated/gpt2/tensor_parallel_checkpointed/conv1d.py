@@ -15,6 +15,7 @@ from .tensor_parallel import (
     Shard,
     all_reduce_gradient,
     block_sizes,
+    check_parts,
     gather_if_sharded,
     record_shard,
     sum_now,
@@ -54,6 +55,7 @@ class ColumnParallelConv1D(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
+        check_parts(self)
         if self.reduce_input_gradient:
             x = all_reduce_gradient(x)
         return gather_if_sharded(super().forward(x), self.output_shard)
@@ -88,4 +90,5 @@ class RowParallelConv1D(Conv1D):
         """Maps (..., D') to (..., F), added up as `reduce` does it."""
         if world_size() == 1:
             return super().forward(x)
+        check_parts(self)
         return self.reduce(x @ self.weight, self.bias)

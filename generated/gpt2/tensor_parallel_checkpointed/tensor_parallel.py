@@ -6,9 +6,9 @@ marks the part that this rank holds.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 _group = None
+# Its ranks; none where it holds all that there are.
+_ranks: tuple[int, ...] = ()
 # How many ranks there are inside `world_of`, and which of them this is.
 _supposed: tuple[int, int] | None = None
 
@@ -26,9 +28,26 @@ def set_group(group: dist.ProcessGroup | None) -> None:
 
     Without it the group is the default one where `torch.distributed` is initialised,
     and a world of one where it is not.
+
+    A model belongs to the group that it is built in. It runs while that one is named:
+    with several, name a model's own before it runs.
     """
-    global _group
-    _group = group
+    global _group, _ranks
+    _group, _ranks = group, ()
+    if group is not None and dist.get_world_size(group) < dist.get_world_size():
+        _ranks = tuple(dist.get_process_group_ranks(group))
+
+
+@contextmanager
+def in_group(group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> Iterator[None]:
+    """Inside, another group is the one that is named."""
+    global _group, _ranks
+    before = _group, _ranks
+    _group, _ranks = group, ranks
+    try:
+        yield
+    finally:
+        _group, _ranks = before
 
 
 @contextmanager
@@ -134,11 +153,25 @@ class Shard:
         blocks: Full sizes of the blocks packed along the axis, ordinarily one. Every
             rank holds a part of each block.
         multiple_of: Parts are multiples of this, a head's size for instance.
+        ranks: The group, as it was named when this was made.
     """
 
     axis: int
     blocks: tuple[int, ...]
     multiple_of: int = 1
+    ranks: tuple[int, ...] = field(default_factory=lambda: _ranks, compare=False)
+
+    def check_group(self) -> None:
+        """Refuses another group than the one that the tensor is divided over.
+
+        Raises:
+            RuntimeError: It is another.
+        """
+        if self.ranks != _ranks and _supposed is None:
+            raise RuntimeError(
+                "this model was built in another tensor-parallel group than the one that "
+                "is named now: call `set_group` with its own group before it runs"
+            )
 
     def full_size(self) -> int:
         """The axis's size in the full tensor."""
@@ -146,6 +179,7 @@ class Shard:
 
     def sizes(self) -> list[list[int]]:
         """Sizes of the pieces that each rank holds, one for each block."""
+        self.check_group()
         by_block = [part_sizes(size, self.multiple_of) for size in self.blocks]
         return [[sizes[r] for sizes in by_block] for r in range(world_size())]
 
@@ -213,6 +247,13 @@ def sum_parts(x: Tensor) -> Tensor:
     return x
 
 
+def max_of_parts(x: Tensor) -> Tensor:
+    """The largest of the ranks' tensors, element by element, in a new tensor."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, dist.ReduceOp.MAX, group=_group)
+    return x
+
+
 def unchanged(x: Tensor) -> Tensor:
     """The tensor itself."""
     return x
@@ -229,11 +270,13 @@ class _Collective(torch.autograd.Function):
         run_gradient: Callable[[Tensor], Tensor],
     ) -> Tensor:
         ctx.run, ctx.run_gradient = run, run_gradient
+        ctx.group, ctx.ranks = _group, _ranks
         return run(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return collective(gradient, ctx.run_gradient, ctx.run), None, None
+        with in_group(ctx.group, ctx.ranks):
+            return collective(gradient, ctx.run_gradient, ctx.run), None, None
 
 
 def collective(
@@ -274,22 +317,93 @@ def record_shard(module: Any, name: str, shard: Shard) -> None:
             "model and use `loading.load_pretrained(model, path)`"
         )
     if not hasattr(module, "sharded_parameters"):
-        module.sharded_parameters = {}
+        module.sharded_parameters, module.parts_differ = {}, False
         module.register_state_dict_pre_hook(_refuse_to_save_parts)
+        module.register_state_dict_post_hook(_note_whose_parts)
         module.register_load_state_dict_pre_hook(_cut_full_tensors)
         module.register_load_state_dict_post_hook(_mark_parameters)
     module.sharded_parameters[name] = shard
     _mark_parameters(module)
 
 
-def _cut_full_tensors(
-    module: Any, state_dict: dict[str, Any], prefix: str, *_: object
+def check_parts(layer: Any) -> None:
+    """Refuses to run a layer in another group than its own, or of which ranks have copies.
+
+    Where the first run finds the same weights on every rank, something has copied one
+    rank's part over those of the others, or all have drawn the same numbers.
+
+    Raises:
+        RuntimeError: It is so.
+    """
+    if world_size() == 1 or _supposed is not None:
+        return
+    layer.sharded_parameters["weight"].check_group()
+    weight = layer.weight.detach()
+    known = layer.parts_differ or weight.is_meta or hasattr(weight, "full_tensor")
+    if known or torch.compiler.is_compiling() or dist.get_backend(_group) == "fake":
+        return
+    layer.parts_differ = True
+    if not weight.numel() or weight.min() == weight.max():
+        weight = weight.new_tensor([rank()])  # what is constant may well be alike
+    first = layer.sharded_parameters["weight"].is_first()
+    total = weight.sum(dtype=torch.float64), weight.float().norm().double()
+    place = torch.tensor(float(first), dtype=torch.float64, device=weight.device)
+    found = gather_parts(torch.stack([*total, place]), 0, [3] * world_size())
+    parts = [tuple(each[:2].tolist()) for each in found if each[2]]
+    if len(parts) > 1 and len(set(parts)) == 1:
+        raise RuntimeError(
+            "all ranks have the same part of the weights. Did DistributedDataParallel or "
+            "Trainer take the tensor-parallel ranks for replicas (give it the data-parallel "
+            "group), or torch.distributed.checkpoint keep one rank's `state_dict()` (save "
+            "`loading.full_state_dict(model)`)? A new model begins with `loading.build`"
+        )
+
+
+def _note_whose_parts(
+    module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Before loading: replaces full tensors by this rank's parts of them."""
+    """In a state dict: notes which of how many ranks the parts belong to."""
+    if world_size() > 1:
+        metadata["part"] = rank(), world_size()
+
+
+def _cut_full_tensors(
+    module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: object
+) -> None:
+    """Before loading: replaces full tensors by this rank's parts of them.
+
+    Raises:
+        ValueError: There are parts of another rank, or something that is neither full
+            nor known to be this rank's part.
+    """
+    part_of, here = metadata.get("part"), (rank(), world_size())
+    if part_of is None and here[1] == 1:
+        return
     for name, shard in module.sharded_parameters.items():
         tensor = state_dict.get(prefix + name)
-        if isinstance(tensor, Tensor) and shard.is_full(tensor):
+        if not isinstance(tensor, Tensor) or part_of == here:
+            continue
+        if part_of is not None:
+            raise ValueError(
+                f"`{prefix}{name}` is the part of rank {part_of[0]} of {part_of[1]}, and "
+                f"this is rank {here[0]} of {here[1]}: save `loading.full_state_dict(model)`, "
+                "or let each rank load what it saved"
+            )
+        if shard.is_full(tensor):
             state_dict[prefix + name] = shard.cut(tensor.detach())
+        elif tensor.shape == getattr(module, name).shape and not keeps_parts(
+            module, tensor
+        ):
+            raise ValueError(
+                f"`{prefix}{name}` is {list(tensor.shape)}: axis {shard.axis} of the full "
+                f"tensor has {shard.full_size()} elements. Parts are taken from what "
+                "`state_dict()` returned on this rank, not from a copy without its metadata"
+            )
+
+
+def keeps_parts(module: Any, tensor: Tensor) -> bool:
+    """Whether a tensor of a part's size is known to be one: FSDP2 or DeepSpeed kept it."""
+    return hasattr(tensor, "full_tensor") or getattr(module, "takes_parts", False)
 
 
 def _refuse_to_save_parts(*_: object) -> None:
@@ -318,6 +432,7 @@ def is_inside_method(name: str) -> bool:
 
 def _mark_parameters(module: Any, *_: object) -> None:
     """Marks sharded parameters, also those that loading has replaced."""
+    module.parts_differ = False  # as far as is known
     for name, shard in module.sharded_parameters.items():
         parameter = getattr(module, name)
         if parameter is None:  # another pipeline stage holds it
@@ -327,9 +442,95 @@ def _mark_parameters(module: Any, *_: object) -> None:
         parameter.model_parallel = shard.is_first()
 
 
+def parts_in(model: nn.Module) -> dict[int, Shard]:
+    """How the model's parameters and buffers are divided, by the tensors' ids."""
+    return {
+        id(getattr(module, name)): shard
+        for module in model.modules()
+        for name, shard in getattr(module, "sharded_parameters", {}).items()
+    }
+
+
+def clip_grad_norm_(
+    model: nn.Module | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scales the gradients so that the whole model's norm is `max_norm` at most.
+
+    `torch.nn.utils.clip_grad_norm_` would scale by the norm of a rank's own parts, and
+    what all ranks have a copy of would drift apart. Every rank calls this one.
+
+    Args:
+        model: The model, or its parameters where they are the tensors it was built with.
+        max_norm: The largest norm.
+        norm_type: Its exponent; may be infinite.
+        error_if_nonfinite: Raise where the norm is not finite.
+        foreach: As in torch.
+
+    Returns:
+        The norm before, the same on every rank.
+
+    Raises:
+        RuntimeError: The norm is not finite.
+        ValueError: None of the parameters is known to be a part.
+    """
+    if isinstance(model, nn.Module):
+        divided = parts_in(model)
+        parameters: list[Any] = list(model.parameters())
+        firsts = {
+            id(p): divided[id(p)].is_first() for p in parameters if id(p) in divided
+        }
+    else:
+        parameters = [model] if isinstance(model, Tensor) else list(model)
+        marked = [p for p in parameters if hasattr(p, "model_parallel")]
+        firsts = {id(p): p.model_parallel for p in marked}
+        if world_size() > 1 and not marked:
+            raise ValueError(
+                "none of these parameters is known to be a part: `copy.deepcopy` and FSDP2 "
+                "make others; give the model itself"
+            )
+    parameters = [p for p in parameters if p.grad is not None]
+    counted = [p.grad for p in parameters if firsts.get(id(p), rank() == 0)]
+    norm: Any = nn.utils.get_total_norm(counted, norm_type, foreach=foreach)
+    if hasattr(norm, "full_tensor"):  # FSDP2 divides gradients over the replicas
+        norm = norm.full_tensor()
+    if parameters and world_size() > 1:
+        norm = norm.to(parameters[0].grad.device)
+        if norm_type == float("inf"):
+            norm = max_of_parts(norm)
+        else:
+            norm = sum_parts(norm**norm_type) ** (1 / norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of the gradients is {float(norm)}")
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
+    return norm  # type: ignore[no-any-return]
+
+
 def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:
     """The ranks' outputs put together, whose gradient is this rank's slice."""
     return y if shard is None else collective(y, shard.gather, shard.cut)
+
+
+class OwnSize:
+    """A size of this rank's part, which only the layer's constructor sets."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        return self if layer is None else vars(layer)[self.name]
+
+    def __set__(self, layer: Any, size: int) -> None:
+        if vars(layer).get(self.name, size) != size and world_size() > 1:
+            raise RuntimeError(
+                f"`{self.name}` is this rank's part and would no longer fit those of the "
+                "others: call `resize_token_embeddings` on the original, in one process, "
+                "and load what it saves"
+            )
+        vars(layer)[self.name] = size
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -348,6 +549,8 @@ class ColumnParallelLinear(nn.Linear):
             that is done once for several layers.
         gather_output: Return (..., F) on every rank.
     """
+
+    out_features = OwnSize()
 
     def __init__(
         self,
@@ -373,6 +576,7 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
+        check_parts(self)
         if self.reduce_input_gradient:
             input = all_reduce_gradient(input)
         return gather_if_sharded(super().forward(input), self.output_shard)
@@ -400,6 +604,8 @@ class VocabParallelEmbedding(nn.Embedding):
         dtype: Its type.
         reduce: Adds up what the ranks find.
     """
+
+    num_embeddings = OwnSize()
 
     def __init__(
         self,
@@ -429,7 +635,8 @@ class VocabParallelEmbedding(nn.Embedding):
         """Looks up ids; what the ranks find is added up as `reduce` does it."""
         if world_size() == 1:
             return super().forward(input)
-        end_id = self.first_id + self.num_embeddings
+        check_parts(self)
+        end_id = self.first_id + self.weight.shape[0]
         # Ids that no rank holds are not masked: they fail as in `nn.Embedding`.
         elsewhere = (input >= 0) & (input < self.first_id)
         elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)

@@ -47,10 +47,15 @@ def runs_triton(*tensors: Tensor | None) -> bool:
             and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and (x.is_cuda or interpreted)
             and x.device == given[0].device
-            and x.shape[-1:] != (0,)
+            and x.shape[-1:] not in ((), (0,))
             for x in given
         )
     )
+
+
+def one_each(vector: Tensor | None, x: Tensor) -> bool:
+    """Whether a weight or bias is one number for each feature, as kernels read it."""
+    return vector is None or vector.shape == x.shape[-1:]
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
@@ -232,9 +237,11 @@ def cross_entropy_reference(
     labels: Tensor,
     options: Options,
     num_items: Tensor | float | None,
+    upcast: bool,
 ) -> Tensor:
     """`cross_entropy` in PyTorch's operations."""
     ignore_index, label_smoothing, softcap = options
+    dtype = loss_dtype(logits, upcast)
     logits = logits.reshape(-1, logits.shape[-1])
     if logits.dtype != torch.float64:
         logits = logits.float()
@@ -249,7 +256,15 @@ def cross_entropy_reference(
     )
     if isinstance(num_items, Tensor):
         num_items = num_items.to(loss.device)
-    return loss if num_items is None else loss / num_items
+    return (loss if num_items is None else loss / num_items).to(dtype)
+
+
+def loss_dtype(logits: Tensor, upcast: bool) -> torch.dtype:
+    """What PyTorch gives: float32 of logits that are cast or under autocast, else theirs."""
+    if logits.dtype == torch.float64:
+        return torch.float64
+    mixed = not logits.is_meta and torch.is_autocast_enabled(logits.device.type)
+    return torch.float32 if upcast or mixed else logits.dtype
 
 
 @jit
@@ -314,7 +329,7 @@ def cross_entropy_forward_kernel(
     top = tl.max(largest, 0)
     against = tl.where(top == float("-inf"), 0.0, top)
     log = tl.log(tl.sum(total * tl.exp(largest - against), 0))
-    # A label that is no class makes the loss NaN, where PyTorch stops the device.
+    # No memory is read for a label that is no class: `flat_labels` has told of it.
     known = (label >= 0) & (label < v)
     x = tl.load(here + label, mask=known, other=float("nan")).to(tl.float32)
     if has_softcap:
@@ -457,16 +472,22 @@ def loss_scale(
     return items.reciprocal()
 
 
-def flat_labels(labels: Tensor, logits: Tensor) -> Tensor:
+def flat_labels(
+    labels: Tensor, logits: Tensor, classes: int, ignore_index: int
+) -> Tensor:
     """Labels of as many rows as logits (or what they are made of) have, on their device.
 
     Raises:
         ValueError: There are more or fewer.
+        RuntimeError: One is no class; on a GPU the device stops, as PyTorch has it.
     """
     labels, rows = labels.reshape(-1), logits.shape[:-1].numel()
     if len(labels) != rows:
         raise ValueError(f"there are {len(labels)} labels for {rows} predictions")
-    return labels.to(logits.device).contiguous()
+    labels = labels.to(logits.device).contiguous()
+    known = ((labels >= 0) & (labels < classes)) | (labels == ignore_index)
+    torch._assert_async(known.all(), "a label is no class")
+    return labels
 
 
 class CrossEntropyFunction(torch.autograd.Function):
@@ -480,14 +501,15 @@ class CrossEntropyFunction(torch.autograd.Function):
         options: Options,
         num_items: Tensor | float | None,
         in_place: bool,
+        dtype: torch.dtype,
     ) -> Tensor:
         """Keeps the logits and one number for each row."""
-        labels = flat_labels(labels, logits)
+        labels = flat_labels(labels, logits, logits.shape[-1], options[0])
         losses, statistics = cross_entropy_forward(rows_of(logits), labels, options)
         scale = loss_scale(labels, options[0], num_items)
         ctx.save_for_backward(logits, labels, statistics, scale)
         ctx.options, ctx.in_place = options, in_place
-        return losses.sum() * scale
+        return (losses.sum() * scale).to(dtype)
 
     @staticmethod
     @once_differentiable
@@ -502,7 +524,7 @@ class CrossEntropyFunction(torch.autograd.Function):
             ctx.options,
             ctx.in_place,
         )
-        return dlogits.view(logits.shape), *(None,) * 4
+        return dlogits.view(logits.shape), *(None,) * 5
 
 
 def cross_entropy(
@@ -514,8 +536,9 @@ def cross_entropy(
     softcap: float | None = None,
     num_items: Tensor | float | None = None,
     in_place: bool = False,
+    upcast: bool = False,
 ) -> Tensor:
-    """Cross entropy in float32 of logits of any dtype.
+    """Cross entropy, computed in float32, of logits of any dtype.
 
     Shapes: logits (..., V), labels (...) of as many rows -> ().
     Numerics: reassociated.
@@ -532,12 +555,15 @@ def cross_entropy(
             labels that count.
         in_place: Let the backward pass write the gradient over the logits, which
             nothing else may then use, and go back only once.
+        upcast: Give a loss in float32, as of logits that are cast first; else it has
+            the logits' dtype, or float32 under autocast.
     """
     options = (ignore_index, label_smoothing, softcap)
-    if not runs_triton(logits):
-        return cross_entropy_reference(logits, labels, options, num_items)
+    if not runs_triton(logits) or labels.dtype != torch.int64:
+        return cross_entropy_reference(logits, labels, options, num_items, upcast)
+    dtype = loss_dtype(logits, upcast)
     loss: Tensor = CrossEntropyFunction.apply(
-        logits, labels, options, num_items, in_place
+        logits, labels, options, num_items, in_place, dtype
     )
     return loss
 
@@ -570,6 +596,7 @@ def masked_lm_cross_entropy(
         labels,
         ignore_index=ignore_index,
         num_items=num_items_in_batch,
+        upcast=True,
     )
 
 
@@ -792,6 +819,22 @@ def swiglu(
     return gated(gate, up, "silu", p=p, training=training)
 
 
+# Layers that do nothing but multiply and add, and others in their place.
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a call of a layer does nothing but `torch.nn.functional.linear`."""
+    return type(layer).forward is nn.Linear.forward and runs_forward_alone(layer)
+
+
+def runs_forward_alone(layer: nn.Module) -> bool:
+    """Whether a call runs the `forward` of the layer's class and nothing else."""
+    if "forward" in layer.__dict__ or "parametrizations" in layer._modules:
+        return False
+    hooks = (layer._forward_pre_hooks, layer._forward_hooks)
+    return not any((*hooks, layer._backward_pre_hooks, layer._backward_hooks))
+
+
 # Several linear layers of one input, whose gradient is added up inside the products.
 
 
@@ -830,14 +873,6 @@ class LinearEachFunction(torch.autograd.Function):
             found.append(dy.t() @ rows if of_weight else None)
             found.append(dy.sum(0) if of_bias else None)
         return None if dx is None else dx.view(x.shape), *found
-
-
-def is_plain(layer: nn.Module) -> bool:
-    """Whether a call of a layer does nothing but `torch.nn.functional.linear`."""
-    if type(layer).forward is not nn.Linear.forward or "forward" in layer.__dict__:
-        return False
-    hooks = (layer._forward_pre_hooks, layer._forward_hooks)
-    return not any((*hooks, layer._backward_pre_hooks, layer._backward_hooks))
 
 
 def linear_each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -1162,11 +1197,6 @@ class RMSNormFunction(torch.autograd.Function):
         return dx, residual_gradient, dweight, None, None, None, None
 
 
-def one_each(weight: Tensor | None, x: Tensor) -> bool:
-    """Whether a weight is one number for each feature, as kernels read it."""
-    return weight is None or weight.shape == x.shape[-1:]
-
-
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -1191,7 +1221,8 @@ def rms_norm(
             are multiplied (Llama), "weight" to the weight's dtype before (T5),
             "output" to x's dtype after (Gemma).
     """
-    if not runs_triton(x, weight) or not one_each(weight, x):
+    plain = one_each(weight, x) and not isinstance(eps, Tensor)
+    if not runs_triton(x, weight) or not plain:
         return rms_norm_reference(x, weight, eps, offset, cast)
     y: Tensor = RMSNormFunction.apply(x, None, weight, eps, offset, cast, 0.0)
     return y
@@ -1229,8 +1260,9 @@ def residual_rms_norm(
         training: Whether dropout drops at all.
     """
     p = p if training else 0.0
-    same = x.shape == residual.shape and one_each(weight, x)
-    if not runs_triton(x, residual, weight) or not same:
+    plain = one_each(weight, x) and not isinstance(eps, Tensor)
+    same = x.shape == residual.shape
+    if not runs_triton(x, residual, weight) or not (same and plain):
         total = residual + nn.functional.dropout(x, p)
         return rms_norm_reference(total, weight, eps, offset, cast), total
     y, total = RMSNormFunction.apply(x, residual, weight, eps, offset, cast, p)
@@ -1476,6 +1508,18 @@ class RotaryFunction(torch.autograd.Function):
         return *rotate(dq, dk, cos, sin, ctx.dtypes, backward=True), None, None
 
 
+def fits(q: Tensor, k: Tensor, cos: Tensor, unsqueeze_dim: int) -> bool:
+    """Whether q, k and the tables have the tokens, batch and features that kernels read."""
+    batch, tokens = q.shape[0], q.shape[3 - unsqueeze_dim]
+    return (
+        k.shape[0] == batch
+        and k.shape[3 - unsqueeze_dim] == tokens
+        and k.shape[-1] == q.shape[-1] >= cos.shape[-1]
+        and cos.shape[0] in (1, batch)
+        and cos.shape[1] == tokens
+    )
+
+
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
@@ -1502,6 +1546,7 @@ def rotary(
         and cos.dtype == sin.dtype
         and cos.shape[-1] % 2 == 0
         and unsqueeze_dim in (1, 2)
+        and fits(q, k, cos, unsqueeze_dim)
         and not (cos.requires_grad or sin.requires_grad)
     )
     if not kernel:

@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.nn.parallel import DistributedDataParallel
 
 from .delayed import default_generator
+from .recomputation import EarlierBuffers
 
 
 def draw_apart(mesh: DeviceMesh) -> None:
@@ -101,6 +102,28 @@ def with_sendable_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
             tensor.register_hook(Tensor.contiguous)
         views.append(tensor)
     return tuple(views)
+
+
+def spare_buffers(module: nn.Module) -> None:
+    """Lets the next call of a module leave its buffers as they are.
+
+    A new schedule's first call only finds out sizes, of numbers that mean nothing, which
+    batch norms would count.
+    """
+    buffers = EarlierBuffers(module)
+
+    def before(*_: object) -> None:
+        buffers.__enter__()
+
+    def after(*_: object) -> None:
+        buffers.__exit__()
+        for hook in hooks:
+            hook.remove()
+
+    hooks = (
+        module.register_forward_pre_hook(before),
+        module.register_forward_hook(after),
+    )
 
 
 def unwrapped(stage: PipelineStage) -> Any:
@@ -214,6 +237,8 @@ class Schedule:
             loss_fn=None if target is None else self.loss,
             **self.options,
         )
+        for stage in stages:
+            spare_buffers(unwrapped(stage))
         self.made_for = trains, sizes
         return self.schedule
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .tensor_parallel import (
     Shard,
     all_reduce_gradient,
+    check_parts,
     collective,
     rank,
     record_shard,
@@ -108,6 +109,7 @@ class KeyValueParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps (..., D) to (..., F')."""
+        check_parts(self)
         if self.reduce_input_gradient:
             input = all_reduce_gradient(input)
         if self.replicas == 1:

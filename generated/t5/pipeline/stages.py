@@ -169,6 +169,16 @@ def check_layout(count: int, num_stages: int | None, topology: Any) -> None:
         raise ValueError(f"{world} processes do not make up a layout of {wanted} ranks")
 
 
+def take_own_parts(stage: nn.Module) -> None:
+    """Lets a stage load a rank's parts as DeepSpeed writes them.
+
+    The files' names say whose they are; what a state dict notes of that is lost.
+    """
+    for module in stage.modules():
+        if hasattr(module, "sharded_parameters"):
+            module.takes_parts = True  # type: ignore[assignment]
+
+
 def seed_apart(module: Any) -> None:
     """Lets each stage of each replica draw random numbers of its own from now on.
 
