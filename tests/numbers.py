@@ -35,18 +35,23 @@ class Case:
     limit: float = 1e-10
 
 
+def stem(name: str) -> str:
+    """A case's name as that of a module."""
+    return re.sub(r"\W", "_", name)
+
+
 def prepare(folder: Path, cases: Mapping[str, Case]) -> None:
     """Rewrites every case to a folder of its own, beside its source and schedule."""
     for name, case in cases.items():
         source = case.source
         if "\n" in source:
-            source = str(folder / f"{name}_original.py")
+            source = str(folder / f"{stem(name)}_original.py")
             Path(source).write_text(case.source)
-        schedule = folder / f"{name}_schedule.py"
+        schedule = folder / f"{stem(name)}_schedule.py"
         schedule.write_text(case.schedule)
         output = rewrite(source, str(schedule))
         assert not output.warnings, output.warnings
-        write(folder / f"{name}_out", output.files)
+        write(folder / f"{stem(name)}_out", output.files)
 
 
 def modules(folder: Path, name: str, case: Case) -> tuple[ModuleType, ModuleType]:
@@ -55,15 +60,15 @@ def modules(folder: Path, name: str, case: Case) -> tuple[ModuleType, ModuleType
         sys.path.insert(0, str(folder))
         for loaded in [n for n in sys.modules if re.match(r"\w+_(out|original)\b", n)]:
             del sys.modules[loaded]
-    original = f"{name}_original" if "\n" in case.source else case.source
-    rewritten = f"{name}_out.{original.rpartition('.')[2]}"
+    original = f"{stem(name)}_original" if "\n" in case.source else case.source
+    rewritten = f"{stem(name)}_out.{original.rpartition('.')[2]}"
     return importlib.import_module(original), importlib.import_module(rewritten)
 
 
 def compare(folder: Path, cases: Mapping[str, Case]) -> None:
     """On every rank: that the rewritten models are the originals, in double precision."""
     for name, case in cases.items():
-        schedule = ScheduleFile.load(str(folder / f"{name}_schedule.py")).module
+        schedule = ScheduleFile.load(str(folder / f"{stem(name)}_schedule.py")).module
         original, rewritten = modules(folder, name, case)
         loading = _loading(folder, name)
         torch.manual_seed(0)
@@ -89,8 +94,8 @@ def compare(folder: Path, cases: Mapping[str, Case]) -> None:
 
 def _loading(folder: Path, name: str) -> Any:
     """The output's `loading`, or the like of it where nothing is sharded."""
-    if (folder / f"{name}_out" / "loading.py").exists():
-        return importlib.import_module(f"{name}_out.loading")
+    if (folder / f"{stem(name)}_out" / "loading.py").exists():
+        return importlib.import_module(f"{stem(name)}_out.loading")
     return SimpleNamespace(
         full_state_dict=lambda model: model.state_dict(), to_full=lambda model, named: named
     )

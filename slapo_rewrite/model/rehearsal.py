@@ -300,7 +300,8 @@ def _on_ranks(world: int, run: Callable[[], _Step]) -> list[_Step] | None:
         group.reset()
         isolate(False)
         uninstall()
-    if any(isinstance(error, _Unfit) for error in failures):
+    # A size that does not fit says so in words, when the model is built or when it is run.
+    if any(isinstance(error, (_Unfit, ValueError)) for error in failures):
         return None
     first = next((e for e in failures if isinstance(e, Exception)), None)
     if stuck or first is not None:
