@@ -37,8 +37,9 @@ example: $(READY)
 	@echo '== two stages of two tensor-parallel ranks: the same losses'
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/train_gpt/train.py --tensor 2
 
+# One file after the other goes to whichever of the processes is free.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.soundness.fuzz --seconds $(SECONDS)

@@ -99,9 +99,13 @@ def names_in(nodes: Iterable[ast.AST]) -> set[str]:
     return names | {n.attr for n in found if isinstance(n, ast.Attribute)}
 
 
+# What users and transformers call.
+OFFERED = {"clip_grad_norm_", "is_custom_code"}
+
+
 def unused(model: str, helpers: Iterable[str]) -> list[str]:
     """What the helper files define and nothing of the output refers to, but for what it offers."""
-    waiting = names_in([ast.parse(model)]) | PIPELINE.union(*SURFACE.values())
+    waiting = names_in([ast.parse(model)]) | OFFERED.union(PIPELINE, *SURFACE.values())
     defined = [item for text in helpers for item in definitions(ast.parse(text))]
     used: set[str] = set()
     while waiting:

@@ -331,7 +331,8 @@ class SubclassWriter:
                 "        " + formatted(f"return {call}({arguments})", 8, self.line_length),
             ]
             return "\n".join(text) + "\n"
-        passed = list(passed_on(forward.args, by_name=False))
+        # A decorator may look for arguments by their names, and add those that it does not find.
+        passed = list(passed_on(forward.args, by_name=bool(forward.decorator_list)))
         stars = [p for p in passed if p.startswith("**")]
         plain = [p for p in passed if not p.startswith("**")]
         arguments = ", ".join(["super().forward", *plain, *options, *stars])

@@ -96,7 +96,13 @@ def rehearse(
             return
         parallel = _helper(output, "to_full") is not None
         for world in sizes if parallel else (1,):
-            for step in _on_ranks(world, lambda: reference.step_of(schedule, output)) or ():
+            try:
+                steps = _on_ranks(world, _Rank(reference, schedule, output, world))
+            except OtherNumbersError:
+                if world == 3:
+                    continue  # few sizes divide by it, and those that do not fail when they are run
+                raise
+            for step in steps or ():
                 error, name, what = _worst(reference.want, step)
                 if error > LIMIT[reference.dtype] and reference.repeats(schedule):
                     raise OtherNumbersError(world, name, error, what)
@@ -127,19 +133,6 @@ class _Reference:
     dtype: torch.dtype
     want: _Step
 
-    def step_of(self, schedule: Any, output: Emitted) -> _Step:
-        """What a small model of the output computes on this rank, with the original's weights.
-
-        Raises:
-            _Unfit: The model cannot be made for so many ranks, which it says.
-        """
-        try:
-            model = twin.build_small(schedule, output.module).to(self.dtype)
-            model.load_state_dict(self.weights)
-        except (ValueError, RuntimeError) as error:
-            raise _Unfit from error
-        return _step(schedule, model, self.inputs, output)
-
     def repeats(self, schedule: Any) -> bool:
         """Whether the original computes the same a second time."""
         self.model.load_state_dict(self.weights)
@@ -149,6 +142,38 @@ class _Reference:
 
 class _Unfit(Exception):
     pass
+
+
+class _Rank:
+    """What each rank does: it builds a small model of the output, and takes a step with it.
+
+    Helpers of the output keep what they suppose while a model is built in their modules, which
+    threads share: one rank builds after the other, and none runs before all are built.
+    """
+
+    def __init__(self, reference: _Reference, schedule: Any, output: Emitted, world: int) -> None:
+        self.reference, self.schedule, self.output = reference, schedule, output
+        self.building, self.built = threading.Lock(), threading.Barrier(world)
+
+    def __call__(self) -> _Step:
+        """The step, with the original's weights.
+
+        Raises:
+            _Unfit: The model cannot be made for so many ranks, which it says.
+        """
+        try:
+            with self.building:
+                model = twin.build_small(self.schedule, self.output.module)
+                model = model.to(self.reference.dtype)
+                model.load_state_dict(self.reference.weights)
+        except (ValueError, RuntimeError) as error:
+            self.built.abort()
+            raise _Unfit from error
+        except BaseException:
+            self.built.abort()
+            raise
+        self.built.wait(PATIENCE_S)
+        return _step(self.schedule, model, self.reference.inputs, self.output)
 
 
 def _reference(schedule: Any, original: types.ModuleType) -> _Reference | None:
@@ -282,8 +307,10 @@ def _on_ranks(world: int, run: Callable[[], _Step]) -> list[_Step] | None:
     if world == 1:
         try:
             return [run()]
-        except _Unfit as error:
-            raise OtherNumbersError(1, "", 1.0, f"it fails: {error.__cause__}") from error
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error, _Unfit) else error
+            words = f"{type(cause).__name__}: {cause}".splitlines()[0]
+            raise OtherNumbersError(1, "", 1.0, f"it fails: {words}") from error
     install()
     isolate(True)
     try:
@@ -303,6 +330,7 @@ def _on_ranks(world: int, run: Callable[[], _Step]) -> list[_Step] | None:
     # A size that does not fit says so in words, when the model is built or when it is run.
     if any(isinstance(error, (_Unfit, ValueError)) for error in failures):
         return None
+    failures = [e for e in failures if not isinstance(e, threading.BrokenBarrierError)]
     first = next((e for e in failures if isinstance(e, Exception)), None)
     if stuck or first is not None:
         what = f"{type(first).__name__}: {first}" if first else "the ranks wait for one another"

@@ -23,8 +23,7 @@ def same_weights(module: nn.Module) -> Iterator[None]:
         replaced = before.get(path, made)
         if made is not replaced and not path.startswith(taken):
             weights = replaced.state_dict()
-            if weights.keys() == made.state_dict().keys() or hasattr(
-                made, "weight_map"
-            ):
+            # What is packed is drawn otherwise.
+            if weights.keys() == made.state_dict().keys():
                 made.load_state_dict(weights)
                 taken = (*taken, f"{path}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -122,22 +122,19 @@ def tie_groups(model: nn.Module) -> list[list[str]]:
 @contextlib.contextmanager
 def watching(model: nn.Module, seen: dict[tuple[str, int], Tensor]) -> Iterator[None]:
     """Fills `seen` with each module's first output tensor, by path and number of the call."""
-    handles = []
+    paths = {id(module): path for path, module in model.named_modules() if path}
     calls: dict[str, int] = {}
 
-    def watch(path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        path = paths.get(id(module))
+        if path is not None:
             number = calls[path] = calls.get(path, -1) + 1
             for tensor in list(tensors_in(output).values())[:1]:
                 seen[path, number] = tensor.detach().clone()
 
-        return hook
-
-    for path, module in model.named_modules():
-        if path:
-            handles.append(module.register_forward_hook(watch(path)))
+    # For all modules at once: one that has a hook of its own is fused no more.
+    handle = nn.modules.module.register_module_forward_hook(hook)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
