@@ -90,7 +90,7 @@ def numbers(value: Any, of_tensors: bool = True) -> Iterator[float]:
         value: What they are in.
         of_tensors: Whether a tensor without axes that is not on the meta device counts as one.
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float)):  # what a comparison of sizes says is one as well
         yield value
     elif isinstance(value, torch.Tensor):
         if of_tensors and value.dim() == 0 and not value.is_meta:
