@@ -160,7 +160,9 @@ def _parts(live: Any) -> dict[str, tuple[int, int]]:
 
 def _forget() -> None:
     for name in [n for n in sys.modules if n.partition(".")[0] == PACKAGE]:
-        del sys.modules[name]
+        module = sys.modules.pop(name)
+        if hasattr(module, "watch_registrations"):
+            module.watch_registrations().remove()  # torch would keep the output
 
 
 @contextlib.contextmanager

@@ -4,10 +4,12 @@ A rank's gradient of the parameters is a summand of the true one: they are summe
 the ranks. Shapes: B batch, T' this rank's tokens, D features.
 """
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 from torch.nn.functional import embedding, layer_norm, linear, rms_norm
 
-from .tensor_parallel import all_reduce_gradient
+from .tensor_parallel import Shard, all_reduce_gradient
 
 
 def with_summed_gradient(parameter: Tensor | None) -> Tensor | None:
@@ -15,7 +17,13 @@ def with_summed_gradient(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else all_reduce_gradient(parameter)
 
 
-class ReplicatedLayerNorm(nn.LayerNorm):
+class OnParts:
+    """A layer that works on a rank's part; none of its parameters is divided."""
+
+    sharded_parameters: ClassVar[dict[str, Shard]] = {}
+
+
+class ReplicatedLayerNorm(OnParts, nn.LayerNorm):
     """A layer norm of a rank's own part: (B, T', D) -> (B, T', D)."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -25,7 +33,7 @@ class ReplicatedLayerNorm(nn.LayerNorm):
         return layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
-class ReplicatedRMSNorm(nn.RMSNorm):
+class ReplicatedRMSNorm(OnParts, nn.RMSNorm):
     """A root mean square norm of a rank's own part: (B, T', D) -> (B, T', D)."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,7 +42,7 @@ class ReplicatedRMSNorm(nn.RMSNorm):
         return rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
-class ReplicatedLinear(nn.Linear):
+class ReplicatedLinear(OnParts, nn.Linear):
     """A linear layer on a rank's own part: (B, T', D) -> (B, T', F)."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -43,7 +51,7 @@ class ReplicatedLinear(nn.Linear):
         return linear(input, all_reduce_gradient(self.weight), bias)
 
 
-class ReplicatedEmbedding(nn.Embedding):
+class ReplicatedEmbedding(OnParts, nn.Embedding):
     """A table that a rank looks its own ids up in: (B, T') -> (B, T', D)."""
 
     def forward(self, input: Tensor) -> Tensor:

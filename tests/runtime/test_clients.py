@@ -1,0 +1,89 @@
+"""What other libraries do to split layers: at several ranks it is right, or refused at once."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from slapo_rewrite.runtime import tensor_parallel as tp
+from slapo_rewrite.runtime.conv1d import ColumnParallelConv1D
+from slapo_rewrite.runtime.replicated import ReplicatedLinear
+from tests.processes import run
+
+
+class Held(nn.Module):
+    """A layer below others, as in a model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(layer, nn.LayerNorm(6))
+
+
+class LowRank(nn.Module):
+    """What PEFT's LoRA does: the layer is kept, and a product of its input is added."""
+
+    def __init__(self, layer: nn.Module, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, out_features, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Around(nn.Module):
+    """What has no parameters of its own, as `torch.compile` puts around a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+def check_adapters():
+    for layer in (
+        tp.ColumnParallelLinear(6, 12),
+        tp.RowParallelLinear(12, 6),
+        ColumnParallelConv1D(12, 6),
+        ReplicatedLinear(6, 6),  # of another rank's tokens
+    ):
+        model = Held(layer)
+        model.inner[0] = Around(layer)
+        model.inner[0] = layer
+        model.inner[1] = LowRank(model.inner[1], 6, 6)  # a whole layer
+        if tp.world_size() == 1:
+            model.inner[0] = LowRank(layer, 6, 6)
+            continue
+        words = f"`LowRank` puts parameters beside `0`, a `{type(layer).__name__}`"
+        with pytest.raises(RuntimeError, match=words):
+            model.inner[0] = LowRank(layer, 6, 6)
+        assert model.inner[0] is layer
+
+
+def check_replicas_of_different_parts():
+    """DDP over the tensor-parallel ranks is refused before it copies; over others it is not."""
+    model = Held(tp.RowParallelLinear(12, 6))
+    before = copy.deepcopy(model.state_dict())
+    if tp.world_size() > 1:
+        with pytest.raises(RuntimeError, match="`DistributedDataParallel` would take the tensor"):
+            DistributedDataParallel(model)
+        assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+        own = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        DistributedDataParallel(model, process_group=own[dist.get_rank()])
+        DistributedDataParallel(nn.Linear(2, 2))
+        with pytest.raises(RuntimeError, match="`FullyShardedDataParallel` would take the tensor"):
+            FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def run_checks():
+    check_adapters()
+    check_replicas_of_different_parts()
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.processes)])
+def test_clients(world):
+    run(run_checks, world)
