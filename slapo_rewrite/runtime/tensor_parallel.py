@@ -494,11 +494,31 @@ def check_parts(layer: Any) -> None:
 
 
 def _note_whose_parts(
-    module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]
+    module: Any, state_dict: Any, prefix: str, metadata: dict[str, Any]
 ) -> None:
     """In a state dict: notes which of how many ranks the parts belong to."""
-    if world_size() > 1:
-        metadata["part"] = rank(), world_size()
+    if world_size() == 1:
+        return
+    metadata["part"] = rank(), world_size()
+    for name in module.sharded_parameters:
+        part = state_dict.get(prefix + name)
+        if type(part) is Tensor:  # not the parameter itself
+            # The checkpoint asks the one first; the other keeps both out of pickles.
+            vars(part).update(
+                __create_write_items__=_refuse_checkpoint, __getstate__=dict
+            )
+
+
+def _refuse_checkpoint(name: str, part: Tensor) -> None:
+    """Stops torch.distributed.checkpoint from keeping one rank's part as the whole.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError(
+        f"`{name}` is this rank's part, and torch.distributed.checkpoint would keep one "
+        "rank's part only: save `loading.full_state_dict(model)`, on every rank"
+    )
 
 
 def _cut_full_tensors(

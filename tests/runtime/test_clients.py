@@ -1,16 +1,20 @@
 """What other libraries do to split layers: at several ranks it is right, or refused at once."""
 
 import copy
+import io
+import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from slapo_rewrite.runtime import tensor_parallel as tp
 from slapo_rewrite.runtime.conv1d import ColumnParallelConv1D
+from slapo_rewrite.runtime.loading import full_state_dict
 from slapo_rewrite.runtime.replicated import ReplicatedLinear
 from tests.processes import run
 
@@ -79,9 +83,30 @@ def check_replicas_of_different_parts():
             FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
 
+def check_distributed_checkpoint():
+    """It keeps one rank's tensor of each name; `torch.save` of a rank's parts is as ever."""
+    model = Held(tp.ColumnParallelLinear(6, 12))
+    with tempfile.TemporaryDirectory() as folder:
+        states = {"model": model.state_dict()}, model.state_dict(), {"model": model}
+        for state in states if tp.world_size() > 1 else ():
+            with pytest.raises(checkpoint.CheckpointException, match="is this rank's part, and"):
+                checkpoint.save(state, checkpoint_id=folder)
+            checkpoint.save(full_state_dict(model), checkpoint_id=folder)
+    saved = io.BytesIO()
+    torch.save(model.state_dict(), saved)
+    saved.seek(0)
+    loaded = torch.load(saved)
+    assert not any(vars(tensor) for tensor in loaded.values())
+    for state in (loaded, model.state_dict(), copy.deepcopy(model.state_dict())):
+        model.load_state_dict(state)
+        model.load_state_dict(state, assign=True)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
 def run_checks():
     check_adapters()
     check_replicas_of_different_parts()
+    check_distributed_checkpoint()
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.processes)])
