@@ -5,10 +5,12 @@ A rank's gradient of the parameters is a summand of the true one: they are summe
 the ranks. Shapes: B batch, T' this rank's tokens, D features.
 """
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
-from .tensor_parallel import all_reduce_gradient
+from .tensor_parallel import Shard, all_reduce_gradient
 
 
 def with_summed_gradient(parameter: Tensor | None) -> Tensor | None:
@@ -16,7 +18,13 @@ def with_summed_gradient(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else all_reduce_gradient(parameter)
 
 
-class ReplicatedLayerNorm(nn.LayerNorm):
+class OnParts:
+    """A layer that works on a rank's part; none of its parameters is divided."""
+
+    sharded_parameters: ClassVar[dict[str, Shard]] = {}
+
+
+class ReplicatedLayerNorm(OnParts, nn.LayerNorm):
     """A layer norm of a rank's own part: (B, T', D) -> (B, T', D)."""
 
     def forward(self, input: Tensor) -> Tensor:

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 _group = None
 # Its ranks; none where it holds all that there are.
@@ -316,6 +318,8 @@ def record_shard(module: Any, name: str, shard: Shard) -> None:
             "`from_pretrained` reads whole tensors, and this rank holds parts: build the "
             "model and use `loading.load_pretrained(model, path)`"
         )
+    if world_size() > 1:
+        watch_registrations()
     if not hasattr(module, "sharded_parameters"):
         module.sharded_parameters, module.parts_differ = {}, False
         module.register_state_dict_pre_hook(_refuse_to_save_parts)
@@ -324,6 +328,43 @@ def record_shard(module: Any, name: str, shard: Shard) -> None:
         module.register_load_state_dict_post_hook(_mark_parameters)
     module.sharded_parameters[name] = shard
     _mark_parameters(module)
+
+
+@cache
+def watch_registrations() -> Any:
+    """From the first call on, what is put into a module is looked at first."""
+    return register_module_module_registration_hook(refuse_wrappers)
+
+
+def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Refuses to put into `parent` what would train other weights than the model's.
+
+    Raises:
+        RuntimeError: An adapter takes the place of a layer that works on parts, or the
+            ranks that hold the parts are taken for replicas.
+    """
+    if module is None or world_size() == 1:
+        return
+    layer: Any = dict(parent.named_children()).get(name)
+    if hasattr(layer, "sharded_parameters") and layer in module.modules():
+        own = set(layer.parameters())
+        if any(parameter not in own for parameter in module.parameters()):
+            raise RuntimeError(
+                f"`{type(module).__name__}` puts parameters beside `{name}`, a "
+                f"`{type(layer).__name__}`, which works on this rank's part: the ranks "
+                "would train different ones. Adapters (LoRA) on such layers are trained "
+                "in one process; leave the layer out of the adapter's targets"
+            )
+    replicas = vars(parent).get("process_group")
+    if isinstance(replicas, dist.ProcessGroup) and parts_in(module):
+        ranks = dist.get_process_group_ranks
+        if len({*ranks(replicas)} & {*ranks(_group)}) > 1:
+            raise RuntimeError(
+                f"`{type(parent).__name__}` would take the tensor-parallel ranks for "
+                "replicas and copy one rank's parts over those of the others: give it the "
+                "data-parallel group. Without replicas train the model itself, and not by "
+                "Trainer or accelerate, which know no other group"
+            )
 
 
 def check_parts(layer: Any) -> None:
@@ -352,19 +393,39 @@ def check_parts(layer: Any) -> None:
     parts = [tuple(each[:2].tolist()) for each in found if each[2]]
     if len(parts) > 1 and len(set(parts)) == 1:
         raise RuntimeError(
-            "all ranks have the same part of the weights. Did DistributedDataParallel or "
-            "Trainer take the tensor-parallel ranks for replicas (give it the data-parallel "
-            "group), or torch.distributed.checkpoint keep one rank's `state_dict()` (save "
-            "`loading.full_state_dict(model)`)? A new model begins with `loading.build`"
+            "all ranks have the same part of the weights. Did DeepSpeed take the tensor-"
+            "parallel ranks for replicas (give it `mpu`), or a checkpoint keep one rank's "
+            "`state_dict()` (save `loading.full_state_dict(model)`)? A new model begins "
+            "with `loading.build`"
         )
 
 
 def _note_whose_parts(
-    module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]
+    module: Any, state_dict: Any, prefix: str, metadata: dict[str, Any]
 ) -> None:
     """In a state dict: notes which of how many ranks the parts belong to."""
-    if world_size() > 1:
-        metadata["part"] = rank(), world_size()
+    if world_size() == 1:
+        return
+    metadata["part"] = rank(), world_size()
+    for name in module.sharded_parameters:
+        part = state_dict.get(prefix + name)
+        if type(part) is Tensor:  # not the parameter itself
+            # The checkpoint asks the one first; the other keeps both out of pickles.
+            vars(part).update(
+                __create_write_items__=_refuse_checkpoint, __getstate__=dict
+            )
+
+
+def _refuse_checkpoint(name: str, part: Tensor) -> None:
+    """Stops torch.distributed.checkpoint from keeping one rank's part as the whole.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError(
+        f"`{name}` is this rank's part, and torch.distributed.checkpoint would keep one "
+        "rank's part only: save `loading.full_state_dict(model)`, on every rank"
+    )
 
 
 def _cut_full_tensors(
