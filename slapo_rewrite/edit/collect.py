@@ -435,7 +435,7 @@ class _Collection:
             for share in state.shares:
                 self._share_attribute(self.tree.nodes[path], share, followed)
         for change in followed.arguments:
-            self._argument(change, owners)
+            self._argument(change, owners, followed)
         Gradients(self.tree, self.states, self.desks, followed).share(owners, self._holders(owners))
 
     def _share_attribute(self, node: Node, share: Share, followed: Followed) -> None:
@@ -446,7 +446,9 @@ class _Collection:
         home = self.desks.constructing(node.cls) or self.desks.making(node)
         home.places.add(node.path, ("size", share.name), what, (share.cause,))
 
-    def _argument(self, change: ArgumentChange, owners: Mapping[str, list[Directive]]) -> None:
+    def _argument(
+        self, change: ArgumentChange, owners: Mapping[str, list[Directive]], followed: Followed
+    ) -> None:
         """An argument written differently, below sharded parameters or where their parts come."""
         place = change.place
         key = (
@@ -468,6 +470,8 @@ class _Collection:
                 also=also[:1],
                 hint="keep the size in an integer attribute of the module, and pass it",
             )
+        whole = followed.given_whole - followed.given_parts
+        paths = [path for path in paths if (place, path) not in whole]
         below = [path for path in paths if path in holders]
         for path in below or paths:
             causes = [s.cause for s in self.states[change.source].shards] if change.source else []

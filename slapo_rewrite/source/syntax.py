@@ -210,6 +210,16 @@ def position(node: ast.stmt | ast.expr) -> tuple[int, int]:
     return node.lineno, node.col_offset
 
 
+def names_read(source: str) -> set[str]:
+    """The names that a function reads.
+
+    Args:
+        source: The function's text, indented as it may be.
+    """
+    nodes = ast.walk(ast.parse(textwrap.dedent(source)))
+    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+
+
 def names_in_tests(source: str) -> set[str]:
     """The names that a function's branches ask about.
 

@@ -32,10 +32,11 @@ def calling_frame() -> types.FrameType | None:
 
 def place_of(frame: types.FrameType) -> Place | None:
     """The place that a frame has come to."""
-    return _place_at(frame.f_code, frame.f_lasti)
+    return place_at(frame.f_code, frame.f_lasti)
 
 
-def _place_at(code: types.CodeType, instruction: int) -> Place | None:
+def place_at(code: types.CodeType, instruction: int) -> Place | None:
+    """The place of an instruction."""
     line, end_line, column, end_column = list(code.co_positions())[instruction // 2]
     if line is None or end_line is None or column is None or end_column is None:
         return None
@@ -48,7 +49,7 @@ def place_in_traceback(error: BaseException, editable: Callable[[str], bool]) ->
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if editable(code.co_filename):
-            found = _place_at(code, traceback.tb_lasti)
+            found = place_at(code, traceback.tb_lasti)
         traceback = traceback.tb_next
     return found
 

@@ -110,6 +110,7 @@ class Rank(TorchFunctionMode):
             assert entry is not None
             if len(entry.inputs[0]) != args[0].dim():
                 raise CannotFollow("the number of axes depends on the sharded size", run.place())
+            run.note_call(args[0])
             args, kwargs, blocks = rule(run, entry, args, kwargs)
         elif name in ("cat", "concat", "concatenate") and entry is not None and known:
             blocks = cuts.join(run, entry, args, kwargs)

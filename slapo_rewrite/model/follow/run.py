@@ -16,7 +16,12 @@ from torch import nn
 
 from slapo_rewrite.model.follow.flow import Flow, Misuse
 from slapo_rewrite.model.follow.packing import Blocks
-from slapo_rewrite.model.follow.places import calling_frame, place_in_traceback, place_of
+from slapo_rewrite.model.follow.places import (
+    calling_frame,
+    place_at,
+    place_in_traceback,
+    place_of,
+)
 from slapo_rewrite.model.follow.record import Entry, device_of
 from slapo_rewrite.model.follow.sizes import Attribute, Shape, Size, fits, tensors
 from slapo_rewrite.model.follow.vocabulary import (
@@ -83,6 +88,8 @@ class Run:
         fed: Values, by their ids, that a loss takes as the parts that they are.
         viewed: The tensor, by its id, that another one has the same elements as, or some of them.
         zeros: Tensors, by their ids, that were made as zeros.
+        calls: Calls that are told a size, as code and instruction, each with the modules, by their
+            ids, in whose methods they are made, and whether they are given parts there.
         alive: Every tensor that something is known of, so that no other gets its id.
     """
 
@@ -116,6 +123,7 @@ class Run:
         self.fed: set[int] = set()
         self.viewed: dict[int, int] = {}
         self.zeros: set[int] = set()
+        self.calls: dict[tuple[types.CodeType, int], set[tuple[int, bool]]] = {}
         self.alive: list[Any] = []
 
     def next_entry(self, func: Callable[..., Any]) -> Entry:
@@ -200,10 +208,31 @@ class Run:
             return None
         return place_of(frame)
 
+    def note_call(self, tensor: torch.Tensor) -> None:
+        """Notes of a call that is told a size whether it is given a part."""
+        frame = caller = calling_frame()
+        while caller is not None and not isinstance(_first_argument(caller), nn.Module):
+            caller = caller.f_back
+        if frame is not None and caller is not None:
+            made = self.calls.setdefault((frame.f_code, frame.f_lasti), set())
+            made.add((id(_first_argument(caller)), bool(self.split_axes(tensor))))
+
+    def note_changed_calls(self) -> None:
+        """Notes which modules make the calls that change, with parts and with whole values."""
+        changed = {change.place for change in self.followed.arguments}
+        paths = {id(node.live): path for path, node in self.tree.nodes.items()}
+        for (code, instruction), made in self.calls.items() if changed else ():
+            place = place_at(code, instruction)
+            if place not in changed:
+                continue
+            for module, is_part in made:
+                if module in paths:
+                    given = self.followed.given_parts if is_part else self.followed.given_whole
+                    given.add((place, paths[module]))
+
     def method_owner(self, frame: types.FrameType) -> str | None:
         """The path of the module whose method a frame is in."""
-        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        module = frame.f_locals.get(names[0]) if names else None
+        module = _first_argument(frame)
         if not isinstance(module, nn.Module):
             return None
         return next((path for path, node in self.tree.nodes.items() if node.live is module), None)
@@ -219,3 +248,9 @@ class Run:
             position=self.position,
             remedy=error.remedy,
         )
+
+
+def _first_argument(frame: types.FrameType) -> Any:
+    """What a function was given first, a method's object."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(names[0]) if names else None

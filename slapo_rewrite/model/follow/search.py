@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_rewrite.hugging_face import CACHES
-from slapo_rewrite.model.follow.arguments import INFERRED
+from slapo_rewrite.model.follow.arguments import INFERRED, SHARE
 from slapo_rewrite.model.follow.flow import PART, PARTIAL, Misuse, gather_line
 from slapo_rewrite.model.follow.install import installed
 from slapo_rewrite.model.follow.kept import state_kept
@@ -42,7 +42,7 @@ from slapo_rewrite.model.follow.vocabulary import (
 )
 from slapo_rewrite.model.follow.wrapped import never_run, noting, wrapped_forwards
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.source.syntax import names_in_tests
+from slapo_rewrite.source.syntax import names_in_tests, names_read
 
 # The runs of a whole model, by the layers that it is watched for and by the way through it.
 Records = dict[tuple[frozenset[str], Way], Whole]
@@ -176,6 +176,8 @@ class _Following:
                 if (further.sizes, further.heads) != (followed.sizes, followed.heads):
                     raise CannotFollow("other sizes have to be a rank's share", None)
                 followed.arguments |= further.arguments
+                followed.given_parts |= further.given_parts
+                followed.given_whole |= further.given_whole
                 followed.readings |= further.readings
                 followed.shared |= further.shared
                 followed.summed |= further.summed
@@ -212,19 +214,32 @@ class _Following:
     def _note_choices(self, followed: Followed) -> None:
         """Notes the arguments with other defaults by which `forward` chooses its way."""
         known = hasattr(getattr(self.model, "config", None), "to_dict")
-        try:
-            asked = names_in_tests(inspect.getsource(inspect.unwrap(type(self.model).forward)))
-        except OSError:  # a text that was edited in memory
+        not_given = [(n, d) for n, d in self._not_given() if not isinstance(d, bool)]
+        if not not_given:
             return
-        for name, default in self._not_given():
+        read, asked = self._names_in(type(self.model), names_read), set[str]()
+        for cls in {node.cls for node in self.tree.nodes.values()}:
+            asked |= self._names_in(cls, names_in_tests)
+        for name, default in not_given:
             # What a model of a library does without is its own affair, and well known.
-            if isinstance(default, bool) or (known and default is None):
+            if known and default is None:
                 continue
-            if name in asked:
+            # It is passed on to where it decides, by this name or by another.
+            if name in read and (name in asked or default is None or isinstance(default, str)):
                 words = (
                     f"`{name}` decides which way `forward` goes, and only {name}={default!r} was"
                 )
                 followed.unfollowed.append((f"{words} followed: give it in inputs(model)", None))
+
+    def _names_in(self, cls: type, names: Callable[[str], set[str]]) -> set[str]:
+        """Names in the text of a class's `forward`; none where it may not be changed."""
+        forward: Any = inspect.unwrap(getattr(cls, "forward", object))
+        if not self.editable(getattr(getattr(forward, "__code__", None), "co_filename", "")):
+            return set()
+        try:
+            return names(inspect.getsource(forward))
+        except (OSError, SyntaxError):  # a text that was edited in memory
+            return set()
 
     def _check_on_more_ranks(self, guess: Guess, world: int) -> None:
         """Holds what was found against a group of another size.
@@ -348,6 +363,8 @@ class _Following:
             self._check_complete(run, wanted)
             raise
         self._check_complete(run, wanted)
+        run.note_changed_calls()
+        _check_told_apart(followed)
         self.guess = wanted
         return followed
 
@@ -390,6 +407,20 @@ class _Following:
             unfit.repeats = frozenset(run.repeats)
             raise unfit from error
         _compare_outputs(self.whole.result, got, run)
+
+
+def _check_told_apart(followed: Followed) -> None:
+    """Raises `CannotFollow` where one text would have to say a rank's share and a whole size."""
+    both = followed.given_parts & followed.given_whole
+    for change in sorted(followed.arguments, key=lambda c: (c.place.line, c.place.column)):
+        if change.template == SHARE and any(place == change.place for place, _ in both):
+            raise CannotFollow(
+                "this call is given a rank's part once and a whole value another time, and its "
+                "size would have to be a rank's share for one of them alone",
+                change.place,
+                change.source,
+                "write -1 for the size, or two calls",
+            )
 
 
 def _compare_outputs(expected: Any, got: Any, run: Run) -> None:

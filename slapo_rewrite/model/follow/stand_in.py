@@ -153,6 +153,8 @@ class StandIn:
             units={keys[key]: name for key, name in found.units.items()},
             replicated={keys[key]: name for key, name in found.replicated.items()},
             arguments={replace(a, source=self._path(a.source)) for a in found.arguments},
+            given_parts={(place, paths[path]) for place, path in found.given_parts},
+            given_whole={(place, paths[path]) for place, path in found.given_whole},
             shared={(paths[p], n): self._path(source) for (p, n), source in found.shared.items()},
             readings={
                 replace(r, path=paths[r.path], reader=self._path(r.reader)) for r in found.readings

@@ -261,6 +261,8 @@ class Followed:
         may_repeat: Attributes that heads are repeated by which no rank shares with another.
         few: Those of `sizes` that are smaller than a world size that fits.
         arguments: Arguments of calls in `forward` that have to change.
+        given_parts: The calls that are given parts, each with the module in whose method it stands.
+        given_whole: Those that are given whole values, likewise.
         shared: Whole parameters that meet parts, by module path and name: their gradients have to
             be added up. With the module that makes what they meet, where known.
         readings: Where parameters are read, if there are any among `shared`.
@@ -284,6 +286,8 @@ class Followed:
     may_repeat: set[Attribute] = field(default_factory=set)
     few: set[Attribute] = field(default_factory=set)
     arguments: set[ArgumentChange] = field(default_factory=set)
+    given_parts: set[tuple[Place, str]] = field(default_factory=set)
+    given_whole: set[tuple[Place, str]] = field(default_factory=set)
     shared: dict[tuple[str, str], str | None] = field(default_factory=dict)
     readings: set[Reading] = field(default_factory=set)
     summed: frozenset[tuple[str, int]] = frozenset()
