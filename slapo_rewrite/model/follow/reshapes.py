@@ -254,13 +254,17 @@ def _not_in_parts(run: Run, tensor: torch.Tensor, packed: Shape) -> CannotFollow
 def _note_unit(
     run: Run, tensor: torch.Tensor, sizes: list[int], chosen: int, outs: list[int]
 ) -> None:
-    """A head's size that is an attribute is the unit in which the layer must be split."""
+    """A head's size that is an attribute is the unit in which the layer must be split.
+
+    Unless the number of heads is an attribute too, and refuses what it does not divide by itself:
+    a number that is made of the tensor's own size would be rounded.
+    """
     inner = [sizes[j] for j in outs if j > chosen]
     head = _head_of(run, tensor, inner[0]) if len(inner) == 1 else None
     if head is not None:
         layer, attribute = head
         run.followed.heads[layer] = attribute
-        if sizes[chosen] == -1:
+        if not run.wanted.sizes & set(getattr(sizes[chosen], "attributes", ())):
             run.followed.units[layer] = attribute
 
 
