@@ -173,7 +173,7 @@ class _Rank:
             self.built.abort()
             raise
         self.built.wait(PATIENCE_S)
-        return _step(self.schedule, model, self.reference.inputs, self.output)
+        return _step(self.schedule, model, self.reference.inputs, self.output, self.reference.want)
 
 
 def _reference(schedule: Any, original: types.ModuleType) -> _Reference | None:
@@ -221,7 +221,13 @@ def _helper(output: Emitted, name: str) -> Callable[..., Any] | None:
     return None
 
 
-def _step(schedule: Any, model: nn.Module, inputs: dict[str, Any], output: Emitted | None) -> _Step:
+def _step(
+    schedule: Any,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    output: Emitted | None,
+    want: _Step | None = None,
+) -> _Step:
     inputs = copy.deepcopy(inputs)
     full = _helper(output, "to_full") if output is not None else None
 
@@ -235,10 +241,11 @@ def _step(schedule: Any, model: nn.Module, inputs: dict[str, Any], output: Emitt
     outputs = model(**inputs)
     try:
         loss = twin.loss_of(schedule, outputs)
-    except (ValueError, AttributeError):
+    except Exception:  # there need not be one, and the schedule's may want other outputs
         loss = None
-    if loss is not None and loss.requires_grad:
-        torch.autograd.backward(loss)
+    goal = loss if loss is not None else _goal(outputs, want.outputs if want else outputs)
+    if goal is not None and goal.requires_grad:
+        torch.autograd.backward(goal)
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     zeros = {n: torch.zeros_like(p) for n, p in model.named_parameters() if n not in grads}
     with torch.no_grad():
@@ -246,9 +253,27 @@ def _step(schedule: Any, model: nn.Module, inputs: dict[str, Any], output: Emitt
             evaluated,
             outputs,
             loss,
-            whole({**zeros, **grads}),
+            whole({**zeros, **grads}) if goal is not None else {},
             whole({n: b for n, b in model.state_dict().items() if n not in zeros | grads}),
         )
+
+
+def _goal(outputs: Any, like: Any) -> torch.Tensor | None:
+    """A number that every element of the outputs takes part in; None where some are parts.
+
+    Args:
+        outputs: The model's outputs.
+        like: The whole model's.
+    """
+    terms = []
+    for _, want, have in result_pairs(like, outputs, ""):
+        if not isinstance(have, torch.Tensor) or not have.is_floating_point():
+            continue
+        if want.shape != have.shape:
+            return None
+        weights = torch.arange(have.numel(), dtype=torch.float64).cos().to(have)
+        terms.append((have.flatten() * weights).sum())
+    return sum(terms[1:], terms[0]) if terms else None
 
 
 @contextlib.contextmanager
