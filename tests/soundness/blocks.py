@@ -225,7 +225,7 @@ def attention(rng: random.Random, name: str) -> Block:
         body += ["q, k = self.q_norm(q), self.k_norm(k)"]
     elif extra < 0.24 and one % 2 == 0:
         made.init.append(f'self.register_buffer("angles", torch.arange({TOKENS}.0)[:, None] * 0.3)')
-        made.top = [
+        made.top += [
             "def turned(z):",
             "    a, b = z.chunk(2, -1)",
             "    return torch.cat([-b, a], -1)",

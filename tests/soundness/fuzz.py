@@ -133,7 +133,7 @@ def main() -> int:
             if not options.no_shrinking:
                 at = replace(judge, worlds=verdict.worlds[-1:] or judge.worlds)
                 pair = shrunk(pair, verdict, at)
-                verdict = judge(pair)
+                verdict = at(pair)
             key = f"{verdict.kind} {verdict.code} {essence(pair)}"
             seen[key] += 1
             if seen[key] > 1:

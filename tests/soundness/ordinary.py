@@ -160,6 +160,23 @@ ORDINARY = {
         "return self.o(y.permute(0, 2, 1, 3).contiguous().view(b, t, self.heads * self.size))",
         ATTENTION,
     ),
+    "attention, heads by size": block(
+        QKV.replace("12, 2", "6, 4"),
+        "b, t, _ = x.shape\nq, k, v = (heads_of(f(x), self.size) for f in (self.q, self.k, self.v))\n"
+        + SDPA + MERGE,
+        ATTENTION,
+        top="def heads_of(z, size):\n"
+        "    return z.view(*z.shape[:2], z.shape[-1] // size, size).transpose(1, 2)\n\n",
+    ),
+    "one of two of a class": block(
+        "self.e, self.one, self.other = nn.Embedding(24, 8), Twin(), Twin()",
+        "ids = (x[..., 0] * 100).long().abs() % 24\nx = x + self.e(ids)\n"
+        "return self.other(x + self.one(x))",
+        "e weight 0; other.up weight,bias 0 2; other.down weight 1",
+        top=f"class Twin(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        f"        {PACKED}\n\n    def forward(self, x):\n        g, u = self.up(x).split(24, -1)\n"
+        "        return self.down(F.silu(g) * u)\n\n",
+    ),
     "packed attention": block(
         ONE,
         "b, t, _ = x.shape\nq, k, v = self.qkv(x).chunk(3, -1)\n"
