@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -120,6 +121,8 @@ def by_fsdp2(mesh: DeviceMesh, loading, model: nn.Module) -> None:
     fully_shard(model, mesh=mesh["data"])
     held = sum(p.to_local().numel() for p in model.parameters())
     with_torch(mesh, loading, model, model)
+    with pytest.raises(checkpoint.CheckpointException, match="is this rank's part, and"):
+        checkpoint.save(model.state_dict(), checkpoint_id=Path(sys.path[0]) / "parts")
     whole = sum(p.numel() for p in gpt.GPT(CONFIG).parameters())
     assert held < 0.3 * whole  # a quarter, and half of what is not split by tensor parallelism
     loading.save_pretrained(model, Path(sys.path[0]) / "saved")
