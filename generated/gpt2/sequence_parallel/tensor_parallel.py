@@ -478,6 +478,9 @@ def _note_whose_parts(
     metadata["part"] = rank(), world_size()
     for name in module.sharded_parameters:
         part = state_dict.get(prefix + name)
+        if hasattr(part, "to_local"):  # FSDP2's, which asks what it holds
+            with torch.no_grad():
+                part = part.to_local()
         if type(part) is Tensor:  # not the parameter itself
             # The checkpoint asks the one first; the other keeps both out of pickles.
             vars(part).update(
