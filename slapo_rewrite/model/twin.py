@@ -10,7 +10,8 @@ import contextlib
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -108,6 +109,23 @@ _AT_MOST = {  # sizes that stand alone
 }
 
 
+@contextlib.contextmanager
+def _scaled(module: Any) -> Iterator[None]:
+    """Sizes that an output has of one configuration are taken for a ratio meanwhile."""
+    package = getattr(module, "__name__", "").rpartition(".")[0]
+    beside = [each for name, each in sys.modules.items() if name.startswith(f"{package}.")]
+    names = [getattr(each, "__dict__", {}) for each in (module, *(beside if package else ()))]
+    found: list[Any] = [each["Blocks"] for each in names if "Blocks" in each]
+    fixed = {blocks: blocks.may_scale for blocks in found if hasattr(blocks, "may_scale")}
+    for blocks in fixed:
+        blocks.may_scale = True
+    try:
+        yield
+    finally:
+        for blocks, before in fixed.items():
+            blocks.may_scale = before
+
+
 def build_small(schedule: Any, module: Any) -> nn.Module:
     """The twin of the model that `schedule` describes, built from `module`.
 
@@ -122,6 +140,11 @@ def build_small(schedule: Any, module: Any) -> nn.Module:
     Raises:
         ValueError: The model is too large to be run as it is, and has no config to make smaller.
     """
+    with _scaled(module):
+        return _small(schedule, module)
+
+
+def _small(schedule: Any, module: Any) -> nn.Module:
     if hasattr(schedule, "verify_model"):
         return _module(schedule.verify_model(module), "verify_model")
     with torch.device("meta"):
@@ -155,7 +178,7 @@ def build_deep(schedule: Any, module: Any, full: nn.Module) -> nn.Module:
     config: Any = getattr(full, "config", None)
     if hasattr(config, "to_dict"):
         # What the schedule says may fit it better.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), _scaled(module):
             return shrunk(full, keep_depth=True)
     return build_small(schedule, module)
 

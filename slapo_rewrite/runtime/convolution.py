@@ -4,13 +4,13 @@ Shapes: B batch, C channels in, F channels out, S any number of spatial axes. A 
 (F') marks the part that this rank holds.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from .tensor_parallel import (
+    Parts,
     Reduction,
     Shard,
     all_reduce_gradient,
@@ -54,7 +54,7 @@ class ColumnParallelConvolution(nn.Module):
         in_channels: int,
         out_channels: int,
         *args: Any,
-        parts: int | Sequence[int] = 1,
+        parts: Parts = 1,
         reduce_input_gradient: bool = True,
         gather_output: bool = False,
         **kwargs: Any,
@@ -104,7 +104,7 @@ class RowParallelConvolution(nn.Module):
         in_channels: int,
         out_channels: int,
         *args: Any,
-        parts: int | Sequence[int] = 1,
+        parts: Parts = 1,
         reduce: Reduction = sum_now,
         **kwargs: Any,
     ) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .tensor_parallel import (
+    Parts,
     Shard,
     block_sizes,
     collective,
@@ -39,7 +40,7 @@ class ParallelBatchNorm(nn.Module):
         self,
         num_features: int,
         *args: Any,
-        parts: int | Sequence[int] = 1,
+        parts: Parts = 1,
         gather_output: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -180,7 +181,7 @@ class ParallelLayerNorm(nn.LayerNorm):
         self,
         normalized_shape: int | Sequence[int],
         *args: Any,
-        parts: int | Sequence[int] = 1,
+        parts: Parts = 1,
         gather_output: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -221,7 +222,7 @@ class ParallelRMSNorm(nn.RMSNorm):
         self,
         normalized_shape: int | Sequence[int],
         *args: Any,
-        parts: int | Sequence[int] = 1,
+        parts: Parts = 1,
         gather_output: bool = False,
         **kwargs: Any,
     ) -> None:

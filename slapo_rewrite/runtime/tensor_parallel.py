@@ -4,13 +4,14 @@ Shapes: B batch, T tokens, D features in, F features out, V vocabulary. A prime 
 marks the part that this rank holds.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -126,23 +127,57 @@ def part_sizes(size: int, multiple_of: int = 1) -> list[int]:
     return [share + (r < rest) for r in range(world)]
 
 
-def block_sizes(size: int, parts: int | Sequence[int]) -> tuple[int, ...]:
+# What is packed along an axis: how many equal blocks, or the blocks' relative sizes,
+# such as (4, 1, 1), or what gives these for the whole axis's size.
+Parts = int | Sequence[int] | Callable[[int], Sequence[int]]
+
+
+def block_sizes(size: int, parts: Parts) -> tuple[int, ...]:
     """Sizes of the blocks packed along an axis of `size`.
 
     Args:
         size: The whole axis.
-        parts: How many equal blocks, or the blocks' relative sizes, such as (4, 1, 1).
+        parts: The blocks.
 
     Raises:
         ValueError: `size` does not divide into such blocks.
     """
-    ratio = (1,) * parts if isinstance(parts, int) else tuple(parts)
+    given = parts(size) if callable(parts) else parts
+    ratio = (1,) * given if isinstance(given, int) else tuple(given)
     if size % sum(ratio):
         raise ValueError(
             f"{size} does not divide into blocks of relative sizes {ratio}: "
             f"it is not a multiple of {sum(ratio)}"
         )
     return tuple(size // sum(ratio) * r for r in ratio)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks packed along an axis that has them in one configuration of the model only.
+
+    Attributes:
+        sizes: Their sizes.
+        may_scale: Whether they may be in this ratio only, as in a small model that is
+            compared with the original's afterwards.
+    """
+
+    sizes: tuple[int, ...]
+    may_scale: ClassVar[bool] = False
+
+    def __call__(self, size: int) -> tuple[int, ...]:
+        """The blocks' relative sizes along an axis of `size`.
+
+        Raises:
+            ValueError: The axis has another size.
+        """
+        if size != sum(self.sizes) and not self.may_scale:
+            raise ValueError(
+                f"`parts` is of blocks of {list(self.sizes)}, of an axis of "
+                f"{sum(self.sizes)}, which has {size} in this model: where the layer is "
+                "made, give `parts` the sizes by the names that they follow from"
+            )
+        return tuple(each // math.gcd(*self.sizes) for each in self.sizes)
 
 
 @dataclass(frozen=True)
@@ -671,7 +706,7 @@ def shard_parameter(
     name: str,
     axis: int,
     *,
-    parts: int | Sequence[int] = 1,
+    parts: Parts = 1,
     multiple_of: int = 1,
 ) -> None:
     """Cuts the parameter or buffer `module.<name>` down to this rank's part.
@@ -742,7 +777,7 @@ class ColumnParallelLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        parts: int | Sequence[int] = 1,
+        parts: Parts = 1,
         multiple_of: int = 1,
         reduce_input_gradient: bool = True,
         gather_output: bool = False,
@@ -828,7 +863,7 @@ class RowParallelLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        parts: int | Sequence[int] = 1,
+        parts: Parts = 1,
         multiple_of: int = 1,
         reduce: Reduction = sum_now,
     ) -> None:
