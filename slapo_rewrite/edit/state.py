@@ -46,12 +46,14 @@ class Shard:
         axis: Counted from 0.
         parts: Relative sizes of the blocks packed along the axis; `(1,)` where it is one block.
         cause: The directive that asked.
+        as_sizes: Whether the blocks were given by their sizes, and not by their number.
     """
 
     name: str
     axis: int
     parts: tuple[int, ...]
     cause: Directive = field(compare=False)
+    as_sizes: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -82,13 +82,13 @@ def _shards(states: Mapping[str, ModuleState], node: Node) -> tuple[Shard, ...]:
 
 def _tied(node: Node, state: ModuleState, name: str, shard: Shard) -> ModuleState:
     splits = splits_of(node.live)
-    added = [Shard(name, shard.axis, shard.parts, shard.cause)]
+    added = [replace(shard, name=name)]
     if splits is None or (name, shard.axis) not in splits:
         return replace(state, shards=(*state.shards, *added))
     split = splits[name, shard.axis]
     present = {s.name for s in state.shards} | {name}
     added += [
-        Shard(other, axis, shard.parts, shard.cause)
+        replace(shard, name=other, axis=axis)
         for (other, axis), how in splits.items()
         if how == split and other in node.parameters and other not in present
     ]

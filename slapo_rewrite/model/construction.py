@@ -79,9 +79,14 @@ def scope_of(module: nn.Module, number: int) -> dict[str, Any] | None:
 
 def value_of(name: str, file: SourceFile, call: ast.expr, module: nn.Module) -> object | None:
     """What a name meant where a call made a module; None where that is not known."""
-    number = depth(file, call, stack_of(module))
-    scope = scope_of(module, number) if number is not None else None
+    scope = scope_at(file, call, module)
     return scope.get(name) if scope else None
+
+
+def scope_at(file: SourceFile, call: ast.expr, module: nn.Module) -> dict[str, Any] | None:
+    """What every name meant where a call made a module; None where that is not known."""
+    number = depth(file, call, stack_of(module))
+    return scope_of(module, number) if number is not None else None
 
 
 def stand_in(module: nn.Module, other: nn.Module) -> None:

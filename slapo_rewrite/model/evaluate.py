@@ -92,18 +92,24 @@ class Evaluator:
         self.scene = scene
         self._depth = 0
 
-    def evaluate(self, expr: ast.expr, frame: Frame | None = None) -> Any:
+    def evaluate(
+        self,
+        expr: ast.expr,
+        frame: Frame | None = None,
+        names: Mapping[str, Any] | None = None,
+    ) -> Any:
         """What the expression came to.
 
         Args:
             expr: The expression.
             frame: The function that holds it; the scene's own where None.
+            names: What names are known to mean there.
 
         Raises:
             Unknown: It cannot be told.
         """
         try:
-            return self._expr(expr, _Place(frame or self.scene.frame, position(expr), {}))
+            return self._expr(expr, _Place(frame or self.scene.frame, position(expr), names or {}))
         except Unknown:
             raise
         except Exception as error:  # a property of the user's, an operator on odd operands

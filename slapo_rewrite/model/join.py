@@ -6,7 +6,7 @@ import ast
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = [
     "looked_up",
     "resolve",
     "resolve_callee",
+    "size_at",
 ]
 
 _REFERENCES = {"argument", "alias"}
@@ -66,6 +67,20 @@ def resolve(sources: Sources, expr: ast.expr, site: Site, node: Node) -> object 
         return _Search(sources).value(expr, site, holder, node) if holder else None
     except Unknown:
         return None
+
+
+def size_at(sources: Sources, expr: ast.expr, site: Site, node: Node) -> int | None:
+    """The number that an expression came to at the site of a module, or of a parameter of it.
+
+    Returns:
+        None where that cannot be told, or where it is no whole number.
+    """
+    holder = node if site.kind in ("parameter", "buffer") else _holder(node, site)
+    try:
+        value = _Search(sources, True).value(expr, site, holder, node) if holder else None
+    except Unknown:
+        return None
+    return value if type(value) is int else None
 
 
 def looked_up(sources: Sources, node: Node, root: str | None) -> bool:
@@ -125,10 +140,16 @@ class _Candidate:
 
 
 class _Search:
-    """One search; remembers the modules it is in the middle of, so that it ends."""
+    """One search; knows the modules it is in the middle of, so that it ends.
 
-    def __init__(self, sources: Sources) -> None:
-        self.sources = sources
+    Args:
+        sources: The source files.
+        remembers: Whether names mean what they meant while the model was built, where the source
+            does not tell.
+    """
+
+    def __init__(self, sources: Sources, remembers: bool = False) -> None:
+        self.sources, self._remembers = sources, remembers
         self._busy: set[int] = set()
 
     # Modules --------------------------------------------------------------------------------
@@ -346,10 +367,22 @@ class _Search:
 
     def value(self, expr: ast.expr, site: Site, holder: Node, node: Node) -> Any:
         """What an expression at a site came to when it made `node`; raises Unknown."""
-        return self._evaluated(expr, _Candidate(site, holder, _numbers(site, holder, node)), node)
+        candidate = _Candidate(site, holder, _numbers(site, holder, node))
+        try:
+            return self._evaluated(expr, candidate, node)
+        except Unknown:
+            names = construction.scope_at(site.file, site.value, node.live)
+            if names is None or not self._remembers:
+                raise
+            return self._evaluated(expr, candidate, node, names=names)
 
     def _evaluated(
-        self, expr: ast.expr, candidate: _Candidate, node: Node, frame: Frame | None = None
+        self,
+        expr: ast.expr,
+        candidate: _Candidate,
+        node: Node,
+        frame: Frame | None = None,
+        names: Mapping[str, Any] | None = None,
     ) -> Any:
         site, holder = candidate.site, candidate.holder
         maker = self.sources.maker(holder.cls)
@@ -365,7 +398,7 @@ class _Search:
             ),
             hidden=frozenset({site.path.partition(".")[0]}),
         )
-        return Evaluator(scene).evaluate(expr)
+        return Evaluator(scene).evaluate(expr, names=names)
 
     def _argument_value(self, holder: Node, level: Level | None, name: str) -> Any:
         """What a parameter of a constructor was given."""

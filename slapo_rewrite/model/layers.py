@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from slapo_rewrite.runtime.tensor_parallel import ReduceScatter
+
+
+@dataclass(frozen=True)
+class Written:
+    """The value of an argument as source.
+
+    Attributes:
+        text: The expression, in names that are known where the layer is made.
+    """
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True)
@@ -16,8 +31,8 @@ class Layer:
     Attributes:
         module: The runtime module that defines it.
         name: The class.
-        keywords: Keyword arguments beside the original's, as values: literals, and what a runtime
-            module defines.
+        keywords: Keyword arguments beside the original's, as values: literals, what a runtime
+            module defines, and expressions.
         arguments: What its constructor takes of the original's arguments; empty where it takes all.
         unit: The attribute of the owner whose value the split must be a multiple of (a head's size,
             say).
@@ -216,6 +231,17 @@ for _n, _axes in (("1", (1, -2)), ("2", (1, -3))):
         "running_mean",
         "running_var",
     )
+
+
+def size_of(layer: Layer, call: ast.Call) -> ast.expr | None:
+    """The argument of a call that is the size which a layer splits; None where it is not told."""
+    name = SHARES[layer.name][0]
+    named = next((k.value for k in call.keywords if k.arg == name), None)
+    if named is not None or name not in layer.arguments:
+        return named
+    before = call.args[: layer.arguments.index(name) + 1]
+    hidden = any(isinstance(a, ast.Starred) for a in before)
+    return before[-1] if len(before) > layer.arguments.index(name) and not hidden else None
 
 
 def splits_of(module: object) -> dict[tuple[str, int], Split] | None:

@@ -122,6 +122,11 @@ class Shard(Primitive):
     arguments of `view`) follows. Where it cannot be told, a test of a size say, name the integer
     attribute itself, with axis 0: it becomes this rank's share.
 
+    Sizes are written by the names that they follow from, so that they hold in another
+    configuration: those of the summands of the axis's size, or of the list that `forward` takes the
+    blocks apart by. Where there are none, the output refuses to be built with an axis of another
+    size.
+
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
         -->
@@ -284,7 +289,9 @@ class Shard(Primitive):
             )
         axis %= len(shape)
         parts = self._parts(call, node, name, shape[axis])
-        return replace(state, shards=(*state.shards, ShardState(name, axis, parts, call.directive)))
+        as_sizes = not isinstance(call.arguments["parts"], int)
+        added = ShardState(name, axis, parts, call.directive, as_sizes)
+        return replace(state, shards=(*state.shards, added))
 
     def _share(self, call: Call, node: Node, state: ModuleState, name: str) -> ModuleState:
         """An integer attribute that becomes this rank's share."""

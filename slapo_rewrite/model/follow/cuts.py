@@ -33,6 +33,9 @@ def split(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
         return args, kwargs, None
     pieces = [shape[axis] for shape in entry.outputs]
     _check_parts(run, tensor, axis, whole, pieces)
+    path, place = run.origins.get(id(tensor)) or run.flow.of(tensor).source, run.editable_place()
+    if path is not None and place is not None and not isinstance(sizes, int):
+        run.followed.cuts.add((path, place))
     local = [p * here // whole for p in pieces]
     if isinstance(sizes, int):
         if sizes != local[0]:

@@ -179,6 +179,7 @@ class _Following:
                 followed.given_parts |= further.given_parts
                 followed.given_whole |= further.given_whole
                 followed.readings |= further.readings
+                followed.cuts |= further.cuts
                 followed.shared |= further.shared
                 followed.summed |= further.summed
             except CannotRun as error:
