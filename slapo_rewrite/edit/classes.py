@@ -246,7 +246,7 @@ class ClassWriter:
         self, site: Site, name: str, change: SplitParameter, causes: tuple[Directive, ...]
     ) -> str:
         function = self.imports.helper("tensor_parallel", "shard_parameter", causes)
-        parts = f", parts={_parts(change.parts)!r}" if len(change.parts) > 1 else ""
+        parts = f", parts={self.imports.value(change.parts, causes)}" if change.parts != 1 else ""
         text = f'{function}(self, "{name}", axis={change.axis}{parts})'
         bound = getattr(site.statement, "value", None)
         if isinstance(bound, ast.IfExp) and bound is not site.value:  # None for some instances
@@ -285,10 +285,6 @@ def _in_subclass(whole: Lines, extra: Lines) -> Lines:
         if line in extra.after or (repeated and not line[2].startswith(SHARE_OF))
     ]
     return replace(whole, after=after, before=whole.before if repeated else extra.before)
-
-
-def _parts(parts: tuple[int, ...]) -> int | tuple[int, ...]:
-    return len(parts) if len(set(parts)) == 1 else parts
 
 
 def _only(definition: Definition, keys: set[Key]) -> Definition:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.again import check_again, updates_buffers
+from slapo_rewrite.edit.blocks import BlockWriter, fixed, length_of
 from slapo_rewrite.edit.definition import (
     FORK,
     RECOMPUTE,
@@ -73,18 +74,21 @@ from slapo_rewrite.model.follow import (
     Statistic,
     layer_key,
 )
-from slapo_rewrite.model.join import find_parameter_site
+from slapo_rewrite.model.join import find_parameter_site, find_site
 from slapo_rewrite.model.layers import (
     MULTIPLIED,
     SHARES,
     Layer,
+    Written,
     base_of,
     qualified,
     replicated,
     scatters,
+    size_of,
 )
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.runtime.tensor_parallel import ReduceScatter
+from slapo_rewrite.runtime.tensor_parallel import Blocks, ReduceScatter
+from slapo_rewrite.source.sites import Site
 
 
 def collect(
@@ -131,6 +135,7 @@ class _Collection:
             if path in layers:
                 assert node.owner is not None
                 layer = self._fitted(node, layers[path], followed)
+                layer = self._with_parts(node, layer, followed)
                 causes = united((s.cause for s in state.shards), (s.cause for s in state.syncs))
                 base = base_of(node.cls)
                 assert base is not None
@@ -146,12 +151,13 @@ class _Collection:
                 causes = united([new.cause], (s.cause for s in state.shards + state.syncs))
                 own = layers.get(path) if base_of(node.cls) is node.cls else None
                 fitted = own and self._fitted(node, own, followed)
+                fitted = fitted and self._with_parts(node, fitted, followed)
                 what = MakeOther(new.target, new.arguments, new.weights, fitted)
                 self.desks.making(node).places.at_site(node, what, causes)
                 if new.weights:
                     keep_checkpoints(self.desks, node, MAPPED, (new.cause,))
             for shard in state.shards if path in parameters else ():
-                self._split_parameter(node, shard)
+                self._split_parameter(node, shard, followed)
             self._syncs(node, asked.borders.get(path, ()), path in layers, followed)
             for annotation in state.annotations:
                 self._annotate(node, annotation, state.replacement is not None)
@@ -233,7 +239,7 @@ class _Collection:
             path.startswith(below) and state.causes() for path, state in self.states.items()
         )
 
-    def _split_parameter(self, node: Node, shard: Shard) -> None:
+    def _split_parameter(self, node: Node, shard: Shard, followed: Followed) -> None:
         site = find_parameter_site(self.sources, node, shard.name)
         home = self.desks.of_file(site.file)
         if site.file is not home.file:
@@ -245,7 +251,8 @@ class _Collection:
         start = home.file.span(site.value)[0]
         home.places.sites[start] = site
         key = ("parameter", start, "", shard.name)
-        home.places.add(node.path, key, SplitParameter(shard.axis, shard.parts), (shard.cause,))
+        parts = self._parts(node, shard, site, length_of(site, shard.axis), followed)
+        home.places.add(node.path, key, SplitParameter(shard.axis, parts), (shard.cause,))
 
     def _part(self, node: Node, change: ForkPart | RecomputePart, cause: Directive) -> None:
         """Statements of one method."""
@@ -406,6 +413,39 @@ class _Collection:
             return replicated(layer, followed.replicated[key]) or layer
         unit = followed.units.get(key)
         return replace(layer, unit=unit) if unit else layer
+
+    def _with_parts(self, node: Node, layer: Layer, followed: Followed) -> Layer:
+        """The layer with the blocks that its split axis packs written where it is made."""
+        state = self.states[node.path]
+        shard = next((s for s in state.shards if s.as_sizes), state.shards[0])
+        if "parts" not in dict(layer.keywords):
+            return layer
+        site, size = None, None
+        if base_of(node.cls) is node.cls:
+            site, call = find_site(self.sources, node), None
+            if state.replacement is not None and state.replacement.arguments is not None:
+                call = ast.parse(f"_({state.replacement.arguments})", mode="eval").body
+            call = call or site.value
+            size = size_of(layer, call) if isinstance(call, ast.Call) else None
+        parts = self._parts(node, shard, site, size, followed)
+        return replace(layer, keywords=(*dict(layer.keywords, parts=parts).items(),))
+
+    def _parts(
+        self,
+        node: Node,
+        shard: Shard,
+        site: Site | None,
+        size: ast.expr | None,
+        followed: Followed,
+    ) -> int | Written | Blocks:
+        """How the blocks of a tensor are written at its site, or in its own class."""
+        full = getattr(node.live, shard.name).shape[shard.axis]
+        if site is None:
+            return fixed(shard, full)
+        lineages = self.desks.of_file(site.file).lineages
+        writer = BlockWriter(self.sources, lineages, node, site)
+        cuts = [place for path, place in followed.cuts if path == node.path]
+        return writer.parts(shard, full, size, sorted(cuts, key=lambda place: place.line))
 
     def _sizes(
         self,

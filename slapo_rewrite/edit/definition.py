@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite.edit.state import Directive, Function, Kept, Part
-from slapo_rewrite.model.layers import Layer
+from slapo_rewrite.model.layers import Layer, Written
 from slapo_rewrite.model.tree import Node
 
 if TYPE_CHECKING:
+    from slapo_rewrite.runtime.tensor_parallel import Blocks
     from slapo_rewrite.runtime.weights import Weight
 
 
@@ -81,10 +82,15 @@ class Attach:
 
 @dataclass(frozen=True)
 class SplitParameter:
-    """After a parameter's assignment: cut it down to this rank's part."""
+    """After a parameter's assignment: cut it down to this rank's part.
+
+    Attributes:
+        axis: The axis that is cut.
+        parts: What the blocks packed along it are, as it is given to the function that cuts.
+    """
 
     axis: int
-    parts: tuple[int, ...]
+    parts: int | Written | Blocks
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,14 @@ class Imports:
 
     def keywords(self, layer: Layer, causes: tuple[Directive, ...]) -> list[tuple[str, str]]:
         """The keyword arguments of a layer as they are written."""
-        return [(name, self._value(value, causes)) for name, value in layer.keywords]
+        return [(name, self.value(value, causes)) for name, value in layer.keywords]
 
-    def _value(self, value: object, causes: tuple[Directive, ...]) -> str:
-        """A literal, or what a runtime module defines: a function, or an object of a dataclass."""
+    def value(self, value: object, causes: tuple[Directive, ...]) -> str:
+        """How an argument is written.
+
+        A literal or an expression, or what a runtime module defines: a function, or an object of a
+        dataclass.
+        """
         defined = value if isinstance(value, types.FunctionType) else type(value)
         package, _, module = defined.__module__.rpartition(".")
         if package != runtime.__name__:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from slapo_rewrite.edit.text import all_arguments, simple_statements
 from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.source.syntax import position
 
 # What may be called a second time: nothing changes by it.
 _PURE = {"getattr", "hasattr", "int", "float", "len", "max", "min", "round", "abs", "sum", "bool"}
@@ -41,10 +42,27 @@ class Late:
         if value is None:
             return None
         text = self.file.segment(value)
-        if "\n" not in text and all(self._is_there(n) for n in _read(value)):
+        if "\n" not in text and all(self._is_there(n) for n in names_read(value)):
             return text
         written = self._rewritten(value)
         return ast.unparse(written) if written is not None else None
+
+    def expression(self, value: ast.expr) -> ast.expr | None:
+        """An expression in names that are there at the statement; None where there is none."""
+        return self._rewritten(value)
+
+    def meaning(self, value: ast.expr) -> ast.expr:
+        """An expression with what its names are bound to written out, as far as that is known."""
+        return self._rewritten(value, wholly=True) or value
+
+    def definition(self, name: ast.expr) -> ast.expr | None:
+        """What a name, or an attribute of `self`, is bound to, once and in any case."""
+        text = ast.unparse(name)
+        return self._assigned(text) if text in self.bound else None
+
+    def arguments(self) -> set[str]:
+        """The function's own, `self` apart."""
+        return {a.arg for a in all_arguments(self.function.args)} - {"self"}
 
     def _is_there(self, name: str) -> bool:
         """Whether a name, or an attribute of `self`, has its value at the statement."""
@@ -53,7 +71,7 @@ class Late:
             return all(statement.lineno < self.line for statement, _ in bound)
         if name.startswith("self."):
             return True  # it is a base's
-        known = {a.arg for a in all_arguments(self.function.args)} | set(dir(builtins))
+        known = self.arguments() | set(dir(builtins))
         return name in known or name in self.file.names
 
     def _assigned(self, name: str) -> ast.expr | None:
@@ -63,11 +81,19 @@ class Late:
             return None
         calls = [n.func for n in ast.walk(value) if isinstance(n, ast.Call)]
         pure = all(isinstance(f, ast.Name) and f.id in _PURE for f in calls)
+        # What it reads must not be bound anew afterwards, or in a loop.
+        pure = pure and all(
+            position(other) < position(statement)
+            for read in names_read(value)
+            for other, _ in self.bound.get(read, ())
+        )
         own = (ast.Lambda, ast.NamedExpr, ast.comprehension, ast.Await, ast.Yield)
         return None if not pure or any(isinstance(n, own) for n in ast.walk(value)) else value
 
-    def _rewritten(self, value: ast.expr, depth: int = 0) -> ast.expr | None:
-        """The expression with what is not there yet written out."""
+    def _rewritten(
+        self, value: ast.expr, depth: int = 0, *, wholly: bool = False
+    ) -> ast.expr | None:
+        """The expression with what is not there yet written out, or all that can be."""
         if depth > 4:
             return None
         late = self
@@ -84,11 +110,12 @@ class Late:
 
             def _written(self, node: ast.expr, name: str) -> ast.AST:
                 nonlocal failed
-                if late._is_there(name):
+                is_there = late._is_there(name)
+                if is_there and not wholly:
                     return node
                 value = late._assigned(name) if name in late.bound else None
-                new = late._rewritten(value, depth + 1) if value is not None else None
-                failed |= new is None
+                new = late._rewritten(value, depth + 1, wholly=wholly) if value else None
+                failed |= new is None and not is_there
                 return new or node
 
         written = Writer().visit(copy.deepcopy(value))
@@ -110,7 +137,7 @@ def _assignments(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr | Non
             yield target, value if isinstance(statement, ast.AnnAssign) else None
 
 
-def _read(value: ast.expr) -> Iterator[str]:
+def names_read(value: ast.expr) -> Iterator[str]:
     """The names that an expression reads; of `self`, the attributes."""
     for node in ast.walk(value):
         if isinstance(node, ast.Name) and node.id != "self":
