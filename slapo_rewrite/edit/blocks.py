@@ -60,9 +60,12 @@ class BlockWriter:
         self.sources, self.lineages, self.node, self.site = sources, lineages, node, site
         self.owner = node if site.kind in ("parameter", "buffer") else node.owner or node
         self.late = Late(site.file, site.function, site.statement)
+        self.count = 1
+        # Names of the methods that take the blocks apart, and what others than the constructor set.
+        self.own: set[str] = set()
 
     def parts(
-        self, shard: Shard, full: int, size: ast.expr | None, places: Iterable[Place]
+        self, shard: Shard, full: int, size: ast.expr | None, places: Iterable[tuple[Place, int]]
     ) -> int | Written | Blocks:
         """What is given for `parts`: a number of equal blocks, or sizes, relative or whole.
 
@@ -70,14 +73,18 @@ class BlockWriter:
             shard: What was asked.
             full: The size of the axis.
             size: The expression for it where the tensor is made.
-            places: The calls that take the blocks apart.
+            places: The calls that take the blocks apart, and the subscripts, each with the number
+                of the slice that does.
         """
-        count = len(shard.parts)
-        cuts = [self._cut(place) for place in places]
-        equal = len(set(shard.parts)) == 1
-        if count == 1 or (equal and not shard.as_sizes and not cuts):
+        count = self.count = len(shard.parts)
+        pieces, ends = self._taken_apart(places)
+        if count == 1 or (_is_number(shard) and _are_alike(pieces, ends, count)):
             return count
-        found = self._found(shard.parts, full, size, [c for c in cuts if c])
+        cuts = [self._told(sizes) for sizes in pieces]
+        size = size if size is not None and self._value(size) == full else None
+        if ends:
+            cuts.append(self._between(ends, size, full))
+        found = self._found(shard.parts, size, [cut for cut in cuts if cut])
         if found is None or None in cuts:
             return Blocks(_sizes(shard, full))
         if all(block.meaning == found[0].meaning for block in found):
@@ -85,20 +92,16 @@ class BlockWriter:
         return Written(f"({', '.join(map(ast.unparse, self._products(found)))})")
 
     def _found(
-        self,
-        ratio: tuple[int, ...],
-        full: int,
-        size: ast.expr | None,
-        cuts: Sequence[Sequence[_Block]],
+        self, ratio: tuple[int, ...], size: ast.expr | None, cuts: Sequence[Sequence[_Block]]
     ) -> Sequence[_Block] | None:
         """The blocks, as relative sizes; None where nothing is known to be right."""
         known = [cut for cut in cuts if len(cut) == len(ratio)]
-        if size is not None and self._value(size) == full:
-            summands = self._blocks(self._summands(size))
+        if size is not None:
+            summands = self._blocks(self._summands(size)) or []
             values = self._values(summands, ratio)
             # Without a cut, what has one size here might stand in another order.
-            if values and (known or _in_one_order(summands or (), values)):
-                known.insert(0, summands or ())
+            if values and (known or _in_one_order(summands, values)):
+                known.insert(0, summands)
         for blocks in known:
             if self._values(blocks, ratio) and all(_agree(blocks, cut) for cut in cuts):
                 return blocks
@@ -120,10 +123,14 @@ class BlockWriter:
         match expr:
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return self._summands(left) + self._summands(right)
-            case ast.BinOp(left=ast.Constant(value=int(times)), op=ast.Mult(), right=one):
-                return self._summands(one) * times
-            case ast.BinOp(left=one, op=ast.Mult(), right=ast.Constant(value=int(times))):
-                return self._summands(one) * times
+            case (
+                ast.BinOp(left=ast.Constant(value=int(times)) as number, op=ast.Mult(), right=one)
+                | ast.BinOp(left=one, op=ast.Mult(), right=ast.Constant(value=int(times)) as number)
+            ):
+                inside = self._summands(one)
+                if 0 < len(inside) * times <= self.count:
+                    return inside * times
+                return [(*factors, number) for factors in inside]
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
                 pairs = itertools.product(self._summands(left), self._summands(right))
                 return [first + second for first, second in pairs]
@@ -170,40 +177,75 @@ class BlockWriter:
 
     # Where it is taken apart ----------------------------------------------------------------
 
-    def _cut(self, place: Place) -> list[_Block] | None:
-        """The sizes that a call takes the blocks apart by; None where they cannot be told."""
-        key = ("cut", place.line, place.column, place.end_line, place.end_column)
-        for method, statement, call in nodes_at(self.lineages, self.owner.cls.__name__, key):
-            if not isinstance(call, ast.Call):
-                continue
-            of_torch = (self.site.file.qualified(call.func) or "").startswith("torch.")
-            named = [k.value for k in call.keywords if k.arg in _SIZES]
-            sizes = [*call.args[1 if of_torch else 0 :][:1], *named]
-            local = Late(self.site.file, method, statement)
-            listed = _elements(sizes[0], local) if sizes else None
-            if listed is None and sizes:
-                listed = _elements(sizes[0], self.late)
-            meant = [self._in_constructor(each, local) for each in listed or ()]
-            blocks = self._blocks([_factors(each) for each in meant if each is not None])
-            if blocks and len(blocks) == len(listed or ()):
-                return blocks
-        return None
+    def _taken_apart(
+        self, places: Iterable[tuple[Place, int]]
+    ) -> tuple[list[list[ast.expr]], list[ast.expr]]:
+        """The lists of sizes that take the blocks apart, and where slices begin and end.
 
-    def _in_constructor(self, expr: ast.expr, local: Late) -> ast.expr | None:
-        """An expression of a method without the method's own names."""
-        meant = local.meaning(expr)
-        own = {*local.arguments(), *local.bound}
-        methods = self.lineages.methods(self.owner.cls.__name__)
-        others = [m for m in methods if m is not self.site.function and m is not local.function]
-        for method in others:
-            own |= {n for n in Late(self.site.file, method, method.body[0]).bound if "." in n}
-        return meant if own.isdisjoint(names_read(meant)) else None
+        With what the methods' names are bound to written out. What cannot be read is an empty list.
+        """
+        pieces: list[list[ast.expr]] = []
+        ends: list[ast.expr] = []
+        for place, number in places:
+            key = ("cut", place.line, place.column, place.end_line, place.end_column)
+            nodes = list(nodes_at(self.lineages, self.owner.cls.__name__, key))
+            for method, statement, node in nodes:
+                local = Late(self.site.file, method, statement)
+                self.own |= {*local.arguments(), *local.bound}
+                bounds = _bounds(node, number) if isinstance(node, ast.Subscript) else []
+                sizes = self._listed(node, local) if isinstance(node, ast.Call) else []
+                ends += [local.meaning(end) for end in bounds]
+                if not bounds:
+                    pieces.append([local.meaning(each) for each in sizes])
+            if not nodes:
+                pieces.append([])
+        for method in self.lineages.methods(self.owner.cls.__name__) if pieces or ends else ():
+            if method is not self.site.function:
+                bound = Late(self.site.file, method, method.body[0]).bound
+                self.own |= {name for name in bound if name.startswith("self.")}
+        return pieces, ends
+
+    def _listed(self, call: ast.Call, local: Late) -> list[ast.expr]:
+        """The sizes of a call of `split`."""
+        of_torch = (self.site.file.qualified(call.func) or "").startswith("torch.")
+        named = [k.value for k in call.keywords if k.arg in _SIZES]
+        for sizes in [*call.args[1 if of_torch else 0 :], *named][:1]:
+            return _elements(sizes, local) or _elements(sizes, self.late) or []
+        return []
+
+    def _told(self, sizes: Sequence[ast.expr]) -> list[_Block] | None:
+        """Blocks by expressions of a method; None where the constructor cannot tell them."""
+        if not all(self.own.isdisjoint(names_read(each)) for each in sizes):
+            return None
+        return self._blocks(map(_factors, sizes)) or None
+
+    def _between(
+        self, ends: Sequence[ast.expr], size: ast.expr | None, full: int
+    ) -> list[_Block] | None:
+        """The blocks that begin and end at these places of an axis, where that can be told."""
+        found = self._told(ends)
+        if size is None or found is None:
+            return None
+        by_value: dict[int | None, _Sum] = {0: Counter()}
+        for block in found:
+            value = self._value(_product(block.factors))
+            if by_value.setdefault(value, block.meaning) != block.meaning:
+                return None
+        by_value[full] = _sum_of(self.late.meaning(size))
+        values = [value for value in by_value if value is not None and 0 <= value <= full]
+        if len(values) < len(by_value):
+            return None
+        pairs = itertools.pairwise(by_value[value] for value in sorted(values))
+        return self._blocks(_factors(_written(_plus(end, start, -1))) for start, end in pairs)
 
 
 def fixed(shard: Shard, full: int) -> int | Blocks:
     """What is given for `parts` where no names are known: a number of blocks, or their sizes."""
-    equal = not shard.as_sizes and len(set(shard.parts)) == 1
-    return len(shard.parts) if equal else Blocks(_sizes(shard, full))
+    return len(shard.parts) if _is_number(shard) else Blocks(_sizes(shard, full))
+
+
+def _is_number(shard: Shard) -> bool:
+    return not shard.as_sizes and len(set(shard.parts)) == 1
 
 
 def _sizes(shard: Shard, full: int) -> tuple[int, ...]:
@@ -235,6 +277,29 @@ def _elements(expr: ast.expr, names: Late | None) -> list[ast.expr] | None:
     return None
 
 
+def _bounds(node: ast.Subscript, number: int) -> list[ast.expr]:
+    """Where the slice that stands at a place of a subscript begins and ends, if it is one."""
+    keys = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    key = keys[number] if number < len(keys) else None
+    ends = [key.lower, key.upper] if isinstance(key, ast.Slice) else []
+    return [end for end in ends if end is not None]
+
+
+def _are_alike(pieces: list[list[ast.expr]], ends: list[ast.expr], count: int) -> bool:
+    """Whether an axis is taken apart in so many pieces of one size, whatever that is."""
+    if not all(len(p) == count and all(_sum_of(e) == _sum_of(p[0]) for e in p) for p in pieces):
+        return False
+    products = [_sum_of(end) for end in ends]
+    products = [product for product in products if product]
+    times = {next(iter(product.values())) for product in products}
+    once = min(times, default=1)
+    return (
+        len({frozenset(product) for product in products}) <= 1
+        and all(len(product) == 1 for product in products)
+        and all(n % once == 0 and 0 < n // once <= count for n in times)
+    )
+
+
 def _in_one_order(blocks: Sequence[_Block], values: Sequence[int]) -> bool:
     """Whether blocks of one size have one meaning, so that none could change places."""
     pairs = itertools.combinations(zip(blocks, values, strict=True), 2)
@@ -250,7 +315,8 @@ def _agree(blocks: Sequence[_Block], cut: Sequence[_Block]) -> bool:
     if len(blocks) == len(cut):
         other = [a for a, b in zip(blocks, cut, strict=True) if a.meaning != b.meaning]
         return len(other) <= 1
-    ends, cuts = ([*itertools.accumulate(b.meaning for b in each)][:-1] for each in (blocks, cut))
+    sums = ([b.meaning for b in each] for each in (blocks, cut))
+    ends, cuts = ([*itertools.accumulate(each, _plus)][:-1] for each in sums)
     return all(end in ends for end in cuts)
 
 
@@ -282,12 +348,31 @@ def _sum_of(expr: ast.expr) -> _Sum:
         case ast.Constant(value=int(number)):
             return Counter({(): number} if number else {})
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=right):
-            first, second = Counter(_sum_of(left)), _sum_of(right)
-            first.update(second) if isinstance(op, ast.Add) else first.subtract(second)
-            return Counter({names: times for names, times in first.items() if times})
+            return _plus(_sum_of(left), _sum_of(right), 1 if isinstance(op, ast.Add) else -1)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             found: _Sum = Counter()
             for (a, m), (b, n) in itertools.product(_sum_of(left).items(), _sum_of(right).items()):
                 found[tuple(sorted(a + b))] += m * n
-            return Counter({names: times for names, times in found.items() if times})
+            return _plus(found, Counter())
     return Counter({(ast.unparse(expr),): 1})
+
+
+def _plus(one: _Sum, other: _Sum, times: int = 1) -> _Sum:
+    """One sum, and another so many times."""
+    found = Counter(one)
+    for names, number in other.items():
+        found[names] += times * number
+    return Counter({names: number for names, number in found.items() if number})
+
+
+def _written(meaning: _Sum) -> ast.expr:
+    """A sum as an expression, what is added first."""
+    found: ast.expr | None = None
+    for names, times in sorted(meaning.items(), key=lambda item: item[1] < 0):
+        factors: list[ast.expr] = [ast.parse(name, mode="eval").body for name in names]
+        if abs(times) != 1 or not factors:
+            factors.insert(0, ast.Constant(abs(times)))
+        product = _product(factors)
+        sign = ast.Add() if times > 0 else ast.Sub()
+        found = product if found is None else ast.BinOp(found, sign, product)
+    return found or ast.Constant(0)

@@ -444,8 +444,8 @@ class _Collection:
             return fixed(shard, full)
         lineages = self.desks.of_file(site.file).lineages
         writer = BlockWriter(self.sources, lineages, node, site)
-        cuts = [place for path, place in followed.cuts if path == node.path]
-        return writer.parts(shard, full, size, sorted(cuts, key=lambda place: place.line))
+        cuts = [(place, number) for path, place, number in followed.cuts if path == node.path]
+        return writer.parts(shard, full, size, sorted(cuts, key=lambda cut: cut[0].line))
 
     def _sizes(
         self,

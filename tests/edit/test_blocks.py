@@ -76,6 +76,10 @@ SLICED = (
     "qkv, d, e = self.wqkv(x), self.dim, self.dim + self.few * self.head_dim; "
     "q, k, v = qkv[..., :d], qkv[..., d:e], qkv[..., e:]"
 )
+IN_THREE = (
+    "qkv = self.wqkv(x); n = qkv.shape[-1] // 3; "
+    "q, k, v = qkv[..., :n], qkv[..., n : 2 * n], qkv[..., 2 * n :]"
+)
 SCHEDULE = """\
 import torch
 
@@ -126,6 +130,9 @@ def parts_of(text: str) -> str:
 HEADS = "(config.heads, config.few, config.few)"
 OWN_HEADS = "(self.heads, self.few, self.few)"
 SIZES = "(config.dim, config.few * config.head_dim, config.few * config.head_dim)"
+REST = SIZES[: SIZES.rindex(",")] + (
+    ", config.head_dim * config.heads + config.few * config.head_dim - config.dim)"
+)
 EQUAL = "Blocks(sizes=(64, 64, 64))"
 
 
@@ -161,10 +168,12 @@ EQUAL = "Blocks(sizes=(64, 64, 64))"
             None,
             OWN_HEADS,
         ),
-        # Without a cut by sizes, the order of the summands is known where they differ.
-        ({"cut": SLICED}, 2, None, HEADS),
-        ({"cut": SLICED}, 8, None, EQUAL),
-        ({"cut": SLICED}, 8, 3, "3"),
+        # Slices are as good as sizes, the last of which is the rest.
+        ({"cut": SLICED}, 2, None, REST),
+        ({"cut": SLICED}, 8, None, REST),
+        ({"cut": SLICED}, 8, 3, REST),
+        ({"cut": SLICED.replace("self.dim", "self.heads * self.head_dim")}, 8, 3, HEADS),
+        ({"cut": IN_THREE}, 8, 3, "3"),
         # Equal by what they are.
         ({"size": "3 * config.dim", "cut": "q, k, v = self.wqkv(x).chunk(3, -1)"}, 8, None, "3"),
         ({"cut": "q, k, v = self.wqkv(x).split(self.dim, -1)"}, 8, 3, "3"),
@@ -203,7 +212,11 @@ CASES["parameter"] = Case(
     schedule(8, None, 4).replace('s["attn.wqkv"].shard("weight"', 's["attn"].shard("wqkv"'),
 )
 # As many rows as three blocks of 32 have, which are not its blocks; for one rank or two.
-FEW = {"few": Case(source(), schedule(8, 3, 2))}
+FEW = {
+    "few": Case(source(), schedule(8, 3, 2)),
+    "slices": Case(source(cut=SLICED), schedule(8, 3, 2)),
+    "rest": Case(source(cut=SLICED), schedule(8, None, 2)),
+}
 CASES["fixed"] = Case(source(**OPAQUE), schedule(8))
 
 

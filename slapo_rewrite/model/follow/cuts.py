@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from slapo_rewrite.model.follow.arguments import SHARE, change
-from slapo_rewrite.model.follow.packing import Blocks, ends_of
+from slapo_rewrite.model.follow.packing import Blocks, ends_of, ratio_of, reduced
 from slapo_rewrite.model.follow.record import Entry, key_of
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.sizes import Shape, Size
@@ -33,9 +33,8 @@ def split(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
         return args, kwargs, None
     pieces = [shape[axis] for shape in entry.outputs]
     _check_parts(run, tensor, axis, whole, pieces)
-    path, place = run.origins.get(id(tensor)) or run.flow.of(tensor).source, run.editable_place()
-    if path is not None and place is not None and not isinstance(sizes, int):
-        run.followed.cuts.add((path, place))
+    if not isinstance(sizes, int):
+        _note_cut(run, tensor, axis)
     local = [p * here // whole for p in pieces]
     if isinstance(sizes, int):
         if sizes != local[0]:
@@ -45,6 +44,19 @@ def split(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
         if size != want:
             change(run, tensor, size, want, (0, number), SHARE, "this splits by")
     return (tensor, local, axis), {}, None
+
+
+def _note_cut(run: Run, tensor: torch.Tensor, axis: int, number: int = 0) -> None:
+    """Remembers where all blocks of a split axis are taken apart by sizes that are named there."""
+    path, place = run.origins.get(id(tensor)) or run.flow.of(tensor).source, run.editable_place()
+    if path is None or place is None:
+        return
+    asked = [shard.parts for shard in run.asked.parameters.get(path, ())]
+    if path in run.asked.layers:
+        asked.append(ratio_of(dict(run.asked.layers[path].keywords).get("parts", 1)))
+    # One of the blocks may be taken apart further.
+    if reduced(run.blocks.get(id(tensor), {}).get(axis, (1,))) in map(reduced, asked):
+        run.followed.cuts.add((path, place, number))
 
 
 def piece_of(packed: Shape, pieces: Sequence[int], number: int) -> Shape:
@@ -195,6 +207,7 @@ def _slice(
             "gather the value before, or split it with `split` or `chunk`",
         )
     # The whole model cuts the axis at these places; a rank cuts at its share of them.
+    _note_cut(run, tensor, axis, number)
     bounds = []
     for which in ("start", "stop"):
         bound = getattr(item, which)

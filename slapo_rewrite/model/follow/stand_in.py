@@ -167,7 +167,7 @@ class StandIn:
             },
             statistics={replace(s, owner=paths[s.owner]) for s in found.statistics},
             draws=set(),
-            cuts={(paths[path], place) for path, place in found.cuts},
+            cuts={(paths[path], place, number) for path, place, number in found.cuts},
             even=set(),
         )
 

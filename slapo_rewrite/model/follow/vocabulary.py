@@ -272,8 +272,8 @@ class Followed:
         losses: Cross entropies of what stays split over the vocabulary, by place.
         statistics: Means and variances that are taken over all ranks.
         draws: Random numbers for parts that are drawn outside of what is forked.
-        cuts: Where the parts that a module makes are taken apart by a list of sizes: the module's
-            path, and the call.
+        cuts: Where the parts that a module makes are taken apart by a list of sizes, or by slices:
+            the module's path, the call or subscript, and the number of the slice in that.
         even: Sizes that every world size that fits divides.
         questions: Where `forward` asks for values that decide which way it goes.
         unfollowed: Ways through `forward` that were not followed to their end, in words, each with
@@ -297,7 +297,7 @@ class Followed:
     losses: dict[Place, ParallelLoss] = field(default_factory=dict)
     statistics: set[Statistic] = field(default_factory=set)
     draws: set[Draw] = field(default_factory=set)
-    cuts: set[tuple[str, Place]] = field(default_factory=set)
+    cuts: set[tuple[str, Place, int]] = field(default_factory=set)
     even: set[int] = field(default_factory=set)
     questions: set[Place] = field(default_factory=set)
     unfollowed: list[tuple[str, Place | None]] = field(default_factory=list)
