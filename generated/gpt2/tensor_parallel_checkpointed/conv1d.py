@@ -4,13 +4,13 @@
 Shapes: D features in, F features out. A prime (F') marks the part that this rank holds.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from .tensor_parallel import (
+    Parts,
     Reduction,
     Shard,
     all_reduce_gradient,
@@ -41,7 +41,7 @@ class ColumnParallelConv1D(Conv1D):
         nf: int,
         nx: int,
         *,
-        parts: int | Sequence[int] = 1,
+        parts: Parts = 1,
         multiple_of: int = 1,
         reduce_input_gradient: bool = True,
         gather_output: bool = False,
@@ -77,7 +77,7 @@ class RowParallelConv1D(Conv1D):
         nf: int,
         nx: int,
         *,
-        parts: int | Sequence[int] = 1,
+        parts: Parts = 1,
         multiple_of: int = 1,
         reduce: Reduction = sum_now,
     ) -> None:

@@ -127,17 +127,23 @@ def part_sizes(size: int, multiple_of: int = 1) -> list[int]:
     return [share + (r < rest) for r in range(world)]
 
 
-def block_sizes(size: int, parts: int | Sequence[int]) -> tuple[int, ...]:
+# What is packed along an axis: how many equal blocks, or the blocks' relative sizes,
+# such as (4, 1, 1), or what gives these for the whole axis's size.
+Parts = int | Sequence[int] | Callable[[int], Sequence[int]]
+
+
+def block_sizes(size: int, parts: Parts) -> tuple[int, ...]:
     """Sizes of the blocks packed along an axis of `size`.
 
     Args:
         size: The whole axis.
-        parts: How many equal blocks, or the blocks' relative sizes, such as (4, 1, 1).
+        parts: The blocks.
 
     Raises:
         ValueError: `size` does not divide into such blocks.
     """
-    ratio = (1,) * parts if isinstance(parts, int) else tuple(parts)
+    given = parts(size) if callable(parts) else parts
+    ratio = (1,) * given if isinstance(given, int) else tuple(given)
     if size % sum(ratio):
         raise ValueError(
             f"{size} does not divide into blocks of relative sizes {ratio}: "
@@ -624,7 +630,7 @@ class ColumnParallelLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        parts: int | Sequence[int] = 1,
+        parts: Parts = 1,
         multiple_of: int = 1,
         reduce_input_gradient: bool = True,
         gather_output: bool = False,
@@ -678,7 +684,7 @@ class RowParallelLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        parts: int | Sequence[int] = 1,
+        parts: Parts = 1,
         multiple_of: int = 1,
         reduce: Reduction = sum_now,
     ) -> None:
