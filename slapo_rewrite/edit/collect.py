@@ -50,7 +50,7 @@ from slapo_rewrite.edit.pretrained import (
     keep_treatment,
     specially_treated,
 )
-from slapo_rewrite.edit.reads import readings
+from slapo_rewrite.edit.reads import in_forward, readings
 from slapo_rewrite.edit.state import (
     Annotation,
     Checkpoint,
@@ -545,6 +545,8 @@ class _Collection:
             home = self._home(above)
             relative = node.path[len(above.path) + 1 if above.path else 0 :]
             for reading in readings(home.lineages, above.cls.__name__, relative, share):
+                if whole is None and in_forward(home.lineages, above.cls.__name__, reading):
+                    continue  # the share was followed there, to wherever it is used
                 if whole is None:
                     raise errors.UnfollowableSize(
                         f"`{node.path}` is split, so its `{share}` is this rank's share, and is "

@@ -31,6 +31,12 @@ def readings(
                 yield node
 
 
+def in_forward(lineages: Lineages, class_name: str, node: ast.AST) -> bool:
+    """Whether an expression stands in the `forward` that instances of a class run."""
+    forward = lineages.method(class_name, "forward")
+    return forward is not None and any(inner is node for inner in ast.walk(forward))
+
+
 def values_read(method: ast.FunctionDef, name: str) -> Iterator[tuple[ast.stmt, ast.Attribute]]:
     """The places where a method reads the numbers of an attribute of that name."""
     for statement in simple_statements(method):

@@ -79,14 +79,22 @@ def test_whoever_reads_its_size_means_the_whole(tmp_path):
     assert "width, self.table.full_num_embeddings, bias=False" in text
 
 
-def test_a_size_that_the_layer_does_not_keep_is_refused(tmp_path):
+def test_a_size_that_the_layer_does_not_keep_is_refused_in_a_constructor(tmp_path):
     source = EXTENDED.replace(
-        "return self.head(self",
-        "assert self.head.out_features\n            return self.head(self",
-        1,
+        "\n    def forward(self, ids):\n        if",
+        "        self.count = self.head.out_features\n\n    def forward(self, ids):\n        if",
     )
+    assert source != EXTENDED
     text = refused(tmp_path, source, SCHEDULE + '    split_head(s["head"])\n', "SR104")
     assert "its `out_features` is this rank's share, and is read here" in text
+
+
+def test_a_share_that_forward_computes_with_is_refused(tmp_path):
+    source = EXTENDED.replace(
+        "return self.head(self", "return self.head.out_features * self.head(self"
+    )
+    text = refused(tmp_path, source, SCHEDULE + '    split_head(s["head"])\n', "SR104")
+    assert "this computes with 20 on a rank, and with 40 without sharding" in text
 
 
 def test_half_of_its_instances_are_refused(tmp_path):
