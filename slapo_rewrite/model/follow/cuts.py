@@ -79,6 +79,18 @@ def chunk(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     return args, kwargs, None
 
 
+def glu(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
+    """`glu`: a rank has its share of both halves."""
+    tensor = args[0]
+    axis = (args[1] if len(args) > 1 else kwargs.get("dim", -1)) % tensor.dim()
+    whole = entry.inputs[0][axis]
+    if whole == tensor.shape[axis]:
+        return args, kwargs, None
+    _check_parts(run, tensor, axis, whole, [whole // 2] * 2)
+    packed = run.blocks.get(id(tensor), {}).get(axis, (whole,))
+    return args, kwargs, {axis: piece_of(packed, [whole // 2] * 2, 0)}
+
+
 def pick(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     """`narrow` and `select`: not along a split axis."""
     tensor = args[0]
@@ -166,7 +178,28 @@ def index(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
             else:
                 _check_same(run, item, entry.key[number], whole)
         axis += _axes_taken(item)
-    return ((tensor, tuple(result)) if changed else args), kwargs, None
+    blocks = _blocks_cut(run, entry, keys, tensor)
+    return ((tensor, tuple(result)) if changed else args), kwargs, blocks
+
+
+def _blocks_cut(run: Run, entry: Entry, keys: Sequence[Any], tensor: torch.Tensor) -> Blocks | None:
+    """How a split axis is packed that slices cut, where no other axis goes or comes."""
+    if not all(isinstance(key, slice) or key is Ellipsis for key in keys):
+        return None
+    axis = run.split_axes(tensor)[0] if run.split_axes(tensor) else None
+    ahead = [key for key in keys if key is not Ellipsis]
+    if Ellipsis in keys:
+        before = list(keys).index(Ellipsis)
+        ahead[before:before] = [slice(None)] * (tensor.dim() - len(ahead))
+    if axis is None or axis >= len(ahead) or ahead[axis] == slice(None):
+        return None
+    meant = [key for key in entry.key if key is not Ellipsis]
+    cut = meant[axis - len(ahead) if Ellipsis in keys[: axis + 1] else axis]
+    whole = entry.inputs[0][axis]
+    packed = run.blocks.get(id(tensor), {}).get(axis, (whole,))
+    start, stop, _ = cut.indices(whole)
+    ends = list(itertools.accumulate(packed))
+    return {axis: tuple(p for p, end in zip(packed, ends, strict=True) if start < end <= stop)}
 
 
 def _check_same(run: Run, item: Any, meant: Any, size: int) -> None:
