@@ -25,6 +25,7 @@ from slapo_rewrite.edit.reads import values_read
 from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.edit.text import accessor, returns, simple_statements
+from slapo_rewrite.model.follow import CALL
 
 Found = tuple[ast.FunctionDef, ast.stmt, ast.Call | ast.Subscript]
 
@@ -299,6 +300,9 @@ class ForwardWriter:
         """Writes an argument differently, by the place of its call and its index in it."""
         _, line, column, *_, index = key
         for _, statement, node in nodes_at(self.lineages, self.class_name, key):
+            if index == (CALL,) and isinstance(node, ast.Call):
+                self._call_layer(node, change.template, self.at(statement), causes)
+                return
             argument, whole = self._argument(node, index)
             if argument is not None:
                 template = SHARES if whole else change.template
@@ -311,6 +315,15 @@ class ForwardWriter:
             also=[c.at for c in causes[:1] if c.at],
             hint="write the sizes out one by one, or keep them in integer attributes of the module",
         )
+
+    def _call_layer(
+        self, node: ast.Call, layer: str, lines: Lines, causes: tuple[Directive, ...]
+    ) -> None:
+        """Calls a layer, in the place of a function that is given its parameters."""
+        (start, end), (first, last) = self.file.span(node), self.file.span(node.args[0])
+        why = f"`{layer}` computes it, with its collectives"
+        lines.inside.append(Edit(start, first, f"{layer}(", causes, why))
+        lines.inside.append(Edit(last, end, ")", causes, why))
 
     def _argument(
         self, node: ast.Call | ast.Subscript, index: tuple[int | str, ...]

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.edit.state import EMPTY, Directive, Function, ModuleState, Sync, general
-from slapo_rewrite.model.follow import Remedy
+from slapo_rewrite.model.follow import CannotFollow, Remedy
 from slapo_rewrite.model.layers import Layer, split_of
 from slapo_rewrite.model.tree import Node, Tree
 
@@ -99,6 +99,28 @@ class Inference:
         }
         return {**states, **found} if remedy.path in found else None
 
+    def around(self, states: States, error: CannotFollow) -> States | None:
+        """What is asked, with gradients added up for a module as a whole.
+
+        A module may compute of its input, beside sharded layers, what meets their parts: the keys
+        of all heads, or a product with a layer's weight. None where that is not what is wrong.
+        """
+        remedy, path = error.remedy, error.within
+        if remedy is None or remedy.mode != "bwd_post" or not path or not self._cause(path):
+            return None
+        remedy, like = Remedy.gradient_of(path), general(path)
+        assert remedy is not None
+        if any(sync.mode == "bwd_post" for sync in states.get(path, EMPTY).syncs):
+            return None
+        found = dict(states)
+        for above in [p for p in self.tree.nodes if general(p) == like and self._cause(p)]:
+            for below, state in states.items():
+                if below.startswith(f"{above}."):
+                    syncs = tuple(s for s in state.syncs if not _is_inferred_sum(s))
+                    found[below] = replace(state, syncs=syncs)
+            found[above] = self._with(states.get(above, EMPTY), replace(remedy, path=above))
+        return found
+
     def passes_on(self, path: str, state: ModuleState) -> bool:
         """Whether what a layer gives may go into a loss as the parts that it is.
 
@@ -137,6 +159,11 @@ class Inference:
         while node is not None:
             yield node
             node = node.parent
+
+
+def _is_inferred_sum(sync: Sync) -> bool:
+    """Whether a sync adds up gradients, and no one stated it."""
+    return sync.mode == "bwd_post" and sync.cause.inferred is not None
 
 
 def _does(sync: Sync, remedy: Remedy) -> bool:

@@ -277,7 +277,9 @@ class _Lowering:
                     return run(asked, records) if _needs_following(asked) else Followed()
                 except CannotFollow as error:
                     failed = error
-                    repaired = self.inference.repaired(self.states, asked.layers, error.remedy)
+                    repaired = self.inference.repaired(
+                        self.states, asked.layers, error.remedy
+                    ) or self.inference.around(self.states, error)
             refused = refused or failed
         assert refused is not None
         raise self._unfollowable(refused) from None
@@ -353,7 +355,11 @@ class _Lowering:
         return False
 
     def _sync_line(self, sync: tuple[str, int] | None) -> errors.Span | None:
-        return self.states[sync[0]].syncs[sync[1]].cause.at if sync else None
+        """The line that states a collective; one that was tried for a time has none."""
+        state = self.states.get(sync[0]) if sync else None
+        if state is None or sync is None or sync[1] >= len(state.syncs):
+            return None
+        return state.syncs[sync[1]].cause.at
 
     def _a_cause(self, path: str | None) -> errors.Span | None:
         for candidate in [path] if path is not None else self.states:

@@ -15,6 +15,7 @@ from slapo_rewrite.model.follow.search import Records, follow
 from slapo_rewrite.model.follow.sizes import Attribute
 from slapo_rewrite.model.follow.stand_in import CannotStandIn, StandIn
 from slapo_rewrite.model.follow.vocabulary import (
+    CALL,
     SPOKEN,
     ArgumentChange,
     Asked,
@@ -33,6 +34,7 @@ from slapo_rewrite.model.follow.vocabulary import (
 )
 
 __all__ = [
+    "CALL",
     "SPOKEN",
     "ArgumentChange",
     "Asked",

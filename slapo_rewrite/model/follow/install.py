@@ -23,6 +23,7 @@ from slapo_rewrite.model.follow.flow import PART, PARTIAL, REDUCE, WHOLE, Misuse
 from slapo_rewrite.model.follow.packing import ratio_of
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.sizes import Attribute, Size, tensors
+from slapo_rewrite.model.follow.spelled import is_linear
 from slapo_rewrite.model.follow.vocabulary import (
     Border,
     Indivisible,
@@ -104,6 +105,8 @@ def _install_layer(run: Run, node: Node, layer: Layer, undo: list[Callable[[], N
     new.register_forward_pre_hook(functools.partial(enter_layer, run))
     new.register_forward_hook(functools.partial(leave_layer, run))
     object.__setattr__(new, "_followed_path", node.path)
+    if is_linear(node.live):
+        run.linear.append(new)
     modules, old = parent.live._modules, node.live
     modules[name] = new
     undo.append(lambda: modules.__setitem__(name, old))

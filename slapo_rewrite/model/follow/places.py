@@ -43,6 +43,16 @@ def place_at(code: types.CodeType, instruction: int) -> Place | None:
     return Place(code.co_filename, line, end_line, column, end_column)
 
 
+def text_at(place: Place) -> str:
+    """The text that stands at a place; nothing where its file is not there."""
+    lines = [line.encode() for line in linecache.getlines(place.filename)]
+    found = lines[place.line - 1 : place.end_line]
+    if found:
+        found[-1] = found[-1][: place.end_column]
+        found[0] = found[0][place.column :]
+    return b"".join(found).decode(errors="ignore")
+
+
 def place_in_traceback(error: BaseException, editable: Callable[[str], bool]) -> Place | None:
     """The innermost place of an error that lies in a file that may be changed."""
     found, traceback = None, error.__traceback__

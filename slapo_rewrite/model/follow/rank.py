@@ -19,7 +19,14 @@ from slapo_rewrite.model.follow.packing import Blocks, described, moved_axis, re
 from slapo_rewrite.model.follow.record import QUESTIONS, Entry, answer_to, carry_out, with_values
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.sizes import Size, numbers, shapes, tensors
-from slapo_rewrite.model.follow.vocabulary import CannotFollow, Diverged, Remedy
+from slapo_rewrite.model.follow.spelled import spelled_call
+from slapo_rewrite.model.follow.vocabulary import (
+    CALL,
+    ArgumentChange,
+    CannotFollow,
+    Diverged,
+    Remedy,
+)
 from slapo_rewrite.operations import name_of, treatment
 
 # Operations that are given sizes, which may be this rank's, and how many arguments from the first
@@ -76,6 +83,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "repeat": reshapes.repeat,
     "as_strided": reshapes.as_strided,
     "__getitem__": cuts.index,
+    "glu": cuts.glu,
 }
 
 
@@ -98,6 +106,14 @@ class Rank(TorchFunctionMode):
         if run.depth:
             return func(*args, **kwargs)
         name = name_of(func)
+        if (spelled := spelled_call(run.linear, func, args, kwargs)) is not None:
+            layer, place, callee = spelled
+            run.note_call(True)
+            source = str(layer._followed_path)
+            run.followed.arguments.add(ArgumentChange(place, (CALL,), callee, source))
+            return layer(args[0])
+        if name == "linear":
+            run.note_call(False)  # of another layer, by the same text
         if run.wanted.repeats:
             run.pass_over(func, shapes((args, kwargs)))
         rule = _RULES.get(name)
@@ -110,7 +126,7 @@ class Rank(TorchFunctionMode):
             assert entry is not None
             if len(entry.inputs[0]) != args[0].dim():
                 raise CannotFollow("the number of axes depends on the sharded size", run.place())
-            run.note_call(args[0])
+            run.note_call(bool(run.split_axes(args[0])))
             args, kwargs, blocks = rule(run, entry, args, kwargs)
         elif name in ("cat", "concat", "concatenate") and entry is not None and known:
             blocks = cuts.join(run, entry, args, kwargs)
@@ -135,6 +151,7 @@ def _unfit(run: Run, name: str, args: Any, kwargs: Any, error: Exception) -> Can
     parts = [t for t in given if run.flow.of(t).kind == PART]
     part = parts[0] if parts else None
     other = next((t for t in parts if run.split_axes(t) != run.split_axes(parts[0])), None)
+    axes = [run.split_axes(t) for t in (part, other) if t is not None]
     whole = next((t for t in given if run.flow.of(t).kind != PART and t.dim()), None)
     message, hint = f"`{name}` does not fit the sharded sizes: {error}", None
     if part is not None and whole is not None:
@@ -144,11 +161,17 @@ def _unfit(run: Run, name: str, args: Any, kwargs: Any, error: Exception) -> Can
             f"of shape {list(whole.shape)}"
         )
         hint = "split what the whole value is made from as well, or gather the part"
+    elif part is not None and other is not None and not all(axes):
+        message = (
+            f"`{name}` joins a part of shape {list(part.shape)}, of `{run.flow.of(part).source}`, "
+            f"with one of shape {list(other.shape)}, of `{run.flow.of(other).source}`: without "
+            f"sharding they are {list(run.whole_shape(part))} and {list(run.whole_shape(other))}"
+        )
+        hint = "repeat what several ranks need as often as a rank has use for it"
     elif part is not None and other is not None:
         message = (
-            f"`{name}` joins a part along axis {run.split_axes(part)[0]}, of "
-            f"`{run.flow.of(part).source}`, with a part along axis {run.split_axes(other)[0]}, of "
-            f"`{run.flow.of(other).source}`"
+            f"`{name}` joins a part along axis {axes[0][0]}, of `{run.flow.of(part).source}`, "
+            f"with a part along axis {axes[1][0]}, of `{run.flow.of(other).source}`"
         )
         hint = "split both along one axis"
     return CannotFollow(
@@ -169,7 +192,9 @@ def _take_in(
     _check_made(run, name, entry, inputs, outputs)
     draws.note(run, name, args, kwargs, outputs)
     statistic = statistics.over_ranks(run, name, entry.inputs, args, kwargs)
-    if statistic is not None:
+    if blocks is not None and name == "glu":
+        run.flow.set(outputs[0], run.flow.of(inputs[0]))  # each part of one half by its gate
+    elif statistic is not None:
         run.flow.set(outputs[0], statistic)
     else:
         before = run.flow.of(inputs[0]) if inputs else None

@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.model.follow.sizes import Shape, numbers, shapes, tensors
+from slapo_rewrite.model.follow.spelled import is_linear, spelled_call
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Tree
 
@@ -75,6 +76,7 @@ class Whole(TorchFunctionMode):
     def __init__(self, tree: Tree, layers: Mapping[str, Layer], says: bool = False) -> None:
         super().__init__()
         self.tree, self.layers, self.says = tree, layers, says
+        self.linear = [n.live for path in layers if is_linear((n := tree.nodes[path]).live)]
         self.entries: list[Entry] = []
         self.result: Any = None
         self.ran: set[CodeType] = set()
@@ -117,6 +119,8 @@ class Whole(TorchFunctionMode):
             return answer
         if self.depth:
             return func(*args, **kwargs)
+        if (spelled := spelled_call(self.linear, func, args, kwargs)) is not None:
+            return spelled[0](args[0])
         inputs, given = shapes((args, kwargs)), list(numbers((args, kwargs), not self.has_values))
         output = carry_out(func, args, kwargs)
         outputs, name = shapes(output), getattr(func, "__name__", "")

@@ -88,6 +88,7 @@ class Run:
         fed: Values, by their ids, that a loss takes as the parts that they are.
         viewed: The tensor, by its id, that another one has the same elements as, or some of them.
         zeros: Tensors, by their ids, that were made as zeros.
+        linear: The sharded linear layers that stand in the model.
         calls: Calls that are told a size, as code and instruction, each with the modules, by their
             ids, in whose methods they are made, and whether they are given parts there.
         alive: Every tensor that something is known of, so that no other gets its id.
@@ -123,6 +124,7 @@ class Run:
         self.fed: set[int] = set()
         self.viewed: dict[int, int] = {}
         self.zeros: set[int] = set()
+        self.linear: list[nn.Module] = []
         self.calls: dict[tuple[types.CodeType, int], set[tuple[int, bool]]] = {}
         self.alive: list[Any] = []
 
@@ -208,14 +210,14 @@ class Run:
             return None
         return place_of(frame)
 
-    def note_call(self, tensor: torch.Tensor) -> None:
-        """Notes of a call that is told a size whether it is given a part."""
+    def note_call(self, is_part: bool) -> None:
+        """Notes of a call that may have to change whether it is given a part."""
         frame = caller = calling_frame()
         while caller is not None and not isinstance(_first_argument(caller), nn.Module):
             caller = caller.f_back
         if frame is not None and caller is not None:
             made = self.calls.setdefault((frame.f_code, frame.f_lasti), set())
-            made.add((id(_first_argument(caller)), bool(self.split_axes(tensor))))
+            made.add((id(_first_argument(caller)), is_part))
 
     def note_changed_calls(self) -> None:
         """Notes which modules make the calls that change, with parts and with whole values."""
@@ -239,7 +241,7 @@ class Run:
 
     def refused(self, error: Misuse) -> CannotFollow:
         """A misuse, with the place in the model where it happens."""
-        return CannotFollow(
+        refused = CannotFollow(
             str(error),
             place_in_traceback(error, self.editable),
             error.path,
@@ -248,6 +250,13 @@ class Run:
             position=self.position,
             remedy=error.remedy,
         )
+        traceback = error.__traceback__
+        while traceback is not None:
+            frame = traceback.tb_frame
+            if self.editable(frame.f_code.co_filename):
+                refused.within = self.method_owner(frame) or refused.within
+            traceback = traceback.tb_next
+        return refused
 
 
 def _first_argument(frame: types.FrameType) -> Any:

@@ -183,7 +183,7 @@ class StandIn:
                     text = text.replace(f"`{own}`", f"`{path}`")
             return text
 
-        return CannotFollow(
+        meant = CannotFollow(
             f"{named(str(error))} (found in the small model that verification runs)",
             error.place,
             self._path(error.path),
@@ -193,6 +193,8 @@ class StandIn:
             if error.remedy
             else None,
         )
+        meant.within = self._path(error.within)
+        return meant
 
 
 def _made_of(node: Node) -> Hashable:

@@ -22,6 +22,9 @@ def layer_key(node: Node) -> LayerKey:
     return (node.owner or node).cls, node.relative
 
 
+# What stands in the place of an argument's number where a whole call changes.
+CALL = "call"
+
 # The collectives in words.
 SPOKEN = {
     "all_reduce": "an all-reduce",
@@ -140,9 +143,9 @@ class ArgumentChange:
     Attributes:
         place: The call, or the subscript.
         index: Which argument: its number, and further ones into a list; for a subscript the axis's
-            number and `start` or `stop`.
+            number and `start` or `stop`; `call` for all but the first, where a layer is called.
         template: How it is written, with `{argument}` for what stands there and `{part_size}` for
-            that function.
+            that function; the layer that is called.
         source: The layer whose output has the size.
     """
 
@@ -329,6 +332,7 @@ class CannotFollow(Exception):
         repeats: Attributes that say how often heads are repeated that several ranks hold.
         position: How many operations fitted before.
         remedy: The collective that is missing, where that is what is wrong.
+        within: The module in whose method the operation stands, or what leads to it.
     """
 
     def __init__(
@@ -350,6 +354,7 @@ class CannotFollow(Exception):
         self.sync, self.position, self.remedy = sync, position, remedy
         self.single: tuple[LayerKey, str] | None = None
         self.repeats: frozenset[Attribute] = frozenset()
+        self.within: str | None = None
 
 
 class Diverged(CannotFollow):
