@@ -168,6 +168,35 @@ ORDINARY = {
         top="def heads_of(z, size):\n"
         "    return z.view(*z.shape[:2], z.shape[-1] // size, size).transpose(1, 2)\n\n",
     ),
+    "merged by in_features": block(
+        QKV,
+        HEADS + SDPA + "return self.o(y.transpose(1, 2).reshape(b, t, self.o.in_features))",
+        ATTENTION,
+    ),
+    "glu": block(PACKED, "return self.down(F.glu(self.up(x), -1))", PACKED_SHARDS),
+    "a slice, then chunks": block(
+        "self.qkv, self.o = nn.Linear(8, 72), nn.Linear(24, 8)",
+        "h = self.qkv(x)\nq, (k, v) = h[..., :24], h[..., 24:].chunk(2, -1)\n"
+        "return self.o(q * k.tanh() * v)",
+        ONE_SHARDS,
+    ),
+    "one head of keys for all": block(
+        "self.pre, self.attend = nn.Linear(8, 8), Attend()",
+        "return self.attend(self.pre(x))",
+        "attend.q weight,bias 0; attend.o weight 1",
+        top="class Attend(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.q, self.k, self.v = nn.Linear(8, 24), nn.Linear(8, 2), nn.Linear(8, 2)\n"
+        "        self.o = nn.Linear(24, 8)\n\n    def forward(self, x):\n"
+        "        q = self.q(x).unflatten(-1, (-1, 2)).transpose(1, 2)\n"
+        "        a = (q @ self.k(x).unsqueeze(1).mT).softmax(-1)\n"
+        "        return self.o((a @ self.v(x).unsqueeze(1)).transpose(1, 2).flatten(2))\n\n",
+    ),
+    "parameters of layers": block(
+        UP_DOWN + "\nself.pre = nn.Linear(8, 8)",
+        "h = F.linear(self.pre(x), self.up.weight, self.up.bias)\n"
+        "return F.linear(h.relu(), self.down.weight, bias=self.down.bias)",
+        FEED_FORWARD,
+    ),
     "one of two of a class": block(
         "self.e, self.one, self.other = nn.Embedding(24, 8), Twin(), Twin()",
         "ids = (x[..., 0] * 100).long().abs() % 24\nx = x + self.e(ids)\n"
