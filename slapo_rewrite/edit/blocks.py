@@ -97,7 +97,10 @@ class BlockWriter:
         """The blocks, as relative sizes; None where nothing is known to be right."""
         known = [cut for cut in cuts if len(cut) == len(ratio)]
         if size is not None:
-            summands = self._blocks(self._summands(size)) or []
+            # Names stand for themselves, unless there are too few summands so.
+            ways = [self._summands(size, names) for names in (False, True)]
+            fitting = next((way for way in ways if len(way) == len(ratio)), [])
+            summands = self._blocks(fitting) or []
             values = self._values(summands, ratio)
             # Without a cut, what has one size here might stand in another order.
             if values and (known or _in_one_order(summands, values)):
@@ -118,25 +121,25 @@ class BlockWriter:
 
     # Where the tensor is made ---------------------------------------------------------------
 
-    def _summands(self, expr: ast.expr) -> list[tuple[ast.expr, ...]]:
-        """The products that an expression is the sum of, one by one."""
+    def _summands(self, expr: ast.expr, names: bool) -> list[tuple[ast.expr, ...]]:
+        """The products that an expression is the sum of, with what names are bound to if asked."""
         match expr:
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return self._summands(left) + self._summands(right)
+                return self._summands(left, names) + self._summands(right, names)
             case (
                 ast.BinOp(left=ast.Constant(value=int(times)) as number, op=ast.Mult(), right=one)
                 | ast.BinOp(left=one, op=ast.Mult(), right=ast.Constant(value=int(times)) as number)
             ):
-                inside = self._summands(one)
+                inside = self._summands(one, names)
                 if 0 < len(inside) * times <= self.count:
                     return inside * times
                 return [(*factors, number) for factors in inside]
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                pairs = itertools.product(self._summands(left), self._summands(right))
+                pairs = itertools.product(self._summands(left, names), self._summands(right, names))
                 return [first + second for first, second in pairs]
-            case ast.Name() | ast.Attribute():
+            case ast.Name() | ast.Attribute() if names:
                 meant = self.late.definition(expr)
-                inside = self._summands(meant) if meant is not None else []
+                inside = self._summands(meant, names) if meant is not None else []
                 if len(inside) > 1:
                     return inside
         return [(expr,)]

@@ -258,3 +258,49 @@ def test_a_small_model_may_have_them_in_the_same_ratio(tmp_path):
     with pytest.raises(ValueError, match="which has 96 in this model"):
         module.Model(module.Config(32, 4, 4))
     module.Model(module.Config())
+
+
+PACKED = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, dim=16):
+        super().__init__()
+        self.dim, self.mlp = dim, 4 * dim
+        self.inp = nn.Linear(dim, 3 * dim + self.mlp)
+        self.out = nn.Linear(dim + self.mlp, dim)
+
+    def forward(self, x):
+        qkv, h = self.inp(x).split([3 * self.dim, self.mlp], -1)
+        q, k, v = qkv.chunk(3, -1)
+        return self.out(torch.cat([torch.sigmoid(q) * k * v, torch.relu(h)], -1))
+"""
+OF_PACKED = """\
+import torch
+
+
+def model(m):
+    return m.Net()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 5, 16)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["inp"].shard(["weight", "bias"], axis=0, parts=[16, 16, 16, 64])
+    s["out"].shard("weight", axis=1, parts=[16, 64])
+    s.infer_sync()
+"""
+
+
+def test_a_name_stands_for_itself(tmp_path):
+    """What it is bound to has summands of its own, which are no blocks."""
+    text = rewritten(tmp_path, PACKED, OF_PACKED).files["source_0.py"]
+    assert "parts=(dim, dim, dim, self.mlp)" in text and "parts=(dim, self.mlp)" in text
