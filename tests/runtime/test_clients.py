@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import weight_norm
 
 from slapo_rewrite.runtime import tensor_parallel as tp
 from slapo_rewrite.runtime.conv1d import ColumnParallelConv1D
@@ -60,12 +61,14 @@ def check_adapters():
         model.inner[0] = layer
         model.inner[1] = LowRank(model.inner[1], 6, 6)  # a whole layer
         if tp.world_size() == 1:
+            weight_norm(layer)
             model.inner[0] = LowRank(layer, 6, 6)
             continue
-        words = f"`LowRank` puts parameters beside `0`, a `{type(layer).__name__}`"
-        with pytest.raises(RuntimeError, match=words):
+        with pytest.raises(RuntimeError, match="`0` of `Sequential` works on this rank's part"):
             model.inner[0] = LowRank(layer, 6, 6)
         assert model.inner[0] is layer
+        with pytest.raises(RuntimeError, match="`parametrizations` of `Parametrized"):
+            weight_norm(layer)
 
 
 def check_replicas_of_different_parts():
