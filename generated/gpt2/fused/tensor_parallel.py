@@ -346,21 +346,22 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
     """Refuses to put into `parent` what would train other weights than the model's.
 
     Raises:
-        RuntimeError: An adapter takes the place of a layer that works on parts, or the
-            ranks that hold the parts are taken for replicas.
+        RuntimeError: An adapter or a parametrization comes to a layer that works on
+            parts, or the ranks that hold the parts are taken for replicas.
     """
     if module is None or world_size() == 1:
         return
-    layer: Any = dict(parent.named_children()).get(name)
-    if hasattr(layer, "sharded_parameters") and layer in module.modules():
-        own = set(layer.parameters())
-        if any(parameter not in own for parameter in module.parameters()):
-            raise RuntimeError(
-                f"`{type(module).__name__}` puts parameters beside `{name}`, a "
-                f"`{type(layer).__name__}`, which works on this rank's part: the ranks "
-                "would train different ones. Adapters (LoRA) on such layers are trained "
-                "in one process; leave the layer out of the adapter's targets"
-            )
+    # `parametrizations` is what `torch.nn.utils.parametrize` puts into a layer first.
+    if name == "parametrizations":
+        refused = hasattr(parent, "sharded_parameters")
+    else:
+        refused = is_adapter(module, dict(parent.named_children()).get(name))
+    if refused:
+        raise RuntimeError(
+            f"`{name}` of `{type(parent).__name__}` works on this rank's part: each rank "
+            "would train other parameters beside it. Adapters (LoRA) and parametrizations "
+            "of such layers are trained in one process; leave the layer out of them here"
+        )
     replicas = vars(parent).get("process_group")
     if isinstance(replicas, dist.ProcessGroup) and parts_in(module):
         ranks = dist.get_process_group_ranks
@@ -371,6 +372,13 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
                 "data-parallel group. Without replicas train the model itself, and not by "
                 "Trainer or accelerate, which know no other group"
             )
+
+
+def is_adapter(module: nn.Module, layer: Any) -> bool:
+    """Whether a module adds parameters to a layer that works on parts, which it holds."""
+    if not hasattr(layer, "sharded_parameters") or layer not in module.modules():
+        return False
+    return not {*module.parameters()} <= {*layer.parameters()}
 
 
 def check_parts(layer: Any) -> None:
