@@ -76,6 +76,7 @@ from slapo_rewrite.model.follow import (
 )
 from slapo_rewrite.model.join import find_parameter_site, find_site
 from slapo_rewrite.model.layers import (
+    IN_UNITS,
     MULTIPLIED,
     SHARES,
     Layer,
@@ -410,9 +411,9 @@ class _Collection:
         """The layer with what followed of how it may be split."""
         key = layer_key(node)
         if key in followed.replicated:
-            return replicated(layer, followed.replicated[key]) or layer
+            return replicated(layer, f"self.{followed.replicated[key]}") or layer
         unit = followed.units.get(key)
-        return replace(layer, unit=unit) if unit else layer
+        return replace(layer, unit=unit) if unit and layer.name in IN_UNITS else layer
 
     def _with_parts(self, node: Node, layer: Layer, followed: Followed) -> Layer:
         """The layer with the blocks that its split axis packs written where it is made."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Mapping
 
 from slapo_rewrite import errors
@@ -15,7 +16,7 @@ from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.edit.text import condition
 from slapo_rewrite.edit.weights import written
-from slapo_rewrite.model.layers import Layer
+from slapo_rewrite.model.layers import Layer, Unit
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.sites import Site
 
@@ -138,17 +139,22 @@ class SiteWriter:
             keywords.append(("multiple_of", self._unit(site, layer.unit, causes)))
         return keywords
 
-    def _unit(self, site: Site, attribute: str, causes: tuple[Directive, ...]) -> str:
-        """The worth of an attribute where a layer is made, be the attribute set there or later."""
-        late = Late(self.file, site.function, site.statement)
-        value = late.attribute(attribute)
-        if value is not None:
-            return value
+    def _unit(self, site: Site, unit: Unit, causes: tuple[Directive, ...]) -> str:
+        """The worth of a unit where a layer is made, be its attribute set there or later."""
+        attribute = re.match(r"self\.(\w+)", unit.text)
+        if attribute is None:
+            return unit.text
+        inside = unit.text[attribute.end() :]
+        value = Late(self.file, site.function, site.statement).attribute(attribute[1])
+        if value is not None and (not inside or re.fullmatch(r"[\w.]+", value)):
+            return f"{value}{inside}"
+        if inside and unit.size:  # of what nothing is known yet but its worth
+            return str(unit.size)
         raise errors.UnfollowableConstruction(
-            f"`{site.path}` must be split in multiples of `self.{attribute}`, which is set later",
+            f"`{site.path}` must be split in multiples of `{unit.text}`, which is set later",
             at=self.file.at(site.value),
             also=[c.at for c in causes[:1] if c.at],
-            hint=f"set `self.{attribute}` above `self.{site.path}`",
+            hint=f"set `{attribute[0]}` above `self.{site.path}`",
         )
 
     def _specialised(self, what: MakeClass, causes: tuple[Directive, ...]) -> str:

@@ -25,6 +25,19 @@ class Written:
 
 
 @dataclass(frozen=True)
+class Unit:
+    """What a layer's split must be a multiple of, a head's size say.
+
+    Attributes:
+        text: An expression for it, in words that the constructor of the layer's owner knows.
+        size: What it is worth; 0 where that is not known of this model.
+    """
+
+    text: str
+    size: int = 0
+
+
+@dataclass(frozen=True)
 class Layer:
     """A layer of `slapo_rewrite.runtime` in the place of a torch one.
 
@@ -34,15 +47,14 @@ class Layer:
         keywords: Keyword arguments beside the original's, as values: literals, what a runtime
             module defines, and expressions.
         arguments: What its constructor takes of the original's arguments; empty where it takes all.
-        unit: The attribute of the owner whose value the split must be a multiple of (a head's size,
-            say).
+        unit: What the split must be a multiple of.
     """
 
     module: str
     name: str
     keywords: tuple[tuple[str, object], ...] = ()
     arguments: tuple[str, ...] = ()
-    unit: str | None = None
+    unit: Unit | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,7 @@ def replicated(layer: Layer, unit: str) -> Layer | None:
     if layer.name not in _REPLICATED or {"parts", "gather_output"} & dict(layer.keywords).keys():
         return None
     module, name = _REPLICATED[layer.name]
-    return replace(layer, module=module, name=name, unit=unit)
+    return replace(layer, module=module, name=name, unit=Unit(unit))
 
 
 # The layers that multiply by a matrix and add a bias, and how the product is written.
@@ -93,6 +105,9 @@ MULTIPLIED = {
     "torch.nn.modules.linear.Linear": "linear",
     "transformers.pytorch_utils.Conv1D": "matmul",
 }
+
+# The layers that can be split in units.
+IN_UNITS = {"ColumnParallelLinear", "ColumnParallelConv1D"}
 
 # The attribute that is this rank's share on a layer, and the one that has the whole size, if any.
 SHARES: dict[str, tuple[str, str | None]] = {

@@ -72,6 +72,33 @@ def test_what_a_later_attribute_is_worth(later, unit, tmp_path):
     assert text.count(f"multiple_of={unit}") == 3
 
 
+@pytest.mark.parametrize(
+    ("before", "view", "after", "unit"),
+    [
+        ("self.c = C()", "z.unflatten(-1, (self.c.heads, self.c.hd))", "", "self.c.hd"),
+        ('self.c = {"hd": 4}', 'z.unflatten(-1, (-1, self.c["hd"]))', "", "self.c['hd']"),
+        ("", "z.view(*x.shape[:2], -1, 4)", "", "4"),
+        ("", "z.view(x.size(0), x.size(1), HEADS, 4)", "", "4"),
+        ("", "z.view(x.size(0), x.size(1), -1, HEADS)", "", "HEADS"),
+        ("", "z.unflatten(-1, (-1, self.c.hd))", "self.c = C()", "4"),
+        ("self.c = C()", "heads_of(z, self.c.hd)", "", "4"),
+    ],
+)
+def test_a_size_of_heads_that_is_no_attribute(before, view, after, unit, tmp_path):
+    """Heads that would be cut are refused where the layer is made, and never rounded."""
+    source = SOURCE.replace("LATER", after).replace(
+        "for f in (self.q, self.k, self.v))", "for z in (self.q(x), self.k(x), self.v(x)))"
+    )
+    source = source.replace("f(x).unflatten(-1, (-1, self.hd))", view)
+    source = source.replace("super().__init__()\n", f"super().__init__()\n        {before}\n")
+    source += (
+        "\n\nclass C:\n    heads, hd = 4, 4\n"
+        "\n\ndef heads_of(z, hd):\n    return z.view(*z.shape[:-1], z.shape[-1] // hd, hd)\n"
+    )
+    text = rewritten(tmp_path, source, SCHEDULE).files["source_0.py"]
+    assert text.count(f"multiple_of={unit}") == 3
+
+
 def test_the_numbers_are_right(tmp_path):
     case = {"late": Case(SOURCE.replace("LATER", "self.hd = dim // heads"), SCHEDULE)}
     prepare(tmp_path, case)

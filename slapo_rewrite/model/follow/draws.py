@@ -71,7 +71,7 @@ def out_of_step(tree: Tree, asked: Asked, followed: Followed) -> Iterator[tuple[
             and node.owner is not None
             and layer_key(node) not in followed.replicated
         ):
-            even.add(width(node.live) // int(getattr(node.owner.live, unit)))
+            even.add(width(node.live) // unit.size)
     common = math.gcd(*even)
     for draw in sorted(followed.draws, key=lambda d: (d.callers, d.source)):
         for world in range(2, min(draw.blocks) + 1):

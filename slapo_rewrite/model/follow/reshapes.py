@@ -17,12 +17,8 @@ from slapo_rewrite.model.follow.packing import Blocks, described
 from slapo_rewrite.model.follow.record import Entry
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.sizes import Attribute, Shape, groups, numbers, product
-from slapo_rewrite.model.follow.vocabulary import (
-    CannotFollow,
-    Indivisible,
-    LayerKey,
-    layer_key,
-)
+from slapo_rewrite.model.follow.units import note_unit, single_head
+from slapo_rewrite.model.follow.vocabulary import CannotFollow, Indivisible
 
 
 def view(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
@@ -169,7 +165,7 @@ def _fitted(
         try:
             change(run, tensor, size, want, index, template, "this reshapes to")
         except CannotFollow as error:
-            error.single = _single_head(run, tensor, size)
+            error.single = single_head(run, tensor, size)
             raise
         fitted[axis] = want
     return fitted
@@ -213,7 +209,7 @@ def _regrouped(
             )
         wanted[chosen] = now // rest
         blocks[chosen] = (whole_out[chosen] // outer,) * outer
-        _note_unit(run, tensor, sizes, chosen, outs)
+        note_unit(run, tensor, sizes, chosen, outs, whole_out[chosen])
     return wanted, blocks
 
 
@@ -249,44 +245,3 @@ def _not_in_parts(run: Run, tensor: torch.Tensor, packed: Shape) -> CannotFollow
         "take the parts apart first, with `split` or `chunk`, or shard with the `parts` that are "
         "meant here",
     )
-
-
-def _note_unit(
-    run: Run, tensor: torch.Tensor, sizes: list[int], chosen: int, outs: list[int]
-) -> None:
-    """A head's size that is an attribute is the unit in which the layer must be split.
-
-    Unless the number of heads is an attribute too, and refuses what it does not divide by itself:
-    a number that is made of the tensor's own size would be rounded.
-    """
-    inner = [sizes[j] for j in outs if j > chosen]
-    head = _head_of(run, tensor, inner[0]) if len(inner) == 1 else None
-    if head is not None:
-        layer, attribute = head
-        run.followed.heads[layer] = attribute
-        if not run.wanted.sizes & set(getattr(sizes[chosen], "attributes", ())):
-            run.followed.units[layer] = attribute
-
-
-def _single_head(run: Run, tensor: torch.Tensor, size: int) -> tuple[LayerKey, str] | None:
-    """The layer whose output is one head, as wide as those of another layer beside it."""
-    found = _head_of(run, tensor, size)
-    if found is None:
-        return None
-    (owner, _), attribute = found
-    beside = {name for (cls, _), name in run.followed.heads.items() if cls is owner}
-    layer: Any = run.tree.nodes[run.origins[id(tensor)]].live
-    alone = getattr(layer, "out_features", None) == size
-    return found if alone and attribute in beside else None
-
-
-def _head_of(run: Run, tensor: torch.Tensor, size: int) -> tuple[LayerKey, str] | None:
-    """The layer that a tensor comes from, with the attribute of its owner that a size is."""
-    path = run.origins.get(id(tensor))
-    if path is None:
-        return None
-    node = run.tree.nodes[path]
-    for attribute in getattr(size, "attributes", ()):
-        if node.owner is not None and node.owner.live.__dict__.get(attribute.name) is size:
-            return layer_key(node), attribute.name
-    return None

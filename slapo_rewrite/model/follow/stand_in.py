@@ -150,7 +150,7 @@ class StandIn:
         return replace(
             found,
             heads={keys[key]: name for key, name in found.heads.items()},
-            units={keys[key]: name for key, name in found.units.items()},
+            units={keys[key]: replace(unit, size=0) for key, unit in found.units.items()},
             replicated={keys[key]: name for key, name in found.replicated.items()},
             arguments={replace(a, source=self._path(a.source)) for a in found.arguments},
             given_parts={(place, paths[path]) for place, path in found.given_parts},

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slapo_rewrite.model.follow.sizes import Attribute
-from slapo_rewrite.model.layers import Layer
+from slapo_rewrite.model.layers import Layer, Unit
 from slapo_rewrite.model.tree import Node
 
 # A layer by the class of the module that makes it, and by its path from there.
@@ -258,7 +258,7 @@ class Followed:
     Attributes:
         sizes: Integer attributes that become this rank's share.
         heads: The attribute that is a head's size, for each layer that gives heads.
-        units: The same for those whose split must be made a multiple of it.
+        units: What the split of a layer must be a multiple of.
         replicated: The layers of which several ranks may hold the same heads.
         repeats: Attributes that say how often such heads are repeated.
         may_repeat: Attributes that heads are repeated by which no rank shares with another.
@@ -285,7 +285,7 @@ class Followed:
 
     sizes: frozenset[Attribute] = frozenset()
     heads: dict[LayerKey, str] = field(default_factory=dict)
-    units: dict[LayerKey, str] = field(default_factory=dict)
+    units: dict[LayerKey, Unit] = field(default_factory=dict)
     replicated: Mapping[LayerKey, str] = field(default_factory=dict)
     repeats: frozenset[Attribute] = frozenset()
     may_repeat: set[Attribute] = field(default_factory=set)

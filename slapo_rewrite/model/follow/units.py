@@ -1,0 +1,140 @@
+"""In which units a layer has to be split: heads that are counted, or whose size is given.
+
+A layer's features are regrouped in heads after it. A rank must have whole ones, and where the
+number of heads is no attribute, which refuses what it does not divide, the layer has to know: a
+number that `forward` makes of the tensor's own size would only be rounded.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from slapo_rewrite.model.follow.places import calling_frame, place_of, text_at
+from slapo_rewrite.model.follow.run import Run
+from slapo_rewrite.model.follow.vocabulary import CannotFollow, LayerKey, layer_key
+from slapo_rewrite.model.layers import Unit
+from slapo_rewrite.model.tree import Node
+
+
+def note_unit(
+    run: Run,
+    tensor: torch.Tensor,
+    sizes: Sequence[int],
+    chosen: int,
+    outs: Sequence[int],
+    heads: int,
+) -> None:
+    """Notes the unit in which the layer that gives a tensor must be split, if it gives heads.
+
+    Args:
+        run: The run.
+        tensor: What is regrouped.
+        sizes: The sizes that it is told, of all axes.
+        chosen: The axis among them that counts the heads.
+        outs: The axes that its features are regrouped in.
+        heads: How many there are in the whole model.
+
+    Raises:
+        CannotFollow: The number of heads is rounded, and it is not known to what.
+    """
+    inner = [axis for axis in outs if axis > chosen]
+    path = run.origins.get(id(tensor))
+    if len(inner) != 1 or path is None:
+        return
+    size, count, node = sizes[inner[0]], sizes[chosen], run.tree.nodes[path]
+    key, attribute = layer_key(node), head_of(run, tensor, size)
+    if attribute is not None:
+        run.followed.heads[key] = attribute
+    if run.wanted.sizes & set(getattr(count, "attributes", ())) or size == -1:
+        return  # the number says for itself what it does not divide, or is what is left
+    if attribute is not None:
+        run.followed.units[key] = Unit(f"self.{attribute}", int(size))
+        return
+    text = _written(run, node, len(sizes), inner[0], list(outs).index(inner[0]))
+    if text is not None:
+        known = run.followed.units.get(key, Unit(text, int(size)))
+        run.followed.units[key] = Unit(text, int(size) if known.size == size else 0)
+    elif int(count) not in (-1, heads):
+        # The instances of a class may have heads of different sizes.
+        unit = Unit(str(int(size)), int(size))
+        if run.has_values or run.followed.units.setdefault(key, unit) != unit:
+            raise CannotFollow(
+                f"`{path}` gives heads of {int(size)} features, which are counted here by a "
+                "rank's share of them, and would be cut on some numbers of ranks",
+                run.place(),
+                path,
+                "keep a head's size in an integer attribute of the module that makes the layer",
+            )
+
+
+def head_of(run: Run, tensor: torch.Tensor, size: int) -> str | None:
+    """The attribute that a size is, of the module that makes the layer that a tensor comes from."""
+    path = run.origins.get(id(tensor))
+    node = run.tree.nodes[path] if path is not None else None
+    for attribute in getattr(size, "attributes", ()):
+        if node and node.owner and node.owner.live.__dict__.get(attribute.name) is size:
+            return str(attribute.name)
+    return None
+
+
+def single_head(run: Run, tensor: torch.Tensor, size: int) -> tuple[LayerKey, str] | None:
+    """The layer whose output is one head, as wide as those of another layer beside it."""
+    attribute = head_of(run, tensor, size)
+    if attribute is None:
+        return None
+    node = run.tree.nodes[run.origins[id(tensor)]]
+    owner, _ = key = layer_key(node)
+    beside = {name for (cls, _), name in run.followed.heads.items() if cls is owner}
+    layer: Any = node.live
+    alone = getattr(layer, "out_features", None) == size
+    return (key, attribute) if alone and attribute in beside else None
+
+
+def _written(run: Run, node: Node, count: int, axis: int, inner: int) -> str | None:
+    """A size as it is written, in words that the constructor of the layer's owner knows."""
+    frame = calling_frame()
+    place = place_of(frame) if frame is not None else None
+    if frame is None or place is None or node.owner is None:
+        return None
+    expr = _size_at(text_at(place), count, axis, inner)
+    code = frame.f_code
+    known = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    match expr:
+        case ast.Constant(value=int()):
+            return ast.unparse(expr)
+        case ast.Name(id=name):
+            return name if name not in known and name in frame.f_globals else None
+        case ast.Attribute() | ast.Subscript(slice=ast.Constant()):
+            root: ast.expr = expr
+            while isinstance(root, (ast.Attribute, ast.Subscript)):
+                root = root.value
+            mine = ast.unparse(root) == "self" and frame.f_locals.get("self") is node.owner.live
+            return ast.unparse(expr) if mine else None
+    return None
+
+
+def _size_at(text: str, count: int, axis: int, inner: int) -> ast.expr | None:
+    """The size of an axis in the text of a call that regroups axes."""
+    try:
+        call = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return None
+    if not isinstance(call, ast.Call):
+        return None
+    given: list[ast.expr] = list(call.args)
+    if ast.unparse(call.func).endswith("unflatten"):
+        given, axis, count = given[-1:], inner, 0
+    if len(given) in (1, 2) and isinstance(given[-1], (ast.Tuple, ast.List)):
+        given = given[-1].elts
+    if count and len(given) != count and any(isinstance(g, ast.Starred) for g in given):
+        given, axis = given[axis - count :], 0  # counted from the end
+    plain = not any(isinstance(g, ast.Starred) for g in given[axis:])
+    return (
+        given[axis]
+        if axis < len(given) and plain and (count in (0, len(given)) or not axis)
+        else None
+    )
