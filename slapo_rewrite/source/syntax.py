@@ -220,6 +220,50 @@ def names_read(source: str) -> set[str]:
     return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
 
 
+# What tells a tensor's sizes.
+_SIZES = {"shape", "size", "numel", "nelement"}
+
+
+def sizes_in_tests(source: str) -> set[str]:
+    """What a function's branches ask about the sizes of tensors, but to raise an error.
+
+    Args:
+        source: The function's text, indented as it may be.
+    """
+    function = ast.parse(textwrap.dedent(source))
+    sizes: set[str] = set()
+    asked: set[str] = set()
+
+    def tells(expr: ast.expr) -> bool:
+        return any(
+            (isinstance(n, ast.Attribute) and n.attr in _SIZES)
+            or (isinstance(n, ast.Name) and n.id in sizes)
+            for n in ast.walk(expr)
+        )
+
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and tells(node.value) and _is_number(node.value):
+            wanted = node.targets[0]
+            each = wanted.elts if isinstance(wanted, ast.Tuple) else [wanted]
+            sizes |= {n.id for n in each if isinstance(n, ast.Name)}
+    for node in ast.walk(function):
+        if isinstance(node, (ast.If, ast.IfExp, ast.While)) and tells(node.test):
+            body = node.body if isinstance(node, ast.If) else []
+            if not (len(body) == 1 and isinstance(body[0], ast.Raise)):
+                asked.add(ast.unparse(node.test))
+    return asked
+
+
+def _is_number(expr: ast.expr) -> bool:
+    """Whether an expression that tells sizes is made of numbers alone."""
+    calls = [n.func for n in ast.walk(expr) if isinstance(n, ast.Call)]
+    return all(
+        (isinstance(f, ast.Attribute) and f.attr in _SIZES)
+        or (isinstance(f, ast.Name) and f.id in {"int", "len", "max", "min"})
+        for f in calls
+    )
+
+
 def names_in_tests(source: str) -> set[str]:
     """The names that a function's branches ask about.
 

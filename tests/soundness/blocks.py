@@ -579,7 +579,7 @@ def placed(rng: random.Random, net: Net) -> None:
             inner = f"self.{path}_norm(x)" if normed_first else "x"
             inner = f"x={inner}" if rng.random() < 0.15 else inner
             choices = [f"x = x + self.{path}({inner})"] * 3 + [f"x = self.{path}({inner})"]
-            if rng.random() < 0.1:
+            if rng.random() < 0.1 and "scale=1.0" not in net.arguments:
                 net.arguments.append("scale=1.0")
                 net.flags.append('{"scale": 0.0}')
                 choices = [f"x = x + self.{path}({inner}) * scale"]

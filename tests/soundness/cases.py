@@ -253,6 +253,8 @@ if soft:↵    h = h.softmax(-1)↵arg:soft=False
 h = h.softmax(-1) if mode == "soft" else h↵arg:mode="plain"
 h = h if extra is None else h * extra.softmax(-1)↵arg:extra=None
 h = h if scale == 0.0 else h.softmax(-1)↵arg:scale=0.0
+h = h.softmax(-1) if x.size(0) > 3 else h
+b, s, _ = x.shape↵if b * s > 36:↵    h = h.softmax(-1)
 h = h.relu() if h.size(-1) >= 8 else h.tanh()"""),
     "A9": ("part", """\
 h = h * h.new_tensor(h.size(-1))

@@ -12,6 +12,7 @@ import argparse
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from tests.soundness import blocks, mutate, ops
+from tests.soundness import blocks, mutate, ops, spelled
 from tests.soundness.pairs import (
     CRASHED,
     DEFECTS,
@@ -39,7 +40,12 @@ from tests.soundness.pairs import (
 from tests.soundness.ranks import Ranks
 from tests.soundness.shrinking import shrunk
 
-GENERATORS = {"ops": ops.pair, "blocks": blocks.pair, "mutate": mutate.pair}
+GENERATORS = {
+    "ops": ops.pair,
+    "blocks": blocks.pair,
+    "mutate": mutate.pair,
+    "spelled": spelled.pair,
+}
 FRESH = 1500  # pairs that one process judges; what torch and the tool remember grows
 
 
@@ -113,6 +119,12 @@ def main() -> int:
     asked = vain = 0
     deadline = time.monotonic() + options.seconds
     print(f"seed {seed}", flush=True)
+
+    def stop(*_: object) -> None:  # and say what there was until then
+        nonlocal deadline
+        deadline = 0.0
+
+    signal.signal(signal.SIGTERM, stop)
     with Ranks() as ranks:
         judge = Judge(ranks)
         for done, (kind, own, pair) in enumerate(pairs(seed, options.kinds.split(","))):

@@ -43,7 +43,8 @@ def test_what_is_ordinary_is_right(ranks, name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "accepted"), [("ops", 40, 8), ("blocks", 12, 6), ("mutate", 12, 0)]
+    ("kind", "count", "accepted"),
+    [("ops", 40, 8), ("blocks", 12, 6), ("mutate", 12, 0), ("spelled", 24, 4)],
 )
 def test_random_pairs(ranks, kind, count, accepted):
     """A fall of what is accepted is a failure as well."""

@@ -42,7 +42,7 @@ from slapo_rewrite.model.follow.vocabulary import (
 )
 from slapo_rewrite.model.follow.wrapped import never_run, noting, wrapped_forwards
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.source.syntax import names_in_tests, names_read
+from slapo_rewrite.source.syntax import names_in_tests, names_read, sizes_in_tests
 
 # The runs of a whole model, by the layers that it is watched for and by the way through it.
 Records = dict[tuple[frozenset[str], Way], Whole]
@@ -173,15 +173,8 @@ class _Following:
                 if way.training is False and self.whole.same_calls(main[1]):
                     continue
                 further = self._search(guess)
-                if (further.sizes, further.heads) != (followed.sizes, followed.heads):
+                if further.sizes != followed.sizes or not followed.take_in(further):
                     raise CannotFollow("other sizes have to be a rank's share", None)
-                followed.arguments |= further.arguments
-                followed.given_parts |= further.given_parts
-                followed.given_whole |= further.given_whole
-                followed.readings |= further.readings
-                followed.cuts |= further.cuts
-                followed.shared |= further.shared
-                followed.summed |= further.summed
             except CannotRun as error:
                 if not error.raised:
                     followed.unfollowed.append((f"{way} the model does not run: {error}", None))
@@ -213,13 +206,11 @@ class _Following:
                 yield name, parameter.default
 
     def _note_choices(self, followed: Followed) -> None:
-        """Notes the arguments with other defaults by which `forward` chooses its way."""
+        """Notes what `forward` chooses its way by besides: other arguments, and other sizes."""
         known = hasattr(getattr(self.model, "config", None), "to_dict")
         not_given = [(n, d) for n, d in self._not_given() if not isinstance(d, bool)]
-        if not not_given:
-            return
         read, asked = self._names_in(type(self.model), names_read), set[str]()
-        for cls in {node.cls for node in self.tree.nodes.values()}:
+        for cls in {node.cls: None for node in self.tree.nodes.values()}:
             asked |= self._names_in(cls, names_in_tests)
         for name, default in not_given:
             # What a model of a library does without is its own affair, and well known.
@@ -231,6 +222,12 @@ class _Following:
                     f"`{name}` decides which way `forward` goes, and only {name}={default!r} was"
                 )
                 followed.unfollowed.append((f"{words} followed: give it in inputs(model)", None))
+        sizes = set[str]()
+        for cls in {node.cls: None for node in self.tree.nodes.values()} if not known else ():
+            sizes |= self._names_in(cls, sizes_in_tests)
+        for test in sorted(sizes):
+            words = f"`{test}` decides which way `forward` goes, by sizes, and only those of"
+            followed.unfollowed.append((f"{words} inputs(model) were followed", None))
 
     def _names_in(self, cls: type, names: Callable[[str], set[str]]) -> set[str]:
         """Names in the text of a class's `forward`; none where it may not be changed."""

@@ -7,7 +7,7 @@ it. Nothing here runs anything.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from slapo_rewrite.model.follow.sizes import Attribute
 from slapo_rewrite.model.layers import Layer, Unit
@@ -304,6 +304,20 @@ class Followed:
     even: set[int] = field(default_factory=set)
     questions: set[Place] = field(default_factory=set)
     unfollowed: list[tuple[str, Place | None]] = field(default_factory=list)
+
+    def take_in(self, other: Followed) -> bool:
+        """Adds what follows on another way; False where a layer's heads would be of two sizes."""
+        if any(self.heads.get(key, name) != name for key, name in other.heads.items()):
+            return False
+        for each in fields(self):
+            mine, others = getattr(self, each.name), getattr(other, each.name)
+            if each.name not in _TAKEN and isinstance(mine, (set, frozenset, dict)):
+                setattr(self, each.name, others | mine)  # of two that differ, what is known
+        return True
+
+
+# What a run takes for granted, and asks of its own.
+_TAKEN = {"sizes", "replicated", "repeats", "questions"}
 
 
 class CannotRun(Exception):
