@@ -82,6 +82,7 @@ def test_what_a_later_attribute_is_worth(later, unit, tmp_path):
         ("", "z.view(x.size(0), x.size(1), -1, HEADS)", "", "HEADS"),
         ("", "z.unflatten(-1, (-1, self.c.hd))", "self.c = C()", "4"),
         ("self.c = C()", "heads_of(z, self.c.hd)", "", "4"),
+        ("self.c = C()", "z.view(((*x.shape[:-1], -1, self.c.hd)))", "", "self.c.hd"),
     ],
 )
 def test_a_size_of_heads_that_is_no_attribute(before, view, after, unit, tmp_path):

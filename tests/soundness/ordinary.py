@@ -197,6 +197,9 @@ ORDINARY = {
         "return F.linear(h.relu(), self.down.weight, bias=self.down.bias)",
         FEED_FORWARD,
     ),
+    "forward called by name": block(
+        UP_DOWN, "return self.down.forward(self.up.forward(x).relu())", FEED_FORWARD
+    ),
     "one of two of a class": block(
         "self.e, self.one, self.other = nn.Embedding(24, 8), Twin(), Twin()",
         "ids = (x[..., 0] * 100).long().abs() % 24\nx = x + self.e(ids)\n"

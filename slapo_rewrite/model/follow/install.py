@@ -23,7 +23,7 @@ from slapo_rewrite.model.follow.flow import PART, PARTIAL, REDUCE, WHOLE, Misuse
 from slapo_rewrite.model.follow.packing import ratio_of
 from slapo_rewrite.model.follow.run import Run
 from slapo_rewrite.model.follow.sizes import Attribute, Size, tensors
-from slapo_rewrite.model.follow.spelled import is_linear
+from slapo_rewrite.model.follow.spelled import forwards_watched, is_linear
 from slapo_rewrite.model.follow.vocabulary import (
     Border,
     Indivisible,
@@ -52,7 +52,8 @@ def installed(run: Run, device: torch.device) -> Iterator[None]:
         for path, holder in holders.items():
             _mark_sizes(run, run.tree.nodes[path], holder, undo)
         _watch_functions(run, undo)
-        yield
+        with forwards_watched(run.layers, lambda: run.depth > 0):
+            yield
     finally:
         for action in reversed(undo):
             action()
@@ -105,6 +106,7 @@ def _install_layer(run: Run, node: Node, layer: Layer, undo: list[Callable[[], N
     new.register_forward_pre_hook(functools.partial(enter_layer, run))
     new.register_forward_hook(functools.partial(leave_layer, run))
     object.__setattr__(new, "_followed_path", node.path)
+    run.layers.append(new)
     if is_linear(node.live):
         run.linear.append(new)
     modules, old = parent.live._modules, node.live

@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.model.follow.sizes import Shape, numbers, shapes, tensors
-from slapo_rewrite.model.follow.spelled import is_linear, spelled_call
+from slapo_rewrite.model.follow.spelled import forwards_watched, is_linear, spelled_call
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Tree
 
@@ -94,13 +94,13 @@ class Whole(TorchFunctionMode):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Skips what happens inside the layers."""
-        handles = []
-        for path in self.layers:
-            live = self.tree.nodes[path].live
+        handles, layers = [], [self.tree.nodes[path].live for path in self.layers]
+        for live in layers:
             handles.append(live.register_forward_pre_hook(self._enter))
             handles.append(live.register_forward_hook(self._leave))
         try:
-            yield
+            with forwards_watched(layers, lambda: self.depth > 0):
+                yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -209,7 +209,7 @@ def _regrouped(
             )
         wanted[chosen] = now // rest
         blocks[chosen] = (whole_out[chosen] // outer,) * outer
-        note_unit(run, tensor, sizes, chosen, outs, whole_out[chosen])
+        note_unit(run, tensor, sizes, chosen, outs, whole_out)
     return wanted, blocks
 
 

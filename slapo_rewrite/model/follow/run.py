@@ -88,7 +88,8 @@ class Run:
         fed: Values, by their ids, that a loss takes as the parts that they are.
         viewed: The tensor, by its id, that another one has the same elements as, or some of them.
         zeros: Tensors, by their ids, that were made as zeros.
-        linear: The sharded linear layers that stand in the model.
+        layers: The sharded layers that stand in the model.
+        linear: The linear ones among them.
         calls: Calls that are told a size, as code and instruction, each with the modules, by their
             ids, in whose methods they are made, and whether they are given parts there.
         alive: Every tensor that something is known of, so that no other gets its id.
@@ -124,6 +125,7 @@ class Run:
         self.fed: set[int] = set()
         self.viewed: dict[int, int] = {}
         self.zeros: set[int] = set()
+        self.layers: list[nn.Module] = []
         self.linear: list[nn.Module] = []
         self.calls: dict[tuple[types.CodeType, int], set[tuple[int, bool]]] = {}
         self.alive: list[Any] = []

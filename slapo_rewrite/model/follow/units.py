@@ -15,6 +15,7 @@ import torch
 
 from slapo_rewrite.model.follow.places import calling_frame, place_of, text_at
 from slapo_rewrite.model.follow.run import Run
+from slapo_rewrite.model.follow.sizes import Shape
 from slapo_rewrite.model.follow.vocabulary import CannotFollow, LayerKey, layer_key
 from slapo_rewrite.model.layers import Unit
 from slapo_rewrite.model.tree import Node
@@ -26,7 +27,7 @@ def note_unit(
     sizes: Sequence[int],
     chosen: int,
     outs: Sequence[int],
-    heads: int,
+    whole: Shape,
 ) -> None:
     """Notes the unit in which the layer that gives a tensor must be split, if it gives heads.
 
@@ -36,7 +37,7 @@ def note_unit(
         sizes: The sizes that it is told, of all axes.
         chosen: The axis among them that counts the heads.
         outs: The axes that its features are regrouped in.
-        heads: How many there are in the whole model.
+        whole: The sizes in the whole model.
 
     Raises:
         CannotFollow: The number of heads is rounded, and it is not known to what.
@@ -49,8 +50,8 @@ def note_unit(
     key, attribute = layer_key(node), head_of(run, tensor, size)
     if attribute is not None:
         run.followed.heads[key] = attribute
-    if run.wanted.sizes & set(getattr(count, "attributes", ())) or size == -1:
-        return  # the number says for itself what it does not divide, or is what is left
+    if run.wanted.sizes & set(getattr(count, "attributes", ())) or int(size) != whole[inner[0]]:
+        return  # the number says for itself what it does not divide, or the size is made of it
     if attribute is not None:
         run.followed.units[key] = Unit(f"self.{attribute}", int(size))
         return
@@ -58,17 +59,18 @@ def note_unit(
     if text is not None:
         known = run.followed.units.get(key, Unit(text, int(size)))
         run.followed.units[key] = Unit(text, int(size) if known.size == size else 0)
-    elif int(count) not in (-1, heads):
-        # The instances of a class may have heads of different sizes.
-        unit = Unit(str(int(size)), int(size))
-        if run.has_values or run.followed.units.setdefault(key, unit) != unit:
-            raise CannotFollow(
-                f"`{path}` gives heads of {int(size)} features, which are counted here by a "
-                "rank's share of them, and would be cut on some numbers of ranks",
-                run.place(),
-                path,
-                "keep a head's size in an integer attribute of the module that makes the layer",
-            )
+        return
+    # The instances of a class may have heads of different sizes.
+    unit = Unit(str(int(size)), int(size))
+    fits = not run.has_values and run.followed.units.setdefault(key, unit) == unit
+    if not fits and int(count) not in (-1, whole[chosen]):
+        raise CannotFollow(
+            f"`{path}` gives heads of {int(size)} features, which are counted here by a rank's "
+            "share of them, and would be cut on some numbers of ranks",
+            run.place(),
+            path,
+            "keep a head's size in an integer attribute of the module that makes the layer",
+        )
 
 
 def head_of(run: Run, tensor: torch.Tensor, size: int) -> str | None:
