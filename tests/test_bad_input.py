@@ -268,6 +268,9 @@ def test_a_source_that_cannot_be_imported(run: Run):
     (run.folder / "net.py").write_text("import no_such_package_here\n")
     text = run("pass")
     assert "cannot be imported: ModuleNotFoundError" in text and "net.py:1" in text
+    (run.folder / "net.py").write_text("import torch\n\n\ndef twice(a, a):\n    pass\n")
+    text = run("pass")
+    assert "SyntaxError: duplicate argument 'a'" in text and "net.py:4" in text
 
 
 def test_a_name_that_is_taken(run: Run):

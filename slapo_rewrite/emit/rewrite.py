@@ -495,6 +495,8 @@ def import_source(file: SourceFile) -> types.ModuleType:
             ),
             None,
         )
+        if isinstance(error, SyntaxError) and os.path.realpath(error.filename or "") == here:
+            line = error.lineno  # what parses need not compile
         at = errors.Span(file.display, line, 1, 1, file.line(line)) if line else None
         raise errors.SourceError(
             f"`{file.display}` cannot be imported: {type(error).__name__}: {error}",
