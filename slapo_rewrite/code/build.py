@@ -1,0 +1,260 @@
+"""The one maker of libcst nodes: expressions, calls and statements from templates.
+
+A template is Python with `{name}` where a node goes. What is put in the place of an operand gets
+parentheses where it needs them, and what is put where anything may stand loses its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import libcst as cst
+
+# Stands for itself wherever an expression can.
+_CLOSED = (
+    cst.Name,
+    cst.Attribute,
+    cst.Call,
+    cst.Subscript,
+    cst.BaseNumber,
+    cst.SimpleString,
+    cst.FormattedString,
+    cst.List,
+    cst.ListComp,
+    cst.Dict,
+    cst.DictComp,
+    cst.Set,
+    cst.SetComp,
+    cst.Ellipsis,
+)
+# Needs parentheses even where any other expression stands without: `f((a, b))`.
+_OPEN = (cst.Tuple, cst.Yield, cst.NamedExpr, cst.GeneratorExp)
+# What holds an expression that may be any, but one of `_OPEN`.
+_HOLDERS = (
+    cst.Arg,
+    cst.Assign,
+    cst.AnnAssign,
+    cst.AugAssign,
+    cst.AssignTarget,
+    cst.Return,
+    cst.Expr,
+    cst.Element,
+    cst.DictElement,
+    cst.Index,
+    cst.Param,
+    cst.Annotation,
+    cst.For,
+    cst.If,
+    cst.While,
+    cst.WithItem,
+    cst.Assert,
+    cst.Decorator,
+    cst.ListComp,
+    cst.SetComp,
+    cst.GeneratorExp,
+    cst.DictComp,
+)
+# Of these, what may be a tuple without parentheses as well.
+_WHOLE = (
+    cst.Assign,
+    cst.AnnAssign,
+    cst.AugAssign,
+    cst.Return,
+    cst.Expr,
+    cst.Index,
+    cst.For,
+    cst.CompFor,
+)
+
+_BINDING: dict[type[cst.BaseBinaryOp], int] = {
+    cst.Add: 1,
+    cst.Subtract: 1,
+    cst.Multiply: 2,
+    cst.Divide: 2,
+    cst.FloorDivide: 2,
+    cst.Modulo: 2,
+    cst.MatrixMultiply: 2,
+    cst.Power: 3,
+}
+
+Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+Operand = cst.BaseExpression | str
+Node = TypeVar("Node", bound=cst.CSTNode)
+
+_PLACEHOLDER = "slapo_rewrite_operand_"
+_EMPTY = cst.Module([])
+
+
+def code(node: cst.CSTNode) -> str:
+    """The text of a node, without the line end of a statement."""
+    return _EMPTY.code_for_node(node).rstrip("\n")
+
+
+def parsed(text: str) -> cst.BaseExpression:
+    """An expression from its text."""
+    return cst.parse_expression(text)
+
+
+def paren(node: cst.BaseExpression) -> cst.BaseExpression:
+    """An expression that stands for itself in every context: in parentheses where it needs them."""
+    if isinstance(node, _CLOSED) or node.lpar:
+        return node
+    return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+
+
+def parenthesised(text: str) -> str:
+    """An expression's text, in parentheses unless it stands for itself in every context."""
+    node = parsed(text)
+    return text if isinstance(node, _CLOSED) or node.lpar else f"({text})"
+
+
+def bare(node: cst.BaseExpression) -> cst.BaseExpression:
+    """An expression without parentheses around it that it does not need where anything may stand.
+
+    Parentheses with a comment in them stay, and those of a tuple.
+    """
+    if not node.lpar or isinstance(node, _OPEN) or len(node.lpar) != len(node.rpar):
+        return node
+    around = [*(p.whitespace_after for p in node.lpar), *(p.whitespace_before for p in node.rpar)]
+    if not all(isinstance(space, cst.SimpleWhitespace) for space in around):
+        return node
+    return node.with_changes(lpar=[], rpar=[])
+
+
+def fitting(node: cst.BaseExpression, parent: cst.CSTNode | None) -> cst.BaseExpression:
+    """An expression as it can stand in a node: in parentheses where it needs them there."""
+    if isinstance(parent, _WHOLE):
+        return node
+    if isinstance(parent, _HOLDERS):
+        is_starred = isinstance(parent, cst.Arg) and bool(parent.star)
+        return paren(node) if isinstance(node, _OPEN) or is_starred else node
+    if isinstance(parent, cst.BinaryOperation) and isinstance(node, cst.BinaryOperation):
+        return node if _binds(node) > _binds(parent) else paren(node)
+    return paren(node)
+
+
+def _binds(node: cst.BinaryOperation) -> int:
+    """How tightly an operation binds its operands."""
+    return next((n for kind, n in _BINDING.items() if isinstance(node.operator, kind)), 0)
+
+
+def expression(template: str, **operands: Operand) -> cst.BaseExpression:
+    """An expression with nodes, or texts of expressions, in the places of its `{names}`."""
+    made: cst.BaseExpression = _filled(_expression(_named(template, operands)), operands)
+    return made
+
+
+def statement(template: str, **operands: Operand) -> Statement:
+    """A statement, likewise."""
+    made: Statement = _filled(_statement(_named(template, operands)), operands)
+    return made
+
+
+def call(
+    callee: str, *arguments: Operand, keywords: Iterable[tuple[str, Operand]] = ()
+) -> cst.Call:
+    """A call of what a dotted name means."""
+    given = [cst.Arg(_argument(a)) for a in arguments]
+    given += [_keyword(name, value) for name, value in keywords]
+    return cst.Call(parsed(callee), given)
+
+
+def conditional(
+    body: cst.BaseExpression, test: Operand, orelse: cst.BaseExpression
+) -> cst.BaseExpression:
+    """`body if test else orelse`; what stands last may be one as well."""
+    last = orelse if isinstance(orelse, cst.IfExp) else paren(orelse)
+    return cst.IfExp(test=_node(test), body=paren(body), orelse=last)
+
+
+def with_keywords(made: cst.Call, keywords: Iterable[tuple[str, Operand]]) -> cst.Call:
+    """A call with further keyword arguments; its layout and its trailing comma stay."""
+    for name, value in keywords:
+        made = made.with_changes(args=_appended(made.args, _keyword(name, value)))
+    return made
+
+
+def with_callee(made: cst.Call, callee: Operand) -> cst.Call:
+    """A call of something else with the same arguments."""
+    return made.with_changes(func=paren(_node(callee)))
+
+
+def dotted(text: str) -> cst.Name | cst.Attribute:
+    """A dotted name."""
+    node = parsed(text)
+    assert isinstance(node, (cst.Name, cst.Attribute))
+    return node
+
+
+def _node(operand: Operand) -> cst.BaseExpression:
+    return parsed(operand) if isinstance(operand, str) else operand
+
+
+def _argument(operand: Operand) -> cst.BaseExpression:
+    node = bare(_node(operand))
+    return paren(node) if isinstance(node, _OPEN) else node
+
+
+def _keyword(name: str, value: Operand) -> cst.Arg:
+    space = cst.SimpleWhitespace("")
+    return cst.Arg(
+        _argument(value),
+        keyword=cst.Name(name),
+        equal=cst.AssignEqual(whitespace_before=space, whitespace_after=space),
+    )
+
+
+def _appended(args: Iterable[cst.Arg], added: cst.Arg) -> list[cst.Arg]:
+    given = [*args]
+    if not given:
+        return [added]
+    *before, last = given
+    if isinstance(last.comma, cst.Comma):  # a trailing comma stays one
+        added = added.with_changes(comma=last.comma)
+    else:
+        added = added.with_changes(whitespace_after_arg=last.whitespace_after_arg)
+        last = last.with_changes(whitespace_after_arg=cst.SimpleWhitespace(""))
+    separator = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    return [*before, last.with_changes(comma=separator), added]
+
+
+def _named(template: str, operands: Mapping[str, Operand]) -> str:
+    return template.format_map({name: f"{_PLACEHOLDER}{name}" for name in operands})
+
+
+@functools.lru_cache(maxsize=256)
+def _expression(text: str) -> cst.BaseExpression:
+    return cst.parse_expression(text)
+
+
+@functools.lru_cache(maxsize=256)
+def _statement(text: str) -> Statement:
+    return cst.parse_statement(text)
+
+
+def _filled(node: Any, operands: Mapping[str, Operand]) -> Any:
+    """A parsed template with the operands in their places, all of it new."""
+    return node.visit(_Filling({f"{_PLACEHOLDER}{k}": v for k, v in operands.items()}))
+
+
+class _Filling(cst.CSTTransformer):
+    def __init__(self, operands: Mapping[str, Operand]) -> None:
+        super().__init__()
+        self.operands = operands
+        self.parents: list[cst.CSTNode] = []
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        self.parents.append(node)
+        return True
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        self.parents.pop()
+        if not (isinstance(original_node, cst.Name) and original_node.value in self.operands):
+            return updated_node
+        node = _node(self.operands[original_node.value])
+        parent = self.parents[-1] if self.parents else None
+        if parent is None:
+            return node
+        return fitting(bare(node) if isinstance(parent, _HOLDERS) else node, parent)

@@ -1,0 +1,41 @@
+"""How new statements are laid out: as `black` does, where they are too long for their line."""
+
+from __future__ import annotations
+
+import functools
+
+import black
+from black.mode import TargetVersion
+
+
+@functools.cache
+def _mode(line_length: int) -> black.Mode:
+    return black.Mode(
+        line_length=line_length,
+        string_normalization=False,
+        target_versions={TargetVersion.PY311},
+    )
+
+
+@functools.cache
+def literal(text: str) -> str:
+    """A literal on one line, with the quotes that `black` prefers."""
+    return black.format_str(text, mode=black.Mode(line_length=10_000)).rstrip("\n")
+
+
+def formatted(text: str, indent: int, line_length: int) -> str:
+    """Statements as `black` lays them out at `indent` columns, ready to stand there.
+
+    The first line carries no indentation, as it stands behind what is there already; the others
+    carry all of theirs.
+    """
+    laid_out = black.format_str(text, mode=_mode(max(20, line_length - indent))).rstrip("\n")
+    lines = laid_out.split("\n")
+    return "\n".join([lines[0], *((" " * indent + line) if line else line for line in lines[1:])])
+
+
+def fitted(text: str, indent: int, line_length: int) -> str:
+    """A statement as it is where it fits on its line, else as `formatted` gives it."""
+    if "\n" not in text and indent + len(text) <= line_length:
+        return text
+    return formatted(text, indent, line_length)
