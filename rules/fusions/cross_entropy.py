@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.edit.expressions import parenthesised
+from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.fusion import (
     BY_KERNEL,
     Alternative,

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Mapping
 
-from slapo_rewrite.edit.text import accessor
+from slapo_rewrite.code.text import accessor
 from slapo_rewrite.fusion import (
     BY_KERNEL,
     SHIFTS,

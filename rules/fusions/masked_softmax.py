@@ -10,7 +10,7 @@ from slapo_rewrite.rules.fusions.sdpa import MASKS, added, is_number
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.edit.expressions import parenthesised
+from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Found, Numerics, Refusal, Rule
 from slapo_rewrite.runtime.kernels.softmax import masked_softmax
 

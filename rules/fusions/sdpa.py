@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slapo_rewrite.edit.expressions import parenthesised
+from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.fusion import (
     Alternative,
     Calling,

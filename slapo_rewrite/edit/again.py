@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.state import Checkpoint
+from slapo_rewrite.code.text import all_arguments
 from slapo_rewrite.edit.desks import Desks
-from slapo_rewrite.edit.state import Checkpoint
-from slapo_rewrite.edit.text import all_arguments
 from slapo_rewrite.hugging_face import CACHES
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.source.calls import change_of_given
@@ -28,7 +28,7 @@ def check_again(desks: Desks, node: Node, asked: Checkpoint) -> None:
         Unsupported: It does.
     """
     home = desks.of(node.cls)
-    forward = home.lineages.method(node.cls.__name__, "forward") if home else None
+    forward = home.classes.method(node.cls.__name__, "forward") if home else None
     if home is None or forward is None:
         return
     given = {a.arg for a in all_arguments(forward.args)} - {"self", *CACHES}

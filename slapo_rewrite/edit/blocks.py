@@ -15,10 +15,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slapo_rewrite.edit.forward import nodes_at
-from slapo_rewrite.edit.late import Late, names_read
-from slapo_rewrite.edit.lineages import Lineages
-from slapo_rewrite.edit.state import Shard
+from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
+from slapo_rewrite.changes.late import Late, names_read
+from slapo_rewrite.changes.state import Shard
 from slapo_rewrite.model.follow import Place
 from slapo_rewrite.model.follow.packing import reduced
 from slapo_rewrite.model.join import Sources, size_at
@@ -51,13 +50,13 @@ class BlockWriter:
 
     Args:
         sources: The source files.
-        lineages: The classes of the file in which it is made.
+        classes: The classes of the file in which it is made.
         node: The layer, or the module whose own parameter it is.
         site: Where it is made.
     """
 
-    def __init__(self, sources: Sources, lineages: Lineages, node: Node, site: Site) -> None:
-        self.sources, self.lineages, self.node, self.site = sources, lineages, node, site
+    def __init__(self, sources: Sources, classes: ClassHierarchy, node: Node, site: Site) -> None:
+        self.sources, self.classes, self.node, self.site = sources, classes, node, site
         self.owner = node if site.kind in ("parameter", "buffer") else node.owner or node
         self.late = Late(site.file, site.function, site.statement)
         self.count = 1
@@ -190,19 +189,20 @@ class BlockWriter:
         pieces: list[list[ast.expr]] = []
         ends: list[ast.expr] = []
         for place, number in places:
-            key = ("cut", place.line, place.column, place.end_line, place.end_column)
-            nodes = list(nodes_at(self.lineages, self.owner.cls.__name__, key))
-            for method, statement, node in nodes:
+            start, end = (place.line, place.column), (place.end_line, place.end_column)
+            nodes = list(self.classes.nodes_at(self.owner.cls.__name__, start, end))
+            for method, node in nodes:
+                statement = self.classes.statement_of(method, node)
                 local = Late(self.site.file, method, statement)
                 self.own |= {*local.arguments(), *local.bound}
                 bounds = _bounds(node, number) if isinstance(node, ast.Subscript) else []
                 sizes = self._listed(node, local) if isinstance(node, ast.Call) else []
-                ends += [local.meaning(end) for end in bounds]
+                ends += [local.meaning(bound) for bound in bounds]
                 if not bounds:
                     pieces.append([local.meaning(each) for each in sizes])
             if not nodes:
                 pieces.append([])
-        for method in self.lineages.methods(self.owner.cls.__name__) if pieces or ends else ():
+        for method in self.classes.methods(self.owner.cls.__name__) if pieces or ends else ():
             if method is not self.site.function:
                 bound = Late(self.site.file, method, method.body[0]).bound
                 self.own |= {name for name in bound if name.startswith("self.")}

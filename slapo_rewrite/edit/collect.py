@@ -10,38 +10,51 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.add_bias import AddBias
+from slapo_rewrite.changes.annotate import Annotate
+from slapo_rewrite.changes.around_forward import FORK, RECOMPUTE, ForkRandom, Recompute
+from slapo_rewrite.changes.bases import DeriveFrom
+from slapo_rewrite.changes.change import Change
+from slapo_rewrite.changes.collective import Collective
+from slapo_rewrite.changes.construction import ReplaceModule, UseParallelLayer
+from slapo_rewrite.changes.hook import RegisterHook
+from slapo_rewrite.changes.parameters import ShardParameter
+from slapo_rewrite.changes.places import (
+    AtBase,
+    AtCalls,
+    AtForward,
+    AtNode,
+    AtParameter,
+    BehindSite,
+    EndOfConstructor,
+)
+from slapo_rewrite.changes.reads import in_forward, readings
+from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion, Region, find_part
+from slapo_rewrite.changes.sizes import (
+    ChangeArgument,
+    DivideByReplicas,
+    ParallelNormStatistic,
+    ReadFullSize,
+    ShardAttribute,
+)
+from slapo_rewrite.changes.state import (
+    Annotation,
+    Checkpoint,
+    Decompose,
+    Function,
+    ModuleState,
+    Shard,
+    Share,
+    Sync,
+)
+from slapo_rewrite.changes.sync import SyncCall, SyncInput, SyncOutput
+from slapo_rewrite.changes.vocab_parallel_loss import VocabParallelLoss
+from slapo_rewrite.code.text import returns
+from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.edit.again import check_again, updates_buffers
 from slapo_rewrite.edit.blocks import BlockWriter, fixed, length_of
-from slapo_rewrite.edit.definition import (
-    FORK,
-    RECOMPUTE,
-    AddBias,
-    Annotate,
-    Attach,
-    ChangeArgument,
-    Collective,
-    DeriveFrom,
-    DivideByReplicas,
-    ForkPart,
-    ForkRandom,
-    LossOfParts,
-    MakeLayer,
-    MakeOther,
-    OwnShare,
-    ReadWhole,
-    Recompute,
-    RecomputePart,
-    SplitParameter,
-    StatisticOfParts,
-    What,
-    WrapCall,
-    WrapInput,
-    WrapOutput,
-    united,
-)
 from slapo_rewrite.edit.desks import Desk, Desks
 from slapo_rewrite.edit.gradients import Gradients
-from slapo_rewrite.edit.parts import find_part
 from slapo_rewrite.edit.places import own_copy
 from slapo_rewrite.edit.pretrained import (
     MAPPED,
@@ -50,19 +63,6 @@ from slapo_rewrite.edit.pretrained import (
     keep_treatment,
     specially_treated,
 )
-from slapo_rewrite.edit.reads import in_forward, readings
-from slapo_rewrite.edit.state import (
-    Annotation,
-    Checkpoint,
-    Decompose,
-    Directive,
-    Function,
-    ModuleState,
-    Shard,
-    Share,
-    Sync,
-)
-from slapo_rewrite.edit.text import returns
 from slapo_rewrite.model.follow import (
     ArgumentChange,
     Asked,
@@ -74,6 +74,7 @@ from slapo_rewrite.model.follow import (
     Statistic,
     layer_key,
 )
+from slapo_rewrite.model.follow import Place as FollowedPlace
 from slapo_rewrite.model.join import find_parameter_site, find_site
 from slapo_rewrite.model.layers import (
     IN_UNITS,
@@ -137,23 +138,25 @@ class _Collection:
                 assert node.owner is not None
                 layer = self._fitted(node, layers[path], followed)
                 layer = self._with_parts(node, layer, followed)
-                causes = united((s.cause for s in state.shards), (s.cause for s in state.syncs))
+                causes = merged_causes(
+                    (s.cause for s in state.shards), (s.cause for s in state.syncs)
+                )
                 base = base_of(node.cls)
                 assert base is not None
                 if base is node.cls and state.replacement:
                     pass  # a layer in another's place, below
                 elif base is node.cls:
-                    self.desks.making(node).places.at_site(node, MakeLayer(layer), causes)
+                    self.desks.making(node).places.at_site(node, UseParallelLayer(layer), causes)
                 else:
-                    what: What = DeriveFrom(layer, base.__name__)
-                    self._home(node).places.add(node.path, ("base",), what, causes)
+                    what: Change = DeriveFrom(layer, base.__name__)
+                    self._home(node).places.add(node.path, AtBase(), what, causes)
             if state.replacement:
                 new = state.replacement
-                causes = united([new.cause], (s.cause for s in state.shards + state.syncs))
+                causes = merged_causes([new.cause], (s.cause for s in state.shards + state.syncs))
                 own = layers.get(path) if base_of(node.cls) is node.cls else None
                 fitted = own and self._fitted(node, own, followed)
                 fitted = fitted and self._with_parts(node, fitted, followed)
-                what = MakeOther(new.target, new.arguments, new.weights, fitted)
+                what = ReplaceModule(new.target, new.arguments, new.weights, fitted)
                 self.desks.making(node).places.at_site(node, what, causes)
                 if new.weights:
                     keep_checkpoints(self.desks, node, MAPPED, (new.cause,))
@@ -173,7 +176,7 @@ class _Collection:
                 home.places.add(node.path, FORK, ForkRandom(), (state.fork.cause,))
             for fork in state.forked_parts:
                 assert fork.part is not None
-                self._part(node, ForkPart(fork.part), fork.cause)
+                self._part(node, ForkRegion(fork.part), fork.cause)
             if state.checkpoint:
                 again = state.checkpoint
                 check_again(self.desks, node, again)
@@ -181,7 +184,7 @@ class _Collection:
                 home.places.add(node.path, RECOMPUTE, recompute, (again.cause,))
             for again in state.checkpointed_parts:
                 assert again.part is not None
-                recompute_part = RecomputePart(
+                recompute_part = RecomputeRegion(
                     again.part, again.kept, self._updates_buffers(node, again)
                 )
                 self._part(node, recompute_part, again.cause)
@@ -198,7 +201,9 @@ class _Collection:
         """Whatever changes the file takes the model's classes out of transformers."""
         changes = (known for desk in self.desks for known in desk.places.causes.values())
         cuts = [state.cut.cause for state in self.states.values() if state.cut]
-        causes = united(self.before, cuts, *(why for known in changes for why in known.values()))
+        causes = merged_causes(
+            self.before, cuts, *(why for known in changes for why in known.values())
+        )
         for node in specially_treated(self.tree) if causes else ():
             keep_treatment(self.desks, node, causes[:1])
 
@@ -251,11 +256,11 @@ class _Collection:
             )
         start = home.file.span(site.value)[0]
         home.places.sites[start] = site
-        key = ("parameter", start, "", shard.name)
         parts = self._parts(node, shard, site, length_of(site, shard.axis), followed)
-        home.places.add(node.path, key, SplitParameter(shard.axis, parts), (shard.cause,))
+        change = ShardParameter(shard.name, shard.axis, parts)
+        home.places.add(node.path, AtParameter(start, (shard.name,)), change, (shard.cause,))
 
-    def _part(self, node: Node, change: ForkPart | RecomputePart, cause: Directive) -> None:
+    def _part(self, node: Node, change: Region, cause: Directive) -> None:
         """Statements of one method."""
         home = self.desks.computing(node.cls)
         if home is None:
@@ -265,9 +270,9 @@ class _Collection:
                 at=cause.at,
                 hint=own_copy(node.cls.__name__, self.file),
             )
-        calls = find_part(home.lineages, node.cls.__name__, change.part, cause)
-        key = ("part", calls.run[0].lineno, change.part, type(change).__name__)
-        home.places.add(node.path, key, change, (cause,))
+        calls = find_part(home.classes, node.cls.__name__, change.part, cause)
+        place = AtNode(type(change).__name__, calls.run[0].lineno, what=change.part)
+        home.places.add(node.path, place, change, (cause,))
 
     def _updates_buffers(self, node: Node, again: Checkpoint) -> bool:
         """Whether what is computed again updates buffers, which then has to happen once."""
@@ -292,8 +297,8 @@ class _Collection:
             if site.file is home.file:
                 start = home.file.span(site.value)[0]
                 home.places.sites[start] = site
-                key = ("parameter", start, "", annotation.name, annotation.key)
-                home.places.add(node.path, key, what, causes)
+                place = AtParameter(start, (annotation.name, annotation.key))
+                home.places.add(node.path, place, what, causes)
                 return
         if node.owner is None:
             raise errors.Unsupported(
@@ -302,10 +307,10 @@ class _Collection:
                 hint=f"copy the class that makes it into {self.file.path.name}",
             )
         places = self.desks.making(node).places
-        key, owner = places.site(node, causes)
-        for place in places.alike(key, node):
-            name = ("hook", *place[1:], annotation.name, annotation.key)
-            places.add(owner.path, name, what, causes)
+        at, owner = places.site(node, causes)
+        for each in places.alike(at, node):
+            behind = BehindSite(each.start, each.index, (annotation.name, annotation.key))
+            places.add(owner.path, behind, what, causes)
 
     def _syncs(
         self, node: Node, borders: Sequence[Border], is_layer: bool, followed: Followed
@@ -325,20 +330,19 @@ class _Collection:
         for (side, of), asked in sorted(
             sides.items(), key=lambda item: (item[0][0], item[0][1] or "")
         ):
-            causes = united(s.cause for s in asked)
+            causes = merged_causes(s.cause for s in asked)
             collectives = tuple(map(_collective, asked))
             home = self.desks.computing(node.cls)
             outside = is_layer or home is None or self._is_asked_outside(node, home)
             if home is not None and not outside:
                 what = (
-                    WrapInput(collectives, of)
+                    SyncInput(collectives, of)
                     if side == "argument"
-                    else WrapOutput(
+                    else SyncOutput(
                         collectives, node.path in followed.nested, self._containers(node.cls, home)
                     )
                 )
-                key = ("forward", side, *([of] if of else []))
-                home.places.add(node.path, key, what, causes)
+                home.places.add(node.path, AtForward(side, of or ""), what, causes)
             elif of is not None:
                 raise errors.Unsupported(
                     f"`{of}` of `{node.path}` can only be synchronised where `forward` begins, and "
@@ -353,10 +357,9 @@ class _Collection:
             else:
                 caller, relative = self._caller(node)
                 name = next(iter(inspect.signature(node.live.forward).parameters), None)
-                call = WrapCall(collectives, side, name)
-                key = ("call", relative, side)
+                call = SyncCall(collectives, side, name)
                 calling = self.desks.computing(caller.cls) or self._home(caller)
-                calling.places.add(caller.path, key, call, causes)
+                calling.places.add(caller.path, AtCalls(relative, side), call, causes)
 
     def _decompose(
         self, node: Node, state: ModuleState, layer: Layer | None, followed: Followed
@@ -381,20 +384,20 @@ class _Collection:
         shared = frozenset(name for path, name in followed.shared if path == node.path)
         product = MULTIPLIED[qualified(node.cls)]
         what = AddBias(product, *around, state.decompose.adds, shared)
-        causes = united([cause], state.causes())
+        causes = merged_causes([cause], state.causes())
         calling = self.desks.computing(caller.cls) or self._home(caller)
-        calling.places.add(caller.path, ("call", relative, "bias"), what, causes)
+        calling.places.add(caller.path, AtCalls(relative, "bias"), what, causes)
 
     def _attach(self, node: Node, sync: Sync, function: Function) -> None:
         causes = (sync.cause,)
         places = self.desks.making(node).places
-        key, owner = places.site(node, causes)
-        place = ("hook", *key[1:], sync.mode, function.name)
-        places.add(owner.path, place, Attach(sync.mode, function), causes)
+        at, owner = places.site(node, causes)
+        place = BehindSite(at.start, at.index, (sync.mode, function.name))
+        places.add(owner.path, place, RegisterHook(sync.mode, function), causes)
 
     def _containers(self, cls: type, home: Desk) -> tuple[tuple[str, str], ...]:
         """The classes that `forward` returns its values in, and the first field of each."""
-        forward = home.lineages.method(cls.__name__, "forward")
+        forward = home.classes.method(cls.__name__, "forward")
         known = vars(sys.modules[cls.__module__])
         found = {}
         for statement in returns(forward) if forward else ():
@@ -443,8 +446,8 @@ class _Collection:
         full = getattr(node.live, shard.name).shape[shard.axis]
         if site is None:
             return fixed(shard, full)
-        lineages = self.desks.of_file(site.file).lineages
-        writer = BlockWriter(self.sources, lineages, node, site)
+        classes = self.desks.of_file(site.file).classes
+        writer = BlockWriter(self.sources, classes, node, site)
         cuts = [(place, number) for path, place, number in followed.cuts if path == node.path]
         return writer.parts(shard, full, size, sorted(cuts, key=lambda cut: cut[0].line))
 
@@ -462,16 +465,16 @@ class _Collection:
             if owner is not None:
                 owners.setdefault(owner.path, []).extend(s.cause for s in self.states[path].shards)
         for path, holder in self._holders(owners).items():
-            cls, causes = self.tree.nodes[path].cls, united(owners[holder.path])
+            cls, causes = self.tree.nodes[path].cls, merged_causes(owners[holder.path])
             home = self.desks.constructing(cls) or self.desks.making(self.tree.nodes[path])
             shared = _sharing(cls, followed)
             for attribute in sorted(followed.sizes | followed.repeats, key=lambda a: a.name):
                 if attribute != Attribute(cls, holder.cls, attribute.name):
                     continue
-                what: What = OwnShare(shared if attribute in followed.few else None)
+                what: Change = ShardAttribute(shared if attribute in followed.few else None)
                 if attribute in followed.repeats and shared:
                     what = DivideByReplicas(shared)
-                home.places.add(path, ("size", attribute.name), what, causes)
+                home.places.add(path, EndOfConstructor(attribute.name), what, causes)
         for path, state in self.states.items():
             for share in state.shares:
                 self._share_attribute(self.tree.nodes[path], share, followed)
@@ -483,23 +486,21 @@ class _Collection:
         """An attribute that the schedule itself splits."""
         few = {(a.cls, a.name) for a in followed.few if a.asked}
         layer = _sharing(node.cls, followed) if (node.cls, share.name) in few else None
-        what = OwnShare(layer)
+        what = ShardAttribute(layer)
         home = self.desks.constructing(node.cls) or self.desks.making(node)
-        home.places.add(node.path, ("size", share.name), what, (share.cause,))
+        home.places.add(node.path, EndOfConstructor(share.name), what, (share.cause,))
 
     def _argument(
         self, change: ArgumentChange, owners: Mapping[str, list[Directive]], followed: Followed
     ) -> None:
         """An argument written differently, below sharded parameters or where their parts come."""
         place = change.place
-        key = (
-            "argument", place.line, place.column, place.end_line, place.end_column, change.index
-        )  # fmt: skip
+        at = _at_node("argument", place, change.index)
         holders, home = self._holders(owners), self.desks.at(place)
         paths = [
             path
             for path, node in self.tree.nodes.items()
-            if any(home.lineages.holds(c, place.line) for c in self.desks.lineage(node.cls, home))
+            if any(home.classes.holds(c, place.line) for c in self.desks.lineage(node.cls, home))
         ]
         if not paths:
             source = self.states.get(change.source or "")
@@ -517,24 +518,24 @@ class _Collection:
         for path in below or paths:
             causes = [s.cause for s in self.states[change.source].shards] if change.source else []
             causes = owners[holders[path].path] if path in holders else causes
-            home.places.add(path, key, ChangeArgument(change.template), united(causes))
+            what = ChangeArgument(change.template, change.index)
+            home.places.add(path, at, what, merged_causes(causes))
 
     def _loss(self, loss: ParallelLoss) -> None:
         """A loss of the parts that a head gives."""
         state, place = self.states[loss.head], loss.place
-        causes = united((s.cause for s in state.shards), (s.cause for s in state.syncs))
-        key = ("loss", place.line, place.column, place.end_line, place.end_column)
+        causes = merged_causes((s.cause for s in state.shards), (s.cause for s in state.syncs))
         head = loss.head[len(loss.owner) + 1 if loss.owner else 0 :]
-        change = LossOfParts(loss.function, head, loss.names)
-        self.desks.at(place).places.add(loss.owner, key, change, causes)
+        change = VocabParallelLoss(loss.function, head, loss.names)
+        at = _at_node("loss", place)
+        self.desks.at(place).places.add(loss.owner, at, change, causes)
 
     def _statistic(self, statistic: Statistic) -> None:
         """A mean or variance over all ranks, of features that a parameter is split along."""
         place, name = statistic.place, statistic.parameter
         causes = [s.cause for s in self.states[statistic.owner].shards if s.name == name]
-        key = ("statistic", place.line, place.column, place.end_line, place.end_column)
-        change = StatisticOfParts(statistic.function, name)
-        self.desks.at(place).places.add(statistic.owner, key, change, united(causes))
+        change, at = ParallelNormStatistic(statistic.function, name), _at_node("statistic", place)
+        self.desks.at(place).places.add(statistic.owner, at, change, merged_causes(causes))
 
     def _read_sizes(self, node: Node, layer: Layer) -> None:
         """Whoever reads the size of a layer that is split means the whole layer's."""
@@ -545,8 +546,8 @@ class _Collection:
         while above is not None and desks:
             home = self._home(above)
             relative = node.path[len(above.path) + 1 if above.path else 0 :]
-            for reading in readings(home.lineages, above.cls.__name__, relative, share):
-                if whole is None and in_forward(home.lineages, above.cls.__name__, reading):
+            for reading in readings(home.classes, above.cls.__name__, relative, share):
+                if whole is None and in_forward(home.classes, above.cls.__name__, reading):
                     continue  # the share was followed there, to wherever it is used
                 if whole is None:
                     raise errors.UnfollowableSize(
@@ -556,8 +557,9 @@ class _Collection:
                         also=[c.at for c in causes[:1] if c.at],
                         hint="read the size from where the layer's constructor has it",
                     )
-                key = ("read", home.file.span(reading)[1])
-                home.places.add(above.path, key, ReadWhole(whole), causes)
+                end = (reading.end_lineno or 0, reading.end_col_offset or 0)
+                at = AtNode("read", end[0], 0, *end)
+                home.places.add(above.path, at, ReadFullSize(whole), causes)
             above = above.parent
 
     def _holders(self, owners: Mapping[str, list[Directive]]) -> dict[str, Node]:
@@ -569,6 +571,12 @@ class _Collection:
             elif node.parent is not None and node.parent.path in found:
                 found[path] = found[node.parent.path]
         return found
+
+
+def _at_node(kind: str, place: FollowedPlace, what: object = ()) -> AtNode:
+    """Where a run of the model came by, as a place in a class."""
+    ends = (place.line, place.column, place.end_line, place.end_column)
+    return AtNode(kind, *ends, what=what)
 
 
 def _around(

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.imports import Imports
-from slapo_rewrite.edit.lineages import Lineages
+from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
+from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.edit.places import Places
 from slapo_rewrite.model.follow import Place
 from slapo_rewrite.model.join import Sources, find_site
@@ -35,13 +35,13 @@ class Desk:
     Attributes:
         file: The file.
         places: What changes in its classes.
-        lineages: Its classes.
+        classes: Its classes.
         imports: Names that it needs of the helper modules.
     """
 
     file: SourceFile
     places: Places
-    lineages: Lineages
+    classes: ClassHierarchy
     imports: Imports
 
 
@@ -112,7 +112,7 @@ class Desks:
             if self.sources.file_of(cls) is file or cls.__name__ not in file.classes
         }
         places = Places(self.sources, file)
-        return Desk(file, places, Lineages(file, places.sites, names), Imports(file))
+        return Desk(file, places, ClassHierarchy(file, places.sites, names), Imports(file))
 
     def __iter__(self) -> Iterator[Desk]:
         return iter(self._desks.values())
@@ -136,17 +136,17 @@ class Desks:
 
     def _with_method(self, cls: type, method: str) -> Desk | None:
         home = self.of(cls)
-        if home is None or home.lineages.method(cls.__name__, method):
+        if home is None or home.classes.method(cls.__name__, method):
             return home
         return self.of(next(c for c in cls.__mro__ if method in vars(c))) or home
 
     def lineage(self, cls: type, desk: Desk) -> tuple[str, ...]:
         """The class and those that it is derived from, as far as one file defines them."""
         if self.of(cls) is desk:
-            return desk.lineages.lineage(cls.__name__)
+            return desk.classes.lineage(cls.__name__)
         if cls.__name__ in desk.file.classes:  # another class of that name
             return ()
-        return desk.lineages.names.get(cls.__name__, ())
+        return desk.classes.names.get(cls.__name__, ())
 
     def is_other(self, desk: Desk) -> bool:
         """Whether a file is neither the model's nor the schedule's."""

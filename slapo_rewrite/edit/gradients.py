@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.definition import DeriveFrom, MakeLayer, ShareParameter, united
+from slapo_rewrite.changes.bases import DeriveFrom
+from slapo_rewrite.changes.construction import UseParallelLayer
+from slapo_rewrite.changes.parameters import ReduceParameterGradient
+from slapo_rewrite.changes.places import AtBase, AtReads
+from slapo_rewrite.changes.reads import is_question, values_read
+from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.edit.desks import Desk, Desks
 from slapo_rewrite.edit.places import own_copy
-from slapo_rewrite.edit.reads import is_question, values_read
-from slapo_rewrite.edit.state import Directive, ModuleState
 from slapo_rewrite.model.follow import Followed, Reading
 from slapo_rewrite.model.layers import SUMMING, summing_base
 from slapo_rewrite.model.tree import Node, Tree
@@ -50,7 +54,7 @@ class Gradients:
             RewriteError: There is no place for it.
         """
         for (path, name), source in sorted(self.followed.shared.items()):
-            causes = self._causes_of(source) or united(*owners.values())
+            causes = self._causes_of(source) or merged_causes(*owners.values())
             for reading in self.readings.get((path, name), ()):
                 if not reading.inside:
                     self._where_read(reading, causes)
@@ -66,7 +70,7 @@ class Gradients:
 
     def _causes_of(self, path: str | None) -> Causes:
         state = self.states.get(path) if path is not None else None
-        return united(state.causes()) if state else ()
+        return merged_causes(state.causes()) if state else ()
 
     def _belongs_to_class(self, path: str, name: str) -> bool:
         """Whether a module's own class adds up: it reads the parameter, or is alone to do so.
@@ -106,10 +110,10 @@ class Gradients:
         at = errors.Span(home.file.display, place.line, place.column + 1, width, text)
         reader = self.tree.nodes.get(reading.reader) if reading.reader is not None else None
         names = self.desks.lineage(reader.cls, home) if reader else ()
-        methods = [m for cls in names[:1] for m in home.lineages.methods(cls)]
+        methods = [m for cls in names[:1] for m in home.classes.methods(cls)]
         if any(is_question(method, end) for method in methods):
             return
-        values = (node for m in methods for _, node in values_read(m, reading.name))
+        values = (node for m in methods for node in values_read(m, reading.name))
         if reader is None or all((n.end_lineno, n.end_col_offset) != end for n in values):
             raise errors.Unsupported(
                 f"{what} is used on parts, so its gradients have to be added up where it is read, "
@@ -131,8 +135,8 @@ class Gradients:
                 also=also,
                 hint="read them in two places, or use both on parts",
             )
-        change = ShareParameter(reading.name, end)
-        home.places.add(reader.path, ("gradient", reading.name, *end), change, causes)
+        change = ReduceParameterGradient(reading.name)
+        home.places.add(reader.path, AtReads(reading.name, end), change, causes)
 
     def _in_class(self, node: Node, name: str, causes: Causes) -> None:
         """Adds up the gradients of a parameter: its class does, or a layer of ours."""
@@ -146,10 +150,10 @@ class Gradients:
                     at=causes[0].at if causes else None,
                     hint="sum them in the new class, or gather what goes into it",
                 )
-            self.desks.making(node).places.at_site(node, MakeLayer(SUMMING[base]), causes)
+            self.desks.making(node).places.at_site(node, UseParallelLayer(SUMMING[base]), causes)
         elif base and home and _leaves_the_work(node.cls, home):
             what = DeriveFrom(SUMMING[base], base.__name__)
-            home.places.add(node.path, ("base",), what, causes)
+            home.places.add(node.path, AtBase(), what, causes)
         elif home and (state := self.states.get(node.path)) and state.inlined:
             raise errors.Unsupported(
                 f"`{node.path}.{name}` is used on parts, and `{node.path}` is inlined: its "
@@ -157,7 +161,7 @@ class Gradients:
                 at=state.inlined.cause.at,
             )
         elif home:
-            home.places.add(node.path, ("gradient", name), ShareParameter(name), causes)
+            home.places.add(node.path, AtReads(name), ReduceParameterGradient(name), causes)
         else:
             raise errors.Unsupported(
                 f"`{node.path}.{name}` is whole on every rank, but is used on parts: its "
@@ -170,4 +174,4 @@ class Gradients:
 
 def _leaves_the_work(cls: type, home: Desk) -> bool:
     """Whether a class leaves the work to what it is derived from in another file."""
-    return all(map(home.lineages.extends_forward, home.lineages.lineage(cls.__name__)))
+    return all(map(home.classes.extends_forward, home.classes.lineage(cls.__name__)))

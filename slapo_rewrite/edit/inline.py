@@ -8,10 +8,11 @@ import textwrap
 from dataclasses import dataclass, field
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.expressions import formatted, parenthesised
-from slapo_rewrite.edit.splice import Edit, apply_edits
-from slapo_rewrite.edit.state import Directive
-from slapo_rewrite.edit.text import accessor, all_arguments, returns, within
+from slapo_rewrite.changes.splice import Edit, apply_edits
+from slapo_rewrite.code.build import parenthesised
+from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.text import accessor, all_arguments, returns, within
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.source.index import SourceFile
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import ModuleState, Shard, Sync
+from slapo_rewrite.changes.state import ModuleState, Shard, Sync
 from slapo_rewrite.model.follow import SPOKEN
 from slapo_rewrite.model.layers import Layer, Split, splits_of
 from slapo_rewrite.model.tree import Node

@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.regions import find_part
+from slapo_rewrite.changes.splice import Edit
+from slapo_rewrite.changes.state import ModuleState, Sync, general
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.edit.collect import collect
 from slapo_rewrite.edit.desks import Desks, is_torch
 from slapo_rewrite.edit.infer import Inference, named
 from slapo_rewrite.edit.layers import choose_layer, done_inside
-from slapo_rewrite.edit.parts import find_part
 from slapo_rewrite.edit.settle import settle
-from slapo_rewrite.edit.splice import Edit
-from slapo_rewrite.edit.state import Directive, ModuleState, Sync, general
 from slapo_rewrite.edit.ties import annotate_ties, follow_ties
 from slapo_rewrite.model.alike import Alike
 from slapo_rewrite.model.follow import (
@@ -242,7 +243,7 @@ class _Lowering:
             return base is cls
         between = cls.__mro__[: cls.__mro__.index(base)]
         desks = [(self.desks.of(c), c.__name__) for c in between]
-        return all(d is not None and d.lineages.extends_forward(name) for d, name in desks)
+        return all(d is not None and d.classes.extends_forward(name) for d, name in desks)
 
     def _borders(self, layers: Mapping[str, Layer]) -> dict[str, list[Border]]:
         """The collectives that no layer carries out by itself, in the order of the data."""
@@ -349,7 +350,7 @@ class _Lowering:
         home = self.desks.of(cls)
         for fork in state.forked_parts if state and home else ():
             assert home is not None and fork.part is not None
-            run = find_part(home.lineages, cls.__name__, fork.part, fork.cause).run
+            run = find_part(home.classes, cls.__name__, fork.part, fork.cause).run
             if run[0].lineno <= line <= (run[-1].end_lineno or line):
                 return True
         return False

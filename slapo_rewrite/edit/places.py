@@ -7,9 +7,11 @@ import itertools
 from dataclasses import dataclass, field
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.definition import Key, MakeClass, MakeLayer, What, united
-from slapo_rewrite.edit.sites import IndexSets
-from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.changes.change import Change
+from slapo_rewrite.changes.class_text import IndexSets
+from slapo_rewrite.changes.construction import UseParallelLayer, UseSubclass
+from slapo_rewrite.changes.places import AtSite, Place
+from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model import construction
 from slapo_rewrite.model.join import Sources, find_site, resolve, resolve_callee
 from slapo_rewrite.model.layers import Layer
@@ -38,17 +40,17 @@ class Places:
     siblings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sites: dict[int, Site] = field(default_factory=dict)
     indices: IndexSets = field(default_factory=IndexSets)
-    changes: dict[str, dict[Key, What]] = field(default_factory=dict)
-    causes: dict[str, dict[Key, tuple[Directive, ...]]] = field(default_factory=dict)
-    made: dict[tuple[str, Key], dict[str, What]] = field(default_factory=dict)
+    changes: dict[str, dict[Place, Change]] = field(default_factory=dict)
+    causes: dict[str, dict[Place, tuple[Directive, ...]]] = field(default_factory=dict)
+    made: dict[tuple[str, Place], dict[str, Change]] = field(default_factory=dict)
 
-    def add(self, path: str, key: Key, what: What, causes: tuple[Directive, ...]) -> None:
+    def add(self, path: str, place: Place, change: Change, causes: tuple[Directive, ...]) -> None:
         """Adds a change, and the causes to those that the place has."""
-        self.changes.setdefault(path, {})[key] = what
+        self.changes.setdefault(path, {})[place] = change
         known = self.causes.setdefault(path, {})
-        known[key] = united(known.get(key, ()), causes)
+        known[place] = merged_causes(known.get(place, ()), causes)
 
-    def site(self, node: Node, causes: tuple[Directive, ...]) -> tuple[Key, Node]:
+    def site(self, node: Node, causes: tuple[Directive, ...]) -> tuple[AtSite, Node]:
         """The place that makes a module, and the module whose class holds it."""
         try:
             site = find_site(self.sources, node)
@@ -67,7 +69,7 @@ class Places:
         assert node.owner is not None
         return self.note(site, node), node.owner
 
-    def note(self, site: Site, node: Node) -> Key:
+    def note(self, site: Site, node: Node) -> AtSite:
         """Notes a construction site, and the place in it that makes the module."""
         start = self.file.span(site.value)[0]
         self.sites[start] = site
@@ -75,13 +77,14 @@ class Places:
         index = _index(site.path, node.relative) if site.loops else ""
         for each in self._indices(site, node) if index else (index,):
             self.indices.add(start, each)
-        return ("site", start, index)
+        return AtSite(start, index)
 
-    def alike(self, key: Key, node: Node) -> list[Key]:
+    def alike(self, place: AtSite, node: Node) -> list[AtSite]:
         """The place of a module, and those of the elements that it stands for."""
-        if not key[2]:
-            return [key]
-        return [(*key[:2], index) for index in self._indices(self.sites[key[1]], node)]
+        if not place.index:
+            return [place]
+        site = self.sites[place.start]
+        return [AtSite(place.start, index) for index in self._indices(site, node)]
 
     def _indices(self, site: Site, node: Node) -> list[str]:
         """The indices of a module, and of those that it or a list element above it stands for."""
@@ -94,7 +97,7 @@ class Places:
             path += "."
         return [".".join(index) for index in itertools.product(*names)]
 
-    def key(self, node: Node) -> Key | None:
+    def place_of(self, node: Node) -> AtSite | None:
         """The place that makes a module, where it is known and in this file."""
         try:
             site = find_site(self.sources, node)
@@ -102,21 +105,21 @@ class Places:
             return None
         return self.note(site, node) if site.file is self.file else None
 
-    def at_site(self, node: Node, what: What, causes: tuple[Directive, ...]) -> None:
+    def at_site(self, node: Node, what: Change, causes: tuple[Directive, ...]) -> None:
         """Changes what the place makes that makes a module."""
         if node.owner is None:
             raise errors.Unsupported(
                 "the model itself is not made by another module",
                 at=causes[0].at if causes else None,
             )
-        key, owner = self.site(node, causes)
-        if isinstance(what, MakeLayer):
-            self._check_callee(self.sites[key[1]], node, causes)
-            self._check_arguments(self.sites[key[1]], what.layer, causes)
-        if isinstance(what, MakeClass):
-            self._check_class(self.sites[key[1]], node, causes)
-        self.made.setdefault((owner.path, key), {})[node.path] = what
-        for place in self.alike(key, node):
+        at, owner = self.site(node, causes)
+        if isinstance(what, UseParallelLayer):
+            self._check_callee(self.sites[at.start], node, causes)
+            self._check_arguments(self.sites[at.start], what.layer, causes)
+        if isinstance(what, UseSubclass):
+            self._check_class(self.sites[at.start], node, causes)
+        self.made.setdefault((owner.path, at), {})[node.path] = what
+        for place in self.alike(at, node):
             self.add(owner.path, place, what, causes)
 
     def _check_callee(self, site: Site, node: Node, causes: tuple[Directive, ...]) -> None:

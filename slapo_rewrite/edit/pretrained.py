@@ -8,9 +8,10 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from slapo_rewrite.edit.definition import MixIn
+from slapo_rewrite.changes.bases import MixIn
+from slapo_rewrite.changes.places import BeforeBases
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.edit.desks import Desks
-from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.model.initial import initialises_inside
 from slapo_rewrite.model.layers import qualified
 from slapo_rewrite.model.tree import Node, Tree
@@ -47,10 +48,11 @@ def _mix_in(desks: Desks, node: Node, kind: str, causes: tuple[Directive, ...]) 
         base = next((c for c in reversed(own) if is_pretrained(c)), None)
         stays = home is not None and desks.is_other(home) and not home.places.changes
         if home and base and not stays and (kind != LIBRARY or is_of_library(base)):
-            key = ("mixin", base.__name__, kind == LIBRARY)
-            known = home.places.changes.get(above.path, {}).get(key)
-            what = known if kind == ORIGINAL and known else MixIn("pretrained", kind)
-            home.places.add(above.path, key, what, causes)
+            what = "treatment" if kind == LIBRARY else "checkpoints"
+            place = BeforeBases(base.__name__, what)
+            known = home.places.changes.get(above.path, {}).get(place)
+            change = known if kind == ORIGINAL and known else MixIn("pretrained", kind)
+            home.places.add(above.path, place, change, causes)
         above = above.parent
 
 

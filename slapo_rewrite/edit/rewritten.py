@@ -6,27 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slapo_rewrite.edit.splice import Edit
+from slapo_rewrite.changes.imports import Reference
+from slapo_rewrite.changes.splice import Edit
 
 if TYPE_CHECKING:
     from slapo_rewrite.runtime.weights import Weight
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A name that a text uses from elsewhere.
-
-    Attributes:
-        origin: The dotted name, as the tool itself can import it.
-        module: A helper module of the output, with a dot before it, or an installed one.
-        name: What is used of it.
-        written: How the text refers to it: the name, as a rule.
-    """
-
-    origin: str
-    module: str
-    name: str
-    written: str
 
 
 @dataclass(frozen=True)

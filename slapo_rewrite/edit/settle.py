@@ -12,21 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.classes import ClassWriter
-from slapo_rewrite.edit.definition import (
-    FORK,
-    RECOMPUTE,
-    WRAPPERS,
-    Definition,
-    Key,
-    common,
-    merged,
-    place_of,
-    united,
-)
+from slapo_rewrite.changes.around_forward import FORK, RECOMPUTE, WRAPPERS
+from slapo_rewrite.changes.class_writer import ClassWriter
+from slapo_rewrite.changes.definition import Definition, merged, shared_changes
+from slapo_rewrite.changes.places import AtParameter, AtSite, BeforeBases, Place
+from slapo_rewrite.changes.splice import Edit
+from slapo_rewrite.directive import merged_causes
 from slapo_rewrite.edit.desks import Desk, Desks
 from slapo_rewrite.edit.places import owned
-from slapo_rewrite.edit.splice import Edit
 from slapo_rewrite.edit.variants import Variants
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node, Tree
@@ -76,8 +69,8 @@ class _Settling:
 
     def __init__(self, tree: Tree, desk: Desk, desks: Desks, line_length: int) -> None:
         self.tree, self.file = tree, desk.file
-        self.places, self.lineages = desk.places, desk.lineages
-        self.writer = ClassWriter(desk.lineages, desk.imports, line_length)
+        self.places, self.classes = desk.places, desk.classes
+        self.writer = ClassWriter(desk.classes, desk.imports, line_length)
         self.variants = Variants(desk.places, self.writer, desk.imports, desks)
 
     def of_class(self, cls: type, nodes: list[Node]) -> list[Edit]:
@@ -85,7 +78,7 @@ class _Settling:
         if self.places.sources.file_of(cls) is not self.file and not self._derived_from(cls, nodes):
             return self.variants.of_foreign(cls, nodes)
         definitions = self._definitions(nodes)
-        shared = common(definitions) - {RECOMPUTE}
+        shared = shared_changes(definitions) - {RECOMPUTE}
         if not self._has_forward_alone(cls):
             shared -= {FORK}
         shared = {k for k in shared if not self._reaches_others(cls, k)}
@@ -107,31 +100,29 @@ class _Settling:
     def _derived_from(self, cls: type, nodes: list[Node]) -> bool:
         """Whether changes are asked in the text of a class that a class of another file extends."""
         keys = {key for n in nodes for key in self.places.changes.get(n.path, ())}
-        return bool(self.lineages.names.get(cls.__name__)) and not keys <= set(WRAPPERS)
+        return bool(self.classes.names.get(cls.__name__)) and not keys <= set(WRAPPERS)
 
-    def _reaches_others(self, cls: type, key: Key) -> bool:
+    def _reaches_others(self, cls: type, place: Place) -> bool:
         """Whether a change in place would be one for an instance of another class, unasked."""
-        if key[0] == "mixin":
+        if isinstance(place, BeforeBases):
             return False  # it changes nothing where nothing is replaced
-        places = self.lineages.places(cls.__name__, key)
-        home = self.lineages.home(cls.__name__, key)
+        methods = place.methods(self.classes, cls.__name__)
+        home = place.home(self.classes, cls.__name__)
         reached: dict[type, bool] = {}
         for path, node in self.tree.nodes.items():
-            if node.cls is cls or key in self.places.changes.get(path, {}):
+            if node.cls is cls or place in self.places.changes.get(path, {}):
                 continue
             if node.cls not in reached:
-                run = self.lineages.methods(node.cls.__name__) if places else []
-                within = home in self.lineages.lineage(node.cls.__name__)
-                reached[node.cls] = any(m in places for m in run) if places else within
-            if reached[node.cls] and (places or self._reaches(key, node)):
+                run = self.classes.methods(node.cls.__name__) if methods else []
+                within = home in self.classes.lineage(node.cls.__name__)
+                reached[node.cls] = any(m in methods for m in run) if methods else within
+            if reached[node.cls] and (methods or self._reaches(place, node)):
                 return True
         return False
 
-    def _reaches(self, key: Key, node: Node) -> bool:
+    def _reaches(self, place: Place, node: Node) -> bool:
         """Whether an instance of a derived class goes through a place that is no method's."""
-        if key[0] in ("site", "parameter", "hook"):
-            return place_of(key) in self._present(node)
-        return True
+        return place.made_at is None or place.made_at in self._present(node)
 
     def _has_forward_alone(self, cls: type) -> bool:
         """Whether a class has a `forward` of its own that no other class of the model inherits."""
@@ -156,38 +147,38 @@ class _Settling:
             for place, causes in self.places.causes.get(node.path, {}).items():
                 known = definition.causes.get(place, ())
                 if known != causes:
-                    definition.causes[place] = united(known, causes)
+                    definition.causes[place] = merged_causes(known, causes)
         return merged(alike.values())
 
-    def _present(self, node: Node) -> set[Key]:
+    def _present(self, node: Node) -> set[Place]:
         """The construction sites that an instance went through, and the parameters it made."""
-        present: set[Key] = set()
+        present: set[Place] = set()
         for child in owned(node):
             try:
                 site = find_site(self.places.sources, child)
             except errors.UnfollowableConstruction:
                 continue
             if site.file is self.file:
-                key = self.places.note(site, child)
-                if key in present:
-                    self._check_made_alike(node, key, child)
-                present.update(self.places.alike(key, child))
+                place = self.places.note(site, child)
+                if place in present:
+                    self._check_made_alike(node, place, child)
+                present.update(self.places.alike(place, child))
         for start, site in self.places.sites.items():
             if site.kind in ("parameter", "buffer") and site.path in node.parameters:
-                present.add(("parameter", start, ""))
+                present.add(AtParameter(start))
         return present
 
-    def _check_made_alike(self, node: Node, key: Key, child: Node) -> None:
+    def _check_made_alike(self, node: Node, place: AtSite, child: Node) -> None:
         """Modules that one line makes can only be changed all in the same way."""
-        made = self.places.made.get((node.path, key), {})
-        alike = [c for c in owned(node) if self.places.key(c) == key]
+        made = self.places.made.get((node.path, place), {})
+        alike = [c for c in owned(node) if self.places.place_of(c) == place]
         if made and len({made.get(c.path) for c in alike}) > 1:
             other = next(c for c in alike if made.get(c.path) != made.get(child.path))
-            causes = self.places.causes[node.path][key]
+            causes = self.places.causes[node.path][place]
             raise errors.UnfollowableConstruction(
                 f"`{other.path}` and `{child.path}` are made by one line, and are scheduled "
                 "differently",
-                at=self.file.at(self.places.sites[key[1]].value),
+                at=self.file.at(self.places.sites[place.start].value),
                 also=[c.at for c in causes[:1] if c.at],
                 hint="give each a line of its own",
             )
@@ -199,5 +190,7 @@ def _each_once(edits: list[Edit]) -> list[Edit]:
     for edit in edits:
         key = (edit.start, edit.end, edit.text)
         known = found.get(key)
-        found[key] = replace(edit, causes=united(known.causes, edit.causes)) if known else edit
+        found[key] = (
+            replace(edit, causes=merged_causes(known.causes, edit.causes)) if known else edit
+        )
     return list(found.values())

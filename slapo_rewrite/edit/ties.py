@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import EMPTY, Annotation, ModuleState, Shard, Sync
+from slapo_rewrite.changes.state import EMPTY, Annotation, ModuleState, Shard, Sync
 from slapo_rewrite.model.layers import splits_of
 from slapo_rewrite.model.tree import Node, Tree
 

@@ -8,50 +8,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.classes import ClassWriter
-from slapo_rewrite.edit.definition import (
-    WRAPPERS,
-    AddBias,
-    Annotate,
-    Attach,
-    ChangeArgument,
-    Definition,
-    DivideByReplicas,
-    ForkPart,
-    ForkRandom,
-    Key,
-    LossOfParts,
-    MakeClass,
-    MakeLayer,
-    MakeOther,
-    OwnShare,
-    Recompute,
-    RecomputePart,
-    ShareParameter,
-    SplitParameter,
-    StatisticOfParts,
-    What,
-    WrapCall,
-    WrapInput,
-    WrapOutput,
-    Write,
-    united,
-)
+from slapo_rewrite.changes.add_bias import AddBias
+from slapo_rewrite.changes.annotate import Annotate
+from slapo_rewrite.changes.around_forward import WRAPPERS, ForkRandom, Recompute
+from slapo_rewrite.changes.change import Change
+from slapo_rewrite.changes.class_writer import ClassWriter
+from slapo_rewrite.changes.collective import described
+from slapo_rewrite.changes.construction import ReplaceModule, UseParallelLayer, UseSubclass
+from slapo_rewrite.changes.definition import Definition
+from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.changes.places import AtBase, Place
+from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
+from slapo_rewrite.changes.replace_statement import ReplaceStatement
+from slapo_rewrite.changes.splice import Edit
+from slapo_rewrite.changes.sync import SyncInput, SyncOutput
+from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.edit.desks import Desks
-from slapo_rewrite.edit.imports import Imports
 from slapo_rewrite.edit.places import Places, owned
-from slapo_rewrite.edit.splice import Edit
-from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node
 
-# How a subclass is called, and described, that differs in this alone.
-_OWN: dict[type, tuple[str, str]] = {
-    RecomputePart: ("Checkpointed", "that recomputes part of its activations in the backward pass"),
-    ForkPart: ("Forked", "with random numbers of which some differ between ranks"),
-    Annotate: ("Annotated", "whose parameters have attributes of their own"),
-    AddBias: ("Decomposed", "that adds biases of linear layers by itself"),
-}
+# Changes of these kinds are told one by one of a subclass that has several.
+_TOLD = (RecomputeRegion, ForkRegion, Annotate, AddBias)
 
 
 @dataclass(frozen=True)
@@ -67,7 +45,7 @@ class Variants:
     """Names the subclasses, and has the places that make the instances pick them.
 
     Args:
-        places: What was collected; takes what becomes of the instances' places.
+        places: Change was collected; takes what becomes of the instances' places.
         writer: Writes the subclasses.
         imports: Takes the names that the edits refer to.
         desks: The files; another one may make the instances.
@@ -79,7 +57,7 @@ class Variants:
         self.class_names: set[str] = set()
         self.known: dict[Any, str] = {}
 
-    def specialise(self, cls: type, definition: Definition, extra: set[Key]) -> list[Edit]:
+    def specialise(self, cls: type, definition: Definition, extra: set[Place]) -> list[Edit]:
         """Gives the instances that want more than the class does a subclass of their own."""
         if not extra:
             return []
@@ -99,7 +77,7 @@ class Variants:
             variant = (cls, frozenset((k, definition.changes[k]) for k in beyond))
             name = self.known.get(variant, "")
             if not name:
-                causes = united(*(definition.causes.get(k, ()) for k in beyond))
+                causes = merged_causes(*(definition.causes.get(k, ()) for k in beyond))
                 self._check_base(cls, definition, beyond)
                 prefix, doc = self._described(definition, beyond)
                 name = self.known[variant] = self._new_name(f"{prefix}{cls.__name__}")
@@ -121,7 +99,10 @@ class Variants:
             if wrapper.text:
                 edits.append(self._class_after(cls.__name__, wrapper.text, causes, wrapper.why))
         self._rename(
-            definition.nodes, name, cls.__name__, united(*(definition.causes[k] for k in extra))
+            definition.nodes,
+            name,
+            cls.__name__,
+            merged_causes(*(definition.causes[k] for k in extra)),
         )
         return edits
 
@@ -137,9 +118,9 @@ class Variants:
             ]
             if not wrappers or self._wrapped_other(node, wrappers, edits):
                 continue
-            every = united(*(causes for _, causes in wrappers))
-            key, owner = self.places.site(node, every)
-            site = self.places.sites[key[1]]
+            every = merged_causes(*(causes for _, causes in wrappers))
+            at, owner = self.places.site(node, every)
+            site = self.places.sites[at.start]
             called = self.places.class_called(site, node)
             if site.callee and (called is None or not self.file.qualified(called)):
                 raise errors.UnfollowableConstruction(
@@ -152,8 +133,8 @@ class Variants:
                 )
             name = self.file.segment(called) if called else cls.__name__
             known: object = cls
-            made = self.places.changes.get(owner.path, {}).get(key)
-            if isinstance(made, MakeClass):  # the file that defines the class has specialised it
+            made = self.places.changes.get(owner.path, {}).get(at)
+            if isinstance(made, UseSubclass):  # the file that defines the class has specialised it
                 assert made.module is not None
                 known = name = self.imports.helper(made.module, made.name, every)
             for what, causes in wrappers:
@@ -167,7 +148,7 @@ class Variants:
         return edits
 
     def _wrapper(
-        self, base: object, class_name: str, shown: str, what: What, causes: tuple[Directive, ...]
+        self, base: object, class_name: str, shown: str, what: Change, causes: tuple[Directive, ...]
     ) -> _Wrapper:
         """The subclass that wraps the `forward` of a class; without a text where it has one.
 
@@ -175,7 +156,7 @@ class Variants:
             base: The class that is wrapped, however it is called.
             class_name: The class whose `forward` it has.
             shown: How the base is called here.
-            what: What the wrapper does.
+            what: Change the wrapper does.
             causes: The directives behind it.
         """
         key = (base, shown.rpartition(".")[2], what)
@@ -214,56 +195,37 @@ class Variants:
                     )
         return found, {start for start in found if count[start] < len(definition.nodes)}
 
-    def _check_base(self, cls: type, definition: Definition, extra: set[Key]) -> None:
-        if ("base",) in extra:
+    def _check_base(self, cls: type, definition: Definition, extra: set[Place]) -> None:
+        if AtBase() in extra:
             raise errors.Unsupported(
                 f"some instances of `{cls.__name__}` are split, some not: a class has one base",
-                at=definition.causes[("base",)][0].at,
+                at=definition.causes[AtBase()][0].at,
                 hint="schedule all instances alike",
             )
 
-    def _described(self, definition: Definition, extra: set[Key]) -> tuple[str, str]:
+    def _described(self, definition: Definition, extra: set[Place]) -> tuple[str, str]:
+        """Change a subclass is called by, and what is said of its instances."""
         wanted = [definition.changes[k] for k in extra]
-        parallel = (
-            MakeLayer,
-            SplitParameter,
-            OwnShare,
-            DivideByReplicas,
-            WrapInput,
-            WrapOutput,
-            WrapCall,
-            Attach,
-            ChangeArgument,
-            LossOfParts,
-            StatisticOfParts,
-            ShareParameter,
-        )
-        made = [w.name for w in wanted if isinstance(w, MakeClass)]
-        if all(isinstance(w, ShareParameter) for w in wanted):
-            return "Replicated", "that runs on this rank's part: its gradients are summed"
-        if all(isinstance(w, (SplitParameter, StatisticOfParts)) for w in wanted):
-            return "TensorParallel", "whose parameters are split over the tensor-parallel group"
-        if all(isinstance(w, (WrapInput, WrapOutput)) for w in wanted):
-            return _between_collectives(
-                [w for w in wanted if isinstance(w, WrapInput | WrapOutput)]
-            )
-        texts = [w.what for w in wanted if isinstance(w, Write)]
-        if len(texts) == len(wanted):
-            return "Fused", f"with {' and '.join(f'`{t}`' for t in sorted(set(texts)))} applied"
-        if any(isinstance(w, parallel) for w in wanted) or any(
-            n.startswith("TensorParallel") for n in made
-        ):
-            return "TensorParallel", "whose layers are split over the tensor-parallel group"
+        made = sorted({w.name for w in wanted if isinstance(w, UseSubclass)})
+        syncs = [w for w in wanted if isinstance(w, (SyncInput, SyncOutput))]
+        if len(syncs) == len(wanted):
+            syncs.sort(key=lambda w: isinstance(w, SyncOutput))
+            return described([(w.side, w.collectives) for w in syncs])
+        texts = sorted({w.what for w in wanted if isinstance(w, ReplaceStatement)})
+        if all(isinstance(w, ReplaceStatement) for w in wanted):
+            return "Fused", f"with {' and '.join(f'`{t}`' for t in texts)} applied"
+        kinds = {(w.prefix, w.says) for w in wanted}
+        if len(kinds) == 1 and not any(isinstance(w, (UseSubclass, ReplaceModule)) for w in wanted):
+            return kinds.pop()
+        if any(w.is_parallel for w in wanted) or any(n.startswith("TensorParallel") for n in made):
+            return Change.prefix, Change.says
         if made:
             prefix = "Fused" if all(n.startswith("Fused") for n in made) else "Scheduled"
-            return prefix, f"made of {' and '.join(f'`{n}`' for n in sorted(set(made)))}"
-        if all(isinstance(w, tuple(_OWN)) for w in wanted):
-            found = [
-                said for kind, said in _OWN.items() if any(isinstance(w, kind) for w in wanted)
-            ]
-            prefix = found[0][0] if len(found) == 1 else "Scheduled"
-            return prefix, ", ".join(words for _, words in found)
-        others = sorted({w.target.name for w in wanted if isinstance(w, MakeOther)})
+            return prefix, f"made of {' and '.join(f'`{n}`' for n in made)}"
+        told = [k for k in _TOLD if any(isinstance(w, k) for w in wanted)]
+        if all(isinstance(w, _TOLD) for w in wanted):
+            return "Scheduled", ", ".join(kind.says for kind in told)
+        others = sorted({w.target.name for w in wanted if isinstance(w, ReplaceModule)})
         return "Scheduled", f"made of {' and '.join(f'`{n}`' for n in others)}"
 
     def _new_name(self, name: str) -> str:
@@ -299,33 +261,33 @@ class Variants:
                 )
             places = self.desks.making(node).places
             beside = None if places.file is self.file else self.desks.stem(self.file)
-            what: What = MakeClass(name, original, beside)
-            key, owner = places.site(node, causes)
-            made = places.changes.get(owner.path, {}).get(key)
-            if beside and isinstance(made, MakeOther):  # a class that stands in another's place
+            what: Change = UseSubclass(name, original, beside)
+            at, owner = places.site(node, causes)
+            made = places.changes.get(owner.path, {}).get(at)
+            if beside and isinstance(made, ReplaceModule):  # a class that stands in another's place
                 what = replace(made, target=replace(made.target, name=name))
             places.at_site(node, what, causes)
 
     def _wrapped_other(
         self,
         node: Node,
-        wrappers: Sequence[tuple[What, tuple[Directive, ...]]],
+        wrappers: Sequence[tuple[Change, tuple[Directive, ...]]],
         edits: list[Edit],
     ) -> bool:
         """Wraps the class that stands in the place of the original's, if one does."""
         if node.owner is None:
             return False
-        every = united(*(causes for _, causes in wrappers))
-        key, owner = self.places.site(node, every)
-        made = self.places.changes.get(owner.path, {}).get(key)
-        if not isinstance(made, (MakeLayer, MakeOther)):
+        every = merged_causes(*(causes for _, causes in wrappers))
+        at, owner = self.places.site(node, every)
+        made = self.places.changes.get(owner.path, {}).get(at)
+        if not isinstance(made, (UseParallelLayer, ReplaceModule)):
             return False
-        if isinstance(made, MakeOther) and made.layer is None:
+        if isinstance(made, ReplaceModule) and made.layer is None:
             name = self.imports.function(made.target, every)
         else:
             assert made.layer is not None
             name = self.imports.helper(made.layer.module, made.layer.name, every)
-        home = self.places.sites[key[1]].class_name
+        home = self.places.sites[at.start].class_name
         for what, causes in wrappers:
             wrapper = self._wrapper("", "", name, what, causes)
             name = wrapper.name
@@ -333,31 +295,3 @@ class Variants:
                 edits.append(self._class_before(home, wrapper.text, causes, wrapper.why))
         self.places.at_site(node, replace(made, subclass=name), every)
         return True
-
-
-# What an instance is called, and said to do, that a collective is all that sets apart.
-_DOING = {
-    "scatter": ("Scattering", "scattered over"),
-    "all_gather": ("Gathering", "gathered from"),
-    "reduce_scatter": ("Scattering", "summed and scattered over"),
-    "all_reduce": ("Reducing", "summed over"),
-    "all_to_all": ("Exchanging", "split along another axis by"),
-}
-
-
-def _between_collectives(wraps: Sequence[WrapInput | WrapOutput]) -> tuple[str, str]:
-    """The prefix of a class that only puts collectives around `forward`, and what it is."""
-    prefixes, clauses = [], []
-    for wrap in sorted(wraps, key=lambda w: isinstance(w, WrapOutput)):
-        side = "input" if isinstance(wrap, WrapInput) else "output"
-        if isinstance(wrap, WrapInput) and wrap.of is not None:
-            side = f"argument `{wrap.of}`"
-        for collective in wrap.collectives:
-            name, does = _DOING.get(collective.function, ("TensorParallel", ""))
-            prefixes.append(name)
-            clauses.append(
-                f"{side} is {does} the tensor-parallel group"
-                if does
-                else f"{side}'s gradient is summed over the tensor-parallel group"
-            )
-    return prefixes[0], "whose " + " and whose ".join(clauses)

@@ -15,12 +15,11 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.definition import united
+from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.changes.splice import Change, Edit
+from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.edit.desks import Desks, is_torch
-from slapo_rewrite.edit.expressions import formatted
-from slapo_rewrite.edit.imports import Imports
-from slapo_rewrite.edit.splice import Change, Edit
-from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.model import construction
 from slapo_rewrite.model.join import Sources, called_root, find_site, looked_up
 from slapo_rewrite.model.tree import Node, Tree
@@ -78,7 +77,7 @@ class Copies:
                 if module in self.files and node.owner is not None and self._sees(module, name):
                     self._check_made(node, self._causes(module))
                 continue
-            why = united(*(causes.get(c.__name__, ()) for c in node.cls.__mro__))
+            why = merged_causes(*(causes.get(c.__name__, ()) for c in node.cls.__mro__))
             holder: Node | None = node if why else None
             while holder is not None and holder.owner is not None and id(holder) not in seen:
                 # What holds what changed must be the output's as well.
@@ -124,7 +123,7 @@ class Copies:
         (start, end), last = file.span(node), node.end_lineno or node.lineno
         edits = [e for e in self.edits.get(file.name, ()) if e.start < end and e.end > start]
         changes = [c for c in before if c.first <= last and c.last >= node.lineno]
-        return united(*(e.causes for e in edits), *(c.causes for c in changes))
+        return merged_causes(*(e.causes for e in edits), *(c.causes for c in changes))
 
     def _root(self, site: Site) -> Target | None:
         """What the name means that a call begins with, where that is imported."""
@@ -285,7 +284,7 @@ class Copies:
             yield from _absolute(file, node)
             return
         start, end = file.span(node)
-        causes = united(*(self._causes(m) for m in dict.fromkeys(targets)))
+        causes = merged_causes(*(self._causes(m) for m in dict.fromkeys(targets)))
         why = "import from the copy of the file"
         same = [a for names in groups.values() for a in names] == node.names
         if len(groups) == 1 and same:
@@ -333,7 +332,7 @@ class Copies:
                 self._check_free(file, node, stem)
             shown.append(stem if local == stem else f"{stem} as {local}")
         start, end = file.span(node)
-        causes = united(*(self._causes(a.name) for a in copied))
+        causes = merged_causes(*(self._causes(a.name) for a in copied))
         lines.append(f"from . import {', '.join(shown)}")
         text = _lines(lines, node.col_offset, line_length)
         yield Edit(start, end, text, causes, "import the copy of the file")
@@ -376,11 +375,11 @@ class Copies:
         """The directives for which a module is copied: its own, else those of what it sees."""
         if module == self.sources.main.name or module in seen:
             return ()
-        own = united(*(e.causes for e in self.edits.get(module, ())))
+        own = merged_causes(*(e.causes for e in self.edits.get(module, ())))
         if own:
             return own
         others = dict.fromkeys(m for _, (m, _) in _imported(self.sources, self.files[module]))
-        return united(*(self._causes(m, (*seen, module)) for m in others if m in self.files))
+        return merged_causes(*(self._causes(m, (*seen, module)) for m in others if m in self.files))
 
 
 def absolute_imports(file: SourceFile) -> list[Edit]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.splice import Change
-from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.changes.splice import Change
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit.helpers import MODULES
 from slapo_rewrite.model.emitted import FailedOutput
 from slapo_rewrite.source.index import lines_of

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import __version__, errors
-from slapo_rewrite.edit.splice import Change
-from slapo_rewrite.edit.state import Directive, general
+from slapo_rewrite.changes.splice import Change
+from slapo_rewrite.changes.state import general
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit import inputs
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 from slapo_rewrite.source.bundle import rules_folder

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import __version__, errors, primitives
-from slapo_rewrite.edit.definition import united
+from slapo_rewrite.changes.imports import Reference
+from slapo_rewrite.changes.splice import Change, Edit, apply_edits
+from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.edit.desks import Desks
-from slapo_rewrite.edit.expressions import formatted
 from slapo_rewrite.edit.lower import lower
-from slapo_rewrite.edit.rewritten import Reference, Rewrite
-from slapo_rewrite.edit.splice import Change, Edit, apply_edits
-from slapo_rewrite.edit.state import Directive, ModuleState
+from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.copies import Copies
 from slapo_rewrite.emit.failures import Causes
@@ -165,7 +166,7 @@ class Project:
             self.done[again.directive.number] = again.rewrite
         for reference in again.rewrite.references:
             causes = self.references.get(reference, ())
-            self.references[reference] = united(causes, [again.directive])
+            self.references[reference] = merged_causes(causes, [again.directive])
         self.file = self.file.edited(text)
         self.module = run_source(self.file, self.references)
         try:
@@ -247,7 +248,7 @@ def carry_out(
         sizes: tuple[int, ...] = ()
         if not _has_own_code(plan):
             sizes = worlds(project.schedule.module, project.tree.root.live)
-        before = united(*(change.causes for change in project.changes))
+        before = merged_causes(*(change.causes for change in project.changes))
         lowered = lower(
             project.tree,
             plan.states,
@@ -307,7 +308,7 @@ def carry_out(
     causes: dict[str, tuple[Directive, ...]] = {}
     for desk in desks:
         for module, because in desk.imports.causes().items():
-            causes[module] = united(causes.get(module, ()), because)
+            causes[module] = merged_causes(causes.get(module, ()), because)
     if cuts:
         with project.timed("stages"), Causes(texts, changes, {}).told():
             files = {**texts, **helpers}
@@ -316,7 +317,7 @@ def carry_out(
                 project, definitions, cuts, files, name, used, header, single_file, sliced
             )
         of_stages = {Path(each).stem for each in staged.keys() - helpers.keys()}
-        because = united(*((cut.cause,) for cut in cuts))
+        because = merged_causes(*((cut.cause,) for cut in cuts))
         causes = {**dict.fromkeys(of_stages, because), **causes}
         helpers = staged
     by_file = {n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers}
@@ -451,7 +452,7 @@ def check_single(copies: Copies, edits: Mapping[str, Sequence[Edit]]) -> None:
     """
     others = [f for f in copies.files.values() if f is not copies.sources.main]
     if others:
-        causes = united(*(e.causes for f in others for e in edits.get(f.name, ())))
+        causes = merged_causes(*(e.causes for f in others for e in edits.get(f.name, ())))
         raise errors.Unsupported(
             f"the schedule changes {others[0].path.name} beside {copies.sources.main.path.name}",
             at=causes[0].at if causes else None,
@@ -577,7 +578,7 @@ def idle_imports(
     """
     idle = file.imports.keys() & _used((original or file).tree)
     idle -= _used(parsed(text, file))
-    causes = united(*(e.causes for e in edits))
+    causes = merged_causes(*(e.causes for e in edits))
     removed = []
     for node in file.tree.body if idle else ():
         if not isinstance(node, (ast.Import, ast.ImportFrom)):

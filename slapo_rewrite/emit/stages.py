@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit.helpers import helper_files
 from slapo_rewrite.stages.program import Cut
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.splice import Edit, apply_edits
+from slapo_rewrite.changes.splice import Edit, apply_edits
 from slapo_rewrite.model.facts import NodeFacts
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node

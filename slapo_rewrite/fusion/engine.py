@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.definition import Write
+from slapo_rewrite.changes.places import AtNode
+from slapo_rewrite.changes.replace_statement import ReplaceStatement
+from slapo_rewrite.changes.splice import Edit, apply_edits
+from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.code.text import accessor
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.edit.desks import Desks
 from slapo_rewrite.edit.places import Places
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.settle import settle
-from slapo_rewrite.edit.splice import Edit, apply_edits
-from slapo_rewrite.edit.state import Directive, ModuleState
-from slapo_rewrite.edit.text import accessor
 from slapo_rewrite.fusion.places import Writing, place_edits, removed
 from slapo_rewrite.fusion.sharing import Sharing
 from slapo_rewrite.fusion.spelling import Speller
@@ -427,8 +429,8 @@ class Engine:
                         continue
                     what = ", ".join(dict.fromkeys(e.why.strip("`") for e in changes))
                     plain = tuple((e.start, e.end, e.text) for e in changes)
-                    place = ("text", statement.lineno, statement.col_offset)
-                    write = Write(statement, plain, what)
+                    place = AtNode("text", statement.lineno, statement.col_offset)
+                    write = ReplaceStatement(statement, plain, what)
                     desks.main.places.add(path, place, write, (self.cause,))
                 self._construct(claims.get(path, ()), desks.main.places)
             settled = settle(self.tree, desks, self.line_length)
@@ -455,8 +457,8 @@ class Engine:
                     at=self.cause.at,
                 )
             last = found[1].body[-1]
-            place = ("text", last.lineno, last.col_offset, claim.constructor)
-            write = Write(last, (), claim.what, claim.constructor)
+            place = AtNode("text", last.lineno, last.col_offset, what=claim.constructor)
+            write = ReplaceStatement(last, (), claim.what, claim.constructor)
             places.add(claim.node.path, place, write, (self.cause,))
 
     def _text(self, claim: Claim) -> str:

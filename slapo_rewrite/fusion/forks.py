@@ -9,10 +9,10 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from slapo_rewrite.edit.expressions import formatted
-from slapo_rewrite.edit.splice import Edit
-from slapo_rewrite.edit.state import Directive
-from slapo_rewrite.edit.text import accessor, within
+from slapo_rewrite.changes.splice import Edit
+from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.text import accessor, within
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.fusion.heads import Declined, Head, Labels, depending, written
 from slapo_rewrite.fusion.places import removed
 from slapo_rewrite.fusion.rule import Found

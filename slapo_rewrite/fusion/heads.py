@@ -6,7 +6,7 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from slapo_rewrite.edit.text import accessor
+from slapo_rewrite.code.text import accessor
 from slapo_rewrite.fusion.rule import Found
 from slapo_rewrite.patterns.values import Value, described
 from slapo_rewrite.source.index import SourceFile

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.expressions import formatted, parenthesised
-from slapo_rewrite.edit.splice import Edit, apply_edits
+from slapo_rewrite.changes.splice import Edit, apply_edits
+from slapo_rewrite.code.build import parenthesised
+from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.standing import gives
 from slapo_rewrite.patterns.values import Graph, Value

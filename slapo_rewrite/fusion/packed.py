@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.lines import Line, Lines
+from slapo_rewrite.changes.splice import Edit
+from slapo_rewrite.changes.subclasses import SubclassWriter
+from slapo_rewrite.code.build import parenthesised
+from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.edit.desks import Desks
-from slapo_rewrite.edit.expressions import formatted, parenthesised
-from slapo_rewrite.edit.lines import Lines
 from slapo_rewrite.edit.rewritten import NewClass, Rewrite
-from slapo_rewrite.edit.splice import Edit
-from slapo_rewrite.edit.subclasses import SubclassWriter
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.places import removed
 from slapo_rewrite.model.join import find_site
@@ -255,9 +256,9 @@ def _holding(
     """
     file, cause = engine.file, engine.cause
     desks = Desks(engine.tree, engine.sources)
-    writer = SubclassWriter(desks.main.lineages, desks.main.imports, engine.line_length)
+    writer = SubclassWriter(desks.main.classes, desks.main.imports, engine.line_length)
     name = node.cls.__name__
-    constructor = desks.main.lineages.method(name, "__init__")
+    constructor = desks.main.classes.method(name, "__init__")
     if constructor is None or desks.of(node.cls) is not desks.main:
         raise errors.Unsupported(
             f"`{name}` has no constructor in {file.path.name}, so it cannot hold `{held.name}`",
@@ -269,7 +270,7 @@ def _holding(
     for text in (*held.before, made, deleted):
         if text:
             end = lines.setdefault(constructor.body[-1], Lines())
-            end.after.append((text, (cause,), f"`{held.name}`"))
+            end.after.append(Line(text, (cause,), f"`{held.name}`"))
     text = writer.subclass(name, new_name, lines, {}, set(), doc)
     engine.speller.take(desks.main.imports)
     at = file.span(file.classes[name])[1]

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.expressions import formatted, parenthesised
-from slapo_rewrite.edit.splice import Edit, apply_edits
-from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.changes.splice import Edit, apply_edits
+from slapo_rewrite.code.build import parenthesised
+from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.patterns.standing import Replaced
 from slapo_rewrite.source.index import SourceFile
 

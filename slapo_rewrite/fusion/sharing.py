@@ -6,7 +6,7 @@ import ast
 import functools
 from collections.abc import Iterator
 
-from slapo_rewrite.edit.text import within
+from slapo_rewrite.code.text import within
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
 

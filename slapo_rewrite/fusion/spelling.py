@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from slapo_rewrite.edit.imports import Imports
-from slapo_rewrite.edit.rewritten import Reference
-from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.changes.imports import Imports, Reference
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.source.index import SourceFile
 
 RUNTIME = "slapo_rewrite.runtime."

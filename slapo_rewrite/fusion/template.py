@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.expressions import parenthesised
-from slapo_rewrite.edit.splice import Edit, apply_edits
+from slapo_rewrite.changes.splice import Edit, apply_edits
+from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.patterns.pattern import located, names_around
 from slapo_rewrite.source.facts import Constant, Resolver, live_names
 from slapo_rewrite.source.index import SourceFile

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import Annotation, ModuleState
+from slapo_rewrite.changes.state import Annotation, ModuleState
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,

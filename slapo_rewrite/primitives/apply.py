@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.state import ModuleState, general
 from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.edit.state import ModuleState, general
 from slapo_rewrite.fusion.branches import given_for
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.looking import below, look, nearest_miss

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 
+from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.edit.state import ModuleState
 from slapo_rewrite.fusion.branches import given_for
 from slapo_rewrite.fusion.engine import Claim, Engine, Left
 from slapo_rewrite.fusion.looking import Looked, below, look

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import Checkpoint as CheckpointState
-from slapo_rewrite.edit.state import Kept, ModuleState
+from slapo_rewrite.changes.state import Checkpoint as CheckpointState
+from slapo_rewrite.changes.state import Kept, ModuleState
 from slapo_rewrite.model.operations import UnknownOperation, operations
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import TARGETS, ModuleState, StageEnd
+from slapo_rewrite.changes.state import TARGETS, ModuleState, StageEnd
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,

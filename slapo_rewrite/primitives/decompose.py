@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import Decompose as DecomposeState
-from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.changes.state import Decompose as DecomposeState
+from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.model.layers import MULTIPLIED, qualified
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import check_uncalled

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Example, Question, Refusal, signature_of
 from slapo_rewrite.primitives.find import MLP, MODEL, found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.fusion import branches
 from slapo_rewrite.fusion.looking import pattern_for, scopes_for
 from slapo_rewrite.model.sources import Sources

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import Fork, ModuleState
+from slapo_rewrite.changes.state import Fork, ModuleState
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,

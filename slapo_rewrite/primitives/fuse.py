@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.edit.state import ModuleState
 from slapo_rewrite.fusion.engine import Calling, Claim, Engine
 from slapo_rewrite.fusion.looking import look, scopes_for
 from slapo_rewrite.fusion.moved import moved

@@ -6,8 +6,8 @@ import inspect
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import InferSync as InferSyncState
-from slapo_rewrite.edit.state import ModuleState
+from slapo_rewrite.changes.state import InferSync as InferSyncState
+from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
 from slapo_rewrite.primitives.shard import MLP, MODEL

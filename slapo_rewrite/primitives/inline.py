@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.splice import Edit
+from slapo_rewrite.changes.state import Inlined, ModuleState
+from slapo_rewrite.code.text import accessor
 from slapo_rewrite.edit.inline import inline_edits
 from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.edit.splice import Edit
-from slapo_rewrite.edit.state import Inlined, ModuleState
-from slapo_rewrite.edit.text import accessor
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import check_uncalled
 from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of

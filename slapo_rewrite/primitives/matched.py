@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.state import ModuleState, general
 from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.edit.state import ModuleState, general
 from slapo_rewrite.fusion.engine import Calling, Claim, Engine, Left
 from slapo_rewrite.fusion.looking import Looked, spots
 from slapo_rewrite.model.tree import Node

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.state import Function, ModuleState, Replacement
 from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.edit.state import Function, ModuleState, Replacement
 from slapo_rewrite.model.substitute import (
     CannotBuild,
     Misfit,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import ModuleState, Share
-from slapo_rewrite.edit.state import Shard as ShardState
+from slapo_rewrite.changes.state import ModuleState, Share
+from slapo_rewrite.changes.state import Shard as ShardState
 from slapo_rewrite.model.layers import base_of
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (

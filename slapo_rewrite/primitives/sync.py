@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import ModuleState
-from slapo_rewrite.edit.state import Sync as SyncState
+from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import Sync as SyncState
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.edit.state import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.bundle import rules_folder
 from slapo_rewrite.source.index import lines_of

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.state import EMPTY, ModuleState
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.edit.state import EMPTY, Directive, ModuleState
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree

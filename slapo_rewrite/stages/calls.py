@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.text import accessor
+from slapo_rewrite.code.text import accessor
 from slapo_rewrite.source.liveness import live_after, local_names
 from slapo_rewrite.stages.expressions import OUTDATED, Expressions
 from slapo_rewrite.stages.flat import Line, Result, Scope

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.emitted import Emitted, imported
 from slapo_rewrite.model.tree import Tree

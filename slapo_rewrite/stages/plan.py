@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.liveness import part_of
 from slapo_rewrite.stages.program import (

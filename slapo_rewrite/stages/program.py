@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import Directive
-from slapo_rewrite.edit.text import accessor
+from slapo_rewrite.code.text import accessor
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.liveness import breaks, local_names, part_of
 from slapo_rewrite.stages.flat import Flat, Line

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import black
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.text import accessor
+from slapo_rewrite.code.text import accessor
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.plan import Stage, Stages, reads_of

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from slapo_rewrite.edit.state import general
+from slapo_rewrite.changes.state import general
 from slapo_rewrite.verify.layout import World, listed, named, ranks_of, recorded
 
 WIDTH = 110

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.splice import Change
 from slapo_rewrite.cli import main
-from slapo_rewrite.edit.splice import Change
-from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit.failures import Causes
 from slapo_rewrite.model.emitted import PACKAGE, imported
 from slapo_rewrite.primitives.shard import MLP, MODEL

@@ -7,8 +7,8 @@ import textwrap
 import pytest
 import torch.nn.functional as F
 
-from slapo_rewrite.edit.splice import apply_edits
-from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.changes.splice import apply_edits
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.fusion.places import Writing, place_edits
 from tests.finding import forward, selection
 

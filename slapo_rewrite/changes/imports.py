@@ -6,18 +6,34 @@ import ast
 import re
 import textwrap
 import types
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from slapo_rewrite import errors, runtime
-from slapo_rewrite.edit.definition import united
-from slapo_rewrite.edit.expressions import formatted
-from slapo_rewrite.edit.rewritten import Reference
-from slapo_rewrite.edit.splice import Edit
-from slapo_rewrite.edit.state import Directive, Function
+from slapo_rewrite.changes.splice import Edit
+from slapo_rewrite.changes.state import Function
+from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.source.index import SourceFile
 
 CHECKPOINT = "torch.utils.checkpoint"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A name that a text uses from elsewhere.
+
+    Attributes:
+        origin: The dotted name, as the tool itself can import it.
+        module: A helper module of the output, with a dot before it, or an installed one.
+        name: What is used of it.
+        written: How the text refers to it: the name, as a rule.
+    """
+
+    origin: str
+    module: str
+    name: str
+    written: str
 
 
 class Imports:
@@ -86,6 +102,18 @@ class Imports:
         self._causes.setdefault(module, []).extend(causes)
         return name
 
+    def functional(self, name: str, causes: tuple[Directive, ...]) -> str:
+        """The reference to a function of `torch.nn.functional`."""
+        for known, attribute in (
+            ("torch.nn.functional", ""),
+            ("torch.nn", "functional."),
+            ("torch", "nn.functional."),
+        ):
+            for alias, meaning in self.file.imports.items():
+                if meaning == known:
+                    return f"{alias}.{attribute}{name}"
+        return self.outside("torch.nn.functional", name, causes)
+
     def function(self, function: Function, causes: tuple[Directive, ...]) -> str:
         """The reference to a class or function that the schedule names."""
         if function.module is None:
@@ -130,7 +158,7 @@ class Imports:
         while self._taken(unique) or self._defined.get(unique, (body,))[0] != body:
             unique, number = f"{name}_{number}", number + 1
         known = self._defined.get(unique, (body, ()))[1]
-        self._defined[unique] = (body, united(known, causes))
+        self._defined[unique] = (body, merged_causes(known, causes))
         return unique
 
     def _taken(self, name: str) -> bool:
@@ -162,7 +190,9 @@ class Imports:
 
     def causes(self) -> dict[str, tuple[Directive, ...]]:
         """The directives that need each helper module."""
-        return {m.lstrip("."): united(c) for m, c in self._causes.items() if m.startswith(".")}
+        return {
+            m.lstrip("."): merged_causes(c) for m, c in self._causes.items() if m.startswith(".")
+        }
 
     def edits(self, line_length: int, inlined: str | None = None) -> list[Edit]:
         """The import lines: a package's after others of that package, helpers last.
@@ -201,7 +231,7 @@ class Imports:
         return edits
 
     def _after(self, statement: ast.stmt | None, text: str, *modules: str) -> Edit:
-        causes = united(*(self._causes.get(m, []) for m in modules))
+        causes = merged_causes(*(self._causes.get(m, []) for m in modules))
         if statement is not None:
             place = self.file.span(statement)[1]
             rest = self.file.text[place : self.file.text.find("\n", place)]

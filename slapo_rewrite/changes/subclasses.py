@@ -7,16 +7,18 @@ import builtins
 from collections.abc import Mapping, Sequence
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.definition import Recompute, What, WrapInput, WrapOutput, united
-from slapo_rewrite.edit.expressions import formatted
-from slapo_rewrite.edit.forward import ForwardWriter, given
-from slapo_rewrite.edit.imports import CHECKPOINT, Imports
-from slapo_rewrite.edit.kept import buffers_context, context
-from slapo_rewrite.edit.lineages import Lineages
-from slapo_rewrite.edit.lines import SHARE_OF, Lines, written
-from slapo_rewrite.edit.splice import apply_edits, moved
-from slapo_rewrite.edit.state import Directive
-from slapo_rewrite.edit.text import accessor, all_arguments, docstring, passed_on, within
+from slapo_rewrite.changes.around_forward import Recompute
+from slapo_rewrite.changes.change import Change
+from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
+from slapo_rewrite.changes.collective import through
+from slapo_rewrite.changes.imports import CHECKPOINT, Imports
+from slapo_rewrite.changes.lines import Causes, Lines, changed, written
+from slapo_rewrite.changes.save_policy import buffers_context, context
+from slapo_rewrite.changes.splice import apply_edits, moved
+from slapo_rewrite.changes.sync import SyncInput, SyncOutput
+from slapo_rewrite.code.build import code
+from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.text import accessor, all_arguments, docstring, passed_on, within
 from slapo_rewrite.hugging_face import CACHES
 
 
@@ -24,14 +26,14 @@ class SubclassWriter:
     """Writes subclasses of the classes of one file.
 
     Args:
-        lineages: The classes of the model file.
+        classes: The classes of the model file.
         imports: Takes the names that the text refers to.
         line_length: The file's own.
     """
 
-    def __init__(self, lineages: Lineages, imports: Imports, line_length: int) -> None:
-        self.lineages, self.imports, self.line_length = lineages, imports, line_length
-        self.file = lineages.file
+    def __init__(self, classes: ClassHierarchy, imports: Imports, line_length: int) -> None:
+        self.classes, self.imports, self.line_length = classes, imports, line_length
+        self.file = classes.file
 
     def subclass(
         self,
@@ -52,17 +54,17 @@ class SubclassWriter:
             optional: The sites that not all of its instances go through.
             doc: The docstring's one line.
         """
-        constructor = self.lineages.method(class_name, "__init__")
+        constructor = self.classes.method(class_name, "__init__")
         body = ["\n".join(docstring(doc, 4, self.line_length)) + "\n"]
         in_init = {s: c for s, c in lines.items() if constructor and within(constructor, s)}
         elsewhere = {s: c for s, c in lines.items() if s not in in_init}
         if in_init and constructor:
             body.append(self._constructor(class_name, constructor, in_init, relatives, optional))
-        for method in self.lineages.methods(class_name):
+        for method in self.classes.methods(class_name):
             inside = {s: c for s, c in elsewhere.items() if within(method, s)}
             if not inside:
                 continue
-            if method is not self.lineages.method(class_name, method.name):
+            if method is not self.classes.method(class_name, method.name):
                 raise errors.UnfollowableConstruction(
                     f"some instances of `{class_name}` differ in a method that it calls by "
                     "`super()`",
@@ -95,8 +97,7 @@ class SubclassWriter:
                 self._guards(constructor, statement) if self._starts(statement) & optional else []
             )
             if self._starts(statement) and (change.inside or change.again):
-                causes = united(*(edit.causes for edit in change.inside))
-                same_weights = self.imports.helper("remaking", "same_weights", causes)
+                same_weights = self.imports.helper("remaking", "same_weights", change.causes())
                 guards.insert(0, f"with {same_weights}(self):")
             depth = 8 + 4 * len(guards)
             indent = " " * depth
@@ -108,26 +109,27 @@ class SubclassWriter:
                     for s in local
                     if s not in lines
                 ]
-                start, end = self.file.span(statement)
-                again, _ = apply_edits(self.file.text[start:end], moved(change.inside, -start))
+                again = self.file.segment(statement)
+                if change.inside:
+                    again = changed(self.file, statement, change)[2]
                 again = self._reassigned(statement, again, relatives)
                 block.append(indent + formatted(again, depth, self.line_length))
-            shares = [line for line in change.after if line[2].startswith(SHARE_OF)]
+            shares = [line for line in change.after if line.once]
             block += [
-                indent + formatted(t, depth, self.line_length)
-                for t, _, _ in (*change.before, *change.after)
-                if all(t != text for text, _, _ in shares)
+                indent + formatted(line.text, depth, self.line_length)
+                for line in (*change.before, *change.after)
+                if line not in shares
             ]
             if guards and body and body[-1].startswith(f"{block[0]}\n"):
                 body[-1] += "\n" + "\n".join(block[1:])
             else:
                 body += ["\n".join(block)] if guards else block
-            body += [" " * 8 + formatted(t, 8, self.line_length) for t, _, _ in shares]
+            body += [" " * 8 + formatted(line.text, 8, self.line_length) for line in shares]
         return "\n".join([*text, *dict.fromkeys(body)]) + "\n"
 
     def _starts(self, statement: ast.stmt) -> set[int]:
         """The construction sites in a statement."""
-        return {start for start, site in self.lineages.sites.items() if site.statement is statement}
+        return {start for start, site in self.classes.sites.items() if site.statement is statement}
 
     def _guards(self, constructor: ast.FunctionDef, statement: ast.stmt) -> list[str]:
         """The conditions under which the constructor comes to a statement, outermost first."""
@@ -232,7 +234,7 @@ class SubclassWriter:
             header = header.rsplit("\n", 1)[0].rstrip()
         return " " * method.col_offset + header
 
-    def forking(self, new_name: str, shown: str, causes: tuple[Directive, ...]) -> str:
+    def forking(self, new_name: str, shown: str, causes: Causes) -> str:
         """A subclass whose random numbers differ between tensor-parallel ranks."""
         fork_rng = self.imports.helper("rng", "fork_rng", causes)
         doc = f"`{shown}` with random numbers that differ between tensor-parallel ranks."
@@ -247,11 +249,7 @@ class SubclassWriter:
         return "\n".join(text) + "\n"
 
     def around_forward(
-        self,
-        forward: ast.FunctionDef,
-        wraps: Sequence[What],
-        writer: ForwardWriter,
-        causes: tuple[Directive, ...],
+        self, forward: ast.FunctionDef, wraps: Sequence[Change], causes: Causes
     ) -> str | None:
         """A `forward` that calls the class's own between collectives.
 
@@ -259,35 +257,33 @@ class SubclassWriter:
         """
         arguments = [*forward.args.posonlyargs, *forward.args.args][1:]
         names = [argument.arg for argument in arguments]
-        inputs = [wrap for wrap in wraps if isinstance(wrap, WrapInput)]
+        inputs = [wrap for wrap in wraps if isinstance(wrap, SyncInput)]
         if any((wrap.of or names[0]) not in names for wrap in inputs if names):
             return None
         # Everything up to the last argument that goes through a collective is named.
         last = max((names.index(wrap.of) if wrap.of else 0 for wrap in inputs), default=-1)
         values = dict(zip(names, names[: last + 1], strict=False))
         lines: list[str] = []
-        before, after = "", ""
+        outputs: list[SyncOutput] = []
         for wrap in wraps:
-            if isinstance(wrap, WrapInput) and arguments:
+            if isinstance(wrap, SyncInput) and arguments:
                 name = wrap.of or names[0]
-                value = name
-                for collective in wrap.collectives:
-                    value = writer.applied(collective, value, causes)
+                value = code(through(wrap.collectives, name, self.imports, causes))
                 if wrap.of is None:
                     values[name] = value
                 else:
-                    lines.append(given(forward, wrap, f"{name} = {value}"))
-            elif isinstance(wrap, WrapOutput) and not wrap.nested:
-                for collective in wrap.collectives:
-                    opened, closed = writer.call(collective, causes)
-                    before, after = opened + before, after + closed
+                    lines.append(wrap.where_given(forward, f"{name} = {value}"))
+            elif isinstance(wrap, SyncOutput) and not wrap.nested:
+                outputs.append(wrap)
             else:
                 return None
         more = ["*args, **kwargs"] if len(all_arguments(forward.args)) > last + 2 else []
         own = [self._parameter(forward, name, last > 0) for name in values]
         header = ", ".join(["self", *own, *more])
-        passed = ", ".join([*values.values(), *more])
-        text = "\n".join([*lines, f"return {before}super().forward({passed}){after}"])
+        result = f"super().forward({', '.join([*values.values(), *more])})"
+        for wrap in outputs:
+            result = code(through(wrap.collectives, result, self.imports, causes))
+        text = "\n".join([*lines, f"return {result}"])
         returned = f" -> {self.file.segment(forward.returns)}" if forward.returns else ""
         return (
             f"\n    def forward({header}){returned}:\n"
@@ -308,11 +304,11 @@ class SubclassWriter:
         new_name: str,
         shown: str,
         what: Recompute,
-        causes: tuple[Directive, ...],
+        causes: Causes,
     ) -> str:
         """A subclass whose activations are computed again in the backward pass."""
         own = class_name in self.file.classes
-        forward = self.lineages.method(class_name, "forward") if own else None
+        forward = self.classes.method(class_name, "forward") if own else None
         call = self.imports.outside(CHECKPOINT, "checkpoint", causes)
         doc = f"A `{shown}` that recomputes its activations in the backward pass."
         options = ["use_reentrant=False"]

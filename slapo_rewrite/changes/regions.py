@@ -1,22 +1,29 @@
-"""Parts of a method: recomputed as a method of their own, or under another random state."""
+"""Regions of a method: recomputed as a method of their own, or under another random state."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+import libcst as cst
+
 from slapo_rewrite import errors
-from slapo_rewrite.edit.definition import ForkPart, RecomputePart
-from slapo_rewrite.edit.expressions import formatted
-from slapo_rewrite.edit.imports import CHECKPOINT, Imports
-from slapo_rewrite.edit.kept import buffers_context, context
-from slapo_rewrite.edit.lineages import Lineages
-from slapo_rewrite.edit.lines import Lines, written
-from slapo_rewrite.edit.splice import Edit, apply_edits, moved
-from slapo_rewrite.edit.state import Directive, Part
-from slapo_rewrite.edit.text import within
+from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
+from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.imports import CHECKPOINT
+from slapo_rewrite.changes.lines import Causes, past_comment, written
+from slapo_rewrite.changes.places import Place
+from slapo_rewrite.changes.save_policy import buffers_context, context
+from slapo_rewrite.changes.splice import apply_edits, moved
+from slapo_rewrite.changes.state import Kept, Part
+from slapo_rewrite.code.build import call as call_of
+from slapo_rewrite.code.build import parsed
+from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.text import within
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES
 from slapo_rewrite.source.calls import Calls, called_names, find_calls, obstacle
 from slapo_rewrite.source.liveness import local_names, part_of
@@ -24,16 +31,16 @@ from slapo_rewrite.source.liveness import local_names, part_of
 MAX_NAME = 40
 
 
-def find_part(lineages: Lineages, class_name: str, part: Part, cause: Directive) -> Calls:
+def find_part(classes: ClassHierarchy, class_name: str, part: Part, cause: Directive) -> Calls:
     """The statements of a class's methods that a part means.
 
     Raises:
         UnknownPath: No method makes the calls.
         Unsupported: Several methods do.
     """
-    file = lineages.file
+    file = classes.file
     methods: dict[str, ast.FunctionDef] = {}
-    for method in lineages.methods(class_name):
+    for method in classes.methods(class_name):
         if method.name != "__init__":
             methods.setdefault(method.name, method)
     found = [c for m in methods.values() if (c := find_calls(m, part.calls)) is not None]
@@ -43,7 +50,7 @@ def find_part(lineages: Lineages, class_name: str, part: Part, cause: Directive)
     if missing or not found:
         asked = missing[0] if missing else str(part.calls)
         what = f"calls `{asked}`" if missing else f"calls anything that matches `{asked}`"
-        of_self = [name for name in known if name not in lineages.file.names]
+        of_self = [name for name in known if name not in classes.file.names]
         raise errors.UnknownPath(
             f"no method of `{class_name}` {what}",
             at=cause.at,
@@ -62,60 +69,94 @@ def find_part(lineages: Lineages, class_name: str, part: Part, cause: Directive)
 
 
 @dataclass(frozen=True)
+class Region(Change):
+    """In a method: some of its statements, by the calls that they make.
+
+    Attributes:
+        part: The statements.
+    """
+
+    part: Part
+
+    order = 3
+    is_parallel = False
+
+    def group(self, place: Place) -> Hashable:
+        """All regions of a class: one may stand in another."""
+        return Region
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Writes all of them, with what else changes in their statements."""
+        _Regions(text).write(here)
+
+
+@dataclass(frozen=True)
+class ForkRegion(Region):
+    """In a method: statements whose random numbers differ between ranks."""
+
+    prefix = "Forked"
+    says = "with random numbers of which some differ between ranks"
+
+
+@dataclass(frozen=True)
+class RecomputeRegion(Region):
+    """In a method: statements whose activations are computed again in the backward pass.
+
+    Attributes:
+        kept: What is kept all the same.
+        updates_buffers: Whether they update buffers.
+    """
+
+    kept: Kept = None
+    updates_buffers: bool = False
+
+    prefix = "Checkpointed"
+    says = "that recomputes part of its activations in the backward pass"
+
+
+@dataclass(frozen=True)
 class _Wanted:
-    change: ForkPart | RecomputePart
+    change: Region
     calls: Calls
-    causes: tuple[Directive, ...]
+    causes: Causes
     span: tuple[int, int]
 
 
-class PartWriter:
-    """Rewrites parts of the methods of one class.
+class _Regions:
+    """Rewrites regions of the methods of one class."""
 
-    Args:
-        lineages: The classes of the model file.
-        imports: Takes the names that the edits refer to.
-        class_name: The class.
-        line_length: The file's own.
-    """
-
-    def __init__(
-        self, lineages: Lineages, imports: Imports, class_name: str, line_length: int
-    ) -> None:
-        self.lineages, self.imports, self.class_name = lineages, imports, class_name
-        self.line_length, self.file = line_length, lineages.file
-        self.wanted: list[_Wanted] = []
+    def __init__(self, text: ClassText) -> None:
+        self.text, self.file, self.imports = text, text.file, text.imports
+        self.class_name, self.line_length = text.class_name, text.line_length
         self.names: set[str] = set()
 
-    def add(self, change: ForkPart | RecomputePart, causes: tuple[Directive, ...]) -> None:
-        """Takes one part."""
-        calls = find_part(self.lineages, self.class_name, change.part, causes[0])
-        span = (self.file.span(calls.run[0])[0], self.file.span(calls.run[-1])[1])
-        self.wanted.append(_Wanted(change, calls, causes, span))
-
-    def write(self, lines: dict[ast.stmt, Lines]) -> None:
-        """Rewrites the parts, what stands in others first.
-
-        Args:
-            lines: What changes in the class so far; what changes in a part goes along with it.
+    def write(self, here: Sequence[Asked]) -> None:
+        """Rewrites them, what stands in others first.
 
         Raises:
-            RewriteError: A part cannot be taken out, or overlaps with another one.
+            RewriteError: A region cannot be taken out, or overlaps with another one.
         """
         order = sorted(
-            self.wanted, key=lambda w: (w.span[1] - w.span[0], isinstance(w.change, RecomputePart))
+            map(self._found, here),
+            key=lambda w: (w.span[1] - w.span[0], isinstance(w.change, RecomputeRegion)),
         )
         for number, wanted in enumerate(order):
             for other in order[:number]:
                 self._check_apart(wanted, other)
         for wanted in order:
-            if isinstance(wanted.change, RecomputePart) and wanted.calls.is_single:
-                self._wrap_call(wanted, wanted.change, lines)
+            if isinstance(wanted.change, RecomputeRegion) and wanted.calls.is_single:
+                self._wrap_call(wanted, wanted.change)
         for wanted in order:
-            if isinstance(wanted.change, ForkPart):
-                self._fork(wanted, lines)
-            elif not wanted.calls.is_single:
-                self._take_out(wanted, wanted.change, lines)
+            if isinstance(wanted.change, ForkRegion):
+                self._fork(wanted)
+            elif isinstance(wanted.change, RecomputeRegion) and not wanted.calls.is_single:
+                self._take_out(wanted, wanted.change)
+
+    def _found(self, asked: Asked) -> _Wanted:
+        assert isinstance(asked.change, Region)
+        calls = find_part(self.text.classes, self.class_name, asked.change.part, asked.causes[0])
+        span = (self.file.span(calls.run[0])[0], self.file.span(calls.run[-1])[1])
+        return _Wanted(asked.change, calls, asked.causes, span)
 
     def _check_apart(self, one: _Wanted, other: _Wanted) -> None:
         (start, end), (first, last) = one.span, other.span
@@ -126,63 +167,54 @@ class PartWriter:
         raise errors.ConflictingEdits(
             f"two parts of `{self.class_name}.{one.calls.method.name}` overlap",
             at=other.causes[0].at,
-            also=[c.at for c in one.causes[:1] if c.at],
+            also=places_of(one.causes),
             hint="name calls that stand apart, or all of them in one part",
         )
 
     # A single call ----------------------------------------------------------------------------
 
-    def _wrap_call(
-        self, wanted: _Wanted, change: RecomputePart, lines: dict[ast.stmt, Lines]
-    ) -> None:
+    def _wrap_call(self, wanted: _Wanted, change: RecomputeRegion) -> None:
         """`self.mlp(x)  ->  checkpoint(self.mlp, x, use_reentrant=False)`."""
         (call,), (statement,) = wanted.calls.calls, wanted.calls.run
         function = self.imports.outside(CHECKPOINT, "checkpoint", wanted.causes)
-        options = ", ".join(self._options(change, wanted.causes))
-        start = self.file.span(call)[0]
-        callee_end = self.file.span(call.func)[1]
-        opened = self.file.text.index("(", callee_end) + 1
+        options = call_of("f", keywords=self._options(change, wanted.causes)).args
+
+        def make(made: cst.Call) -> cst.Call:
+            given = [a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in made.args]
+            count = sum(1 for a in given if a.keyword is None and a.star != "**")
+            args = [cst.Arg(made.func), *given[:count], *options, *given[count:]]
+            return made.with_changes(func=parsed(function), args=args)
+
         why = f"`{self.file.segment(call.func)}`, checkpointed"
-        edits = [Edit(start, start, f"{function}(", wanted.causes, why)]
-        separator = ", " if call.args or call.keywords else f", {options}"
-        edits.append(Edit(callee_end, opened, separator, wanted.causes, why))
-        if call.keywords:
-            place = self.file.span(call.keywords[0])[0]
-            edits.append(Edit(place, place, f"{options}, ", wanted.causes, why))
-        elif call.args:
-            place = self.file.span(call.args[-1])[1]
-            edits.append(Edit(place, place, f", {options}", wanted.causes, why))
-        lines.setdefault(statement, Lines()).inside += edits
+        self.text.replace(call, statement, make, wanted.causes, why)
         used = {n.id for n in ast.walk(call) if isinstance(n, ast.Name)}
-        self._empty_caches(wanted, statement, used, lines)
+        self._empty_caches(wanted, statement, used)
 
-    def _options(self, change: RecomputePart, causes: tuple[Directive, ...]) -> Iterator[str]:
-        yield "use_reentrant=False"
+    def _options(self, change: RecomputeRegion, causes: Causes) -> Iterator[tuple[str, str]]:
+        yield "use_reentrant", "False"
         if change.kept is not None:
-            yield f"context_fn={context(self.imports, change.kept, causes)}"
+            yield "context_fn", context(self.imports, change.kept, causes)
         elif change.updates_buffers:
-            yield f"context_fn={buffers_context(self.imports, causes)}"
+            yield "context_fn", buffers_context(self.imports, causes)
 
-    def _empty_caches(
-        self, wanted: _Wanted, statement: ast.stmt, used: set[str], lines: dict[ast.stmt, Lines]
-    ) -> None:
+    def _empty_caches(self, wanted: _Wanted, statement: ast.stmt, used: set[str]) -> None:
         """A cache of keys and values is not passed on in training: it would be filled twice."""
         caches = [n for n in CACHES if n in used & local_names(wanted.calls.method)]
         if caches:
             text = "if self.training:\n    # Computing this a second time would fill the cache a "
             text += "second time.\n" + "".join(f"    {name} = None\n" for name in caches)
-            before = lines.setdefault(statement, Lines()).before
-            if all(known != text for known, _, _ in before):
-                before.append((text, wanted.causes, "no cache in training"))
+            if all(line.text != text for line in self.text.at(statement).before):
+                self.text.insert_before(statement, text, wanted.causes, "no cache in training")
 
     # Several statements -----------------------------------------------------------------------
 
-    def _text(self, wanted: _Wanted, lines: dict[ast.stmt, Lines]) -> tuple[int, int, str]:
+    def _text(self, wanted: _Wanted) -> tuple[int, int, str]:
         """Where the statements stand, comments above included, and their text with what changes.
 
-        The changes are taken out of `lines`.
+        The changes are taken out of those of the class.
         """
-        start, end = self._lead(wanted.span[0]), self._tail(wanted.span[1])
+        start, end = self._lead(wanted.span[0]), past_comment(self.file, wanted.span[1])
+        lines = self.text.lines
         inside = {
             s: c for s, c in lines.items() if any(within(outer, s) for outer in wanted.calls.run)
         }
@@ -208,11 +240,6 @@ class PartWriter:
             line = above
         return line + len(text[line:]) - len(text[line:].lstrip(" \t"))
 
-    def _tail(self, end: int) -> int:
-        """Past a comment behind the last statement."""
-        rest = self.file.text[end:].partition("\n")[0]
-        return end + len(rest.rstrip()) if rest.strip().startswith("#") else end
-
     def _indented(self, wanted: _Wanted, text: str, indent: int) -> str:
         """The statements at another indentation; the first line carries none."""
         before = wanted.calls.run[0].col_offset
@@ -226,7 +253,7 @@ class PartWriter:
                     raise errors.Unsupported(
                         "a string over several lines would change with the indentation",
                         at=self.file.at(node),
-                        also=[c.at for c in wanted.causes[:1] if c.at],
+                        also=places_of(wanted.causes),
                         hint="write it as lines in parentheses",
                     )
         pad, shorter = " " * max(0, indent - before), max(0, before - indent)
@@ -237,19 +264,16 @@ class PartWriter:
             return formatted(plain, indent, self.line_length)
         return "\n".join([first, *shifted])
 
-    def _fork(self, wanted: _Wanted, lines: dict[ast.stmt, Lines]) -> None:
-        start, end, text = self._text(wanted, lines)
+    def _fork(self, wanted: _Wanted) -> None:
+        start, end, text = self._text(wanted)
         indent = wanted.calls.run[0].col_offset
         fork_rng = self.imports.helper("rng", "fork_rng", wanted.causes)
         body = " " * (indent + 4) + self._indented(wanted, text, indent + 4)
         text = f"with {fork_rng}():\n{body}"
         why = "random numbers that differ between ranks"
-        edit = Edit(start, end, text, wanted.causes, why)
-        lines.setdefault(wanted.calls.run[0], Lines()).around.append(edit)
+        self.text.splice(wanted.calls.run[0], start, end, text, wanted.causes, why)
 
-    def _take_out(
-        self, wanted: _Wanted, change: RecomputePart, lines: dict[ast.stmt, Lines]
-    ) -> None:
+    def _take_out(self, wanted: _Wanted, change: RecomputeRegion) -> None:
         """A method of the statements, and in their place its checkpointed call."""
         run, method = wanted.calls.run, wanted.calls.method
         part = part_of(method, run)
@@ -262,25 +286,24 @@ class PartWriter:
                 f"nothing that this part of `{self.class_name}.{method.name}` computes is read "
                 "later",
                 at=self.file.at(run[0]),
-                also=[c.at for c in wanted.causes[:1] if c.at],
+                also=places_of(wanted.causes),
                 hint="name more calls, those that use what it computes",
             )
         stars = {a.arg: s for a, s in ((method.args.vararg, "*"), (method.args.kwarg, "**")) if a}
         inputs.sort(key=lambda n: len(stars.get(n, "")))
         shown = [stars.get(n, "") + n for n in inputs]
         plain = [n for n in shown if not n.startswith("**")]
-        options = self._options(change, wanted.causes)
+        options = (f"{k}={v}" for k, v in self._options(change, wanted.causes))
         call = ", ".join([f"self.{name}", *plain, *options, *shown[len(plain) :]])
         function = self.imports.outside(CHECKPOINT, "checkpoint", wanted.causes)
         results = ", ".join(part.outputs)
         call = f"{'return' if returned else results + ' ='} {function}({call})"
 
-        start, end, text = self._text(wanted, lines)
+        start, end, text = self._text(wanted)
         indent, why = run[0].col_offset, f"`{name}`, checkpointed"
         call = formatted(call, indent, self.line_length)
-        here = lines.setdefault(run[0], Lines())
-        here.around.append(Edit(start, end, call, wanted.causes, why))
-        self._empty_caches(wanted, run[0], set(inputs), lines)
+        self.text.splice(run[0], start, end, call, wanted.causes, why)
+        self._empty_caches(wanted, run[0], set(inputs))
 
         margin = method.col_offset
         doc = f"The part of `{method.name}` that is computed again in the backward pass."
@@ -292,14 +315,13 @@ class PartWriter:
         pad = " " * (margin + 4)
         new = "\n\n" + " " * margin + head.removesuffix(" ...") + "\n"
         new += "\n".join(pad + line for line in body)
-        place = self._tail(self.file.span(method)[1])
-        edit = Edit(place, place, new, wanted.causes, why)
-        lines.setdefault(method, Lines()).around.append(edit)
+        place = past_comment(self.file, self.file.span(method)[1])
+        self.text.splice(method, place, place, new, wanted.causes, why)
 
     def _check(self, wanted: _Wanted, unsure: tuple[str, ...], inputs: list[str]) -> None:
         run, method = wanted.calls.run, wanted.calls.method
         here = f"this part of `{self.class_name}.{method.name}`"
-        also = [c.at for c in wanted.causes[:1] if c.at]
+        also = places_of(wanted.causes)
         found = obstacle(run, inputs)
         if found is not None:
             raise errors.Unsupported(
@@ -332,7 +354,7 @@ class PartWriter:
 
     def _method_name(self, wanted: _Wanted, part: Part) -> str:
         """A name that says what is called: `_ln_2_and_mlp`, `_ln_2_to_mlp`."""
-        taken = {m.name for m in self.lineages.methods(self.class_name)} | self.names
+        taken = {m.name for m in self.text.methods()} | self.names
         taken |= {
             n.attr for n in ast.walk(self.file.classes[self.class_name])
             if isinstance(n, ast.Attribute)

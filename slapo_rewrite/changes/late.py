@@ -8,7 +8,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 
-from slapo_rewrite.edit.text import all_arguments, simple_statements
+from slapo_rewrite.code.text import all_arguments, simple_statements
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.syntax import position
 

@@ -10,31 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slapo_rewrite.errors import Span
+from slapo_rewrite.directive import Directive
 
 if TYPE_CHECKING:
     from slapo_rewrite.runtime.weights import Weight
-
-
-@dataclass(frozen=True)
-class Directive:
-    """One primitive call of the schedule.
-
-    Attributes:
-        number: Position in the schedule's order.
-        primitive: The primitive's name.
-        at: Where the schedule calls it.
-        text: The call as the schedule writes it, on one line.
-        paths: The module paths that it was called on.
-        inferred: The collective that was inferred from it for these paths, if it infers any.
-    """
-
-    number: int
-    primitive: str
-    at: Span | None
-    text: str
-    paths: tuple[str, ...]
-    inferred: str | None = None
 
 
 @dataclass(frozen=True)

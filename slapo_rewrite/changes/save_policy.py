@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from slapo_rewrite.edit.imports import Imports
-from slapo_rewrite.edit.state import Directive, Function
+from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.changes.state import Function
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.operations import operations
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slapo_rewrite import errors
-from slapo_rewrite.edit.state import Directive
+from slapo_rewrite.directive import Directive
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,92 @@
+"""A linear layer decomposed: the product, and the bias added to it, where the layer is called."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.collective import Collective
+from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.changes.lines import Causes
+from slapo_rewrite.changes.places import AtCalls
+from slapo_rewrite.changes.sync import calls
+from slapo_rewrite.code.build import call, expression
+
+
+@dataclass(frozen=True)
+class AddBias(Change):
+    """Where methods call a linear layer: the product, with the bias added to it.
+
+    Attributes:
+        product: `linear`, or `matmul` where the weight is not transposed.
+        before: The collective that the layer's input goes through, if any.
+        after: The one that the product goes through.
+        adds: Whether the bias is added there, and not by what follows.
+        shared: The parameters that meet parts: their gradients are added up.
+    """
+
+    product: str
+    before: Collective | None
+    after: Collective | None
+    adds: bool = True
+    shared: frozenset[str] = frozenset()
+
+    prefix = "Decomposed"
+    says = "that adds biases of linear layers by itself"
+    is_parallel = False
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Writes the product and the sum in every call's place."""
+        (asked,) = here
+        assert isinstance(asked.place, AtCalls)
+        causes = asked.causes
+        where = "separately" if self.adds else "by what follows"
+        why = f"the bias of `{asked.place.path}` is added {where}"
+        hint = "a layer that is called through a container or a loop is not decomposed"
+        for method, node in calls(text, asked, "the sum", hint):
+            if len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
+                raise errors.Unsupported(
+                    f"`{ast.unparse(node.func)}` is not called with its input alone",
+                    at=text.file.at(node),
+                    also=places_of(causes),
+                )
+            statement = text.classes.statement_of(method, node)
+
+            def make(made: cst.Call) -> cst.BaseExpression:
+                return self._sum(made, text.imports, causes)
+
+            text.replace(node, statement, make, causes, why)
+
+    def _sum(self, made: cst.Call, imports: Imports, causes: Causes) -> cst.BaseExpression:
+        layer, value = made.func, made.args[0].value
+
+        def parameter(name: str) -> cst.BaseExpression:
+            node = cst.Attribute(layer, cst.Name(name))
+            if name not in self.shared:
+                return node
+            return Collective("all_reduce_gradient").of(node, imports, causes)
+
+        product: cst.BaseExpression
+        if self.before is None and self.after is None and not self.shared:
+            # The layer is called if something was put around it meanwhile.
+            function = imports.helper("kernels", "linear_product", causes)
+            product = call(function, value, layer)
+        else:
+            if self.before is not None:
+                value = self.before.of(value, imports, causes)
+            if self.product == "linear":
+                function = imports.functional("linear", causes)
+                product = call(function, value, parameter("weight"))
+            else:
+                product = expression("{x} @ {w}", x=value, w=parameter("weight"))
+            if self.after is not None:
+                product = self.after.of(product, imports, causes)
+        if not self.adds:
+            return product
+        return expression("{product} + {bias}", product=product, bias=parameter("bias"))

@@ -1,0 +1,85 @@
+"""The bases of a class: a tensor-parallel layer for torch's, or one more before the others."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.class_hierarchy import is_call_of_super
+from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.places import BeforeBases
+from slapo_rewrite.code.build import parsed, with_keywords
+from slapo_rewrite.model.layers import Layer
+
+
+@dataclass(frozen=True)
+class DeriveFrom(Change):
+    """In a class that extends a torch layer: the tensor-parallel layer as its base."""
+
+    layer: Layer
+    original: str
+
+    is_parallel = False
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Names it as the base, and gives its constructor what it needs."""
+        (asked,) = here
+        layer, file, causes = self.layer, text.file, asked.causes
+        node = file.classes[text.classes.lineage(text.class_name)[-1]]
+        base = next(
+            (b for b in node.bases if ast.unparse(b).rpartition(".")[2] == self.original), None
+        )
+        constructor = file.method(node.name, "__init__")
+        calls = [n for n in ast.walk(constructor or node) if isinstance(n, ast.Call)]
+        made = next((c for c in calls if is_call_of_super(c, "__init__")), None)
+        if base is None or (layer.keywords and (constructor is None or made is None)):
+            raise errors.UnfollowableConstruction(
+                f"`{text.class_name}` does not name `{self.original}` as its base and call its "
+                "constructor by `super()`",
+                at=file.at(node),
+                also=places_of(causes),
+            )
+        why = f"`{node.name}` becomes a {layer.name}"
+        name = text.imports.helper(layer.module, layer.name, causes)
+        text.put(base, node, name, causes, why)
+        if layer.keywords and constructor is not None and made is not None:
+            keywords = text.imports.keywords(layer, causes)
+            statement = text.classes.statement_of(constructor, made)
+
+            def make(call: cst.Call) -> cst.Call:
+                return with_keywords(call, keywords)
+
+            text.replace(made, statement, make, causes, why)
+
+
+@dataclass(frozen=True)
+class MixIn(Change):
+    """In a class: another base, before its own.
+
+    Attributes:
+        module: The helper module that defines it.
+        name: The class.
+    """
+
+    module: str
+    name: str
+
+    is_parallel = False
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Names it before the others."""
+        (asked,) = here
+        assert isinstance(asked.place, BeforeBases)
+        node = text.file.classes[asked.place.class_name]
+        name = text.imports.helper(self.module, self.name, asked.causes)
+
+        def make(made: cst.ClassDef) -> cst.ClassDef:
+            return made.with_changes(bases=[cst.Arg(parsed(name)), *made.bases])
+
+        why = f"`{node.name}` starts, reads and writes checkpoints as the original does"
+        text.replace(node, node, make, asked.causes, why)

@@ -1,0 +1,49 @@
+"""What every kind of change has: a subclass says where it goes and what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.changes.places import Place
+from slapo_rewrite.directive import Directive
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a class. Equal changes at one place are one for all instances.
+
+    Attributes:
+        order: When it is written: what takes in others' lines comes after them.
+        prefix: What a subclass that differs in such changes alone is called by.
+        says: What is said of its instances.
+        is_parallel: Whether it belongs to splitting the class over ranks.
+    """
+
+    order: ClassVar[int] = 0
+    prefix: ClassVar[str] = "TensorParallel"
+    says: ClassVar[str] = "whose layers are split over the tensor-parallel group"
+    is_parallel: ClassVar[bool] = True
+
+    def group(self, place: Place) -> Hashable:
+        """What it is written together with: the same for all changes of one group."""
+        return place
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Writes the changes of a group, of which this is the first.
+
+        Raises:
+            RewriteError: The source cannot be changed so.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A change at its place, with the directives that ask for it."""
+
+    place: Place
+    change: Change
+    causes: tuple[Directive, ...]

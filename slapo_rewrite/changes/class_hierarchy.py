@@ -1,0 +1,121 @@
+"""The classes of the model file, with those of it that they are derived from."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+
+from slapo_rewrite.code.names import module_paths
+from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.source.sites import Site
+
+# A call or subscript, with the method that it stands in.
+Found = tuple[ast.FunctionDef, ast.Call | ast.Subscript]
+
+
+class ClassHierarchy:
+    """Looks up what a class has, in its own text or by inheritance.
+
+    Args:
+        file: The model file.
+        sites: Construction sites by the first character of their expression.
+        names: Each class and those of the file that it is derived from.
+    """
+
+    def __init__(
+        self, file: SourceFile, sites: Mapping[int, Site], names: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        self.file, self.sites, self.names = file, sites, names
+        self._methods: dict[str, list[ast.FunctionDef]] = {}
+        self._parents: dict[ast.FunctionDef, dict[ast.AST, ast.AST]] = {}
+        self._calls: dict[ast.FunctionDef, list[tuple[ast.Call, tuple[str, ...]]]] = {}
+
+    def lineage(self, class_name: str) -> tuple[str, ...]:
+        """The class and those of this file that it is derived from, in the order of look-up."""
+        return self.names.get(class_name, (class_name,))
+
+    def method(self, class_name: str, name: str) -> ast.FunctionDef | None:
+        """A method, the class's own or one that it inherits in this file."""
+        found = (self.file.method(c, name) for c in self.lineage(class_name))
+        return next((method for method in found if method is not None), None)
+
+    def methods(self, class_name: str) -> list[ast.FunctionDef]:
+        """The methods that its instances run, those that it inherits in this file included.
+
+        One that another takes the place of is among them if that one calls it.
+        """
+        if class_name not in self._methods:
+            self._methods[class_name] = list(self._run(class_name))
+        return self._methods[class_name]
+
+    def _run(self, class_name: str) -> Iterator[ast.FunctionDef]:
+        above = {"super", *self.lineage(class_name)[1:]}
+        ended: set[str] = set()
+        for name in self.lineage(class_name):
+            own = [m for m in self.file.methods(name) if m.name not in ended]
+            yield from own
+            ended |= {m.name for m in own if above.isdisjoint(_names(m))}
+
+    def parents(self, method: ast.FunctionDef) -> dict[ast.AST, ast.AST]:
+        """What each node of a method stands in."""
+        if method not in self._parents:
+            self._parents[method] = {
+                child: node for node in ast.walk(method) for child in ast.iter_child_nodes(node)
+            }
+        return self._parents[method]
+
+    def statement_of(self, method: ast.FunctionDef, node: ast.AST) -> ast.stmt:
+        """The innermost statement of a method that a node stands in."""
+        parents = self.parents(method)
+        while not isinstance(node, ast.stmt):
+            node = parents[node]
+        return node
+
+    def calls_of(
+        self, method: ast.FunctionDef, path: str
+    ) -> list[tuple[ast.Call, tuple[str, ...]]]:
+        """The calls of the module at a path, each with all paths that it may be a call of."""
+        if method not in self._calls:
+            calls = (n for n in ast.walk(method) if isinstance(n, ast.Call))
+            self._calls[method] = [(c, p) for c in calls if (p := module_paths(c.func, method))]
+        return [(call, paths) for call, paths in self._calls[method] if path in paths]
+
+    def nodes_at(
+        self, class_name: str, start: tuple[int, int], end: tuple[int, int]
+    ) -> Iterator[Found]:
+        """The calls and subscripts of a class's methods at a place, by line and column."""
+        for method in self.methods(class_name):
+            for node in ast.walk(method):
+                if not isinstance(node, (ast.Call, ast.Subscript)):
+                    continue
+                starts = [(node.lineno, node.col_offset)]
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    # Of a method that stands on another line than what it is called on, Python
+                    # tells the place from its name on.
+                    ending = node.func.end_col_offset or 0
+                    length = len(node.func.attr.encode())
+                    starts.append((node.func.end_lineno or node.lineno, ending - length))
+                if (node.end_lineno, node.end_col_offset) == end and start in starts:
+                    yield method, node
+
+    def holds(self, class_name: str, line: int) -> bool:
+        """Whether a line stands in the text of a class."""
+        node = self.file.classes.get(class_name)
+        return node is not None and node.lineno <= line <= (node.end_lineno or line)
+
+    def extends_forward(self, class_name: str) -> bool:
+        """Whether a class has no `forward`, or one that leaves the layer's work to `super()`."""
+        forward = self.file.method(class_name, "forward")
+        return forward is None or any(is_call_of_super(n, "forward") for n in ast.walk(forward))
+
+
+def is_call_of_super(node: ast.AST, method: str) -> bool:
+    """Whether a node is `super().<method>(...)`."""
+    match node:
+        case ast.Call(func=ast.Attribute(ast.Call(func=ast.Name("super"), args=[]), name)):
+            return name == method
+    return False
+
+
+def _names(method: ast.FunctionDef) -> set[str]:
+    return {node.id for node in ast.walk(method) if isinstance(node, ast.Name)}

@@ -1,0 +1,148 @@
+"""One class of a file, while changes are written into it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import libcst as cst
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.class_hierarchy import ClassHierarchy, Found
+from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.changes.lines import Causes, Line, Lines
+from slapo_rewrite.changes.places import AtNode, Place
+from slapo_rewrite.changes.splice import Edit as TextEdit
+from slapo_rewrite.code.build import parsed
+from slapo_rewrite.code.edit import Edit
+from slapo_rewrite.source.sites import Site
+
+
+class IndexSets:
+    """Which elements of each looping construction site exist, over all instances of the class."""
+
+    def __init__(self) -> None:
+        self._present: dict[int, set[str]] = {}
+
+    def add(self, start: int, index: str) -> None:
+        """Notes that an instance has the element."""
+        self._present.setdefault(start, set()).add(index)
+
+    def of(self, site: Site) -> set[str]:
+        """The indices of the elements that the site makes."""
+        return self._present.get(site.file.span(site.value)[0], {""})
+
+
+class ClassText:
+    """Takes what changes in the text of a class.
+
+    Args:
+        classes: The classes of the file.
+        imports: Takes the names that the changes refer to.
+        class_name: The class.
+        wanted: All that changes, by its place.
+        indices: The elements that each loop makes.
+        line_length: The file's own.
+
+    Attributes:
+        lines: What changes, by statement.
+    """
+
+    def __init__(
+        self,
+        classes: ClassHierarchy,
+        imports: Imports,
+        class_name: str,
+        wanted: Mapping[Place, object],
+        indices: IndexSets,
+        line_length: int,
+    ) -> None:
+        self.classes, self.imports, self.class_name = classes, imports, class_name
+        self.wanted, self.indices, self.line_length = wanted, indices, line_length
+        self.file = classes.file
+        self.lines: dict[ast.stmt, Lines] = {}
+
+    def methods(self) -> list[ast.FunctionDef]:
+        """The methods that instances of the class run."""
+        return self.classes.methods(self.class_name)
+
+    def method(self, name: str) -> ast.FunctionDef | None:
+        """One of them."""
+        return self.classes.method(self.class_name, name)
+
+    def forward(self, causes: Causes) -> ast.FunctionDef:
+        """The class's `forward`.
+
+        Raises:
+            Unsupported: It has none in this file.
+        """
+        found = self.method("forward")
+        if found is None:
+            raise errors.Unsupported(
+                f"`{self.class_name}` has no `forward` of its own to put the collective in",
+                at=self.at_class(),
+                also=places_of(causes),
+                hint="put the sync on a module inside or around it",
+            )
+        return found
+
+    def at_class(self) -> errors.Span:
+        """Where the class is defined."""
+        return self.file.at(self.file.classes[self.class_name])
+
+    # What changes -----------------------------------------------------------------------------
+
+    def at(self, statement: ast.stmt) -> Lines:
+        """What changes around a statement, to be added to."""
+        return self.lines.setdefault(statement, Lines())
+
+    def replace(
+        self,
+        node: ast.expr | ast.stmt,
+        statement: ast.stmt,
+        make: Callable[[Any], cst.CSTNode],
+        causes: Causes,
+        why: str,
+        *,
+        outer: bool = False,
+    ) -> None:
+        """Puts something in the place of a node of a statement; see `code.edit.Edit`."""
+        self.at(statement).inside.append((Edit(node, make, outer), causes, why))
+
+    def put(self, node: ast.expr, statement: ast.stmt, text: str, causes: Causes, why: str) -> None:
+        """Puts an expression, given by its text, in the place of another."""
+        self.replace(node, statement, lambda _: parsed(text), causes, why)
+
+    def insert_before(self, statement: ast.stmt, text: str, causes: Causes, why: str) -> None:
+        """Puts a statement before another."""
+        self.at(statement).before.append(Line(text, causes, why))
+
+    def insert_after(
+        self, statement: ast.stmt, text: str, causes: Causes, why: str, *, once: bool = False
+    ) -> None:
+        """Puts a statement behind another."""
+        self.at(statement).after.append(Line(text, causes, why, once))
+
+    def splice(
+        self, statement: ast.stmt, start: int, end: int, text: str, causes: Causes, why: str
+    ) -> None:
+        """Puts text in the place of text around a statement."""
+        self.at(statement).around.append(TextEdit(start, end, text, causes, why))
+
+    # Where ------------------------------------------------------------------------------------
+
+    def nodes_at(self, place: AtNode) -> Iterator[Found]:
+        """The calls and subscripts at a place, with the method that they are in."""
+        start, end = (place.line, place.column), (place.end_line, place.end_column)
+        return self.classes.nodes_at(self.class_name, start, end)
+
+    def span_of(self, place: AtNode) -> errors.Span:
+        """A place as it is shown to the user."""
+        text = self.file.line(place.line)
+        return errors.Span(self.file.display, place.line, place.column + 1, 1, text)
+
+
+def places_of(causes: Causes) -> list[errors.Span]:
+    """The schedule's line behind a change, as a further place of a refusal."""
+    return [c.at for c in causes[:1] if c.at]

@@ -1,0 +1,377 @@
+"""What is made at a construction site: another class, for all elements or chosen by their index."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.late import Late
+from slapo_rewrite.changes.lines import Causes
+from slapo_rewrite.changes.places import AtSite, Place
+from slapo_rewrite.changes.state import Function
+from slapo_rewrite.changes.weights import written
+from slapo_rewrite.code.build import (
+    code,
+    conditional,
+    expression,
+    parsed,
+    with_callee,
+    with_keywords,
+)
+from slapo_rewrite.code.text import condition
+from slapo_rewrite.directive import merged_causes
+from slapo_rewrite.model.layers import Layer, Unit
+from slapo_rewrite.runtime.weights import Weight
+from slapo_rewrite.source.sites import Site
+
+
+@dataclass(frozen=True)
+class Construction(Change):
+    """Another class at a construction site."""
+
+    order = 2
+
+    def group(self, place: Place) -> Hashable:
+        """All elements that one site makes."""
+        assert isinstance(place, AtSite)
+        return Construction, place.start
+
+    def made(
+        self, original: cst.BaseExpression, site: Site, text: ClassText, causes: Causes
+    ) -> cst.BaseExpression:
+        """What stands in the place of the original construction."""
+        raise NotImplementedError
+
+    def becomes(self, site: Site) -> str:
+        """What happens there, in a few words."""
+        raise NotImplementedError
+
+    def held_by_variable(self, site: Site, text: ClassText, causes: Causes) -> bool:
+        """Whether a variable holds the class that is called, and was given another one."""
+        return False
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Changes what the site makes, for all elements or by their indices."""
+        causes = merged_causes(*(asked.causes for asked in here))
+        changes: dict[str, Construction] = {}
+        for asked in here:
+            assert isinstance(asked.place, AtSite) and isinstance(asked.change, Construction)
+            changes[asked.place.index] = asked.change
+        assert isinstance(here[0].place, AtSite)
+        site = text.classes.sites[here[0].place.start]
+        present = text.indices.of(site)
+        if len(set(changes.values())) == 1 and present <= changes.keys():
+            if self.held_by_variable(site, text, causes):
+                return
+
+            def make(node: cst.BaseExpression) -> cst.BaseExpression:
+                return self.made(node, site, text, causes)
+
+            text.replace(site.value, site.statement, make, causes, self.becomes(site))
+            return
+
+        def choose(node: cst.BaseExpression) -> cst.BaseExpression:
+            return _choice(node, site, changes, present, variable, text, causes)
+
+        why = f"choose by index for `{site.path}`"
+        text.replace(site.value, site.statement, choose, causes, why)
+        variable = _counter(site, text, causes)
+
+    def check_called(
+        self, site: Site, text: ClassText, causes: Causes, hint: str | None = None
+    ) -> None:
+        """Refuses a site that is no call that names its class.
+
+        Raises:
+            UnfollowableConstruction: It is not.
+        """
+        odd = site.kind in ("argument", "alias", "helper", "factory")
+        if odd or not isinstance(site.value, ast.Call):
+            raise errors.UnfollowableConstruction(
+                f"`{site.path}` is not made by a call that names its class",
+                at=text.file.at(site.value),
+                also=places_of(causes),
+                hint=hint or "write the construction out: self.name = Class(...)",
+            )
+
+
+@dataclass(frozen=True)
+class UseParallelLayer(Construction):
+    """At a construction site: a tensor-parallel layer, or a subclass of it that is defined here."""
+
+    layer: Layer
+    subclass: str | None = None
+
+    def becomes(self, site: Site) -> str:
+        """The layer."""
+        return f"`{site.path}` becomes a {self.layer.name}"
+
+    def made(
+        self, original: cst.BaseExpression, site: Site, text: ClassText, causes: Causes
+    ) -> cst.BaseExpression:
+        """The layer with the original's arguments, and its own."""
+        self.check_called(site, text, causes)
+        assert isinstance(original, cst.Call)
+        name = self.subclass or text.imports.helper(self.layer.module, self.layer.name, causes)
+        keywords = layer_keywords(self.layer, site, text, causes)
+        return with_keywords(with_callee(original, name), keywords)
+
+
+@dataclass(frozen=True)
+class ReplaceModule(Construction):
+    """At a construction site: a class that the schedule names, or a subclass defined here.
+
+    Attributes:
+        target: The class.
+        arguments: Its constructor's arguments as source; None keeps the original's.
+        weights: What its tensors are made of, by name.
+        layer: The tensor-parallel layer that is made instead, where it is sharded.
+        subclass: The subclass.
+    """
+
+    target: Function
+    arguments: str | None
+    weights: tuple[tuple[str, Weight], ...] = ()
+    layer: Layer | None = None
+    subclass: str | None = None
+
+    prefix = "Scheduled"
+    is_parallel = False
+
+    def becomes(self, site: Site) -> str:
+        """The class."""
+        return f"`{site.path}` is replaced by {self.target.name}"
+
+    def made(
+        self, original: cst.BaseExpression, site: Site, text: ClassText, causes: Causes
+    ) -> cst.BaseExpression:
+        """A call of the class; where its weights are others, with the original beside it."""
+        call = self._call(original, site, text, causes)
+        if not self.weights:
+            return call
+
+        def reference(name: str) -> str:
+            return text.imports.helper("weights", name, causes)
+
+        weights = ", ".join(f'"{n}": {written(w, reference)}' for n, w in self.weights)
+        return expression(
+            f"{reference('map_weights')}(lambda: {{made}}, original=lambda: {{original}}, "
+            "weights={weights})",
+            made=call,
+            original=original,
+            weights=f"{{{weights}}}",
+        )
+
+    def _call(
+        self, original: cst.BaseExpression, site: Site, text: ClassText, causes: Causes
+    ) -> cst.BaseExpression:
+        elsewhere = site.kind in ("argument", "alias")
+        keywords = layer_keywords(self.layer, site, text, causes) if self.layer else []
+        if self.arguments is not None and not elsewhere:
+            # Whatever the expression is, a call of another class takes its place.
+            made = parsed(f"{self._name(text, causes)}({self.arguments})")
+        else:
+            hint = 'give the new module\'s own constructor arguments: replace(..., args="...")'
+            self.check_called(site, text, causes, None if elsewhere else hint)
+            made = with_callee(_call_of(original), self._name(text, causes))
+        return with_keywords(_call_of(made), keywords)
+
+    def _name(self, text: ClassText, causes: Causes) -> str:
+        """The class that stands in the place of the original's."""
+        if self.subclass is not None:
+            return self.subclass
+        if self.layer is not None:
+            return text.imports.helper(self.layer.module, self.layer.name, causes)
+        return text.imports.function(self.target, causes)
+
+
+@dataclass(frozen=True)
+class UseSubclass(Construction):
+    """At a construction site: a specialised class in the place of the `original` one.
+
+    Attributes:
+        name: The class.
+        original: The one that it is derived from.
+        module: Where the output has it, beside the file with the construction site; None for in it.
+    """
+
+    name: str
+    original: str
+    module: str | None = None
+
+    is_parallel = False
+
+    def becomes(self, site: Site) -> str:
+        """The subclass."""
+        return f"`{site.path}` becomes a {self.name}"
+
+    def made(
+        self, original: cst.BaseExpression, site: Site, text: ClassText, causes: Causes
+    ) -> cst.BaseExpression:
+        """A call of the subclass, or of a method of it."""
+        self.check_called(site, text, causes)
+        if any(isinstance(s.value, ast.Call) for s in assigned(site)):
+            raise errors.UnfollowableConstruction(
+                f"elements of `{site.path}` differ, and what is called here is not "
+                f"`{self.original}` itself",
+                at=text.file.at(site.value),
+                also=places_of(causes),
+                hint=f"write the construction out: {self.original}(...)",
+            )
+        name, callee = self._reference(text, causes), site.callee
+        if isinstance(callee, ast.Attribute):
+            meaning = text.file.qualified(callee.value) or ""
+            if meaning.rpartition(".")[2] == self.original:
+                name = f"{name}.{callee.attr}"  # another way to make one
+        return with_callee(_call_of(original), name)
+
+    def _reference(self, text: ClassText, causes: Causes) -> str:
+        return (
+            self.name
+            if self.module is None
+            else text.imports.helper(self.module, self.name, causes)
+        )
+
+    def held_by_variable(self, site: Site, text: ClassText, causes: Causes) -> bool:
+        """A class that a local variable holds is changed where the variable gets it."""
+        callees = [n for n in ast.walk(site.function) if _is_same_name(n, site.callee)]
+        if not site.variable or len(callees) > 1:  # other modules are made of it as well
+            return False
+        for statement in site.variable:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and node.id == self.original:
+                    name = self._reference(text, causes)
+                    text.put(node, statement, name, causes, self.becomes(site))
+                    text.at(site.statement).again = True
+                    return True
+        return False
+
+
+def layer_keywords(
+    layer: Layer, site: Site, text: ClassText, causes: Causes
+) -> list[tuple[str, str]]:
+    """What a layer is given beside the original's arguments.
+
+    Raises:
+        UnfollowableConstruction: It is split in multiples of what is not known there yet.
+    """
+    keywords = text.imports.keywords(layer, causes)
+    if layer.unit is not None:
+        keywords.append(("multiple_of", _unit(layer.unit, site, text, causes)))
+    return keywords
+
+
+def _unit(unit: Unit, site: Site, text: ClassText, causes: Causes) -> str:
+    """The worth of a unit where a layer is made, be its attribute set there or later."""
+    attribute = re.match(r"self\.(\w+)", unit.text)
+    if attribute is None:
+        return unit.text
+    inside = unit.text[attribute.end() :]
+    value = Late(text.file, site.function, site.statement).attribute(attribute[1])
+    if value is not None and (not inside or re.fullmatch(r"[\w.]+", value)):
+        return f"{value}{inside}"
+    if inside and unit.size:  # of what nothing is known yet but its worth
+        return str(unit.size)
+    raise errors.UnfollowableConstruction(
+        f"`{site.path}` must be split in multiples of `{unit.text}`, which is set later",
+        at=text.file.at(site.value),
+        also=places_of(causes),
+        hint=f"set `{attribute[0]}` above `self.{site.path}`",
+    )
+
+
+def assigned(site: Site) -> list[ast.Assign]:
+    """The assignments of the variable that holds the class that a site calls."""
+    return [statement for statement in site.variable if isinstance(statement, ast.Assign)]
+
+
+def _call_of(node: cst.BaseExpression) -> cst.Call:
+    assert isinstance(node, cst.Call)
+    return node
+
+
+def _choice(
+    original: cst.BaseExpression,
+    site: Site,
+    changes: Mapping[str, Construction],
+    present: set[str],
+    variable: str,
+    text: ClassText,
+    causes: Causes,
+) -> cst.BaseExpression:
+    """`New(...) if i < 6 else Old(...)`."""
+    by_change: dict[Construction | None, list[int]] = {}
+    for index in sorted(present, key=_number):
+        by_change.setdefault(changes.get(index), []).append(_number(index))
+    by_text: dict[str, tuple[cst.BaseExpression, list[int]]] = {}
+    unchanged = code(original)
+    for change, indices in by_change.items():
+        node = original if change is None else change.made(original, site, text, causes)
+        by_text.setdefault(code(node), (node, []))[1].extend(indices)
+    # What most elements are stands last, the original's own class if it is among them.
+    order = sorted(by_text, key=lambda t: (t == unchanged, len(by_text[t][1])))
+    result = by_text[order[-1]][0]
+    for choice in reversed(order[:-1]):
+        node, indices = by_text[choice]
+        test = condition(variable, sorted(indices), len(present))
+        result = conditional(node, test, result)
+    return result
+
+
+def _counter(site: Site, text: ClassText, causes: Causes) -> str:
+    """The variable that counts the elements; the loop is given one where it has none.
+
+    Raises:
+        UnfollowableConstruction: It cannot be.
+    """
+    if site.index and site.index != "_":
+        return site.index
+    loop = site.loop
+    refusal = errors.UnfollowableConstruction(
+        f"elements of `{site.path}` differ, and nothing counts them where they are made",
+        at=text.file.at(site.value),
+        also=places_of(causes),
+        hint="number them in the source: for i, ... in enumerate(...)",
+    )
+    if loop is None or len(site.loops) != 1:
+        raise refusal
+    node = loop.node
+    if not isinstance(node, (ast.comprehension, ast.For)):
+        raise refusal
+    used = {n.id for n in ast.walk(site.function) if isinstance(n, ast.Name)}
+    name = next(n for n in ("i", "index", "layer_index", "element_index") if n not in used)
+    holder = node if isinstance(node, ast.For) else site.statement
+    why = "count the elements"
+    if site.index == "_" and isinstance(node.target, ast.Name):
+        text.replace(node.target, holder, lambda _: cst.Name(name), causes, why)
+        return name
+    if loop.first not in (0, None) or isinstance(node, ast.For):
+        raise refusal
+
+    def counted(target: cst.BaseExpression) -> cst.BaseExpression:
+        return expression(f"{name}, {{target}}", target=target).with_changes(lpar=[], rpar=[])
+
+    def enumerated(iterable: cst.BaseExpression) -> cst.BaseExpression:
+        return expression("enumerate({iterable})", iterable=iterable)
+
+    text.replace(node.target, holder, counted, causes, why)
+    text.replace(node.iter, holder, enumerated, causes, why)
+    return name
+
+
+def _is_same_name(node: ast.AST, name: ast.expr | None) -> bool:
+    """Whether a node reads the local variable that another one reads."""
+    if not isinstance(node, ast.Name) or not isinstance(name, ast.Name):
+        return False
+    return node.id == name.id and isinstance(node.ctx, ast.Load)
+
+
+def _number(index: str) -> int:
+    return int(index.rsplit(".", 1)[-1]) if index else 0

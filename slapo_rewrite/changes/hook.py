@@ -1,0 +1,43 @@
+"""A function of the user's own at a module's border: a hook on the module that was made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.places import AtSite
+from slapo_rewrite.changes.state import Function
+from slapo_rewrite.code.text import accessor
+
+HOOKS = {
+    "fwd_pre": "register_forward_pre_hook",
+    "fwd_post": "register_forward_hook",
+    "bwd_post": "register_full_backward_hook",
+}
+
+
+@dataclass(frozen=True)
+class RegisterHook(Change):
+    """After a construction site: a hook on the module that was made."""
+
+    mode: str
+    function: Function
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Registers it there."""
+        (asked,) = here
+        assert isinstance(asked.place, AtSite)
+        site = text.classes.sites[asked.place.start]
+        if asked.place.index:
+            raise errors.UnfollowableConstruction(
+                f"`{site.path}` is made in a loop: a hook cannot be put on one element there",
+                at=text.file.at(site.value),
+                also=places_of(asked.causes),
+                hint="put the sync on a module inside the element",
+            )
+        function = text.imports.function(self.function, asked.causes)
+        line = f"{accessor(site.path)}.{HOOKS[self.mode]}({function})"
+        text.insert_after(site.statement, line, asked.causes, f"hook on `{site.path}`")

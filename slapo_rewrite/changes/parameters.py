@@ -1,0 +1,94 @@
+"""Parameters: cut down to a rank's part, given attributes, or read with their gradients summed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.collective import Collective
+from slapo_rewrite.changes.places import AtParameter, AtReads
+from slapo_rewrite.changes.reads import values_read
+from slapo_rewrite.model.layers import Written
+from slapo_rewrite.runtime.tensor_parallel import Blocks
+
+
+@dataclass(frozen=True)
+class ShardParameter(Change):
+    """After a parameter's assignment: cut it down to this rank's part.
+
+    Attributes:
+        name: The parameter.
+        axis: The axis that is split.
+        parts: What the blocks packed along it are, as it is given to the function that cuts.
+    """
+
+    name: str
+    axis: int
+    parts: int | Written | Blocks
+
+    says = "whose parameters are split over the tensor-parallel group"
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Cuts it behind its construction, where that makes one."""
+        (asked,) = here
+        assert isinstance(asked.place, AtParameter)
+        site = text.classes.sites[asked.place.start]
+        function = text.imports.helper("tensor_parallel", "shard_parameter", asked.causes)
+        packed = text.imports.value(self.parts, asked.causes) if self.parts != 1 else ""
+        parts = f", parts={packed}" if packed else ""
+        line = f'{function}(self, "{self.name}", axis={self.axis}{parts})'
+        bound = getattr(site.statement, "value", None)
+        if isinstance(bound, ast.IfExp) and bound is not site.value:  # None for some instances
+            line = f"if self.{self.name} is not None:\n    {line}"
+        why = f"cut `{self.name}` to this rank's part"
+        text.insert_after(site.statement, line, asked.causes, why)
+
+
+@dataclass(frozen=True)
+class ReduceParameterGradient(Change):
+    """Where methods read a parameter that every rank has whole: its gradients are added up.
+
+    Attributes:
+        name: The parameter's.
+    """
+
+    name: str
+
+    prefix = "Replicated"
+    says = "that runs on this rank's part: its gradients are summed"
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Adds them up in every method that computes with it."""
+        (asked,) = here
+        assert isinstance(asked.place, AtReads)
+        causes, found = asked.causes, False
+        why = f"`{self.name}` is used on this rank's part: its gradients are added up"
+
+        def make(node: cst.BaseExpression) -> cst.BaseExpression:
+            return Collective("all_reduce_gradient").of(node, text.imports, causes)
+
+        for method in text.methods():
+            if method.name.startswith("_init") or method.name == "__init__":
+                continue
+            for node in values_read(method, self.name):
+                if asked.place.end:
+                    is_meant = asked.place.end == (node.end_lineno, node.end_col_offset)
+                else:
+                    is_meant = isinstance(node.value, ast.Name) and node.value.id == "self"
+                if is_meant:
+                    statement = text.classes.statement_of(method, node)
+                    text.replace(node, statement, make, causes, why)
+                    found = True
+        if not found:
+            raise errors.Unsupported(
+                f"no method of `{text.class_name}` reads `self.{self.name}`: there is no place to "
+                "add up its gradients",
+                at=text.at_class(),
+                also=places_of(causes),
+            )

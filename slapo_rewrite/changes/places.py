@@ -1,0 +1,216 @@
+"""Where in a class a change stands: no two changes of a definition share a place."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in a class; what it is decides which classes share it."""
+
+    def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
+        """The methods in which it stands; None where it is no method's."""
+        return None
+
+    def home(self, classes: ClassHierarchy, class_name: str) -> str:
+        """The class in whose text it stands, if it is no method's."""
+        return class_name
+
+    @property
+    def made_at(self) -> Place | None:
+        """The construction that it stands at, which not all instances go through."""
+        return None
+
+
+@dataclass(frozen=True)
+class AtSite(Place):
+    """Where a module is made.
+
+    Attributes:
+        start: The first character of the expression.
+        index: Of the element that it makes there, in a loop; else ''.
+    """
+
+    start: int
+    index: str = ""
+
+    def home(self, classes: ClassHierarchy, class_name: str) -> str:
+        """The class whose method makes it."""
+        return classes.sites[self.start].class_name
+
+    @property
+    def made_at(self) -> Place | None:
+        """The site itself."""
+        return AtSite(self.start, self.index)
+
+
+@dataclass(frozen=True)
+class BehindSite(AtSite):
+    """Behind the construction of a module.
+
+    Attributes:
+        what: What stands there.
+    """
+
+    what: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AtParameter(Place):
+    """Where a parameter is made, or behind it.
+
+    Attributes:
+        start: The first character of the expression.
+        what: What stands there.
+    """
+
+    start: int
+    what: tuple[str, ...] = ()
+
+    def home(self, classes: ClassHierarchy, class_name: str) -> str:
+        """The class whose method makes it."""
+        return classes.sites[self.start].class_name
+
+    @property
+    def made_at(self) -> Place | None:
+        """The construction alone."""
+        return AtParameter(self.start)
+
+
+@dataclass(frozen=True)
+class AtBase(Place):
+    """The base of a class that extends a torch layer."""
+
+    def home(self, classes: ClassHierarchy, class_name: str) -> str:
+        """The class that names the base."""
+        return classes.lineage(class_name)[-1]
+
+
+@dataclass(frozen=True)
+class BeforeBases(Place):
+    """Before the bases of a class.
+
+    Attributes:
+        class_name: The class.
+        what: What stands there.
+    """
+
+    class_name: str
+    what: str
+
+    def home(self, classes: ClassHierarchy, class_name: str) -> str:
+        """That class."""
+        return self.class_name
+
+
+@dataclass(frozen=True)
+class EndOfConstructor(Place):
+    """At the end of the constructor.
+
+    Attributes:
+        attribute: What is set there.
+    """
+
+    attribute: str
+
+    def home(self, classes: ClassHierarchy, class_name: str) -> str:
+        """The class that has the constructor."""
+        found = (c for c in classes.lineage(class_name) if classes.file.method(c, "__init__"))
+        return next(found, class_name)
+
+
+@dataclass(frozen=True)
+class AroundForward(Place):
+    """Around `forward`, to be had in a subclass as well.
+
+    Attributes:
+        order: Which of them is inside of which.
+    """
+
+    order: int
+
+
+@dataclass(frozen=True)
+class AtForward(Place):
+    """The beginning or the end of `forward`.
+
+    Attributes:
+        side: `argument` or `result`.
+        of: The argument, where it is not the first.
+    """
+
+    side: str
+    of: str = ""
+
+    def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
+        """The `forward` that runs."""
+        return [m for m in classes.methods(class_name) if m.name == "forward"][:1]
+
+
+@dataclass(frozen=True)
+class AtCalls(Place):
+    """Where methods call a submodule.
+
+    Attributes:
+        path: The submodule's, below the class.
+        side: `argument`, `result` or `bias`.
+    """
+
+    path: str
+    side: str
+
+    def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
+        """Those that call it."""
+        found = classes.methods(class_name)
+        return [m for m in found if classes.calls_of(m, self.path)]
+
+
+@dataclass(frozen=True)
+class AtReads(Place):
+    """Where methods read an attribute of some name.
+
+    Attributes:
+        name: The attribute's.
+        end: Where the one place ends that is meant, by line and column; () for all.
+    """
+
+    name: str
+    end: tuple[int, ...] = ()
+
+    def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
+        """Those that read it."""
+        return [
+            method
+            for method in classes.methods(class_name)
+            if any(isinstance(n, ast.Attribute) and n.attr == self.name for n in ast.walk(method))
+        ]
+
+
+@dataclass(frozen=True)
+class AtNode(Place):
+    """A call, a subscript or a part of a method's text.
+
+    Attributes:
+        kind: What is done there.
+        line: Where it begins.
+        column: Likewise.
+        end_line: Where it ends.
+        end_column: Likewise.
+        what: What tells it from others there.
+    """
+
+    kind: str
+    line: int
+    column: int = 0
+    end_line: int = 0
+    end_column: int = 0
+    what: object = ()
+
+    def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
+        """The method around it."""
+        found = classes.methods(class_name)
+        return [m for m in found if m.lineno <= self.line <= (m.end_lineno or self.line)]

@@ -1,0 +1,67 @@
+"""Where methods read what belongs to other modules: sizes of split layers, and parameters."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
+from slapo_rewrite.code.names import module_paths
+
+# What is read of a parameter, and what is asked about it, without its numbers.
+_FACTS = {"dtype", "device", "shape", "ndim", "is_meta", "requires_grad"}
+_QUESTIONS = {"hasattr", "isinstance", "type", "id"}
+
+
+def readings(
+    classes: ClassHierarchy, class_name: str, path: str, attribute: str
+) -> Iterator[ast.Attribute]:
+    """The places where a class reads an attribute of the module at a path below it."""
+    for method in classes.methods(class_name):
+        for node in ast.walk(method):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Load)
+                and node.attr == attribute
+                and path in module_paths(node.value, method)
+            ):
+                yield node
+
+
+def in_forward(classes: ClassHierarchy, class_name: str, node: ast.AST) -> bool:
+    """Whether an expression stands in the `forward` that instances of a class run."""
+    forward = classes.method(class_name, "forward")
+    return forward is not None and any(inner is node for inner in ast.walk(forward))
+
+
+def values_read(method: ast.FunctionDef, name: str) -> Iterator[ast.Attribute]:
+    """The places where a method reads the numbers of an attribute of that name."""
+    asked = set(map(id, _asked_about(method)))
+    for node in ast.walk(method):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Load)
+            and node.attr == name
+            and id(node) not in asked
+        ):
+            yield node
+
+
+def is_question(method: ast.FunctionDef, end: tuple[int, int]) -> bool:
+    """Whether what a method reads at a place, by its end, is asked about without its numbers."""
+    found = (*_asked_about(method), *(n for n in ast.walk(method) if _is_call_of(n, {"hasattr"})))
+    return any((n.end_lineno, n.end_col_offset) == end for n in found if isinstance(n, ast.expr))
+
+
+def _asked_about(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in _FACTS:
+            yield node.value
+        elif isinstance(node, ast.Call) and _is_call_of(node, _QUESTIONS):
+            yield from node.args
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+            yield from (node.left, *node.comparators)
+
+
+def _is_call_of(node: ast.AST, names: set[str]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names

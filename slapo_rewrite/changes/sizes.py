@@ -1,0 +1,257 @@
+"""Sizes of which a rank has a part: attributes, arguments, and what is read of a split layer."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.lines import Causes
+from slapo_rewrite.changes.places import AtNode, EndOfConstructor
+from slapo_rewrite.code.build import call, parsed
+from slapo_rewrite.code.text import accessor
+from slapo_rewrite.model.follow import CALL
+
+# How a list of sizes is written that must be this rank's shares.
+SHARES = "[{part_size}(size) for size in {argument}]"
+
+
+@dataclass(frozen=True)
+class ShardAttribute(Change):
+    """At the end of the constructor: an integer attribute becomes this rank's share.
+
+    Attributes:
+        layer: The layer whose heads it counts, where several ranks may hold the same ones.
+    """
+
+    layer: str | None = None
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Sets it there."""
+        (asked,) = here
+        name = _attribute(asked)
+        function = text.imports.helper("tensor_parallel", "part_size", asked.causes)
+        times = f" * {accessor(self.layer)}.replicas" if self.layer else ""
+        _at_end(text, asked, f"self.{name} = {function}(self.{name}{times})")
+
+
+@dataclass(frozen=True)
+class DivideByReplicas(Change):
+    """At the end of the constructor: an integer attribute is divided among those who share heads.
+
+    Attributes:
+        layer: The layer whose heads they are.
+    """
+
+    layer: str
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Divides it there."""
+        (asked,) = here
+        _at_end(text, asked, f"self.{_attribute(asked)} //= {accessor(self.layer)}.replicas")
+
+
+@dataclass(frozen=True)
+class ReadFullSize(Change):
+    """Where a layer's size is read from outside: the attribute that has the whole size."""
+
+    attribute: str
+    is_parallel = False
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Reads that attribute."""
+        (asked,) = here
+        assert isinstance(asked.place, AtNode)
+        end = (asked.place.end_line, asked.place.end_column)
+
+        def make(node: cst.Attribute) -> cst.Attribute:
+            return node.with_changes(attr=cst.Name(self.attribute))
+
+        for method in text.methods():
+            for node in ast.walk(method):
+                if (
+                    isinstance(node, ast.Attribute)
+                    and isinstance(node.ctx, ast.Load)
+                    and (node.end_lineno, node.end_col_offset) == end
+                ):
+                    why = f"the size of the whole `{ast.unparse(node.value)}`"
+                    statement = text.classes.statement_of(method, node)
+                    text.replace(node, statement, make, asked.causes, why)
+
+
+@dataclass(frozen=True)
+class ChangeArgument(Change):
+    """An argument of a call in `forward`, written differently.
+
+    Attributes:
+        template: How, with `{argument}` for what stands there and `{part_size}` for that function.
+        index: Which argument of the call it is, and which element of that.
+    """
+
+    template: str
+    index: tuple[int | str, ...]
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Writes it, by the place of its call and its index in it."""
+        (asked,) = here
+        assert isinstance(asked.place, AtNode)
+        why = "what depends on the sharded size follows"
+        for method, node in text.nodes_at(asked.place):
+            if self.index == (CALL,) and isinstance(node, ast.Call):
+                self._call_layer(method, node, text, asked.causes)
+                return
+            argument, is_list = self._argument(node, text)
+            if argument is None:
+                continue
+            statement = text.classes.statement_of(method, node)
+            if all(edit.node is not argument for edit, _, _ in text.at(statement).inside):
+                written = self._written(node, argument, is_list, text, asked.causes)
+                text.put(argument, statement, written, asked.causes, why)
+            return
+        raise errors.UnfollowableSize(
+            "an argument of this call depends on the sharded size, and cannot be told apart "
+            "from the others",
+            at=text.span_of(asked.place),
+            also=places_of(asked.causes),
+            hint="write the sizes out one by one, or keep them in integer attributes of the module",
+        )
+
+    def _call_layer(
+        self, method: ast.FunctionDef, node: ast.Call, text: ClassText, causes: Causes
+    ) -> None:
+        """Calls a layer, in the place of a function that is given its parameters."""
+
+        def make(made: cst.Call) -> cst.Call:
+            return call(self.template, made.args[0].value)
+
+        why = f"`{self.template}` computes it, with its collectives"
+        text.replace(node, text.classes.statement_of(method, node), make, causes, why)
+
+    def _argument(
+        self, node: ast.Call | ast.Subscript, text: ClassText
+    ) -> tuple[ast.expr | None, bool]:
+        """The argument, and whether it is a list that stands there as a whole."""
+        if isinstance(node, ast.Subscript):
+            keys = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            number, which = self.index
+            key = keys[number] if isinstance(number, int) and number < len(keys) else None
+            if not isinstance(key, ast.Slice):
+                return None, False
+            return (key.lower if which == "start" else key.upper), False
+        arguments: list[ast.expr] = list(node.args)
+        if (text.file.qualified(node.func) or "").startswith("torch."):
+            arguments = arguments[1:]
+        if len(arguments) == len(self.index) == 1:
+            alone = arguments[0]
+            arguments = alone.elts if isinstance(alone, (ast.Tuple, ast.List)) else arguments
+        first = self.index[0]
+        starred = any(isinstance(a, ast.Starred) for a in arguments)
+        if starred or not isinstance(first, int) or first >= len(arguments):
+            return None, False
+        argument = arguments[first]
+        if len(self.index) == 1:
+            return argument, False
+        if not isinstance(argument, (ast.Tuple, ast.List)):
+            return argument, True
+        second = self.index[1]
+        if not isinstance(second, int) or any(isinstance(a, ast.Starred) for a in argument.elts):
+            return None, False
+        return argument.elts[second], False
+
+    def _written(
+        self,
+        node: ast.Call | ast.Subscript,
+        argument: ast.expr,
+        is_list: bool,
+        text: ClassText,
+        causes: Causes,
+    ) -> str:
+        template, function = SHARES if is_list else self.template, ""
+        if "{part_size}" in template:
+            function = text.imports.helper("tensor_parallel", "part_size", causes)
+        given = text.file.segment(argument)
+        written = template.format(argument=given, part_size=function, own="{own}")
+        if "{own}" not in written:
+            return written
+        # A size that a tensor has itself, uneven parts included.
+        tensor = None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            tensor = node.func.value
+        if tensor is not None and all(
+            isinstance(n, (ast.Name, ast.Attribute, ast.expr_context)) for n in ast.walk(tensor)
+        ):
+            return written.replace("{own}", f"{text.file.segment(tensor)}.shape")
+        sizes = text.imports.helper("tensor_parallel", "part_sizes", causes)
+        rank = text.imports.helper("tensor_parallel", "rank", causes)
+        return f"{sizes}({given})[{rank}()]"
+
+
+@dataclass(frozen=True)
+class ParallelNormStatistic(Change):
+    """Where a method takes a mean or variance of features of which a rank has a part.
+
+    Attributes:
+        function: What is called in its place.
+        parameter: The parameter that is split along these features.
+    """
+
+    function: str
+    parameter: str
+
+    says = "whose parameters are split over the tensor-parallel group"
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Takes it over all ranks: a method of a tensor, or a function of torch."""
+        (asked,) = here
+        assert isinstance(asked.place, AtNode)
+        causes = asked.causes
+        for method, node in text.nodes_at(asked.place):
+            if not isinstance(node, ast.Call):
+                continue
+            is_function = (text.file.qualified(node.func) or "").startswith("torch.")
+            if not (node.args if is_function else isinstance(node.func, ast.Attribute)):
+                continue
+            name = text.imports.helper("normalization", self.function, causes)
+            size = text.imports.helper("normalization", "full_size", causes)
+            me = method.args.args[0].arg
+            full = parsed(f'{size}({me}, "{self.parameter}")')
+
+            def make(
+                made: cst.Call, is_function: bool = is_function, name: str = name,
+                full: cst.BaseExpression = full,
+            ) -> cst.Call:  # fmt: skip
+                args = list(made.args)
+                if is_function:
+                    value = args.pop(0).with_changes(comma=cst.MaybeSentinel.DEFAULT)
+                else:
+                    assert isinstance(made.func, cst.Attribute)
+                    value = cst.Arg(made.func.value)
+                return made.with_changes(func=parsed(name), args=[value, cst.Arg(full), *args])
+
+            why = f"over all ranks' parts of `{self.parameter}`"
+            statement = text.classes.statement_of(method, node)
+            text.replace(node, statement, make, causes, why)
+            return
+        raise errors.UnfollowableSize(
+            "this is to be taken over all ranks, and cannot be told apart from what is beside it",
+            at=text.span_of(asked.place),
+            also=places_of(causes),
+            hint="write it as a method of the tensor, `x.mean(-1)`",
+        )
+
+
+def _attribute(asked: Asked) -> str:
+    assert isinstance(asked.place, EndOfConstructor)
+    return asked.place.attribute
+
+
+def _at_end(text: ClassText, asked: Asked, line: str) -> None:
+    constructor = text.method("__init__")
+    assert constructor is not None
+    why = f"this rank's share of `{_attribute(asked)}`"
+    text.insert_after(constructor.body[-1], line, asked.causes, why, once=True)

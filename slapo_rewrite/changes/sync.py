@@ -1,0 +1,215 @@
+"""Collectives at the border of a module: in its `forward`, or where it is called."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import libcst as cst
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.collective import Collective, through
+from slapo_rewrite.changes.lines import Causes
+from slapo_rewrite.changes.places import AtCalls
+from slapo_rewrite.code.build import code
+from slapo_rewrite.code.text import accessor, returns
+
+
+@dataclass(frozen=True)
+class SyncInput(Change):
+    """At the start of `forward`: its first argument goes through collectives.
+
+    Attributes:
+        collectives: One by one.
+        of: Another argument that goes through them instead.
+    """
+
+    collectives: tuple[Collective, ...]
+    of: str | None = None
+
+    @property
+    def side(self) -> str:
+        """What goes through them, in words."""
+        return "input" if self.of is None else f"argument `{self.of}`"
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Binds the argument anew before the first statement."""
+        (asked,) = here
+        forward = text.forward(asked.causes)
+        positional = [*forward.args.posonlyargs, *forward.args.args][1:]
+        if not positional:
+            raise errors.Unsupported(
+                f"`{text.class_name}.forward` has no first argument",
+                at=text.file.at(forward),
+                also=places_of(asked.causes),
+            )
+        name = self.of or positional[0].arg
+        body = forward.body[1:] if ast.get_docstring(forward) is not None else forward.body
+        for collective in self.collectives:
+            value = code(collective.of(name, text.imports, asked.causes))
+            line = self.where_given(forward, f"{name} = {value}")
+            why = f"{collective.function} of {f'`{name}`' if self.of else 'the input'}"
+            text.insert_before(body[0], line, asked.causes, why)
+
+    def where_given(self, forward: ast.FunctionDef, text: str) -> str:
+        """A statement about the argument, for where that is given."""
+        if self.of is None:
+            return text
+        arguments = forward.args
+        named = [*arguments.posonlyargs, *arguments.args]
+        defaults = dict(
+            zip(reversed([a.arg for a in named]), reversed(arguments.defaults), strict=False)
+        )
+        own = zip((a.arg for a in arguments.kwonlyargs), arguments.kw_defaults, strict=True)
+        default = {**defaults, **dict(own)}.get(self.of)
+        if isinstance(default, ast.Constant) and default.value is None:
+            return f"if {self.of} is not None:\n    {text}"
+        return text
+
+
+@dataclass(frozen=True)
+class SyncOutput(Change):
+    """Where `forward` returns: the value, or what stands first in it, goes through collectives.
+
+    Attributes:
+        collectives: One by one.
+        nested: Whether what is returned has the tensor inside of it.
+        first: The first field of each class that holds what is returned.
+    """
+
+    collectives: tuple[Collective, ...]
+    nested: bool = False
+    first: tuple[tuple[str, str], ...] = ()
+    side = "output"
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Puts them around what is returned."""
+        (asked,) = here
+        why = f"{', '.join(c.function for c in self.collectives)} of the output"
+        for statement in returns(text.forward(asked.causes)):
+            if statement.value is not None:
+                value = self._returned(statement.value, text, asked.causes)
+                make = _around(self.collectives, text, asked.causes)
+                text.replace(value, statement, make, asked.causes, why, outer=True)
+
+    def _returned(self, value: ast.expr, text: ClassText, causes: Causes) -> ast.expr:
+        """The first tensor in a returned expression."""
+        found: ast.expr | None = None if self.nested else value
+        if isinstance(value, ast.BinOp) and isinstance(value.left, ast.Tuple):
+            value = value.left
+        if isinstance(value, ast.Tuple) and value.elts:
+            found = value.elts[0]
+        elif isinstance(value, ast.Call):
+            first = dict(self.first).get(ast.unparse(value.func))
+            if first is not None:
+                named = {k.arg: k.value for k in value.keywords}
+                found = value.args[0] if value.args else named.get(first)
+        if found is None or isinstance(found, ast.Starred):
+            raise errors.Unsupported(
+                f"`{text.class_name}.forward` returns its first tensor inside of something that "
+                "is not written out here",
+                at=text.file.at(value),
+                also=places_of(causes),
+                hint="return a tuple or a call that names the tensor, or put the sync on a module "
+                "inside",
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class SyncCall(Change):
+    """Where methods call a submodule: collectives around its first argument or its result.
+
+    Attributes:
+        collectives: One by one.
+        around: `argument` or `result`.
+        name: The first argument's name, where it is given by keyword.
+    """
+
+    collectives: tuple[Collective, ...]
+    around: str
+    name: str | None = None
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Puts them around it in every call."""
+        (asked,) = here
+        assert isinstance(asked.place, AtCalls)
+        path, causes = asked.place.path, asked.causes
+        is_result = self.around == "result"
+        functions = ", ".join(c.function for c in self.collectives)
+        for method, call in calls(
+            text, asked, "the collective", "put the sync on a module around it"
+        ):
+            value = call if is_result else self._first_argument(call, text, causes)
+            statement = text.classes.statement_of(method, call)
+            make = _around(self.collectives, text, causes)
+            why = f"{functions} of the {self.around} of `{path}`"
+            text.replace(value, statement, make, causes, why, outer=not is_result)
+
+    def _first_argument(self, call: ast.Call, text: ClassText, causes: Causes) -> ast.expr:
+        named = {k.arg: k.value for k in call.keywords}
+        found = call.args[0] if call.args else named.get(self.name)
+        if found is None or isinstance(found, ast.Starred):
+            raise errors.Unsupported(
+                "this call does not name the argument that the collective is for",
+                at=text.file.at(call),
+                also=places_of(causes),
+                hint="put the sync on a module around it",
+            )
+        return found
+
+
+def _around(
+    collectives: Sequence[Collective], text: ClassText, causes: Causes
+) -> Callable[[cst.BaseExpression], cst.BaseExpression]:
+    return lambda node: through(collectives, node, text.imports, causes)
+
+
+def calls(
+    text: ClassText, asked: Asked, what: str, hint: str
+) -> list[tuple[ast.FunctionDef, ast.Call]]:
+    """The calls of a submodule in which a change is to be written, with their methods.
+
+    A call that means several submodules in turn (a loop over a tuple of them) is changed once, for
+    the first of them, if all are to be changed alike.
+
+    Args:
+        text: The class.
+        asked: The change.
+        what: What has no place where none is found.
+        hint: What to do then.
+
+    Raises:
+        Unsupported: No method calls it, or a call means others too that are not changed alike.
+    """
+    place = asked.place
+    assert isinstance(place, AtCalls)
+    found = [
+        (method, call, paths)
+        for method in text.methods()
+        for call, paths in text.classes.calls_of(method, place.path)
+    ]
+    if not found:
+        raise errors.Unsupported(
+            f"no method of `{text.class_name}` calls `{accessor(place.path)}(...)`: there is no "
+            f"place for {what}",
+            at=text.at_class(),
+            also=places_of(asked.causes),
+            hint=hint,
+        )
+    for _, call, paths in found:
+        other = next(
+            (p for p in paths if text.wanted.get(replace(place, path=p)) != asked.change), None
+        )
+        if other is not None:
+            raise errors.Unsupported(
+                f"this is a call of `{place.path}` and of `{other}` in turn, and only one of them "
+                "is to be changed",
+                at=text.file.at(call),
+                also=places_of(asked.causes),
+                hint=f"schedule both alike, or give `{place.path}` a call of its own",
+            )
+    return [(method, call) for method, call, paths in found if paths[0] == place.path]

@@ -1,0 +1,68 @@
+"""What names mean: which module of `self` an expression of a method is."""
+
+from __future__ import annotations
+
+import ast
+
+from slapo_rewrite.source.syntax import assignments
+
+
+def module_paths(expr: ast.expr, method: ast.FunctionDef) -> tuple[str, ...]:
+    """The paths below `self` that an expression of a method may mean, each once.
+
+    A local name is followed to what it is bound to: `act = self.up`, a tuple of modules, a loop
+    over one. A path is written as in the module tree: `mlp.0.up`.
+
+    Returns:
+        () where it is nothing of `self`, or where that cannot be told.
+    """
+    return tuple(dict.fromkeys(_paths(expr, method, 0)))
+
+
+def _paths(expr: ast.expr | None, method: ast.FunctionDef, depth: int) -> list[str]:
+    match expr:
+        case ast.Attribute(value=value, attr=attr):
+            return [f"{each}.{attr}".lstrip(".") for each in _paths(value, method, depth)]
+        case ast.Subscript(value=value, slice=ast.Constant(int() | str() as index)):
+            return [f"{each}.{index}".lstrip(".") for each in _paths(value, method, depth)]
+        case ast.NamedExpr(value=value):
+            return _paths(value, method, depth)
+        case ast.Name(id=name):
+            given = [*method.args.posonlyargs, *method.args.args]
+            if given and name == given[0].arg:
+                return [""]
+            return _of_local(name, method, depth + 1)
+    return []
+
+
+def _of_local(name: str, method: ast.FunctionDef, depth: int) -> list[str]:
+    """What a local name is bound to, if every binding is of modules."""
+    found: list[str] = []
+    for each in assignments(method, name) if depth < 5 else ():
+        values = _bound(name, each.statement)
+        paths = [path for value in values for path in _paths(value, method, depth)]
+        if not paths or len(paths) < len(values) or "" in paths:
+            return []
+        found += paths
+    return found
+
+
+def _bound(name: str, statement: ast.stmt) -> list[ast.expr | None]:
+    """The expressions whose worth a statement binds to a name; None for one that is not known."""
+    match statement:
+        case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=value):
+            return [_at(name, target, value)]
+        case ast.For(target=target, iter=ast.Tuple(elts=elements) | ast.List(elts=elements)):
+            return [_at(name, target, element) for element in elements]
+    return [None]
+
+
+def _at(name: str, target: ast.expr, value: ast.expr | None) -> ast.expr | None:
+    """What a name gets where a target, a tuple maybe, gets a value."""
+    if isinstance(target, ast.Name):
+        return value if target.id == name else None
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        pairs = zip(target.elts, value.elts, strict=False)
+        found = (_at(name, t, v) for t, v in pairs if len(target.elts) == len(value.elts))
+        return next((each for each in found if each is not None), None)
+    return None

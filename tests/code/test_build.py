@@ -1,0 +1,91 @@
+"""Nodes from templates: calls with other callees and keywords, operands with parentheses."""
+
+from __future__ import annotations
+
+import libcst as cst
+import pytest
+
+from slapo_rewrite.code import build
+from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.text import condition
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("nn.Linear(a, b)", "New(a, b, k=1)"),
+        ("nn.Linear( a,b )", "New( a,b, k=1 )"),
+        ("nn.Linear(a, bias=False,)", "New(a, bias=False, k=1,)"),
+        ("nn.Linear()", "New(k=1)"),
+        ("nn.Linear(*a, **b)", "New(*a, **b, k=1)"),
+        ("nn.Linear(\n    a,  # in\n    b,  # out\n)", "New(\n    a,  # in\n    b, k=1,  # out\n)"),
+    ],
+)
+def test_another_callee_and_a_further_keyword(before, after):
+    call = build.parsed(before)
+    assert isinstance(call, cst.Call)
+    assert build.code(build.with_keywords(build.with_callee(call, "New"), [("k", "1")])) == after
+
+
+@pytest.mark.parametrize(
+    ("value", "called", "added"),
+    [
+        ("x", "f(x)", "x + 1"),
+        ("a + b", "f(a + b)", "(a + b) + 1"),
+        ("a @ b", "f(a @ b)", "a @ b + 1"),
+        ("(a + b)", "f(a + b)", "(a + b) + 1"),
+        ("a, b", "f((a, b))", "(a, b) + 1"),
+        ("(a, b)", "f((a, b))", "(a, b) + 1"),
+        ("a if b else c", "f(a if b else c)", "(a if b else c) + 1"),
+        ("lambda: 0", "f(lambda: 0)", "(lambda: 0) + 1"),
+        ("(x for x in y)", "f((x for x in y))", "(x for x in y) + 1"),
+        ("(a  # why\n)", "f((a  # why\n))", "(a  # why\n) + 1"),
+        ("f'{x}'", "f(f'{x}')", "f'{x}' + 1"),
+    ],
+)
+def test_operands_get_the_parentheses_that_they_need(value, called, added):
+    node = build.parsed(value)
+    assert build.code(build.call("f", node)) == called
+    assert build.code(build.expression("f({x})", x=node)) == called
+    assert build.code(build.expression("{x} + 1", x=node)) == added
+
+
+def test_what_takes_turns_goes_on_at_its_end():
+    first = build.conditional(build.parsed("a"), "i < 2", build.parsed("b"))
+    both = build.conditional(build.parsed("c or d"), "i == 5", first)
+    assert build.code(both) == "(c or d) if i == 5 else a if i < 2 else b"
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [("a + b", "(a + b)"), ("f(a)", "f(a)"), ("a if b else c", "(a if b else c)"), ("(a)", "(a)")],
+)
+def test_parenthesised(text, result):
+    assert build.parenthesised(text) == result
+
+
+def test_formatted_keeps_quotes_and_indents_what_follows():
+    text = "self.x = f('a', aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa, bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb)"
+    assert formatted(text, 8, 88) == (
+        "self.x = f(\n"
+        "            'a', aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa, bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb\n"
+        "        )"
+    )
+
+
+@pytest.mark.parametrize(
+    ("indices", "total", "text"),
+    [
+        ([0], 4, "i == 0"),
+        ([0, 1, 2], 6, "i < 3"),
+        ([4, 5], 6, "i >= 4"),
+        ([2, 3], 6, "2 <= i < 4"),
+        ([0, 2, 4], 6, "i % 2 == 0"),
+        ([1, 4, 7], 9, "i % 3 == 1"),
+        ([0, 2, 4], 12, "i in (0, 2, 4)"),
+        ([0, 1, 5], 6, "i in (0, 1, 5)"),
+    ],
+)
+def test_condition(indices, total, text):
+    assert condition("i", indices, total) == text
+    assert [i for i in range(total) if eval(text)] == indices
