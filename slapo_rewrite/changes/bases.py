@@ -79,7 +79,9 @@ class MixIn(Change):
         name = text.imports.helper(self.module, self.name, asked.causes)
 
         def make(made: cst.ClassDef) -> cst.ClassDef:
-            return made.with_changes(bases=[cst.Arg(parsed(name)), *made.bases])
+            place = len(made.bases) - len(node.bases)  # behind those that came before this one
+            added = [*made.bases[:place], cst.Arg(parsed(name)), *made.bases[place:]]
+            return made.with_changes(bases=added)
 
         why = f"`{node.name}` starts, reads and writes checkpoints as the original does"
         text.replace(node, node, make, asked.causes, why)

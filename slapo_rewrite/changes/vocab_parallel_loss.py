@@ -136,14 +136,17 @@ class _Gathers:
 
     def write(self, name: str, axis: int, size: str) -> None:
         """Gathers one variable."""
-        gather = self.text.imports.helper("tensor_parallel", "all_gather", self.causes)
-        where = "" if axis == -1 else f"axis={axis}, "
-        line = f"{name} = {gather}({name}, {where}full_size={size})"
+
+        def line() -> str:
+            gather = self.text.imports.helper("tensor_parallel", "all_gather", self.causes)
+            where = "" if axis == -1 else f"axis={axis}, "
+            return f"{name} = {gather}({name}, {where}full_size={size})"
+
         why, method, causes = "whole logits", self.method, self.causes
         for branch in self.branches:
             if isinstance(branch.node, ast.IfExp):
                 if _read_after(method, name, self.statement):
-                    text = f"if {self._opposite(branch)}:\n    {line}"
+                    text = f"if {self._opposite(branch)}:\n    {line()}"
                     self.text.insert_after(self.statement, text, causes, why)
                 continue
             other = branch.node.orelse if branch.taken else branch.node.body
@@ -152,7 +155,7 @@ class _Gathers:
             if not read or not (stored or _bound_before(method, name, branch.node)):
                 continue
             if stored:
-                self.text.insert_after(stored[-1], line, causes, why)
+                self.text.insert_after(stored[-1], line(), causes, why)
             elif other and self._is_elif(other):
                 raise _refused(
                     f"`{name}` must be gathered where this condition does not hold, but other "
@@ -161,16 +164,16 @@ class _Gathers:
                     causes,
                 )
             elif other:
-                self.text.insert_before(other[0], line, causes, why)
+                self.text.insert_before(other[0], line(), causes, why)
             else:
-                self._add_else(branch.node, line)
+                self._add_else(branch.node, line())
         around = [b.node for b in self.branches if isinstance(b.node, ast.If)]
         for leaving in returns(method):
             early = leaving.lineno < self.statement.lineno and not any(
                 within(node, leaving) for node in around
             )
             if early and _loads(leaving, name) and _bound_before(method, name, leaving):
-                self.text.insert_before(leaving, line, causes, why)
+                self.text.insert_before(leaving, line(), causes, why)
 
     def _opposite(self, branch: _Branch) -> str:
         test = branch.node.test

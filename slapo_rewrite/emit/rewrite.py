@@ -41,7 +41,7 @@ from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.rehearsal import OtherNumbersError, rehearse, worlds
 from slapo_rewrite.model.tree import Tree, build_model, uncompiled
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
-from slapo_rewrite.schedule.load import Again, ScheduleFile
+from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection
 from slapo_rewrite.source.index import SourceFile, lines_of, locate
@@ -99,7 +99,6 @@ class Project:
         self.loaded = sys.modules.keys() - before
         self.sources = Sources(self.file, {SCHEDULE})
         self.original = self.file
-        self.done: dict[int, Rewrite] = {}
         self.references: dict[Reference, tuple[Directive, ...]] = {}
         self.changes: list[Change] = []
 
@@ -141,42 +140,33 @@ class Project:
         return None
 
     def plan(self, knobs: dict[str, Any]) -> Plan:
-        """Runs the schedule, once more after each call that changes the source itself."""
+        """Runs the schedule."""
         length = line_length(self.original.text)
-        while True:
-            plan = Plan(self.tree, self.schedule, self.sources, self.done, length)
-            self.directives = plan.directives
-            selection = Selection(plan, [self.tree.root])
-            try:
-                self.schedule.guarded(
-                    functools.partial(self.schedule.module.schedule, selection, **knobs),
-                    "`schedule`",
-                )
-            except Again as again:
-                self._begin_again(again)
-            else:
-                plan.check_cuts()
-                return plan
+        plan = Plan(self.tree, self.schedule, self.sources, self._changed, length)
+        self.directives = plan.directives
+        selection = Selection(plan, [self.tree.root])
+        run = functools.partial(self.schedule.module.schedule, selection, **knobs)
+        self.schedule.guarded(run, "`schedule`")
+        plan.check_cuts()
+        return plan
 
-    def _begin_again(self, again: Again) -> None:
-        """Goes on with the model that the changed source defines."""
-        text, changes = apply_edits(self.file.text, again.rewrite.edits)
+    def _changed(self, directive: Directive, rewrite: Rewrite) -> tuple[Tree, Sources]:
+        """Changes the source, and builds the model that it defines then."""
+        text, changes = apply_edits(self.file.text, rewrite.edits)
         self.changes = [*carried(self.changes, self.file.text, text), *changes]
-        if not again.rewrite.again:
-            self.done[again.directive.number] = again.rewrite
-        for reference in again.rewrite.references:
+        for reference in rewrite.references:
             causes = self.references.get(reference, ())
-            self.references[reference] = merged_causes(causes, [again.directive])
+            self.references[reference] = merged_causes(causes, [directive])
         self.file = self.file.edited(text)
         self.module = run_source(self.file, self.references)
         try:
             with self.timed("tree"):
                 self.tree = Tree(build_model(self.schedule.module.model, self.module))
         except errors.ModelError as error:
-            at = again.directive.at
-            error.also = (*error.also, *([at] if at else []))
+            error.also = (*error.also, *([directive.at] if directive.at else []))
             raise
         self.sources = Sources(self.file, {SCHEDULE})
+        return self.tree, self.sources
 
 
 def rewrite(

@@ -142,8 +142,7 @@ class Question(Primitive):
 class Rewriting(Primitive):
     """A verb that changes the source before the schedule goes on.
 
-    The schedule is run again from its start, on the model that the changed source defines; the call
-    then counts as carried out.
+    The schedule goes on with the model that the changed source defines; the call has `done` then.
     """
 
     needs_calls = False

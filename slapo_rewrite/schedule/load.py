@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.directive import Directive
-from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.bundle import rules_folder
 from slapo_rewrite.source.index import lines_of
@@ -27,19 +25,6 @@ MODULE = "schedule_file"
 # Where the tool's own code lies, and where code that neither the tool's author wrote nor its user.
 _TOOL = (Path(__file__).resolve().parents[1], rules_folder() / "fusions")
 _LIBRARIES = tuple(Path(sysconfig.get_path(n)) for n in ("stdlib", "purelib", "platlib"))
-
-
-class Again(BaseException):
-    """The source has changed: the schedule has to run again from its start.
-
-    Attributes:
-        directive: What changed it.
-        rewrite: How.
-    """
-
-    def __init__(self, directive: Directive, rewrite: Rewrite) -> None:
-        super().__init__()
-        self.directive, self.rewrite = directive, rewrite
 
 
 def bundled() -> dict[str, Path]:
@@ -146,7 +131,7 @@ class ScheduleFile:
         try:
             with contextlib.chdir("."):  # wherever it goes, paths mean what they meant before
                 return action()
-        except (errors.RewriteError, KeyboardInterrupt, Again):
+        except (errors.RewriteError, KeyboardInterrupt):
             raise
         except BaseException as error:  # a schedule that calls sys.exit() as well
             assert error.__traceback__ is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
@@ -13,7 +14,10 @@ from slapo_rewrite.errors import Span
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.primitives.base import Call, Primitive, Question
-from slapo_rewrite.schedule.load import Again, ScheduleFile
+from slapo_rewrite.schedule.load import ScheduleFile
+
+# Changes the source, and gives the model that it defines then, with the files of its classes.
+Change = Callable[[Directive, Rewrite], tuple[Tree, Sources]]
 
 
 class Plan:
@@ -34,7 +38,7 @@ class Plan:
         tree: The module tree.
         schedule: The schedule file.
         sources: The files.
-        done: What the source has already, by the number of the directive.
+        change: Changes the source; None where nothing that does so is called.
         line_length: The model file's own.
     """
 
@@ -43,17 +47,19 @@ class Plan:
         tree: Tree,
         schedule: ScheduleFile,
         sources: Sources,
-        done: Mapping[int, Rewrite] | None = None,
+        change: Change | None = None,
         line_length: int = 100,
     ) -> None:
         self.tree, self.schedule, self.sources = tree, schedule, sources
-        self.done, self.line_length = done or {}, line_length
+        self.change, self.line_length = change, line_length
         self.directives: list[Directive] = []
         self.states: dict[str, ModuleState] = {}
         self.idle: dict[str, Directive] = {}
         self.seldom: dict[str, Directive] = {}
         self.notes: dict[int, tuple[Mapping[str, object], ...]] = {}
         self.order = {path: number for number, path in enumerate(tree.nodes)}
+        # What put other modules into the tree, to be done again where that is built anew.
+        self._grafted: list[tuple[Primitive, Call, list[str]]] = []
 
     def call(
         self, primitive: Primitive, nodes: list[Node], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -75,20 +81,15 @@ class Plan:
             tuple(node.path for node in nodes),
         )
         arguments = primitive.bind(args, kwargs, at)
-        done = self.done.get(directive.number)
-        call = Call(directive, self.schedule.module, arguments, self.sources, self.tree, done)
+        call = Call(directive, self.schedule.module, arguments, self.sources, self.tree)
         if isinstance(primitive, Question):
             return primitive.answer(call, nodes, self.states)
-        if done is not None:
+        call, nodes = self._rewritten(primitive, call, nodes)
+        if (done := call.done) is not None:
             self.idle |= dict.fromkeys(done.absorbed, directive)
             self.seldom |= dict.fromkeys(done.idle, directive)
-        else:
-            rewrite = primitive.rewrites(call, list(nodes), self.states, self.line_length)
-            if rewrite is not None and rewrite.edits:
-                raise Again(directive, rewrite)
-            done = rewrite
-        if done is not None and done.notes:
-            self.notes[directive.number] = done.notes
+            if done.notes:
+                self.notes[directive.number] = done.notes
         self.directives.append(directive)
         decided: dict[tuple[int, int], ModuleState] = {}
         grafts: dict[str, Any] = {}
@@ -114,10 +115,49 @@ class Plan:
                 grafts[node.path] = module
         if grafts:
             self._check_untouched(grafts, at)
-            self.tree.graft(grafts)
-            self.sources.regrown()
-            self.order = {path: number for number, path in enumerate(self.tree.nodes)}
+            self._grafted.append((primitive, call, list(grafts)))
+            self._graft(grafts)
         return None
+
+    def _graft(self, grafts: Mapping[str, Any]) -> None:
+        """Puts other modules into the tree."""
+        self.tree.graft(grafts)
+        self.sources.regrown()
+        self.order = {path: number for number, path in enumerate(self.tree.nodes)}
+
+    def _rewritten(
+        self, primitive: Primitive, call: Call, nodes: list[Node]
+    ) -> tuple[Call, list[Node]]:
+        """A call and its modules, once the source is changed as it says, if it says so."""
+        while True:
+            rewrite = primitive.rewrites(call, list(nodes), self.states, self.line_length)
+            if rewrite is None or not rewrite.edits:
+                return replace(call, done=rewrite), nodes
+            assert self.change is not None
+            self.tree, self.sources = self.change(call.directive, rewrite)
+            for grafting, earlier, paths in self._grafted:
+                again = replace(earlier, sources=self.sources, tree=self.tree)
+                pairs = ((p, grafting.replacement(again, self.tree.nodes[p])) for p in paths)
+                self._graft({path: module for path, module in pairs if module is not None})
+            self.order = {path: number for number, path in enumerate(self.tree.nodes)}
+            self._check_there(call.directive)
+            call = replace(call, sources=self.sources, tree=self.tree)
+            nodes = [self.tree.nodes[n.path] for n in nodes if n.path in self.tree.nodes]
+            if not rewrite.again:
+                return replace(call, done=rewrite), nodes
+
+    def _check_there(self, directive: Directive) -> None:
+        """What was scheduled is still there in the model that the changed source defines."""
+        for path, state in self.states.items():
+            if state != EMPTY and path not in self.tree.nodes:
+                earlier = [d.at for d in self.directives if path in d.paths and d.at]
+                raise errors.ConflictingEdits(
+                    f"`{path}` is gone since `{directive.primitive}(...)`, and was scheduled "
+                    "before it",
+                    at=directive.at,
+                    also=earlier[:1],
+                    hint="change the source first, then schedule what stands there",
+                )
 
     def _check_called(self, node: Node, directive: Directive) -> None:
         """What is done where a module is called needs a call of it."""

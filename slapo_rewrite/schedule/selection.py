@@ -21,7 +21,27 @@ class Selection:
     """
 
     def __init__(self, plan: Plan, nodes: list[Node], said: str = "s") -> None:
-        self._plan, self._nodes, self._said = plan, nodes, said
+        self._plan, self._found, self._said = plan, nodes, said
+        self._tree = plan.tree
+
+    @property
+    def _nodes(self) -> list[Node]:
+        """The modules in the model as the source defines it now.
+
+        Raises:
+            UnknownPath: One is there no more.
+        """
+        now = self._plan.tree
+        if self._tree is not now:
+            gone = next((n.path for n in self._found if n.path not in now.nodes), None)
+            if gone is not None:
+                raise errors.UnknownPath(
+                    f"`{gone}` was part of what has been rewritten",
+                    at=self._plan.schedule.caller(),
+                    hint="select from `s` again",
+                )
+            self._found, self._tree = [now.nodes[n.path] for n in self._found], now
+        return self._found
 
     def __getitem__(self, key: str | int | slice) -> Selection:
         if isinstance(key, str):
