@@ -137,6 +137,17 @@ def test_torch_is_imported_where_it_may_be(path):
     assert not wrong
 
 
+def test_libcst_is_known_where_source_is_changed_alone():
+    """Decisions are made on `ast`; a change says where, and what stands there then."""
+    files = {
+        path.relative_to(PACKAGE)
+        for path in FILES
+        for found in imports_of(path)
+        if found.name.split(".")[0] == "libcst"
+    }
+    assert {str(f) for f in files if f.parts[0] != "changes"} == {"code/build.py", "code/edit.py"}
+
+
 def test_the_reading_of_imports_sees_them_all(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.test_architecture.PACKAGE", tmp_path)
     (tmp_path / "edit").mkdir()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from slapo_rewrite import errors, runtime
 from slapo_rewrite.changes.splice import Edit
 from slapo_rewrite.changes.state import Function
-from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.source.index import SourceFile
@@ -205,7 +205,7 @@ class Imports:
         edits = []
         statements = [n for n in self.file.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
         for module, names in sorted(self._from.items()):
-            text = formatted(f"from {module} import {', '.join(sorted(names))}", 0, line_length)
+            text = fitted(f"from {module} import {', '.join(sorted(names))}", 0, line_length)
             edits.append(self._after(_neighbour(statements, module), text, module))
         lines = []
         for module in sorted(self.helpers):
@@ -213,7 +213,7 @@ class Imports:
             if module in self._modules:
                 lines.append(f"from . import {module}")
             if shown and module not in self._along:
-                lines.append(formatted(f"from .{module} import {', '.join(shown)}", 0, line_length))
+                lines.append(fitted(f"from .{module} import {', '.join(shown)}", 0, line_length))
         if inlined is not None:
             lines = [inlined]
         if lines:
@@ -225,7 +225,7 @@ class Imports:
             )
         for name, (body, causes) in sorted(self._defined.items()):
             text = f"def {name}():\n{textwrap.indent(body, '    ')}"
-            text = "\n\n" + formatted(text, 0, line_length)
+            text = "\n\n" + fitted(text, 0, line_length)
             edit = self._after(statements[-1] if statements else None, text)
             edits.append(replace(edit, causes=causes, why=f"`{name}` is used below"))
         return edits

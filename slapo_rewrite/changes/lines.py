@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slapo_rewrite.changes.splice import Edit as TextEdit
-from slapo_rewrite.code.edit import Edit, edited
-from slapo_rewrite.code.layout import fitted, formatted
+from slapo_rewrite.code.edit import Edit, Written, edited
+from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.source.index import SourceFile
 
@@ -55,32 +55,34 @@ class Lines:
         return merged_causes(*(causes for _, causes, _ in self.inside))
 
 
-def changed(file: SourceFile, statement: ast.stmt, lines: Lines) -> tuple[int, int, str]:
-    """From where to where a statement is written anew, and its text."""
-    return edited(file, statement, [edit for edit, _, _ in lines.inside])
+def changed(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> dict[ast.stmt, Written]:
+    """What statements become in which something changes."""
+    inside = {s: [edit for edit, _, _ in c.inside] for s, c in lines.items() if c.inside}
+    return edited(file, inside) if inside else {}
 
 
 def written(file: SourceFile, lines: Mapping[ast.stmt, Lines], line_length: int) -> list[TextEdit]:
     """The edits of the file that carry out what changes around its statements."""
     edits = []
+    anew = changed(file, lines)
     for statement, change in lines.items():
         start, end = file.span(statement)
         indent = statement.col_offset
         pad = "\n" + " " * indent
         edits += change.around
-        if change.inside:
-            first, last, text = changed(file, statement, change)
+        if statement in anew:
+            first, last, text = anew[statement]
             if last == end:  # not a header alone
                 text = fitted(text, indent, line_length)
             why = "; ".join(dict.fromkeys(why for _, _, why in change.inside))
             edits.append(TextEdit(first, last, text, change.causes(), why))
         # Lines of one cause stand together in one edit.
         for line in change.before:
-            text = formatted(line.text, indent, line_length) + pad
+            text = fitted(line.text, indent, line_length) + pad
             edits.append(TextEdit(start, start, text, line.causes, line.why))
         for line in change.after:
             place = past_comment(file, end)
-            text = pad + formatted(line.text, indent, line_length)
+            text = pad + fitted(line.text, indent, line_length)
             edits.append(TextEdit(place, place, text, line.causes, line.why))
     return edits
 

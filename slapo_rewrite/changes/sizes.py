@@ -13,7 +13,7 @@ from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText, places_of
 from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.places import AtNode, EndOfConstructor
-from slapo_rewrite.code.build import call, parsed
+from slapo_rewrite.code.build import bare, call, parsed
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.model.follow import CALL
 
@@ -230,7 +230,7 @@ class ParallelNormStatistic(Change):
                     value = args.pop(0).with_changes(comma=cst.MaybeSentinel.DEFAULT)
                 else:
                     assert isinstance(made.func, cst.Attribute)
-                    value = cst.Arg(made.func.value)
+                    value = cst.Arg(bare(made.func.value))
                 return made.with_changes(func=parsed(name), args=[value, cst.Arg(full), *args])
 
             why = f"over all ranks' parts of `{self.parameter}`"

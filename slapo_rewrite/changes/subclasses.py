@@ -17,7 +17,7 @@ from slapo_rewrite.changes.save_policy import buffers_context, context
 from slapo_rewrite.changes.splice import apply_edits, moved
 from slapo_rewrite.changes.sync import SyncInput, SyncOutput
 from slapo_rewrite.code.build import code
-from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.code.text import accessor, all_arguments, docstring, passed_on, within
 from slapo_rewrite.hugging_face import CACHES
 
@@ -84,12 +84,13 @@ class SubclassWriter:
     ) -> str:
         header = self._header(constructor)
         passed = ", ".join(passed_on(constructor.args))
-        call = formatted(f"super().__init__({passed})", 8, self.line_length)
+        call = fitted(f"super().__init__({passed})", 8, self.line_length)
         text = [header, " " * 8 + call]
         known = (
             {a.arg for a in all_arguments(constructor.args)} | self.file.names | set(dir(builtins))
         )
         body: list[str] = []
+        anew = changed(self.file, lines)
         for statement in sorted(lines, key=lambda s: s.lineno):
             self._check_repeatable(class_name, constructor, statement)
             change = lines[statement]
@@ -105,18 +106,16 @@ class SubclassWriter:
             if change.inside or change.again:
                 local = self._locals(constructor, statement, known)
                 block += [
-                    indent + formatted(self.file.segment(s), depth, self.line_length)
+                    indent + fitted(self.file.segment(s), depth, self.line_length)
                     for s in local
                     if s not in lines
                 ]
-                again = self.file.segment(statement)
-                if change.inside:
-                    again = changed(self.file, statement, change)[2]
+                again = anew[statement][2] if statement in anew else self.file.segment(statement)
                 again = self._reassigned(statement, again, relatives)
-                block.append(indent + formatted(again, depth, self.line_length))
+                block.append(indent + fitted(again, depth, self.line_length))
             shares = [line for line in change.after if line.once]
             block += [
-                indent + formatted(line.text, depth, self.line_length)
+                indent + fitted(line.text, depth, self.line_length)
                 for line in (*change.before, *change.after)
                 if line not in shares
             ]
@@ -124,7 +123,7 @@ class SubclassWriter:
                 body[-1] += "\n" + "\n".join(block[1:])
             else:
                 body += ["\n".join(block)] if guards else block
-            body += [" " * 8 + formatted(line.text, 8, self.line_length) for line in shares]
+            body += [" " * 8 + fitted(line.text, 8, self.line_length) for line in shares]
         return "\n".join([*text, *dict.fromkeys(body)]) + "\n"
 
     def _starts(self, statement: ast.stmt) -> set[int]:
@@ -286,8 +285,7 @@ class SubclassWriter:
         text = "\n".join([*lines, f"return {result}"])
         returned = f" -> {self.file.segment(forward.returns)}" if forward.returns else ""
         return (
-            f"\n    def forward({header}){returned}:\n"
-            f"        {formatted(text, 8, self.line_length)}\n"
+            f"\n    def forward({header}){returned}:\n        {fitted(text, 8, self.line_length)}\n"
         )
 
     def _parameter(self, forward: ast.FunctionDef, name: str, optional: bool) -> str:
@@ -324,7 +322,7 @@ class SubclassWriter:
             arguments = ", ".join(["super().forward", "*args", *options, "**kwargs"])
             text += [
                 "    def forward(self, *args, **kwargs):",
-                "        " + formatted(f"return {call}({arguments})", 8, self.line_length),
+                "        " + fitted(f"return {call}({arguments})", 8, self.line_length),
             ]
             return "\n".join(text) + "\n"
         # A decorator may look for arguments by their names, and add those that it does not find.
@@ -337,6 +335,6 @@ class SubclassWriter:
             "        if self.training:",
             "            # Computing the layer a second time would fill the cache a second time.",
             *(f"            {name} = None" for name in caches),
-            "        " + formatted(f"return {call}({arguments})", 8, self.line_length),
+            "        " + fitted(f"return {call}({arguments})", 8, self.line_length),
         ]
         return "\n".join(text) + "\n"

@@ -9,7 +9,9 @@ first. What is not touched never passes a printer.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -42,27 +44,46 @@ class NoPlaceError(Exception):
     """No libcst node stands where a node of `ast` does."""
 
 
-def edited(file: SourceFile, statement: ast.stmt, edits: Sequence[Edit]) -> tuple[int, int, str]:
-    """From where to where a statement is written anew, and its text then.
+# From where to where a statement is written anew, and its text then.
+Written = tuple[int, int, str]
+
+
+def edited(file: SourceFile, edits: Mapping[ast.stmt, Sequence[Edit]]) -> dict[ast.stmt, Written]:
+    """Carries out edits of statements.
 
     Args:
         file: The file.
-        statement: One that holds all that is edited; of a compound one, its header changes.
-        edits: What changes, in any order; of one node, those that are `outer` last.
+        edits: By the statement that holds what is edited; of a compound one, its header changes.
+            Of one node, those that are `outer` come last.
+
+    Returns:
+        What each statement becomes.
 
     Raises:
         NoPlaceError: An edited node cannot be found, as inside an f-string.
     """
-    part = _Part(file, statement)
+    parts = {statement: _Part(file, statement) for statement in edits}
+    trees = _Trees(list(parts.values()))
     wanted: dict[cst.CSTNode, list[Edit]] = {}
-    for edit in sorted(edits, key=lambda e: e.outer):
-        wanted.setdefault(part.node_of(edit.node), []).append(edit)
-    made = part.module.visit(_Transform(wanted, part.spans))
+    for statement, changes in edits.items():
+        for edit in sorted(changes, key=lambda e: e.outer):
+            wanted.setdefault(trees.node_of(parts[statement], edit.node), []).append(edit)
+    made = trees.module.visit(_Transform(wanted, trees.spans))
     assert not wanted, "an edit was not carried out"
-    text = made.code.rstrip("\n")
-    check_printed(text, made)
-    start, end, text = part.start + len(part.lead), part.end, part.restored(text)
-    return _trimmed(file, start, end, text) if part.header else (start, end, text)
+    check_printed(made)
+    texts = (made.code_for_node(each).rstrip("\n") for each in made.body)
+    return {s: part.restored(text) for (s, part), text in zip(parts.items(), texts, strict=True)}
+
+
+def check_printed(tree: cst.Module) -> None:
+    """Parses what a tree is printed as, and compares the two.
+
+    A node in a tighter context than before needs parentheses: `return a, b` is not
+    `all_reduce(a, b)`.
+    """
+    text = tree.code
+    if not _is_same(cst.parse_module(text), tree):
+        raise AssertionError(f"printed otherwise than meant: {text}")
 
 
 def _trimmed(file: SourceFile, start: int, end: int, text: str) -> tuple[int, int, str]:
@@ -77,22 +98,14 @@ def _trimmed(file: SourceFile, start: int, end: int, text: str) -> tuple[int, in
     return start, end, "\n".join(after)
 
 
-def check_printed(text: str, tree: cst.Module) -> None:
-    """Parses printed text back, and compares it with the tree that it comes from.
-
-    A node in a tighter context than before needs parentheses: `return a, b` is not
-    `all_reduce(a, b)`.
-    """
-    if not _is_same(cst.parse_module(text), tree):
-        raise AssertionError(f"printed otherwise than meant: {text}")
-
-
 class _Part:
-    """A statement of a file as a libcst tree: all of a simple one, the header of a compound one.
+    """A statement of a file as it is parsed alone: all of a simple one, a compound one's header.
 
     Attributes:
-        module: The libcst tree.
-        spans: Where its nodes stand in its text.
+        start: Where it begins in the file.
+        end: Where it ends.
+        text: What is parsed.
+        lead: What was put before it for that.
     """
 
     def __init__(self, file: SourceFile, statement: ast.stmt) -> None:
@@ -103,54 +116,71 @@ class _Part:
             self.start = file.text.rindex("@", 0, file.span(decorators[0])[0])
         body: list[ast.stmt] = getattr(statement, "body", [])
         self.header = bool(body) and body[0].lineno > statement.lineno
-        text = file.text[self.start : self.end]
+        self.text = file.text[self.start : self.end]
         if self.header:
             first = min([body[0].lineno, *(d.lineno for d in _decorators(body[0]))])
-            text = file.text[self.start : file.offset(first, 0)]
-            self.end = self.start + len(text.rstrip())
-            text += " " * (statement.col_offset + 4) + "pass"
-        # An `elif` is the only statement of an `else`.
-        self.chained = isinstance(statement, ast.If) and text.startswith("elif")
-        if self.chained:
-            text, self.start = text[2:], self.start + 2
+            self.text = file.text[self.start : file.offset(first, 0)]
+            self.end = self.start + len(self.text.rstrip())
+            self.text += " " * (statement.col_offset + 4) + "pass"
+        if isinstance(statement, ast.If) and self.text.startswith("elif"):
+            # The only statement of an `else`.
+            self.text, self.start = self.text[2:], self.start + 2
         # What can be decorated begins more than one line, all of them indented alike.
         named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         indent = statement.col_offset if isinstance(statement, named) else 0
         self.lead = f"if True:\n{' ' * indent}" if indent else ""
-        self.start -= len(self.lead)
-        text = self.lead + text
-        self.text = text
-        self.module = cst.parse_module(text)
-        self.spans = dict(_spans(self.module, text))
-        self._by_span: dict[Span, cst.CSTNode] = {
+        self.text = self.lead + self.text
+
+    def restored(self, text: str) -> Written:
+        """The text as it stands in the file: without what was added to parse it."""
+        text = text.removeprefix(self.lead)
+        if not self.header:
+            return self.start, self.end, text
+        return _trimmed(self.file, self.start, self.end, text.rpartition("\n")[0].rstrip())
+
+
+class _Trees:
+    """Statements of a file as one libcst module, with the places of its nodes.
+
+    Args:
+        parts: The statements.
+
+    Attributes:
+        module: The module: a statement of it for each.
+        spans: Where its nodes stand in its text, parentheses around them left out.
+    """
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self.text = "".join(f"{part.text}\n" for part in parts)
+        self.module = cst.parse_module(self.text)
+        self.spans = dict(_spans(self.module, self.text))
+        self.by_span: dict[Span, cst.CSTNode] = {
             span: node for node, span in self.spans.items() if isinstance(node, cst.BaseExpression)
         }
+        self.numbers, self.starts, start = {}, {}, 0
+        for number, part in enumerate(parts):
+            self.numbers[part], self.starts[part] = number, start
+            start += len(part.text) + 1
 
-    def node_of(self, node: ast.expr | ast.stmt) -> cst.CSTNode:
+    def node_of(self, part: _Part, node: ast.expr | ast.stmt) -> cst.CSTNode:
         """The libcst node at the place of one of `ast`."""
-        if node is self.statement:
-            tree: cst.CSTNode = self.module.body[0]
-            if isinstance(tree, cst.If) and self.lead:
+        if node is part.statement:
+            tree: cst.CSTNode = self.module.body[self.numbers[part]]
+            if isinstance(tree, cst.If) and part.lead:
                 tree = tree.body.body[0]
             return tree.body[0] if isinstance(tree, cst.SimpleStatementLine) else tree
-        start, end = (each - self.start for each in self.file.span(node))
-        found = self._by_span.get((start, end))
+        shift = self.starts[part] + len(part.lead) - part.start
+        start, end = (each + shift for each in part.file.span(node))
+        found = self.by_span.get((start, end))
         while found is None and self.text[start:end][:1] == "(" and self.text[end - 1] == ")":
             # `ast` counts parentheses to tuples, and those of a call to a generator alone in it.
             inner = self.text[start + 1 : end - 1]
             start += 1 + len(inner) - len(inner.lstrip())
             end -= 1 + len(inner) - len(inner.rstrip())
-            found = self._by_span.get((start, end))
+            found = self.by_span.get((start, end))
         if found is None:
-            raise NoPlaceError(self.file.segment(node))
+            raise NoPlaceError(part.file.segment(node))
         return found
-
-    def restored(self, text: str) -> str:
-        """The text as it stands in the file: without what was added to parse it."""
-        text = text.removeprefix(self.lead)
-        if self.header:
-            text = text.rpartition("\n")[0].rstrip()
-        return text
 
 
 class _Transform(cst.CSTTransformer):
@@ -207,15 +237,33 @@ _LAYOUT = (
     cst.Semicolon,
     cst.LeftParen,
     cst.RightParen,
+    cst.MaybeSentinel,
 )
 
 
 def _is_same(one: cst.CSTNode, other: cst.CSTNode) -> bool:
     """Whether two trees say the same, however they are laid out."""
-    if type(one) is not type(other) or getattr(one, "value", None).__class__ is str:
-        return type(one) is type(other) and one.value == other.value  # type: ignore[attr-defined]
-    mine, theirs = (
-        [child for child in node.children if not isinstance(child, _LAYOUT)]
-        for node in (one, other)
-    )
-    return len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
+    if type(one) is not type(other):
+        return False
+    for name in _fields(type(one)):
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if isinstance(mine, cst.CSTNode) and isinstance(theirs, cst.CSTNode):
+            if not (isinstance(mine, _LAYOUT) or _is_same(mine, theirs)):
+                return False
+        elif isinstance(mine, (tuple, list)) and isinstance(theirs, (tuple, list)):
+            mine = [each for each in mine if not isinstance(each, _LAYOUT)]
+            theirs = [each for each in theirs if not isinstance(each, _LAYOUT)]
+            if len(mine) != len(theirs) or not all(map(_is_same, mine, theirs)):
+                return False
+        elif mine != theirs and not (isinstance(mine, _LAYOUT) or isinstance(theirs, _LAYOUT)):
+            return False
+    return True
+
+
+@functools.cache
+def _fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
+    """What a kind of node holds beside its layout."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    idle = {"lpar", "rpar", "comma", "semicolon", "header", "footer", "indent", "encoding"}
+    idle |= {"default_indent", "default_newline", "has_trailing_newline", "leading_lines"}
+    return tuple(n for n in names if n not in idle and not n.startswith("whitespace"))

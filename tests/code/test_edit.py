@@ -65,7 +65,7 @@ def test_an_elif_stays_one(tmp_path):
     file = written(tmp_path, "if a:\n    pass\nelif b:\n    pass\n")
     outer = file.tree.body[0]
     assert isinstance(outer, ast.If)
-    start, end, text = edit.edited(file, outer.orelse[0], [wrapping(file, outer.orelse[0], "b")])
+    start, end, text = edited(file, outer.orelse[0], [wrapping(file, outer.orelse[0], "b")])
     assert file.text[:start] + text + file.text[end:] == "if a:\n    pass\nelif new(b):\n    pass\n"
 
 
@@ -77,7 +77,7 @@ def test_a_decorated_method_is_printed_as_it_stands(tmp_path):
     file = written(tmp_path, text)
     cls = file.tree.body[0]
     assert isinstance(cls, ast.ClassDef)
-    start, end, new = edit.edited(file, cls.body[0], [wrapping(file, cls.body[0], "b")])
+    start, end, new = edited(file, cls.body[0], [wrapping(file, cls.body[0], "b")])
     assert file.text[:start] + new + file.text[end:] == text.replace("a=b", "a=new(b)")
 
 
@@ -92,7 +92,7 @@ def test_changes_of_one_statement_are_composed_inner_ones_first(tmp_path):
         edit.Edit(call.args[0], lambda n: build.expression("{n} + 1", n=n)),
         edit.Edit(call.args[1], lambda n: build.call("other", n)),
     ]
-    text = edit.edited(file, statement, edits)[2]
+    text = edited(file, statement, edits)[2]
     assert text == "return last(first(self.down(self.up(x) + 1, other(x))))"
 
 
@@ -106,7 +106,7 @@ def test_what_is_printed_is_parsed_back(tmp_path):
         return node.with_changes(left=wrong)
 
     with pytest.raises(AssertionError, match="printed otherwise"):
-        edit.edited(file, statement, [edit.Edit(statement.value, make)])
+        edited(file, statement, [edit.Edit(statement.value, make)])
 
 
 def test_inside_an_f_string_there_is_no_place(tmp_path):
@@ -115,7 +115,7 @@ def test_inside_an_f_string_there_is_no_place(tmp_path):
     names = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == "x"]
     if file.segment(names[0]) != "x":  # Python 3.11 tells no places there
         with pytest.raises(edit.NoPlaceError):
-            edit.edited(file, statement, [edit.Edit(names[0], lambda n: n)])
+            edited(file, statement, [edit.Edit(names[0], lambda n: n)])
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -126,7 +126,7 @@ def test_line_ends_tabs_marks_and_form_feeds(tmp_path, end):
     file = SourceFile.read(path)
     for statement in ast.walk(file.tree):
         if isinstance(statement, (ast.Assign, ast.Return)) and statement.value is not None:
-            start, stop, new = edit.edited(file, statement, [wrapping(file, statement, "x")])
+            start, stop, new = edited(file, statement, [wrapping(file, statement, "x")])
             result = file.as_stored(file.text[:start] + new + file.text[stop:])
             assert result == text.replace(
                 file.segment(statement), file.segment(statement).replace("x", "new(x)")
@@ -157,10 +157,11 @@ def apart(path: Path) -> Iterator[str]:
         if not isinstance(statement, ast.stmt) or isinstance(statement, ast.Try):
             continue
         part = edit._Part(file, statement)
+        trees = edit._Trees([part])
         for node in expressions(statement):
             text = file.segment(node)
             try:
-                found = build.code(part.node_of(node)).strip()
+                found = build.code(trees.node_of(part, node)).strip()
             except edit.NoPlaceError:
                 yield f"{path.name}:{node.lineno}: {text}"
                 continue
@@ -200,8 +201,12 @@ def wrapping(file: SourceFile, statement: ast.stmt, node: str) -> edit.Edit:
     return edit.Edit(found[-1], lambda n: build.call("new", n))
 
 
+def edited(file: SourceFile, statement: ast.stmt, edits: list[edit.Edit]) -> edit.Written:
+    return edit.edited(file, {statement: edits})[statement]
+
+
 def changed(file: SourceFile, statement: ast.stmt, node: str) -> str:
-    return edit.edited(file, statement, [wrapping(file, statement, node)])[2]
+    return edited(file, statement, [wrapping(file, statement, node)])[2]
 
 
 if __name__ == "__main__":
