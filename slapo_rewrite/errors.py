@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,15 @@ class Span:
         return f"{self.path}:{self.line}:{self.column}"
 
 
+class Cause(Protocol):
+    """Who asked for something: a call in the schedule."""
+
+    @property
+    def at(self) -> Span | None:
+        """Where the schedule calls it."""
+        ...
+
+
 class RewriteError(Exception):
     """A mistake that the user can mend.
 
@@ -56,13 +66,24 @@ class RewriteError(Exception):
         message: str,
         *,
         at: Span | None = None,
-        also: Sequence[Span] = (),
+        also: Sequence[Span | None] = (),
         hint: str | None = None,
+        cause: Cause | Sequence[Cause] | None = None,
     ) -> None:
+        """Says what is wrong.
+
+        Args:
+            message: In words.
+            at: Where it is.
+            also: Other places that belong to it; None for one that is not known.
+            hint: What to do about it.
+            cause: Who asked for what is refused; of several, the first is shown as a place.
+        """
         super().__init__(message)
         self.message = message
         self.at = at
-        self.also = tuple(also)
+        asked = [cause] if cause is not None and not isinstance(cause, Sequence) else cause or ()
+        self.also = tuple(p for p in (*also, *(c.at for c in asked[:1])) if p is not None)
         self.hint = hint
 
     def render(self) -> str:

@@ -10,7 +10,7 @@ import libcst as cst
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
-from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective
 from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.lines import Causes
@@ -54,7 +54,7 @@ class AddBias(Change):
                 raise errors.Unsupported(
                     f"`{ast.unparse(node.func)}` is not called with its input alone",
                     at=text.file.at(node),
-                    also=places_of(causes),
+                    cause=causes,
                 )
             statement = text.classes.statement_of(method, node)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
-from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.places import AtParameter, AtSite, Place
 from slapo_rewrite.code.layout import literal
@@ -83,7 +83,7 @@ class Annotate(Change):
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is not made by a statement of its own",
                 at=text.file.at(site.value),
-                also=places_of(wanted.causes),
+                cause=wanted.causes,
                 hint="make it in `__init__`: `self.name = nn.Parameter(...)`",
             )
 
@@ -94,7 +94,7 @@ class Annotate(Change):
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is made in loops: a single element cannot be named there",
                 at=text.file.at(site.value),
-                also=places_of(merged_causes(*(w.causes for w in by_index.values()))),
+                cause=merged_causes(*(w.causes for w in by_index.values())),
                 hint="make it in a class of its own, or in a single list",
             )
         groups: dict[str, tuple[_Wanted, list[int]]] = {}

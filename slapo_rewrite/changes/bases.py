@@ -11,7 +11,7 @@ import libcst as cst
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_hierarchy import is_call_of_super
-from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.places import BeforeBases
 from slapo_rewrite.code.build import parsed, with_keywords
 from slapo_rewrite.model.layers import Layer
@@ -42,7 +42,7 @@ class DeriveFrom(Change):
                 f"`{text.class_name}` does not name `{self.original}` as its base and call its "
                 "constructor by `super()`",
                 at=file.at(node),
-                also=places_of(causes),
+                cause=causes,
             )
         why = f"`{node.name}` becomes a {layer.name}"
         name = text.imports.helper(layer.module, layer.name, causes)

@@ -82,7 +82,7 @@ class ClassText:
             raise errors.Unsupported(
                 f"`{self.class_name}` has no `forward` of its own to put the collective in",
                 at=self.at_class(),
-                also=places_of(causes),
+                cause=causes,
                 hint="put the sync on a module inside or around it",
             )
         return found
@@ -141,8 +141,3 @@ class ClassText:
         """A place as it is shown to the user."""
         text = self.file.line(place.line)
         return errors.Span(self.file.display, place.line, place.column + 1, 1, text)
-
-
-def places_of(causes: Causes) -> list[errors.Span]:
-    """The schedule's line behind a change, as a further place of a refusal."""
-    return [c.at for c in causes[:1] if c.at]

@@ -11,7 +11,7 @@ import libcst as cst
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
-from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.late import Late
 from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.places import AtSite, Place
@@ -97,7 +97,7 @@ class Construction(Change):
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is not made by a call that names its class",
                 at=text.file.at(site.value),
-                also=places_of(causes),
+                cause=causes,
                 hint=hint or "write the construction out: self.name = Class(...)",
             )
 
@@ -222,7 +222,7 @@ class UseSubclass(Construction):
                 f"elements of `{site.path}` differ, and what is called here is not "
                 f"`{self.original}` itself",
                 at=text.file.at(site.value),
-                also=places_of(causes),
+                cause=causes,
                 hint=f"write the construction out: {self.original}(...)",
             )
         name, callee = self._reference(text, causes), site.callee
@@ -282,7 +282,7 @@ def _unit(unit: Unit, site: Site, text: ClassText, causes: Causes) -> str:
     raise errors.UnfollowableConstruction(
         f"`{site.path}` must be split in multiples of `{unit.text}`, which is set later",
         at=text.file.at(site.value),
-        also=places_of(causes),
+        cause=causes,
         hint=f"set `{attribute[0]}` above `self.{site.path}`",
     )
 
@@ -337,7 +337,7 @@ def _counter(site: Site, text: ClassText, causes: Causes) -> str:
     refusal = errors.UnfollowableConstruction(
         f"elements of `{site.path}` differ, and nothing counts them where they are made",
         at=text.file.at(site.value),
-        also=places_of(causes),
+        cause=causes,
         hint="number them in the source: for i, ... in enumerate(...)",
     )
     if loop is None or len(site.loops) != 1:

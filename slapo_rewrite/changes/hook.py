@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
-from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.places import AtSite
 from slapo_rewrite.changes.state import Function
 from slapo_rewrite.code.text import accessor
@@ -35,7 +35,7 @@ class RegisterHook(Change):
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is made in a loop: a hook cannot be put on one element there",
                 at=text.file.at(site.value),
-                also=places_of(asked.causes),
+                cause=asked.causes,
                 hint="put the sync on a module inside the element",
             )
         function = text.imports.function(self.function, asked.causes)

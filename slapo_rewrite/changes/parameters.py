@@ -10,7 +10,7 @@ import libcst as cst
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
-from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective
 from slapo_rewrite.changes.places import AtParameter, AtReads
 from slapo_rewrite.changes.reads import values_read
@@ -90,5 +90,5 @@ class ReduceParameterGradient(Change):
                 f"no method of `{text.class_name}` reads `self.{self.name}`: there is no place to "
                 "add up its gradients",
                 at=text.at_class(),
-                also=places_of(causes),
+                cause=causes,
             )

@@ -12,7 +12,7 @@ import libcst as cst
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
-from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.imports import CHECKPOINT
 from slapo_rewrite.changes.lines import Causes, past_comment, written
 from slapo_rewrite.changes.places import Place
@@ -167,7 +167,7 @@ class _Regions:
         raise errors.ConflictingEdits(
             f"two parts of `{self.class_name}.{one.calls.method.name}` overlap",
             at=other.causes[0].at,
-            also=places_of(one.causes),
+            cause=one.causes,
             hint="name calls that stand apart, or all of them in one part",
         )
 
@@ -253,7 +253,7 @@ class _Regions:
                     raise errors.Unsupported(
                         "a string over several lines would change with the indentation",
                         at=self.file.at(node),
-                        also=places_of(wanted.causes),
+                        cause=wanted.causes,
                         hint="write it as lines in parentheses",
                     )
         pad, shorter = " " * max(0, indent - before), max(0, before - indent)
@@ -286,7 +286,7 @@ class _Regions:
                 f"nothing that this part of `{self.class_name}.{method.name}` computes is read "
                 "later",
                 at=self.file.at(run[0]),
-                also=places_of(wanted.causes),
+                cause=wanted.causes,
                 hint="name more calls, those that use what it computes",
             )
         stars = {a.arg: s for a, s in ((method.args.vararg, "*"), (method.args.kwarg, "**")) if a}
@@ -321,18 +321,20 @@ class _Regions:
     def _check(self, wanted: _Wanted, unsure: tuple[str, ...], inputs: list[str]) -> None:
         run, method = wanted.calls.run, wanted.calls.method
         here = f"this part of `{self.class_name}.{method.name}`"
-        also = places_of(wanted.causes)
         found = obstacle(run, inputs)
         if found is not None:
             raise errors.Unsupported(
-                f"{here} {found.words}", at=self.file.at(found.node), also=also, hint=found.hint
+                f"{here} {found.words}",
+                at=self.file.at(found.node),
+                cause=wanted.causes,
+                hint=found.hint,
             )
         if unsure:
             raise errors.Unsupported(
                 f"{here} cannot be a method of its own: `{unsure[0]}` is not bound on every way "
                 "through it",
                 at=self.file.at(run[0]),
-                also=also,
+                cause=wanted.causes,
                 hint=f"bind `{unsure[0]}` before, or name calls so that it is bound and read on "
                 "one side",
             )
@@ -343,13 +345,15 @@ class _Regions:
                 for n in ast.walk(statement)
             ):
                 raise errors.Unsupported(
-                    f"{here} binds `{argument.arg}` anew", at=self.file.at(run[0]), also=also
+                    f"{here} binds `{argument.arg}` anew",
+                    at=self.file.at(run[0]),
+                    cause=wanted.causes,
                 )
         for statement in run:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and node.id in ("locals", "__class__"):
                     raise errors.Unsupported(
-                        f"{here} reads `{node.id}`", at=self.file.at(node), also=also
+                        f"{here} reads `{node.id}`", at=self.file.at(node), cause=wanted.causes
                     )
 
     def _method_name(self, wanted: _Wanted, part: Part) -> str:

@@ -10,7 +10,7 @@ import libcst as cst
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
-from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.places import AtNode, EndOfConstructor
 from slapo_rewrite.code.build import bare, call, parsed
@@ -117,7 +117,7 @@ class ChangeArgument(Change):
             "an argument of this call depends on the sharded size, and cannot be told apart "
             "from the others",
             at=text.span_of(asked.place),
-            also=places_of(asked.causes),
+            cause=asked.causes,
             hint="write the sizes out one by one, or keep them in integer attributes of the module",
         )
 
@@ -240,7 +240,7 @@ class ParallelNormStatistic(Change):
         raise errors.UnfollowableSize(
             "this is to be taken over all ranks, and cannot be told apart from what is beside it",
             at=text.span_of(asked.place),
-            also=places_of(causes),
+            cause=causes,
             hint="write it as a method of the tensor, `x.mean(-1)`",
         )
 

@@ -62,7 +62,7 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> tuple[str, list[Change]]:
             raise errors.ConflictingEdits(
                 f"two lines of the schedule change the same place: {previous.why}, and {edit.why}",
                 at=edit.causes[0].at if edit.causes else None,
-                also=[c.at for c in previous.causes[:1] if c.at],
+                cause=previous.causes,
             )
         kept = text[position : edit.start]
         pieces += [kept, edit.text]

@@ -10,7 +10,7 @@ import libcst as cst
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
-from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective, through
 from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.places import AtCalls
@@ -44,7 +44,7 @@ class SyncInput(Change):
             raise errors.Unsupported(
                 f"`{text.class_name}.forward` has no first argument",
                 at=text.file.at(forward),
-                also=places_of(asked.causes),
+                cause=asked.causes,
             )
         name = self.of or positional[0].arg
         body = forward.body[1:] if ast.get_docstring(forward) is not None else forward.body
@@ -112,7 +112,7 @@ class SyncOutput(Change):
                 f"`{text.class_name}.forward` returns its first tensor inside of something that "
                 "is not written out here",
                 at=text.file.at(value),
-                also=places_of(causes),
+                cause=causes,
                 hint="return a tuple or a call that names the tensor, or put the sync on a module "
                 "inside",
             )
@@ -156,7 +156,7 @@ class SyncCall(Change):
             raise errors.Unsupported(
                 "this call does not name the argument that the collective is for",
                 at=text.file.at(call),
-                also=places_of(causes),
+                cause=causes,
                 hint="put the sync on a module around it",
             )
         return found
@@ -197,7 +197,7 @@ def calls(
             f"no method of `{text.class_name}` calls `{accessor(place.path)}(...)`: there is no "
             f"place for {what}",
             at=text.at_class(),
-            also=places_of(asked.causes),
+            cause=asked.causes,
             hint=hint,
         )
     for _, call, paths in found:
@@ -209,7 +209,7 @@ def calls(
                 f"this is a call of `{place.path}` and of `{other}` in turn, and only one of them "
                 "is to be changed",
                 at=text.file.at(call),
-                also=places_of(asked.causes),
+                cause=asked.causes,
                 hint=f"schedule both alike, or give `{place.path}` a call of its own",
             )
     return [(method, call) for method, call, paths in found if paths[0] == place.path]

@@ -10,7 +10,7 @@ import libcst as cst
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
-from slapo_rewrite.changes.class_text import ClassText, places_of
+from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.lines import Causes, past_comment
 from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.code.build import call as call_of
@@ -206,7 +206,7 @@ def _refused(words: str, at: errors.Span, causes: Causes) -> errors.Unsupported:
     return errors.Unsupported(
         words,
         at=at,
-        also=places_of(causes),
+        cause=causes,
         hint='gather the logits instead: .sync("fwd_post", "all_gather", axis=-1)',
     )
 

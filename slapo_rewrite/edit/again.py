@@ -39,7 +39,7 @@ def check_again(desks: Desks, node: Node, asked: Checkpoint) -> None:
         raise errors.Unsupported(
             f"`forward` {found.words}: it is computed again in the backward pass",
             at=home.file.at(found.node),
-            also=[asked.cause.at] if asked.cause.at else [],
+            cause=asked.cause,
             hint="change a copy of it, or checkpoint modules inside this one",
         )
 

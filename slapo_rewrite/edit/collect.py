@@ -222,7 +222,7 @@ class _Collection:
             raise errors.ConflictingEdits(
                 f"`{path}` is inlined, so it is not called any more",
                 at=asked[0].cause.at,
-                also=[state.inlined.cause.at] if state.inlined.cause.at else [],
+                cause=state.inlined.cause,
                 hint="schedule what it holds, or the module that calls it",
             )
 
@@ -252,7 +252,7 @@ class _Collection:
             raise errors.UnfollowableConstruction(
                 f"`{node.path}.{shard.name}` is made in another file, {site.file.display}",
                 at=site.file.at(site.value),
-                also=[shard.cause.at] if shard.cause.at else [],
+                cause=shard.cause,
             )
         start = home.file.span(site.value)[0]
         home.places.sites[start] = site
@@ -376,7 +376,7 @@ class _Collection:
                 f"`{node.path}` cannot be decomposed: what else is asked of it needs the layer "
                 "to be called",
                 at=cause.at,
-                also=[c.at for c in others[:1] if c.at],
+                cause=others,
                 hint="a layer split over its inputs is decomposed with fwd_post all_reduce, one "
                 "split over its outputs without a gather",
             )
@@ -554,7 +554,7 @@ class _Collection:
                         f"`{node.path}` is split, so its `{share}` is this rank's share, and is "
                         "read here",
                         at=home.file.at(reading),
-                        also=[c.at for c in causes[:1] if c.at],
+                        cause=causes,
                         hint="read the size from where the layer's constructor has it",
                     )
                 end = (reading.end_lineno or 0, reading.end_col_offset or 0)

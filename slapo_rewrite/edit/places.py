@@ -61,7 +61,7 @@ class Places:
             raise errors.UnfollowableConstruction(
                 f"`{node.path}` is made in another file, {site.file.display}",
                 at=site.file.at(site.value),
-                also=[c.at for c in causes[:1] if c.at],
+                cause=causes,
                 hint=own_copy(site.class_name, self.file)
                 if _stands_in_its_class(site)
                 else f"let {self.file.path.name} make it: a call of its class for each",
@@ -133,7 +133,7 @@ class Places:
         raise errors.UnfollowableConstruction(
             f"`{node.path}` is a {node.cls.__name__}, but is not made by a call of that class here",
             at=self.file.at(site.value),
-            also=[c.at for c in causes[:1] if c.at],
+            cause=causes,
             hint=f"write the construction out: self.{site.path} = nn.{node.cls.__name__}(...)",
         )
 
@@ -160,7 +160,7 @@ class Places:
             f"`{node.path}` needs a subclass of `{node.cls.__name__}`, and what is called here is "
             "not that class itself",
             at=self.file.at(site.value),
-            also=[c.at for c in causes[:1] if c.at],
+            cause=causes,
             hint=f"write the construction out: {node.cls.__name__}(...)",
         )
 
@@ -173,7 +173,7 @@ class Places:
                 raise errors.Unsupported(
                     f"a sharded layer does not take the argument `{keyword.arg}`",
                     at=self.file.at(keyword),
-                    also=[c.at for c in causes[:1] if c.at],
+                    cause=causes,
                     hint=f"{layer.name} takes {', '.join(layer.arguments)}",
                 )
 

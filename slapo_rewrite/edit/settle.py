@@ -179,7 +179,7 @@ class _Settling:
                 f"`{other.path}` and `{child.path}` are made by one line, and are scheduled "
                 "differently",
                 at=self.file.at(self.places.sites[place.start].value),
-                also=[c.at for c in causes[:1] if c.at],
+                cause=causes,
                 hint="give each a line of its own",
             )
 

@@ -37,7 +37,7 @@ def follow_ties(tree: Tree, states: dict[str, ModuleState]) -> None:
                         f"`{first_node.path}.{first.name}` and `{node.path}.{other.name}` are "
                         "one tied parameter, sharded in two ways",
                         at=other.cause.at,
-                        also=[first.cause.at] if first.cause.at else [],
+                        cause=first.cause,
                     )
             for node, name in members:
                 if not any(s.name == name for s in _shards(states, node)):
@@ -66,7 +66,7 @@ def annotate_ties(tree: Tree, states: dict[str, ModuleState]) -> None:
                 raise errors.ConflictingEdits(
                     f"`{full}` is tied to a parameter whose `{known.key}` is {known.value}",
                     at=annotation.cause.at,
-                    also=[known.cause.at] if known.cause.at else [],
+                    cause=known.cause,
                 )
         for path, name in members:
             state = states.get(path, EMPTY)

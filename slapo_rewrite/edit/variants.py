@@ -127,7 +127,7 @@ class Variants:
                     f"`{node.path}` needs a subclass of `{cls.__name__}`, which this file does not "
                     "name",
                     at=self.file.at(site.value),
-                    also=[c.at for c in every[:1] if c.at],
+                    cause=every,
                     hint=f"import `{cls.__name__}` and write the construction out: "
                     f"{cls.__name__}(...)",
                 )

@@ -113,7 +113,7 @@ class Copies:
                     f"`{node.path or 's'}` is the original's `{cls.__name__}` in the output as "
                     "well: what makes it does not take the class from the output",
                     at=construction.place(stack),
-                    also=[c.at for c in causes[:1] if c.at],
+                    cause=causes,
                     hint="name the class where it is made; in the schedule, take it from `m`",
                 )
 
@@ -148,7 +148,7 @@ class Copies:
             f"`{node.path}` is a `{node.cls.__name__}`, which changes, and is made here by what "
             "knows the original's class alone",
             at=site.file.at(site.value),
-            also=[c.at for c in causes[:1] if c.at],
+            cause=causes,
             hint=f"write the construction out: {_written_out(site.value, node.cls.__name__)}"
             + (", imported by its name" if node.cls.__module__ != site.file.name else ""),
         )

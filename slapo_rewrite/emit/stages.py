@@ -57,7 +57,7 @@ def stage_files(
         raise errors.ConflictingEdits(
             f'this stage is cut for target="{other.target}", and another one for "{first.target}"',
             at=other.cause.at,
-            also=[first.cause.at] if first.cause.at else [],
+            cause=first.cause,
             hint="one pipeline.py is for one engine: give all cuts the same target",
         )
     text = pipeline(files, model_file, project.file, project.schedule.module, cuts, sliced)

@@ -550,7 +550,7 @@ class Engine:
                 f"`{min(taken)}` is a local variable of `{function.name}`, and is needed for "
                 f"`{claim.what}`",
                 at=self.file.at(function),
-                also=[self.cause.at] if self.cause.at else [],
+                cause=self.cause,
                 hint="rename the variable in the source",
             )
 

@@ -148,7 +148,7 @@ class _Moving:
                 raise errors.NoMatch(
                     "a result has no name that it keeps",
                     at=self.file.at(result.site.node),
-                    also=[self.at] if self.at else [],
+                    also=[self.at],
                     hint="give it a line and a name of its own in the model",
                 )
             if not names and (names := self._read_as(result, read)):
@@ -250,7 +250,7 @@ class _Moving:
             raise errors.NoMatch(
                 f"`{node.id}` is needed here, and holds something else where the result is",
                 at=self.file.at(node),
-                also=[self.at] if self.at else [],
+                also=[self.at],
             )
         return self._given(node.id, node.id, node)
 
@@ -260,7 +260,7 @@ class _Moving:
             raise errors.NoMatch(
                 f"two different things would be called `{name}` in the new function",
                 at=self.file.at(node),
-                also=[self.at] if self.at else [],
+                also=[self.at],
                 hint=f"give the pattern a parameter for `{text}`",
             )
         self.found[name] = text

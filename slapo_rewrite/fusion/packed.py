@@ -108,7 +108,7 @@ def _linears(engine: Engine, node: Node, group: Sequence[Match]) -> list[Any]:
             f"{listed(paths)} are not linear layers of one module: how their results are packed "
             "is not known",
             at=group[0].place,
-            also=[engine.cause.at] if engine.cause.at else [],
+            cause=engine.cause,
         )
     for path, live in zip(paths, lives, strict=True):
         check_uncalled(f"{node.path}.{path}" if node.path else path, live, engine.cause.at)
@@ -138,7 +138,7 @@ def _check_unread(engine: Engine, node: Node, group: Sequence[Match]) -> None:
                         raise errors.Unsupported(
                             f"`{of}.{name}` is read here, so nothing can take its place",
                             at=engine.file.at(read),
-                            also=[engine.cause.at] if engine.cause.at else [],
+                            cause=engine.cause,
                         )
 
 
@@ -301,7 +301,8 @@ def _side_by_side(
             raise errors.NoMatch(
                 "these calls stand in different branches, so one call cannot give all results",
                 at=first.place,
-                also=[match.place, *([engine.cause.at] if engine.cause.at else [])],
+                also=[match.place],
+                cause=engine.cause,
             )
     names = [_bound(function, statements, number, group) for number in range(len(group))]
     operand = _operand(engine, first)

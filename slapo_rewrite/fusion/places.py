@@ -185,7 +185,7 @@ def removed(
         raise errors.Unsupported(
             "a statement that has to go shares its line with another",
             at=file.at(statement),
-            also=[cause.at] if cause.at else [],
+            cause=cause,
             hint="give each statement a line of its own",
         )
     indent = file.text[first:start]

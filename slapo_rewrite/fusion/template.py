@@ -130,7 +130,7 @@ def template_of(function: Callable[..., object], at: errors.Span | None = None) 
             raise errors.BadPattern(
                 "a replacement is one `return` of an expression",
                 at=file.at(node),
-                also=[at] if at else [],
+                also=[at],
             )
     given = node.args
     if given.vararg or given.kwarg:

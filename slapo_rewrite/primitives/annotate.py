@@ -122,7 +122,7 @@ def schedule(s):
                 raise errors.ConflictingEdits(
                     f"`{node.path}.{name}` has an attribute `{key}` already: {earlier.value}",
                     at=at,
-                    also=[earlier.cause.at] if earlier.cause.at else [],
+                    cause=earlier.cause,
                     hint="take one of the two lines out",
                 )
         added = Annotation(name, key, self._literal(value, call), call.directive)

@@ -145,7 +145,7 @@ def _packed(rule: Packing, engine: Engine, nodes: Sequence[Node]) -> Rewrite:
         raise errors.NoMatch(
             f"`{rule.name}` cannot pack what it finds: {reason}",
             at=match.place,
-            also=[at] if at else [],
+            also=[at],
         )
     if not found.groups:
         raise nothing_found(rule.name, None, at)

@@ -181,7 +181,7 @@ class Checkpoint(Primitive):
             raise errors.Unsupported(
                 f"`{node.path or 's'}` is checkpointed already",
                 at=at,
-                also=[earlier.cause.at] if earlier.cause.at else [],
+                cause=earlier.cause,
             )
         if part is not None:
             return replace(state, checkpointed_parts=(*state.checkpointed_parts, added))

@@ -163,6 +163,6 @@ class CutPipelineStage(Primitive):
             raise errors.ConflictingEdits(
                 f"a stage ends after `{node.path}` already",
                 at=call.directive.at,
-                also=[place for place in [state.cut.cause.at] if place],
+                cause=state.cut.cause,
             )
         return replace(state, cut=StageEnd(target, call.directive))

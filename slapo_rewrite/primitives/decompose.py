@@ -119,6 +119,6 @@ class Decompose(Primitive):
         if state.decompose is not None:
             earlier = state.decompose.cause.at
             raise errors.ConflictingEdits(
-                f"`{node.path}` is decomposed already", at=at, also=[earlier] if earlier else []
+                f"`{node.path}` is decomposed already", at=at, also=[earlier]
             )
         return replace(state, decompose=DecomposeState(call.directive))

@@ -318,7 +318,7 @@ def _check_original(node: Node, states: Mapping[str, ModuleState], at: errors.Sp
             raise errors.Unsupported(
                 f"`{above.path}` was replaced by what cannot be looked into",
                 at=at,
-                also=[new.cause.at] if new.cause.at else [],
+                cause=new.cause,
                 hint="look for the pattern before the module is replaced",
             )
         above = above.parent

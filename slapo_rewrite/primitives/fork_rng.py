@@ -149,7 +149,7 @@ class ForkRng(Primitive):
             raise errors.Unsupported(
                 f"`{node.path or 's'}` has random numbers of its own already",
                 at=call.directive.at,
-                also=[earlier.cause.at] if earlier.cause.at else [],
+                cause=earlier.cause,
             )
         if part is not None:
             added = Fork(part, call.directive)

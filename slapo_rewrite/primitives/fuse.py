@@ -245,7 +245,7 @@ class Fuse(Rewriting):
             raise errors.NoMatch(
                 f"`{match.function}` is no method, so `{name}` cannot be one",
                 at=match.place,
-                also=[at] if at else [],
+                also=[at],
                 hint='make it a function: compiler="inductor"',
             )
         body = moved(match, graph, at, method)
@@ -297,7 +297,7 @@ class Fuse(Rewriting):
         raise errors.NoMatch(
             f"no rule has a kernel for what `{name_of(call)}` finds",
             at=match.place,
-            also=[call.directive.at] if call.directive.at else [],
+            cause=call.directive,
             hint=f'the rules with kernels are {names}; compiler="inductor" compiles anything',
         )
 

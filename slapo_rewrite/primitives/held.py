@@ -45,7 +45,7 @@ def in_place_of(
             if alone
             else "there are calls side by side in several places",
             at=wrong.place,
-            also=[at] if at else [],
+            also=[at],
             hint="let the expression match the calls that one module is to take the place of",
         )
     given = call.arguments["weights"]

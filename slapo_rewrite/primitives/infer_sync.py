@@ -107,6 +107,6 @@ def schedule(s):
             raise errors.Unsupported(
                 f"the syncs of `{node.path or 's'}` are inferred already",
                 at=call.directive.at,
-                also=[state.infer_sync.cause.at] if state.infer_sync.cause.at else [],
+                cause=state.infer_sync.cause,
             )
         return replace(state, infer_sync=InferSyncState(call.directive))

@@ -272,7 +272,7 @@ class Shard(Primitive):
                 raise errors.ShardedTwice(
                     f"`{node.path}.{name}` is sharded already, along axis {earlier.axis}",
                     at=at,
-                    also=[earlier.cause.at] if earlier.cause.at else [],
+                    cause=earlier.cause,
                     hint="take one of the two lines out",
                 )
         shape = tuple(parameter.shape)
@@ -301,7 +301,7 @@ class Shard(Primitive):
                 raise errors.ShardedTwice(
                     f"{spoken} is sharded already",
                     at=at,
-                    also=[earlier.cause.at] if earlier.cause.at else [],
+                    cause=earlier.cause,
                     hint="take one of the two lines out",
                 )
         base, axis, parts = base_of(node.cls), call.arguments["axis"], call.arguments["parts"]

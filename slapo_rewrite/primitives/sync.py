@@ -276,7 +276,7 @@ def schedule(s):
                 raise errors.SyncMismatch(
                     f"`{node.path}` has this sync already",
                     at=at,
-                    also=[earlier.cause.at] if earlier.cause.at else [],
+                    cause=earlier.cause,
                 )
         return replace(state, syncs=(*state.syncs, added))
 

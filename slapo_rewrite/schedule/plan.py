@@ -227,6 +227,6 @@ def _conflict(
     return errors.ConflictingEdits(
         f"{words} since `{cause.primitive}(...)`{line}",
         at=directive.at,
-        also=[cause.at] if cause.at else [],
+        cause=cause,
         hint=hint,
     )

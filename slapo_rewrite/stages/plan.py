@@ -336,7 +336,7 @@ class Planner:
             else f"`{version[0]}`, which a branch depends on, is needed after the cut and does not "
             "get there",
             at=at,
-            also=[cut] if cut else [],
+            also=[cut],
             hint="cut elsewhere, or take the shape of something else in `forward`",
         )
 
@@ -353,7 +353,7 @@ class Planner:
             f"`{version[0]}` is needed after the cut for its shape, and what gets there may be a "
             "slice of it on each rank",
             at=self.program.pieces[piece].at,
-            also=[place for place in (self.sliced.at, *self.cuts[:1]) if place],
+            also=[self.sliced.at, *self.cuts[:1]],
             hint="cut this model without slices of the sequence, or take the shape of the token "
             "ids in `forward`",
         )

@@ -353,7 +353,7 @@ def linked(flat: Flat, pieces: Sequence[Piece], stages: int, cause: Span | None)
                     f"`{name}` is no local name, and what is written to it does not get to other "
                     "stages",
                     at=piece.at,
-                    also=[cause] if cause else [],
+                    also=[cause],
                     hint="hand it on as a value",
                 )
         part = part_of(function, [statement])

@@ -121,7 +121,7 @@ class Trial:
                         "this fails where only the statements of `forward` run, and works in the "
                         f"model: {type(error).__name__}: {error}",
                         at=piece.at,
-                        also=[self.cause] if self.cause else [],
+                        also=[self.cause],
                         hint="what decorators and hooks do to a `forward` is not known: let "
                         "inputs(model) give what they add, or cut elsewhere",
                     ) from error
@@ -159,7 +159,7 @@ class Trial:
                         f"`{name}` is needed after the cut for what it holds, and does not "
                         "get there",
                         at=piece.at,
-                        also=[self.cause] if self.cause else [],
+                        also=[self.cause],
                         hint="cut elsewhere, or bind what is made of it before the cut",
                     )
 

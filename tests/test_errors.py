@@ -1,0 +1,34 @@
+"""A refusal's places: where it is, what belongs to it, and who asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from slapo_rewrite.directive import Directive
+from slapo_rewrite.errors import Span, Unsupported
+
+HERE, THERE = Span("model.py", 3), Span("s.py", 7)
+
+
+def directive(at: Span | None) -> Directive:
+    return Directive(0, "shard", at, "s.shard()", ())
+
+
+@pytest.mark.parametrize(
+    ("cause", "also"),
+    [
+        (None, ()),
+        (directive(THERE), (THERE,)),
+        (directive(None), ()),
+        ([], ()),
+        ([directive(THERE), directive(HERE)], (THERE,)),
+    ],
+)
+def test_who_asked_is_shown(cause, also):
+    assert Unsupported("no", at=HERE, cause=cause).also == also
+
+
+def test_what_is_not_known_is_left_out():
+    error = Unsupported("no", also=[None, HERE], cause=directive(THERE))
+    assert error.also == (HERE, THERE)
+    assert "model.py:3" in error.render() and "s.py:7" in error.render()
