@@ -1,4 +1,4 @@
-"""The one maker of libcst nodes: expressions, calls and statements from templates.
+"""The one maker of libcst nodes: expressions and calls from templates.
 
 A template is Python with `{name}` where a node goes. What is put in the place of an operand gets
 parentheses where it needs them, and what is put where anything may stand loses its own.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import libcst as cst
 
@@ -79,9 +79,7 @@ _BINDING: dict[type[cst.BaseBinaryOp], int] = {
     cst.Power: 3,
 }
 
-Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 Operand = cst.BaseExpression | str
-Node = TypeVar("Node", bound=cst.CSTNode)
 
 _PLACEHOLDER = "slapo_rewrite_operand_"
 _EMPTY = cst.Module([])
@@ -146,12 +144,6 @@ def expression(template: str, **operands: Operand) -> cst.BaseExpression:
     return made
 
 
-def statement(template: str, **operands: Operand) -> Statement:
-    """A statement, likewise."""
-    made: Statement = _filled(_statement(_named(template, operands)), operands)
-    return made
-
-
 def call(
     callee: str, *arguments: Operand, keywords: Iterable[tuple[str, Operand]] = ()
 ) -> cst.Call:
@@ -179,13 +171,6 @@ def with_keywords(made: cst.Call, keywords: Iterable[tuple[str, Operand]]) -> cs
 def with_callee(made: cst.Call, callee: Operand) -> cst.Call:
     """A call of something else with the same arguments."""
     return made.with_changes(func=paren(_node(callee)))
-
-
-def dotted(text: str) -> cst.Name | cst.Attribute:
-    """A dotted name."""
-    node = parsed(text)
-    assert isinstance(node, (cst.Name, cst.Attribute))
-    return node
 
 
 def _node(operand: Operand) -> cst.BaseExpression:
@@ -227,11 +212,6 @@ def _named(template: str, operands: Mapping[str, Operand]) -> str:
 @functools.lru_cache(maxsize=256)
 def _expression(text: str) -> cst.BaseExpression:
     return cst.parse_expression(text)
-
-
-@functools.lru_cache(maxsize=256)
-def _statement(text: str) -> Statement:
-    return cst.parse_statement(text)
 
 
 def _filled(node: Any, operands: Mapping[str, Operand]) -> Any:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
@@ -22,7 +22,6 @@ from slapo_rewrite.code.build import fitting
 from slapo_rewrite.source.index import SourceFile
 
 Span = tuple[int, int]
-Found = TypeVar("Found", bound=cst.CSTNode)
 
 
 @dataclass(frozen=True)
