@@ -49,12 +49,14 @@ class ClassHierarchy:
         return self._methods[class_name]
 
     def _run(self, class_name: str) -> Iterator[ast.FunctionDef]:
-        above = {"super", *self.lineage(class_name)[1:]}
+        lineage = self.lineage(class_name)
+        above = {"super", *lineage[1:]}
         ended: set[str] = set()
-        for name in self.lineage(class_name):
+        for name in lineage:
             own = [m for m in self.file.methods(name) if m.name not in ended]
             yield from own
-            ended |= {m.name for m in own if above.isdisjoint(_names(m))}
+            if name != lineage[-1]:
+                ended |= {m.name for m in own if above.isdisjoint(_names(m))}
 
     def parents(self, method: ast.FunctionDef) -> dict[ast.AST, ast.AST]:
         """What each node of a method stands in."""

@@ -388,7 +388,7 @@ def absolute_imports(file: SourceFile) -> list[Edit]:
     Raises:
         SourceError: A relative import in a file that lies in no package.
     """
-    imports = (n for n in ast.walk(file.tree) if isinstance(n, ast.ImportFrom))
+    imports = (n for n in file.statements if isinstance(n, ast.ImportFrom))
     return [edit for node in imports for edit in _absolute(file, node)]
 
 
@@ -430,7 +430,7 @@ def _imported(sources: Sources, file: SourceFile) -> Iterator[tuple[str, Target]
 @functools.lru_cache(maxsize=256)
 def _dotted_imports(file: SourceFile) -> list[tuple[str, str]]:
     """The modules of `import package.module`, each with the name that this binds."""
-    names = [a.name for n in ast.walk(file.tree) if isinstance(n, ast.Import) for a in n.names]
+    names = [a.name for n in file.statements if isinstance(n, ast.Import) for a in n.names]
     return [(name.partition(".")[0], name) for name in names if "." in name]
 
 

@@ -260,7 +260,9 @@ def carry_out(
             definitions = definitions.edited(text)
         imports = desks.main.imports
         own = lowered.edits.get(project.file.name, [])
-        named = _used(parsed(apply_edits(project.file.text, own)[0], project.file))
+        named: set[str] = set()
+        if project.references:
+            named = _used(parsed(apply_edits(project.file.text, own)[0], project.file))
         for reference, why in project.references.items():
             if reference.written.partition(".")[0] in named:
                 imports.refer(reference, why)

@@ -60,7 +60,7 @@ def place_edits(
     edits = {s: list(_changed(file, s, here, line_length)) for s, here in by_statement.items()}
     for writing in writings:
         for node, name in _reads(file, writing, inside=False):
-            edits[_statement(file, node)] = [
+            edits[file.statement_of(node)] = [
                 Edit(*file.span(node), name, (writing.cause,), writing.why)
             ]
     gone = {s: writing for writing in writings for s in writing.replaced.removed}
@@ -113,12 +113,6 @@ def _reads(file: SourceFile, writing: Writing, *, inside: bool) -> Iterator[tupl
         begin, stop = file.span(node)
         if (start <= begin and stop <= end) is inside:
             yield node, name
-
-
-def _statement(file: SourceFile, node: ast.AST) -> ast.stmt:
-    """The innermost statement that holds an expression."""
-    holders = [s for s in ast.walk(file.tree) if isinstance(s, ast.stmt) and node in ast.walk(s)]
-    return holders[-1]
 
 
 def _expression(file: SourceFile, statement: ast.stmt, writing: Writing) -> tuple[int, int, str]:

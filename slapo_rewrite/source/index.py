@@ -152,6 +152,16 @@ class SourceFile:
         width = max(1, min(end, start + len(text)) - begin)
         return errors.Span(self.display, line, begin - start + 1, width, text, note)
 
+    @functools.cached_property
+    def statements(self) -> list[ast.stmt]:
+        """Every statement of the file, each before those inside it."""
+        return list(_flat(self.tree.body, enter=True))
+
+    def statement_of(self, node: ast.AST) -> ast.stmt:
+        """The innermost statement that holds a node of the file."""
+        start, end = _position(node), _end(node)
+        return [s for s in self.statements if _position(s) <= start and end <= _end(s)][-1]
+
     # Names ----------------------------------------------------------------------------------
 
     def qualified(self, expr: ast.expr) -> str | None:
@@ -451,18 +461,19 @@ def _is_companion(method: ast.FunctionDef) -> bool:
     return bool(names & {"setter", "deleter", "overload"})
 
 
-def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+def _flat(body: Iterable[ast.stmt], enter: bool = False) -> Iterator[ast.stmt]:
     """Statements in order, those inside `if`, `try`, `with`, `for`, `while`, `match` among them.
 
-    Functions and classes are given, not entered.
+    Functions and classes are given, and entered if so asked.
     """
+    closed = () if enter else (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for statement in body:
         yield statement
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(statement, closed):
             continue
         for field in ("body", "handlers", "cases", "orelse", "finalbody"):
             for inner in getattr(statement, field, ()):
-                yield from _flat([inner] if isinstance(inner, ast.stmt) else inner.body)
+                yield from _flat([inner] if isinstance(inner, ast.stmt) else inner.body, enter)
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
