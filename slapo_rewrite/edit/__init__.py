@@ -1,1 +1,1 @@
-"""Changes to source text: the only part that does so."""
+"""From what a schedule asks to changes of classes, and which of their instances share a text."""

@@ -49,7 +49,7 @@ class Primitive:
 
     A subclass says what its call means for one module: `apply` reads the module and what was asked
     of it so far, and returns what is asked of it now, or raises. How that becomes source is decided
-    later and elsewhere (`edit/`).
+    later and elsewhere (`edit/`, `changes/`).
 
     Attributes:
         name: What the schedule calls it.
