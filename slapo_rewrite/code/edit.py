@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ from slapo_rewrite.code.build import fitting
 from slapo_rewrite.source.index import SourceFile
 
 Span = tuple[int, int]
+# White space and comments at the beginning and at the end of what stands in parentheses.
+_LEAD = re.compile(r"^(?:\s|#[^\n]*\n)+")
+_TAIL = re.compile(r"\s*(?:#[^\n]*\n\s*)*$")
 
 
 @dataclass(frozen=True)
@@ -174,8 +178,8 @@ class _Trees:
         while found is None and self.text[start:end][:1] == "(" and self.text[end - 1] == ")":
             # `ast` counts parentheses to tuples, and those of a call to a generator alone in it.
             inner = self.text[start + 1 : end - 1]
-            start += 1 + len(inner) - len(inner.lstrip())
-            end -= 1 + len(inner) - len(inner.rstrip())
+            start += 1 + len(inner) - len(_LEAD.sub("", inner))
+            end -= 1 + len(inner) - len(_TAIL.sub("", inner))
             found = self.by_span.get((start, end))
         if found is None:
             raise NoPlaceError(part.file.segment(node))

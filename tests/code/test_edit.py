@@ -34,6 +34,7 @@ WRAPPED = [
     ("y = [x async for x in z]", "z", "y = [x async for x in new(z)]"),
     ("y = (yield x)", "(yield x)", "y = new((yield x))"),
     ("f(x := 3)", "3", "f(x := new(3))"),
+    ("y = (  # one\n    a, b,  # two\n)", "(a, b)", "y = new((  # one\n    a, b,  # two\n))"),
     ("y = 'a' 'b'", "'ab'", "y = new('a' 'b')"),
 ]
 
