@@ -6,7 +6,6 @@ import ast
 import functools
 from collections.abc import Iterator
 
-from slapo_rewrite.code.text import within
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
 
@@ -75,14 +74,7 @@ class Sharing:
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
         """The innermost statement that holds an expression, or that it is itself."""
-        if isinstance(node, ast.stmt):
-            return node
-        holders = [
-            s
-            for s in ast.walk(self.function_of(node))
-            if isinstance(s, ast.stmt) and within(s, node)
-        ]
-        return holders[-1]
+        return self.file.statement_of(node)
 
     @functools.cached_property
     def _homes(self) -> dict[int, tuple[ast.FunctionDef, str | None]]:
