@@ -30,7 +30,7 @@ from slapo_rewrite.simulate.stages import (
     made_of,
     step_seconds,
 )
-from tests.simulate.engine import compared
+from tests.simulate.engine import RealClock, compared
 from tests.simulate.shapes import LLAMA_33B, PUBLISHED, SHAPES
 
 NAME = "pipeline_simulation"
@@ -63,7 +63,7 @@ def engines() -> list[dict[str, Any]]:
     return [
         {"count": count, "micro_batches": 2 * count, **asdict(row)}
         for count in (2, 4)
-        for row in compared(count, micro_batches=2 * count, steps=5)
+        for row in compared(count, micro_batches=2 * count, steps=5, clock=RealClock)
     ]
 
 

@@ -1,14 +1,18 @@
-"""DeepSpeed's pipeline engine on stages that only wait: how long do its steps really take?
+"""DeepSpeed's pipeline engine on stages that only wait: how long do its steps take?
 
-Waiting needs no processor, so that a few cores are enough for many stages. What the engine does
-itself does need one: how long that takes for a micro-batch is measured on stages that wait for a
-short time, and counted to every stage.
+By the real clock for the benchmark: waiting needs no processor, so that a few cores are enough for
+many stages. What the engine does itself does need one: how long that takes for a micro-batch is
+measured on stages that wait for a short time, and counted to every stage.
+
+By a clock of each rank for the tests, which only waiting and messages move on (Lamport, *Time,
+Clocks, and the Ordering of Events in a Distributed System*, 1978): the order in which the engine
+computes, sends and receives is its own, and what else the machine does changes nothing.
 """
 
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +69,63 @@ class Row:
     engine: float
 
 
-def compared(count: int, micro_batches: int, steps: int) -> list[Row]:
+class RealClock:
+    """Seconds on the wall."""
+
+    def wait(self, seconds: float) -> None:
+        """The rank does nothing for so long."""
+        time.sleep(seconds)
+
+    def send(self, p2p: Any, stage: int, seconds: float) -> None:
+        """A tensor was sent, which keeps this rank for so long."""
+        time.sleep(seconds)
+
+    receive = send
+
+    def now(self) -> float:
+        """The time of all ranks."""
+        dist.barrier()
+        return time.perf_counter()
+
+
+class MessageClock:
+    """Seconds that waiting and transfers take; what is received is not earlier than it was sent."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def wait(self, seconds: float) -> None:
+        """The rank does nothing for so long."""
+        self.seconds += seconds
+
+    def send(self, p2p: Any, stage: int, seconds: float) -> None:
+        """A tensor was sent, which keeps this rank for so long."""
+        p2p.send(torch.tensor(self.seconds, dtype=torch.float64), stage)
+        self.seconds += seconds
+
+    def receive(self, p2p: Any, stage: int, seconds: float) -> None:
+        """A tensor was received, which keeps this rank for so long once it was sent."""
+        sent = torch.zeros((), dtype=torch.float64)
+        p2p.recv(sent, stage)
+        self.seconds = max(self.seconds, sent.item()) + seconds
+
+    def now(self) -> float:
+        """The time of all ranks: that of the last one."""
+        last = torch.tensor(self.seconds, dtype=torch.float64)
+        dist.all_reduce(last, dist.ReduceOp.MAX)
+        self.seconds = last.item()
+        return self.seconds
+
+
+Clock = RealClock | MessageClock
+
+
+def compared(count: int, micro_batches: int, steps: int, clock: type[Clock]) -> list[Row]:
     """Steps of real processes beside simulated ones, for pipelines of `count` stages."""
     pipelines = {name: pipeline.of(count) for name, pipeline in PIPELINES.items()}
     short = SHORT.of(count)  # before the others and after them, since other work comes and goes
-    ranks = run(seconds_of_steps, count, [short, *pipelines.values(), short], micro_batches, steps)
+    both = [short, *pipelines.values(), short]
+    ranks = run(seconds_of_steps, count, both, micro_batches, steps, clock)
     # A step ends when it ends on all ranks.
     before, *measured, after = (
         min(map(max, zip(*seconds, strict=True))) for seconds in zip(*ranks, strict=True)
@@ -91,14 +147,14 @@ class _Wait(torch.autograd.Function):
     """Passes a tensor on after a while, and its gradient after another."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.backward_seconds = backward
-        time.sleep(forward)
+    def forward(ctx, x: Tensor, stage: Stage, clock: Clock) -> Tensor:
+        ctx.stage, ctx.clock = stage, clock
+        clock.wait(stage.forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_seconds)
+        ctx.clock.wait(ctx.stage.backward)
         return gradient, None, None
 
 
@@ -108,14 +164,15 @@ class Waiting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stage = Stage(0, 0)
+        self.clock: Clock = MessageClock()
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Wait.apply(x * self.weight, self.stage.forward, self.stage.backward)
+        return _Wait.apply(x * self.weight, self.stage, self.clock)
 
 
 def seconds_of_steps(
-    pipelines: Sequence[Pipeline], micro_batches: int, steps: int
+    pipelines: Sequence[Pipeline], micro_batches: int, steps: int, clock: type[Clock]
 ) -> list[list[float]]:
     """Seconds that the steps of each pipeline take.
 
@@ -125,6 +182,7 @@ def seconds_of_steps(
         warnings.simplefilter("ignore")  # its imports use what torch will take away
         import deepspeed
         from deepspeed.pipe import LayerSpec, PipelineModule
+        from deepspeed.runtime.pipe import engine as pipe_engine
         from deepspeed.runtime.pipe import p2p
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes half a minute to build
     deepspeed.init_distributed("gloo", verbose=False)
@@ -147,27 +205,38 @@ def seconds_of_steps(
     batches = itertools.repeat((torch.ones(1, WIDTH), torch.zeros(1, WIDTH)))
     (layer,) = module.forward_funcs
     engine.train_batch(batches)  # the first one also says what shapes there are
-    send, receive = p2p.send, p2p.recv
+    layer.clock = clock()
     seconds = []
     for pipeline in pipelines:
         layer.stage = pipeline.stages[dist.get_rank()]
-        p2p.send, p2p.recv = (_slower(f, pipeline.transfer) for f in (send, receive))
-        seconds.append([_seconds_of_step(engine, batches) for _ in range(steps)])
+        pipe_engine.p2p = Transfers(p2p, layer.clock, pipeline.transfer)
+        seconds.append([_seconds_of_step(engine, batches, layer.clock) for _ in range(steps)])
     return seconds
 
 
-def _slower(transfer: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    def slower(*args: Any, **kwargs: Any) -> Any:
-        result = transfer(*args, **kwargs)
-        time.sleep(seconds)
-        return result
+@dataclass(frozen=True)
+class Transfers:
+    """The engine's transfers between stages, each of which takes some time more."""
 
-    return slower
+    p2p: Any
+    clock: Clock
+    seconds: float
+
+    def send(self, tensor: Tensor, stage: int) -> None:
+        """To the rank with a stage."""
+        self.p2p.send(tensor, stage)
+        self.clock.send(self.p2p, stage, self.seconds)
+
+    def recv(self, tensor: Tensor, stage: int) -> None:
+        """From the rank with a stage."""
+        self.p2p.recv(tensor, stage)
+        self.clock.receive(self.p2p, stage, self.seconds)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.p2p, name)
 
 
-def _seconds_of_step(engine: Any, batches: Iterator[Any]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
+def _seconds_of_step(engine: Any, batches: Iterator[Any], clock: Clock) -> float:
+    start = clock.now()
     engine.train_batch(batches)
-    dist.barrier()
-    return time.perf_counter() - start
+    return clock.now() - start
