@@ -88,9 +88,9 @@ def test_a_large_tree_takes_milliseconds():
     model = build_model(lambda _: LlamaForCausalLM(config), ModuleType("m"))
     seconds = []
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.process_time()
         tree = Tree(model)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
     assert len(tree.nodes) == 1645
     assert min(seconds) < 0.1
 
