@@ -7,13 +7,16 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.lines import Causes
+from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import AtParameter, AtSite, Place
+from slapo_rewrite.changes.pretrained import ORIGINAL, keep_checkpoints
 from slapo_rewrite.code.layout import literal
 from slapo_rewrite.code.text import accessor
-from slapo_rewrite.directive import merged_causes
+from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.model.tree import Node
 from slapo_rewrite.source.sites import Site
 
 
@@ -26,7 +29,7 @@ class _Wanted:
 
 
 @dataclass(frozen=True)
-class Annotate(Change):
+class Annotate(Requested):
     """After a module's or a parameter's construction: an attribute of the parameter.
 
     Attributes:
@@ -43,6 +46,13 @@ class Annotate(Change):
     prefix = "Annotated"
     says = "whose parameters have attributes of their own"
     is_parallel = False
+    is_called = False
+    is_lasting = True
+
+    def place(self, to: Placement, node: Node, cause: Directive) -> None:
+        """Behind what makes the parameter."""
+        to.add_behind_parameter(node, self.name, self.key, self, cause)
+        keep_checkpoints(to.files, node, ORIGINAL, (cause,))
 
     def group(self, place: Place) -> Hashable:
         """All attributes of one parameter, of all elements that a loop makes."""

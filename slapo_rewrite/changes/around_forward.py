@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import libcst as cst
 
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import AroundForward, Place
-from slapo_rewrite.changes.state import Kept
+from slapo_rewrite.changes.recomputation import check_recomputed, updates_buffers
+from slapo_rewrite.changes.save_policy import Kept
 from slapo_rewrite.code.build import parsed
+from slapo_rewrite.directive import Directive
+from slapo_rewrite.model.tree import Node
 
 FORK: Place = AroundForward(0)
 RECOMPUTE: Place = AroundForward(1)
@@ -19,11 +23,19 @@ RECOMPUTE: Place = AroundForward(1)
 WRAPPERS = (FORK, RECOMPUTE)
 
 
-@dataclass(frozen=True)
-class ForkRandom(Change):
-    """The module's random numbers differ between tensor-parallel ranks."""
+class WrapForward(Requested):
+    """Something around `forward` as a whole."""
 
     is_parallel = False
+
+
+@dataclass(frozen=True)
+class ForkRandom(WrapForward):
+    """The module's random numbers differ between tensor-parallel ranks."""
+
+    def place(self, to: Placement, node: Node, cause: Directive) -> None:
+        """Around `forward`."""
+        to.around_forward(node).changes.add(node.path, FORK, self, (cause,))
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
         """Decorates `forward`."""
@@ -41,7 +53,7 @@ class ForkRandom(Change):
 
 
 @dataclass(frozen=True)
-class Recompute(Change):
+class Recompute(WrapForward):
     """The module's activations are computed again in the backward pass.
 
     Attributes:
@@ -52,7 +64,12 @@ class Recompute(Change):
     kept: Kept = None
     updates_buffers: bool = False
 
-    is_parallel = False
+    def place(self, to: Placement, node: Node, cause: Directive) -> None:
+        """Around `forward`, if that can run twice."""
+        check_recomputed(to.files, node, cause)
+        updates = updates_buffers(to.files, node, self.kept, cause)
+        change = replace(self, updates_buffers=updates)
+        to.around_forward(node).changes.add(node.path, RECOMPUTE, change, (cause,))
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
         """Nothing: a subclass has it."""

@@ -20,12 +20,14 @@ class Change:
         prefix: What a subclass that differs in such changes alone is called by.
         says: What is said of its instances.
         is_parallel: Whether it belongs to splitting the class over ranks.
+        is_lasting: Whether it stays with the module whatever else changes there.
     """
 
     order: ClassVar[int] = 0
     prefix: ClassVar[str] = "TensorParallel"
     says: ClassVar[str] = "whose layers are split over the tensor-parallel group"
     is_parallel: ClassVar[bool] = True
+    is_lasting: ClassVar[bool] = False
 
     def group(self, place: Place) -> Hashable:
         """What it is written together with: the same for all changes of one group."""

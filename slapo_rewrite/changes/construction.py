@@ -12,10 +12,10 @@ import libcst as cst
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.late import Late
 from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.places import AtSite, Place
-from slapo_rewrite.changes.state import Function
 from slapo_rewrite.changes.weights import written
 from slapo_rewrite.code.build import (
     code,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.places import AtSite
-from slapo_rewrite.changes.state import Function
 from slapo_rewrite.code.text import accessor
 
 HOOKS = {

@@ -10,13 +10,25 @@ from dataclasses import dataclass, replace
 
 from slapo_rewrite import errors, runtime
 from slapo_rewrite.changes.splice import Edit
-from slapo_rewrite.changes.state import Function
 from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.source.index import SourceFile
 
 CHECKPOINT = "torch.utils.checkpoint"
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function or class of the schedule file, or an importable one.
+
+    Attributes:
+        name: What the output calls it.
+        module: Where it is imported from; None where the schedule file defines it.
+    """
+
+    name: str
+    module: str | None
 
 
 @dataclass(frozen=True)

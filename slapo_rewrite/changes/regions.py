@@ -5,78 +5,42 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import libcst as cst
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
-from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
+from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.imports import CHECKPOINT
 from slapo_rewrite.changes.lines import Causes, past_comment, written
+from slapo_rewrite.changes.placement import Placement, Requested, Subgraph, find_subgraph
 from slapo_rewrite.changes.places import Place
-from slapo_rewrite.changes.save_policy import buffers_context, context
+from slapo_rewrite.changes.recomputation import updates_buffers
+from slapo_rewrite.changes.save_policy import Kept, buffers_context, context
 from slapo_rewrite.changes.splice import apply_edits, moved
-from slapo_rewrite.changes.state import Kept, Part
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.code.text import within
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES
-from slapo_rewrite.source.calls import Calls, called_names, find_calls, obstacle
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.source.calls import Calls, called_names, obstacle
 from slapo_rewrite.source.liveness import local_names, part_of
 
 MAX_NAME = 40
 
 
-def find_part(classes: ClassHierarchy, class_name: str, part: Part, cause: Directive) -> Calls:
-    """The statements of a class's methods that a part means.
-
-    Raises:
-        UnknownPath: No method makes the calls.
-        Unsupported: Several methods do.
-    """
-    file = classes.file
-    methods: dict[str, ast.FunctionDef] = {}
-    for method in classes.methods(class_name):
-        if method.name != "__init__":
-            methods.setdefault(method.name, method)
-    found = [c for m in methods.values() if (c := find_calls(m, part.calls)) is not None]
-    known = [name for method in methods.values() for name, _ in called_names(method)]
-    wanted = part.calls if isinstance(part.calls, tuple) else ()
-    missing = [name for name in wanted if name not in known]
-    if missing or not found:
-        asked = missing[0] if missing else str(part.calls)
-        what = f"calls `{asked}`" if missing else f"calls anything that matches `{asked}`"
-        of_self = [name for name in known if name not in classes.file.names]
-        raise errors.UnknownPath(
-            f"no method of `{class_name}` {what}",
-            at=cause.at,
-            also=[file.at(methods["forward"])] if "forward" in methods else [],
-            hint=errors.did_you_mean(asked, of_self),
-        )
-    if len(found) > 1:
-        first, second = found[:2]
-        raise errors.Unsupported(
-            f"the calls stand in several methods of `{class_name}`",
-            at=cause.at,
-            also=[file.at(first.calls[0]), file.at(second.calls[0])],
-            hint=f"name those of `{first.method.name}` or those of `{second.method.name}`",
-        )
-    return found[0]
-
-
 @dataclass(frozen=True)
-class Region(Change):
+class Region(Requested):
     """In a method: some of its statements, by the calls that they make.
 
     Attributes:
         part: The statements.
     """
 
-    part: Part
+    part: Subgraph
 
     order = 3
     is_parallel = False
@@ -84,6 +48,10 @@ class Region(Change):
     def group(self, place: Place) -> Hashable:
         """All regions of a class: one may stand in another."""
         return Region
+
+    def place(self, to: Placement, node: Node, cause: Directive) -> None:
+        """In the method that makes the calls."""
+        to.add_to_region(node, self.part, self, cause)
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
         """Writes all of them, with what else changes in their statements."""
@@ -112,6 +80,11 @@ class RecomputeRegion(Region):
 
     prefix = "Checkpointed"
     says = "that recomputes part of its activations in the backward pass"
+
+    def place(self, to: Placement, node: Node, cause: Directive) -> None:
+        """Likewise, once it is known what updates buffers."""
+        updates = updates_buffers(to.files, node, self.kept, cause)
+        to.add_to_region(node, self.part, replace(self, updates_buffers=updates), cause)
 
 
 @dataclass(frozen=True)
@@ -154,7 +127,9 @@ class _Regions:
 
     def _found(self, asked: Asked) -> _Wanted:
         assert isinstance(asked.change, Region)
-        calls = find_part(self.text.classes, self.class_name, asked.change.part, asked.causes[0])
+        calls = find_subgraph(
+            self.text.classes, self.class_name, asked.change.part, asked.causes[0]
+        )
         span = (self.file.span(calls.run[0])[0], self.file.span(calls.run[-1])[1])
         return _Wanted(asked.change, calls, asked.causes, span)
 
@@ -356,7 +331,7 @@ class _Regions:
                         f"{here} reads `{node.id}`", at=self.file.at(node), cause=wanted.causes
                     )
 
-    def _method_name(self, wanted: _Wanted, part: Part) -> str:
+    def _method_name(self, wanted: _Wanted, part: Subgraph) -> str:
         """A name that says what is called: `_ln_2_and_mlp`, `_ln_2_to_mlp`."""
         taken = {m.name for m in self.text.methods()} | self.names
         taken |= {

@@ -7,13 +7,17 @@ start with `EMPTY`. A primitive gives a selection a new state and leaves every o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
 
+from slapo_rewrite.changes.change import Change
+from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.directive import Directive
 
 if TYPE_CHECKING:
     from slapo_rewrite.runtime.weights import Weight
+
+Kind = TypeVar("Kind", bound=Change)
 
 
 @dataclass(frozen=True)
@@ -46,19 +50,6 @@ class Share:
 
     name: str
     cause: Directive = field(compare=False)
-
-
-@dataclass(frozen=True)
-class Function:
-    """A function or class of the schedule file, or an importable one.
-
-    Attributes:
-        name: What the output calls it.
-        module: Where it is imported from; None where the schedule file defines it.
-    """
-
-    name: str
-    module: str | None
 
 
 @dataclass(frozen=True)
@@ -104,71 +95,9 @@ class Replacement:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Part of a `forward`, by the calls that it makes.
-
-    Attributes:
-        calls: Names of what is called, or a regular expression for them.
-        name: What a method of these statements is called; None leaves it to the tool.
-    """
-
-    calls: tuple[str, ...] | str
-    name: str | None = None
-
-
-# What recomputation keeps: results of these operations, or what a policy says.
-Kept = tuple[str, ...] | Function | None
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Activations computed again in the backward pass.
-
-    Attributes:
-        part: The part of `forward`; None for all of it.
-        kept: What is kept all the same.
-        cause: The directive that asked.
-    """
-
-    part: Part | None
-    kept: Kept
-    cause: Directive = field(compare=False)
-
-
-@dataclass(frozen=True)
 class InferSync:
     """Collectives that are missing in a module and below are inferred."""
 
-    cause: Directive = field(compare=False)
-
-
-@dataclass(frozen=True)
-class Annotation:
-    """An attribute of a parameter.
-
-    Attributes:
-        name: The parameter.
-        key: The attribute.
-        value: Its value as source.
-        cause: The directive that asked.
-    """
-
-    name: str
-    key: str
-    value: str
-    cause: Directive = field(compare=False)
-
-
-@dataclass(frozen=True)
-class Fork:
-    """Random numbers that differ between tensor-parallel ranks.
-
-    Attributes:
-        part: The part of `forward`; None for all of it.
-        cause: The directive that asked.
-    """
-
-    part: Part | None
     cause: Directive = field(compare=False)
 
 
@@ -210,6 +139,14 @@ TARGETS = ("deepspeed", "torch")
 
 
 @dataclass(frozen=True)
+class Request:
+    """A change that a directive asks for as such."""
+
+    change: Change
+    cause: Directive = field(compare=False)
+
+
+@dataclass(frozen=True)
 class ModuleState:
     """Everything that was asked of one module."""
 
@@ -217,20 +154,29 @@ class ModuleState:
     shares: tuple[Share, ...] = ()
     syncs: tuple[Sync, ...] = ()
     replacement: Replacement | None = None
-    checkpoint: Checkpoint | None = None
-    checkpointed_parts: tuple[Checkpoint, ...] = ()
     infer_sync: InferSync | None = None
-    fork: Fork | None = None
-    forked_parts: tuple[Fork, ...] = ()
-    annotations: tuple[Annotation, ...] = ()
     decompose: Decompose | None = None
     inlined: Inlined | None = None
+    changes: tuple[Request, ...] = ()
     cut: StageEnd | None = field(default=None, compare=False)  # changes nothing of the module
 
     def causes(self) -> tuple[Directive, ...]:
         """The directives that split the module or communicate at its border."""
         splits = (*(s.cause for s in self.shards), *(s.cause for s in self.shares))
         return (*splits, *(s.cause for s in self.syncs))
+
+    def asking(self, change: Change, cause: Directive) -> ModuleState:
+        """The same, with one more change."""
+        return replace(self, changes=(*self.changes, Request(change, cause)))
+
+    def asks(self, kind: type[Kind]) -> list[tuple[Kind, Directive]]:
+        """The changes of one kind, each with who asked for it."""
+        return [(r.change, r.cause) for r in self.changes if isinstance(r.change, kind)]
+
+    def is_plain(self) -> bool:
+        """Whether nothing was asked but what stays with the module whatever takes its place."""
+        lasting = tuple(r for r in self.changes if r.change.is_lasting)
+        return self == ModuleState(changes=lasting)
 
 
 EMPTY = ModuleState()

@@ -11,14 +11,16 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.add_bias import AddBias
-from slapo_rewrite.changes.annotate import Annotate
-from slapo_rewrite.changes.around_forward import FORK, RECOMPUTE, ForkRandom, Recompute
+from slapo_rewrite.changes.around_forward import WrapForward
 from slapo_rewrite.changes.bases import DeriveFrom
 from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.collective import Collective
 from slapo_rewrite.changes.construction import ReplaceModule, UseParallelLayer
 from slapo_rewrite.changes.hook import RegisterHook
+from slapo_rewrite.changes.imports import Function
+from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.parameters import ShardParameter
+from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import (
     AtBase,
     AtCalls,
@@ -28,8 +30,13 @@ from slapo_rewrite.changes.places import (
     BehindSite,
     EndOfConstructor,
 )
+from slapo_rewrite.changes.pretrained import (
+    MAPPED,
+    keep_checkpoints,
+    keep_treatment,
+    specially_treated,
+)
 from slapo_rewrite.changes.reads import in_forward, readings
-from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion, Region, find_part
 from slapo_rewrite.changes.sizes import (
     ChangeArgument,
     DivideByReplicas,
@@ -37,32 +44,13 @@ from slapo_rewrite.changes.sizes import (
     ReadFullSize,
     ShardAttribute,
 )
-from slapo_rewrite.changes.state import (
-    Annotation,
-    Checkpoint,
-    Decompose,
-    Function,
-    ModuleState,
-    Shard,
-    Share,
-    Sync,
-)
+from slapo_rewrite.changes.state import Decompose, ModuleState, Shard, Share, Sync
 from slapo_rewrite.changes.sync import SyncCall, SyncInput, SyncOutput
 from slapo_rewrite.changes.vocab_parallel_loss import VocabParallelLoss
 from slapo_rewrite.code.text import returns
 from slapo_rewrite.directive import Directive, merged_causes
-from slapo_rewrite.edit.again import check_again, updates_buffers
 from slapo_rewrite.edit.blocks import BlockWriter, fixed, length_of
-from slapo_rewrite.edit.desks import Desk, Desks
 from slapo_rewrite.edit.gradients import Gradients
-from slapo_rewrite.edit.places import own_copy
-from slapo_rewrite.edit.pretrained import (
-    MAPPED,
-    ORIGINAL,
-    keep_checkpoints,
-    keep_treatment,
-    specially_treated,
-)
 from slapo_rewrite.model.follow import (
     ArgumentChange,
     Asked,
@@ -98,23 +86,23 @@ def collect(
     states: Mapping[str, ModuleState],
     asked: Asked,
     followed: Followed,
-    desks: Desks,
+    files: OutputFiles,
     before: tuple[Directive, ...],
 ) -> None:
-    """Adds to the desks what was asked and what follows from it.
+    """Adds to the files what was asked and what follows from it.
 
     Args:
         tree: The module tree.
         states: What was asked of each module path.
         asked: The layers and split parameters among it.
         followed: What follows from the sharded sizes.
-        desks: Take the changes.
+        files: Take the changes.
         before: The directives that have changed the source already.
 
     Raises:
         RewriteError: There is no place for something.
     """
-    _Collection(tree, states, desks, before).run(asked, followed)
+    _Collection(tree, states, files, before).run(asked, followed)
 
 
 class _Collection:
@@ -122,11 +110,12 @@ class _Collection:
         self,
         tree: Tree,
         states: Mapping[str, ModuleState],
-        desks: Desks,
+        files: OutputFiles,
         before: tuple[Directive, ...],
     ) -> None:
-        self.tree, self.states, self.desks, self.before = tree, states, desks, before
-        self.sources, self.file = desks.sources, desks.main.file
+        self.tree, self.states, self.files, self.before = tree, states, files, before
+        self.sources = files.sources
+        self.placement = Placement(states, files)
 
     def run(self, asked: Asked, followed: Followed) -> None:
         """Everything, in order."""
@@ -146,10 +135,10 @@ class _Collection:
                 if base is node.cls and state.replacement:
                     pass  # a layer in another's place, below
                 elif base is node.cls:
-                    self.desks.making(node).places.at_site(node, UseParallelLayer(layer), causes)
+                    self.files.making(node).changes.at_site(node, UseParallelLayer(layer), causes)
                 else:
                     what: Change = DeriveFrom(layer, base.__name__)
-                    self._home(node).places.add(node.path, AtBase(), what, causes)
+                    self.placement.home(node).changes.add(node.path, AtBase(), what, causes)
             if state.replacement:
                 new = state.replacement
                 causes = merged_causes([new.cause], (s.cause for s in state.shards + state.syncs))
@@ -157,37 +146,16 @@ class _Collection:
                 fitted = own and self._fitted(node, own, followed)
                 fitted = fitted and self._with_parts(node, fitted, followed)
                 what = ReplaceModule(new.target, new.arguments, new.weights, fitted)
-                self.desks.making(node).places.at_site(node, what, causes)
+                self.files.making(node).changes.at_site(node, what, causes)
                 if new.weights:
-                    keep_checkpoints(self.desks, node, MAPPED, (new.cause,))
+                    keep_checkpoints(self.files, node, MAPPED, (new.cause,))
             for shard in state.shards if path in parameters else ():
                 self._split_parameter(node, shard, followed)
             self._syncs(node, asked.borders.get(path, ()), path in layers, followed)
-            for annotation in state.annotations:
-                self._annotate(node, annotation, state.replacement is not None)
-                keep_checkpoints(self.desks, node, ORIGINAL, (annotation.cause,))
             if state.decompose:
                 self._decompose(node, state, layers.get(path), followed)
-            # What stands in another's place, or is of another file, is wrapped where it is made.
-            home = self._home(node)
-            if state.replacement or self.desks.is_other(home):
-                home = self.desks.making(node)
-            if state.fork:
-                home.places.add(node.path, FORK, ForkRandom(), (state.fork.cause,))
-            for fork in state.forked_parts:
-                assert fork.part is not None
-                self._part(node, ForkRegion(fork.part), fork.cause)
-            if state.checkpoint:
-                again = state.checkpoint
-                check_again(self.desks, node, again)
-                recompute = Recompute(again.kept, self._updates_buffers(node, again))
-                home.places.add(node.path, RECOMPUTE, recompute, (again.cause,))
-            for again in state.checkpointed_parts:
-                assert again.part is not None
-                recompute_part = RecomputeRegion(
-                    again.part, again.kept, self._updates_buffers(node, again)
-                )
-                self._part(node, recompute_part, again.cause)
+            for change, cause in state.asks(Requested):
+                change.place(self.placement, node, cause)
         self._sizes(layers, parameters, followed)
         for loss in followed.losses.values():
             self._loss(loss)
@@ -199,55 +167,29 @@ class _Collection:
 
     def _keep_treatment(self) -> None:
         """Whatever changes the file takes the model's classes out of transformers."""
-        changes = (known for desk in self.desks for known in desk.places.causes.values())
+        changes = (known for output in self.files for known in output.changes.causes.values())
         cuts = [state.cut.cause for state in self.states.values() if state.cut]
         causes = merged_causes(
             self.before, cuts, *(why for known in changes for why in known.values())
         )
         for node in specially_treated(self.tree) if causes else ():
-            keep_treatment(self.desks, node, causes[:1])
-
-    def _caller(self, node: Node) -> tuple[Node, str]:
-        """The module whose methods call another one, and the path from it to that one."""
-        assert node.owner is not None
-        caller, relative = node.owner, node.relative
-        while caller.owner and (state := self.states.get(caller.path)) and state.inlined:
-            caller, relative = caller.owner, f"{caller.relative}.{relative}"
-        return caller, relative
+            keep_treatment(self.files, node, causes[:1])
 
     def _check_called(self, path: str, state: ModuleState) -> None:
         """What happens when a module is called cannot be asked of one that is not."""
-        asked = [*state.syncs, *(w for w in (state.checkpoint, state.fork, state.decompose) if w)]
+        asked = [s.cause for s in (*state.syncs, state.decompose) if s]
+        asked += [cause for change, cause in state.asks(Requested) if change.is_called]
         if state.inlined and asked:
             raise errors.ConflictingEdits(
                 f"`{path}` is inlined, so it is not called any more",
-                at=asked[0].cause.at,
+                at=asked[0].at,
                 cause=state.inlined.cause,
                 hint="schedule what it holds, or the module that calls it",
             )
 
-    def _home(self, node: Node) -> Desk:
-        """Where the class of a module changes; of a foreign class, where it gets a subclass."""
-        return self.desks.of(node.cls) or self.desks.making(node)
-
-    def _is_asked_outside(self, node: Node, home: Desk) -> bool:
-        """Whether what is asked of a module is done where it is made or called, in another file.
-
-        So it is for a class of a file that is neither the model's nor the schedule's, as long as
-        nothing is asked that reaches into it.
-        """
-        if node.owner is None or not self.desks.is_other(home):
-            return False
-        if self.desks.computing(self._caller(node)[0].cls) is home:
-            return False
-        below = f"{node.path}."
-        return not self.states[node.path].shards and not any(
-            path.startswith(below) and state.causes() for path, state in self.states.items()
-        )
-
     def _split_parameter(self, node: Node, shard: Shard, followed: Followed) -> None:
         site = find_parameter_site(self.sources, node, shard.name)
-        home = self.desks.of_file(site.file)
+        home = self.files.of_file(site.file)
         if site.file is not home.file:
             raise errors.UnfollowableConstruction(
                 f"`{node.path}.{shard.name}` is made in another file, {site.file.display}",
@@ -255,62 +197,10 @@ class _Collection:
                 cause=shard.cause,
             )
         start = home.file.span(site.value)[0]
-        home.places.sites[start] = site
+        home.changes.sites[start] = site
         parts = self._parts(node, shard, site, length_of(site, shard.axis), followed)
         change = ShardParameter(shard.name, shard.axis, parts)
-        home.places.add(node.path, AtParameter(start, (shard.name,)), change, (shard.cause,))
-
-    def _part(self, node: Node, change: Region, cause: Directive) -> None:
-        """Statements of one method."""
-        home = self.desks.computing(node.cls)
-        if home is None:
-            raise errors.Unsupported(
-                f"`{node.path or 's'}` is a {node.cls.__module__}.{node.cls.__qualname__}: it has "
-                "no `forward` that could be rewritten, to take a part of",
-                at=cause.at,
-                hint=own_copy(node.cls.__name__, self.file),
-            )
-        calls = find_part(home.classes, node.cls.__name__, change.part, cause)
-        place = AtNode(type(change).__name__, calls.run[0].lineno, what=change.part)
-        home.places.add(node.path, place, change, (cause,))
-
-    def _updates_buffers(self, node: Node, again: Checkpoint) -> bool:
-        """Whether what is computed again updates buffers, which then has to happen once."""
-        updates = updates_buffers(self.desks, node.live)
-        if updates and again.kept is not None:
-            raise errors.Unsupported(
-                f"`{node.path}` updates buffers as it runs, which `save` cannot keep from "
-                "happening twice",
-                at=again.cause.at,
-                hint="take `save` out: without it they are updated once",
-            )
-        return updates
-
-    def _annotate(self, node: Node, annotation: Annotation, is_replaced: bool) -> None:
-        """In the class that makes the parameter, else where the module is made."""
-        causes = (annotation.cause,)
-        what = Annotate(annotation.name, annotation.key, annotation.value)
-        home = self.desks.of(node.cls)
-        if home is not None and not is_replaced and not self._is_asked_outside(node, home):
-            site = find_parameter_site(self.sources, node, annotation.name)
-            home = self.desks.of_file(site.file)
-            if site.file is home.file:
-                start = home.file.span(site.value)[0]
-                home.places.sites[start] = site
-                place = AtParameter(start, (annotation.name, annotation.key))
-                home.places.add(node.path, place, what, causes)
-                return
-        if node.owner is None:
-            raise errors.Unsupported(
-                f"`{annotation.name}` of the model itself is made in another file",
-                at=annotation.cause.at,
-                hint=f"copy the class that makes it into {self.file.path.name}",
-            )
-        places = self.desks.making(node).places
-        at, owner = places.site(node, causes)
-        for each in places.alike(at, node):
-            behind = BehindSite(each.start, each.index, (annotation.name, annotation.key))
-            places.add(owner.path, behind, what, causes)
+        home.changes.add(node.path, AtParameter(start, (shard.name,)), change, (shard.cause,))
 
     def _syncs(
         self, node: Node, borders: Sequence[Border], is_layer: bool, followed: Followed
@@ -332,8 +222,8 @@ class _Collection:
         ):
             causes = merged_causes(s.cause for s in asked)
             collectives = tuple(map(_collective, asked))
-            home = self.desks.computing(node.cls)
-            outside = is_layer or home is None or self._is_asked_outside(node, home)
+            home = self.files.computing(node.cls)
+            outside = is_layer or home is None or self.placement.is_outside(node, home)
             if home is not None and not outside:
                 what = (
                     SyncInput(collectives, of)
@@ -342,7 +232,7 @@ class _Collection:
                         collectives, node.path in followed.nested, self._containers(node.cls, home)
                     )
                 )
-                home.places.add(node.path, AtForward(side, of or ""), what, causes)
+                home.changes.add(node.path, AtForward(side, of or ""), what, causes)
             elif of is not None:
                 raise errors.Unsupported(
                     f"`{of}` of `{node.path}` can only be synchronised where `forward` begins, and "
@@ -355,11 +245,10 @@ class _Collection:
                     "the model itself is not called by another module", at=causes[0].at
                 )
             else:
-                caller, relative = self._caller(node)
+                calling, caller, relative = self.placement.calling(node)
                 name = next(iter(inspect.signature(node.live.forward).parameters), None)
                 call = SyncCall(collectives, side, name)
-                calling = self.desks.computing(caller.cls) or self._home(caller)
-                calling.places.add(caller.path, AtCalls(relative, side), call, causes)
+                calling.changes.add(caller.path, AtCalls(relative, side), call, causes)
 
     def _decompose(
         self, node: Node, state: ModuleState, layer: Layer | None, followed: Followed
@@ -368,7 +257,7 @@ class _Collection:
         assert node.owner is not None and state.decompose is not None
         cause = state.decompose.cause
         hooks = [s.cause for s in state.syncs if isinstance(s.op, Function)]
-        wraps = [w.cause for w in (state.checkpoint, state.fork) if w]
+        wraps = [cause for _, cause in state.asks(WrapForward)]
         around = _around(layer, state.decompose)
         if hooks or wraps or around is None:
             others = [*hooks, *wraps, *state.causes()]
@@ -380,22 +269,21 @@ class _Collection:
                 hint="a layer split over its inputs is decomposed with fwd_post all_reduce, one "
                 "split over its outputs without a gather",
             )
-        caller, relative = self._caller(node)
+        calling, caller, relative = self.placement.calling(node)
         shared = frozenset(name for path, name in followed.shared if path == node.path)
         product = MULTIPLIED[qualified(node.cls)]
         what = AddBias(product, *around, state.decompose.adds, shared)
         causes = merged_causes([cause], state.causes())
-        calling = self.desks.computing(caller.cls) or self._home(caller)
-        calling.places.add(caller.path, AtCalls(relative, "bias"), what, causes)
+        calling.changes.add(caller.path, AtCalls(relative, "bias"), what, causes)
 
     def _attach(self, node: Node, sync: Sync, function: Function) -> None:
         causes = (sync.cause,)
-        places = self.desks.making(node).places
+        places = self.files.making(node).changes
         at, owner = places.site(node, causes)
         place = BehindSite(at.start, at.index, (sync.mode, function.name))
         places.add(owner.path, place, RegisterHook(sync.mode, function), causes)
 
-    def _containers(self, cls: type, home: Desk) -> tuple[tuple[str, str], ...]:
+    def _containers(self, cls: type, home: OutputFile) -> tuple[tuple[str, str], ...]:
         """The classes that `forward` returns its values in, and the first field of each."""
         forward = home.classes.method(cls.__name__, "forward")
         known = vars(sys.modules[cls.__module__])
@@ -446,7 +334,7 @@ class _Collection:
         full = getattr(node.live, shard.name).shape[shard.axis]
         if site is None:
             return fixed(shard, full)
-        classes = self.desks.of_file(site.file).classes
+        classes = self.files.of_file(site.file).classes
         writer = BlockWriter(self.sources, classes, node, site)
         cuts = [(place, number) for path, place, number in followed.cuts if path == node.path]
         return writer.parts(shard, full, size, sorted(cuts, key=lambda cut: cut[0].line))
@@ -466,7 +354,7 @@ class _Collection:
                 owners.setdefault(owner.path, []).extend(s.cause for s in self.states[path].shards)
         for path, holder in self._holders(owners).items():
             cls, causes = self.tree.nodes[path].cls, merged_causes(owners[holder.path])
-            home = self.desks.constructing(cls) or self.desks.making(self.tree.nodes[path])
+            home = self.files.constructing(cls) or self.files.making(self.tree.nodes[path])
             shared = _sharing(cls, followed)
             for attribute in sorted(followed.sizes | followed.repeats, key=lambda a: a.name):
                 if attribute != Attribute(cls, holder.cls, attribute.name):
@@ -474,21 +362,21 @@ class _Collection:
                 what: Change = ShardAttribute(shared if attribute in followed.few else None)
                 if attribute in followed.repeats and shared:
                     what = DivideByReplicas(shared)
-                home.places.add(path, EndOfConstructor(attribute.name), what, causes)
+                home.changes.add(path, EndOfConstructor(attribute.name), what, causes)
         for path, state in self.states.items():
             for share in state.shares:
                 self._share_attribute(self.tree.nodes[path], share, followed)
         for change in followed.arguments:
             self._argument(change, owners, followed)
-        Gradients(self.tree, self.states, self.desks, followed).share(owners, self._holders(owners))
+        Gradients(self.tree, self.states, self.files, followed).share(owners, self._holders(owners))
 
     def _share_attribute(self, node: Node, share: Share, followed: Followed) -> None:
         """An attribute that the schedule itself splits."""
         few = {(a.cls, a.name) for a in followed.few if a.asked}
         layer = _sharing(node.cls, followed) if (node.cls, share.name) in few else None
         what = ShardAttribute(layer)
-        home = self.desks.constructing(node.cls) or self.desks.making(node)
-        home.places.add(node.path, EndOfConstructor(share.name), what, (share.cause,))
+        home = self.files.constructing(node.cls) or self.files.making(node)
+        home.changes.add(node.path, EndOfConstructor(share.name), what, (share.cause,))
 
     def _argument(
         self, change: ArgumentChange, owners: Mapping[str, list[Directive]], followed: Followed
@@ -496,11 +384,11 @@ class _Collection:
         """An argument written differently, below sharded parameters or where their parts come."""
         place = change.place
         at = _at_node("argument", place, change.index)
-        holders, home = self._holders(owners), self.desks.at(place)
+        holders, home = self._holders(owners), self.files.at(place)
         paths = [
             path
             for path, node in self.tree.nodes.items()
-            if any(home.classes.holds(c, place.line) for c in self.desks.lineage(node.cls, home))
+            if any(home.classes.holds(c, place.line) for c in self.files.lineage(node.cls, home))
         ]
         if not paths:
             source = self.states.get(change.source or "")
@@ -519,7 +407,7 @@ class _Collection:
             causes = [s.cause for s in self.states[change.source].shards] if change.source else []
             causes = owners[holders[path].path] if path in holders else causes
             what = ChangeArgument(change.template, change.index)
-            home.places.add(path, at, what, merged_causes(causes))
+            home.changes.add(path, at, what, merged_causes(causes))
 
     def _loss(self, loss: ParallelLoss) -> None:
         """A loss of the parts that a head gives."""
@@ -528,23 +416,23 @@ class _Collection:
         head = loss.head[len(loss.owner) + 1 if loss.owner else 0 :]
         change = VocabParallelLoss(loss.function, head, loss.names)
         at = _at_node("loss", place)
-        self.desks.at(place).places.add(loss.owner, at, change, causes)
+        self.files.at(place).changes.add(loss.owner, at, change, causes)
 
     def _statistic(self, statistic: Statistic) -> None:
         """A mean or variance over all ranks, of features that a parameter is split along."""
         place, name = statistic.place, statistic.parameter
         causes = [s.cause for s in self.states[statistic.owner].shards if s.name == name]
         change, at = ParallelNormStatistic(statistic.function, name), _at_node("statistic", place)
-        self.desks.at(place).places.add(statistic.owner, at, change, merged_causes(causes))
+        self.files.at(place).changes.add(statistic.owner, at, change, merged_causes(causes))
 
     def _read_sizes(self, node: Node, layer: Layer) -> None:
         """Whoever reads the size of a layer that is split means the whole layer's."""
         share, whole = SHARES[layer.name]
-        desks = [desk for desk in self.desks if f".{share}" in desk.file.text]
+        files = [output for output in self.files if f".{share}" in output.file.text]
         causes = tuple(s.cause for s in self.states[node.path].shards)
         above = node.parent
-        while above is not None and desks:
-            home = self._home(above)
+        while above is not None and files:
+            home = self.placement.home(above)
             relative = node.path[len(above.path) + 1 if above.path else 0 :]
             for reading in readings(home.classes, above.cls.__name__, relative, share):
                 if whole is None and in_forward(home.classes, above.cls.__name__, reading):
@@ -559,7 +447,7 @@ class _Collection:
                     )
                 end = (reading.end_lineno or 0, reading.end_col_offset or 0)
                 at = AtNode("read", end[0], 0, *end)
-                home.places.add(above.path, at, ReadFullSize(whole), causes)
+                home.changes.add(above.path, at, ReadFullSize(whole), causes)
             above = above.parent
 
     def _holders(self, owners: Mapping[str, list[Directive]]) -> dict[str, Node]:

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.bases import DeriveFrom
+from slapo_rewrite.changes.change_set import own_copy
 from slapo_rewrite.changes.construction import UseParallelLayer
+from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.parameters import ReduceParameterGradient
 from slapo_rewrite.changes.places import AtBase, AtReads
 from slapo_rewrite.changes.reads import is_question, values_read
 from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.directive import Directive, merged_causes
-from slapo_rewrite.edit.desks import Desk, Desks
-from slapo_rewrite.edit.places import own_copy
 from slapo_rewrite.model.follow import Followed, Reading
 from slapo_rewrite.model.layers import SUMMING, summing_base
 from slapo_rewrite.model.tree import Node, Tree
@@ -26,19 +26,19 @@ Causes = tuple[Directive, ...]
 
 
 class Gradients:
-    """Adds to the desks where gradients are added up.
+    """Adds to the files where gradients are added up.
 
     Args:
         tree: The module tree.
         states: What was asked of each module path.
-        desks: Take the changes.
+        files: Take the changes.
         followed: Says which parameters meet parts, and where they are read.
     """
 
     def __init__(
-        self, tree: Tree, states: Mapping[str, ModuleState], desks: Desks, followed: Followed
+        self, tree: Tree, states: Mapping[str, ModuleState], files: OutputFiles, followed: Followed
     ) -> None:
-        self.tree, self.states, self.desks, self.followed = tree, states, desks, followed
+        self.tree, self.states, self.files, self.followed = tree, states, files, followed
         self.readings: dict[tuple[str, str], list[Reading]] = {}
         for reading in sorted(followed.readings, key=str):
             self.readings.setdefault((reading.path, reading.name), []).append(reading)
@@ -97,19 +97,19 @@ class Gradients:
         """Adds up the gradients of a parameter where a method of another module reads it."""
         what, place = f"`{reading.path}.{reading.name}`", reading.place
         also = [c.at for c in causes[:1] if c.at]
-        if place is None or not self.desks.holds(place.filename):
+        if place is None or not self.files.holds(place.filename):
             raise errors.Unsupported(
                 f"{what} is used on parts, so its gradients have to be added up, and is read in a "
                 "file that is not rewritten",
                 at=also[0] if also else None,
                 hint="call the module that it belongs to, or gather what it is used on",
             )
-        home, end = self.desks.at(place), (place.end_line, place.end_column)
+        home, end = self.files.at(place), (place.end_line, place.end_column)
         width = place.end_column - place.column if place.end_line == place.line else 1
         text = home.file.line(place.line)
         at = errors.Span(home.file.display, place.line, place.column + 1, width, text)
         reader = self.tree.nodes.get(reading.reader) if reading.reader is not None else None
-        names = self.desks.lineage(reader.cls, home) if reader else ()
+        names = self.files.lineage(reader.cls, home) if reader else ()
         methods = [m for cls in names[:1] for m in home.classes.methods(cls)]
         if any(is_question(method, end) for method in methods):
             return
@@ -136,12 +136,12 @@ class Gradients:
                 hint="read them in two places, or use both on parts",
             )
         change = ReduceParameterGradient(reading.name)
-        home.places.add(reader.path, AtReads(reading.name, end), change, causes)
+        home.changes.add(reader.path, AtReads(reading.name, end), change, causes)
 
     def _in_class(self, node: Node, name: str, causes: Causes) -> None:
         """Adds up the gradients of a parameter: its class does, or a layer of ours."""
         base = summing_base(node.cls)
-        home = self.desks.of(node.cls)
+        home = self.files.of(node.cls)
         if base is node.cls:
             if node.path in self.states and self.states[node.path].replacement:
                 raise errors.Unsupported(
@@ -150,10 +150,10 @@ class Gradients:
                     at=causes[0].at if causes else None,
                     hint="sum them in the new class, or gather what goes into it",
                 )
-            self.desks.making(node).places.at_site(node, UseParallelLayer(SUMMING[base]), causes)
+            self.files.making(node).changes.at_site(node, UseParallelLayer(SUMMING[base]), causes)
         elif base and home and _leaves_the_work(node.cls, home):
             what = DeriveFrom(SUMMING[base], base.__name__)
-            home.places.add(node.path, AtBase(), what, causes)
+            home.changes.add(node.path, AtBase(), what, causes)
         elif home and (state := self.states.get(node.path)) and state.inlined:
             raise errors.Unsupported(
                 f"`{node.path}.{name}` is used on parts, and `{node.path}` is inlined: its "
@@ -161,17 +161,17 @@ class Gradients:
                 at=state.inlined.cause.at,
             )
         elif home:
-            home.places.add(node.path, AtReads(name), ReduceParameterGradient(name), causes)
+            home.changes.add(node.path, AtReads(name), ReduceParameterGradient(name), causes)
         else:
             raise errors.Unsupported(
                 f"`{node.path}.{name}` is whole on every rank, but is used on parts: its "
                 f"gradients have to be added up, and `{node.cls.__qualname__}` is not a class "
                 "of this file that could be changed for that",
                 at=causes[0].at if causes else None,
-                hint=own_copy(node.cls.__name__, self.desks.main.file),
+                hint=own_copy(node.cls.__name__, self.files.main.file),
             )
 
 
-def _leaves_the_work(cls: type, home: Desk) -> bool:
+def _leaves_the_work(cls: type, home: OutputFile) -> bool:
     """Whether a class leaves the work to what it is derived from in another file."""
     return all(map(home.classes.extends_forward, home.classes.lineage(cls.__name__)))

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import EMPTY, Function, ModuleState, Sync, general
+from slapo_rewrite.changes.imports import Function
+from slapo_rewrite.changes.state import EMPTY, ModuleState, Sync, general
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.follow import CannotFollow, Remedy
 from slapo_rewrite.model.layers import Layer, split_of

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.regions import find_part
+from slapo_rewrite.changes.around_forward import ForkRandom
+from slapo_rewrite.changes.output_files import OutputFiles, is_torch
+from slapo_rewrite.changes.placement import find_subgraph
+from slapo_rewrite.changes.regions import ForkRegion
 from slapo_rewrite.changes.splice import Edit
 from slapo_rewrite.changes.state import ModuleState, Sync, general
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.edit.collect import collect
-from slapo_rewrite.edit.desks import Desks, is_torch
 from slapo_rewrite.edit.infer import Inference, named
 from slapo_rewrite.edit.layers import choose_layer, done_inside
 from slapo_rewrite.edit.settle import settle
@@ -52,13 +54,13 @@ class Lowered:
     """The edits of the files that are rewritten, and what they need beside them.
 
     Attributes:
-        desks: The files, with the names that each uses of the helper modules.
+        files: The files, with the names that each uses of the helper modules.
         edits: Of each file, by its module's name.
         inferred: Further directives: the collectives that were inferred.
         warnings: What could not be checked, in words.
     """
 
-    desks: Desks
+    files: OutputFiles
     edits: dict[str, list[Edit]]
     inferred: list[Directive] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -111,7 +113,7 @@ class _Lowering:
         self.number, self.before = number, before
         self.file: SourceFile = sources.main
         self.line_length = line_length
-        self.desks = Desks(tree, sources)
+        self.files = OutputFiles(tree, sources)
         self.warnings: list[str] = []
 
     def run(
@@ -124,10 +126,10 @@ class _Lowering:
         annotate_ties(self.tree, self.states)
         alike, every = Alike(self.tree, self.states), self.states
         self.inference = Inference(self.tree, every)
-        self.desks.siblings(alike.siblings)
+        self.files.siblings(alike.siblings)
 
         def followed_itself(asked: Asked, records: Records) -> Followed:
-            return follow(self.tree, asked, step_inputs(), self.desks.holds, records, self.thorough)
+            return follow(self.tree, asked, step_inputs(), self.files.holds, records, self.thorough)
 
         with alike.reduced():
             self.states = few = {path: every[path] for path in every if path in self.tree.nodes}
@@ -151,14 +153,14 @@ class _Lowering:
         self.states, inferred = named(self.states, self.number)
         with reduced():
             asked = self._asked()
-            collect(self.tree, self.states, asked, followed, self.desks, self.before)
+            collect(self.tree, self.states, asked, followed, self.files, self.before)
             for draw, world in out_of_step(self.tree, asked, followed):
                 self._warn_of(draw, world)
             for way, place in followed.unfollowed:
-                where = f"{self.desks.at(place).file.display}:{place.line}: " if place else ""
+                where = f"{self.files.at(place).file.display}:{place.line}: " if place else ""
                 self.warnings.append(f"{where}not followed: {way}")
-            edits = settle(self.tree, self.desks, self.line_length)
-        return Lowered(self.desks, edits, inferred, self.warnings)
+            edits = settle(self.tree, self.files, self.line_length)
+        return Lowered(self.files, edits, inferred, self.warnings)
 
     def _asked(self) -> Asked:
         layers, parameters = self._layers_and_parameters()
@@ -169,7 +171,7 @@ class _Lowering:
             self._borders(layers),
             frozenset(heads),
             self._attributes(layers),
-            frozenset(path for path, state in self.states.items() if state.fork),
+            frozenset(path for path, state in self.states.items() if state.asks(ForkRandom)),
             frozenset(p for p, s in self.states.items() if s.decompose and not s.decompose.adds),
         )
 
@@ -197,7 +199,7 @@ class _Lowering:
                     f".nn.{base.__name__}) above this line, or let its `forward` call "
                     "`super().forward(...)`",
                 )
-            elif self.desks.of(node.cls) is not None:
+            elif self.files.of(node.cls) is not None:
                 parameters[path] = [ShardedParameter(s.name, s.axis, s.parts) for s in state.shards]
             else:
                 raise errors.Unsupported(
@@ -225,7 +227,7 @@ class _Lowering:
                 continue
             cls = self.tree.nodes[path].cls
             first = state.shares[0]
-            if path in layers or self.desks.of(cls) is None:
+            if path in layers or self.files.of(cls) is None:
                 raise errors.Unsupported(
                     f"`{path or 's'}` is a {cls.__module__}.{cls.__qualname__}: its "
                     f"`{first.name}` cannot be sharded",
@@ -242,8 +244,8 @@ class _Lowering:
         if base is None or base is cls:
             return base is cls
         between = cls.__mro__[: cls.__mro__.index(base)]
-        desks = [(self.desks.of(c), c.__name__) for c in between]
-        return all(d is not None and d.classes.extends_forward(name) for d, name in desks)
+        files = [(self.files.of(c), c.__name__) for c in between]
+        return all(d is not None and d.classes.extends_forward(name) for d, name in files)
 
     def _borders(self, layers: Mapping[str, Layer]) -> dict[str, list[Border]]:
         """The collectives that no layer carries out by itself, in the order of the data."""
@@ -290,7 +292,7 @@ class _Lowering:
         at = None
         if error.place is not None:
             place = error.place
-            file = self.desks.at(place).file
+            file = self.files.at(place).file
             text = file.line(place.line)
             start = len(text.encode()[: place.column].decode(errors="ignore"))
             end = len(text.encode()[: place.end_column].decode(errors="ignore"))
@@ -310,7 +312,7 @@ class _Lowering:
         before, lead = self.states, "the model does not run on the meta device"
         try:
             stand_in = StandIn(self.tree, self.states, small)
-            return self._follow(lambda a, r: stand_in.follow(a, self.desks.holds, r))
+            return self._follow(lambda a, r: stand_in.follow(a, self.files.holds, r))
         except CannotStandIn as why:
             instead = (
                 f"a small model cannot stand for it: {why}; `verify_model(m)` in the schedule may "
@@ -333,7 +335,7 @@ class _Lowering:
         if any(self._in_forked_part(path, line) for path, line in draw.callers):
             return
         path, place = draw.callers[0][0], draw.place
-        where = f"{self.desks.at(place).file.display}:{place.line}: " if place else ""
+        where = f"{self.files.at(place).file.display}:{place.line}: " if place else ""
         selected = f's["{general(path)}"]' if path else "s"
         whole = self.tree.nodes[path].cls.__module__.startswith("torch.nn.")
         fork = ".fork_rng()" if whole else ".fork_rng(subgraph=...) of this line"
@@ -347,10 +349,10 @@ class _Lowering:
 
     def _in_forked_part(self, path: str, line: int) -> bool:
         state, cls = self.states.get(path), self.tree.nodes[path].cls
-        home = self.desks.of(cls)
-        for fork in state.forked_parts if state and home else ():
-            assert home is not None and fork.part is not None
-            run = find_part(home.classes, cls.__name__, fork.part, fork.cause).run
+        home = self.files.of(cls)
+        for fork, cause in state.asks(ForkRegion) if state and home else ():
+            assert home is not None
+            run = find_subgraph(home.classes, cls.__name__, fork.part, cause).run
             if run[0].lineno <= line <= (run[-1].end_lineno or line):
                 return True
         return False

@@ -13,19 +13,19 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import FORK, RECOMPUTE, WRAPPERS
+from slapo_rewrite.changes.change_set import owned
 from slapo_rewrite.changes.class_writer import ClassWriter
 from slapo_rewrite.changes.definition import Definition, merged, shared_changes
+from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.places import AtParameter, AtSite, BeforeBases, Place
 from slapo_rewrite.changes.splice import Edit
 from slapo_rewrite.directive import merged_causes
-from slapo_rewrite.edit.desks import Desk, Desks
-from slapo_rewrite.edit.places import owned
 from slapo_rewrite.edit.variants import Variants
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node, Tree
 
 
-def settle(tree: Tree, desks: Desks, line_length: int) -> dict[str, list[Edit]]:
+def settle(tree: Tree, files: OutputFiles, line_length: int) -> dict[str, list[Edit]]:
     """The edits of each file that carry out the collected changes, by the name of its module.
 
     A class comes before those that make its instances, since what an instance is made of may have
@@ -33,18 +33,18 @@ def settle(tree: Tree, desks: Desks, line_length: int) -> dict[str, list[Edit]]:
 
     Args:
         tree: The module tree.
-        desks: What was collected for the files; take the names that the edits refer to.
+        files: What was collected for the files; take the names that the edits refer to.
         line_length: The model file's own.
 
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
     edits: dict[str, list[Edit]] = {}
-    settling = {desk.file.name: _Settling(tree, desk, desks, line_length) for desk in desks}
+    settling = {output.file.name: _Settling(tree, output, files, line_length) for output in files}
     for cls, nodes in _lowest_first(tree):
-        home = desks.of(cls)
+        home = files.of(cls)
         for name in sorted(settling, key=lambda n: home is None or n != home.file.name):
-            if any(n.path in settling[name].places.changes for n in nodes):
+            if any(n.path in settling[name].changes.by_path for n in nodes):
                 edits.setdefault(name, []).extend(settling[name].of_class(cls, nodes))
     return {name: _each_once(edits.get(name, [])) for name in settling}
 
@@ -67,15 +67,19 @@ def _lowest_first(tree: Tree) -> list[tuple[type, list[Node]]]:
 class _Settling:
     """The edits of one file."""
 
-    def __init__(self, tree: Tree, desk: Desk, desks: Desks, line_length: int) -> None:
-        self.tree, self.file = tree, desk.file
-        self.places, self.classes = desk.places, desk.classes
-        self.writer = ClassWriter(desk.classes, desk.imports, line_length)
-        self.variants = Variants(desk.places, self.writer, desk.imports, desks)
+    def __init__(
+        self, tree: Tree, output: OutputFile, files: OutputFiles, line_length: int
+    ) -> None:
+        self.tree, self.file = tree, output.file
+        self.changes, self.classes = output.changes, output.classes
+        self.writer = ClassWriter(output.classes, output.imports, line_length)
+        self.variants = Variants(output.changes, self.writer, output.imports, files)
 
     def of_class(self, cls: type, nodes: list[Node]) -> list[Edit]:
         """What changes in a class, or in what it has of a class of this file."""
-        if self.places.sources.file_of(cls) is not self.file and not self._derived_from(cls, nodes):
+        if self.changes.sources.file_of(cls) is not self.file and not self._derived_from(
+            cls, nodes
+        ):
             return self.variants.of_foreign(cls, nodes)
         definitions = self._definitions(nodes)
         shared = shared_changes(definitions) - {RECOMPUTE}
@@ -92,14 +96,14 @@ class _Settling:
                 )
             )
         if everything.changes:
-            edits += self.writer.in_place(cls.__name__, everything, self.places.indices)
+            edits += self.writer.in_place(cls.__name__, everything, self.changes.indices)
         for definition in definitions:
             edits += self.variants.specialise(cls, definition, definition.changes.keys() - shared)
         return edits
 
     def _derived_from(self, cls: type, nodes: list[Node]) -> bool:
         """Whether changes are asked in the text of a class that a class of another file extends."""
-        keys = {key for n in nodes for key in self.places.changes.get(n.path, ())}
+        keys = {key for n in nodes for key in self.changes.by_path.get(n.path, ())}
         return bool(self.classes.names.get(cls.__name__)) and not keys <= set(WRAPPERS)
 
     def _reaches_others(self, cls: type, place: Place) -> bool:
@@ -110,7 +114,7 @@ class _Settling:
         home = place.home(self.classes, cls.__name__)
         reached: dict[type, bool] = {}
         for path, node in self.tree.nodes.items():
-            if node.cls is cls or place in self.places.changes.get(path, {}):
+            if node.cls is cls or place in self.changes.by_path.get(path, {}):
                 continue
             if node.cls not in reached:
                 run = self.classes.methods(node.cls.__name__) if methods else []
@@ -137,14 +141,14 @@ class _Settling:
         """The definitions that a class's instances want, as few as can be."""
         alike: dict[Any, Definition] = {}
         for node in nodes:
-            changes = self.places.changes.get(node.path, {})
+            changes = self.changes.by_path.get(node.path, {})
             present = self._present(node)
             key = (frozenset(changes.items()), frozenset(present))
             if key not in alike:
                 alike[key] = Definition(dict(changes), {}, present)
             definition = alike[key]
             definition.nodes.append(node)
-            for place, causes in self.places.causes.get(node.path, {}).items():
+            for place, causes in self.changes.causes.get(node.path, {}).items():
                 known = definition.causes.get(place, ())
                 if known != causes:
                     definition.causes[place] = merged_causes(known, causes)
@@ -155,30 +159,30 @@ class _Settling:
         present: set[Place] = set()
         for child in owned(node):
             try:
-                site = find_site(self.places.sources, child)
+                site = find_site(self.changes.sources, child)
             except errors.UnfollowableConstruction:
                 continue
             if site.file is self.file:
-                place = self.places.note(site, child)
+                place = self.changes.note(site, child)
                 if place in present:
                     self._check_made_alike(node, place, child)
-                present.update(self.places.alike(place, child))
-        for start, site in self.places.sites.items():
+                present.update(self.changes.alike(place, child))
+        for start, site in self.changes.sites.items():
             if site.kind in ("parameter", "buffer") and site.path in node.parameters:
                 present.add(AtParameter(start))
         return present
 
     def _check_made_alike(self, node: Node, place: AtSite, child: Node) -> None:
         """Modules that one line makes can only be changed all in the same way."""
-        made = self.places.made.get((node.path, place), {})
-        alike = [c for c in owned(node) if self.places.place_of(c) == place]
+        made = self.changes.made.get((node.path, place), {})
+        alike = [c for c in owned(node) if self.changes.place_of(c) == place]
         if made and len({made.get(c.path) for c in alike}) > 1:
             other = next(c for c in alike if made.get(c.path) != made.get(child.path))
-            causes = self.places.causes[node.path][place]
+            causes = self.changes.causes[node.path][place]
             raise errors.UnfollowableConstruction(
                 f"`{other.path}` and `{child.path}` are made by one line, and are scheduled "
                 "differently",
-                at=self.file.at(self.places.sites[place.start].value),
+                at=self.file.at(self.changes.sites[place.start].value),
                 cause=causes,
                 hint="give each a line of its own",
             )

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import EMPTY, Annotation, ModuleState, Shard, Sync
+from slapo_rewrite.changes.annotate import Annotate
+from slapo_rewrite.changes.state import EMPTY, ModuleState, Shard, Sync
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.layers import splits_of
 from slapo_rewrite.model.tree import Node, Tree
 
@@ -54,26 +56,28 @@ def annotate_ties(tree: Tree, states: dict[str, ModuleState]) -> None:
     for names in tree.ties.values():
         members = [(n.rpartition(".")[0], n.rpartition(".")[2]) for n in names]
         given = [
-            (annotation.cause.number, f"{path}.{name}", annotation)
+            (cause, f"{path}.{name}", annotation)
             for path, name in members
-            for annotation in states.get(path, EMPTY).annotations
+            for annotation, cause in states.get(path, EMPTY).asks(Annotate)
             if annotation.name == name
         ]
-        asked: dict[str, Annotation] = {}
-        for _, full, annotation in sorted(given, key=lambda each: each[0]):
-            known = asked.setdefault(annotation.key, annotation)
+        asked: dict[str, tuple[Annotate, Directive]] = {}
+        for cause, full, annotation in sorted(given, key=lambda each: each[0].number):
+            known, earlier = asked.setdefault(annotation.key, (annotation, cause))
             if known.value != annotation.value:
                 raise errors.ConflictingEdits(
                     f"`{full}` is tied to a parameter whose `{known.key}` is {known.value}",
-                    at=annotation.cause.at,
-                    cause=known.cause,
+                    at=cause.at,
+                    cause=earlier,
                 )
         for path, name in members:
             state = states.get(path, EMPTY)
-            have = {a.key for a in state.annotations if a.name == name}
-            added = [replace(a, name=name) for key, a in asked.items() if key not in have]
-            if added:
-                states[path] = replace(state, annotations=(*state.annotations, *added))
+            have = {a.key for a, _ in state.asks(Annotate) if a.name == name}
+            for key, (annotation, cause) in asked.items():
+                if key not in have:
+                    state = state.asking(replace(annotation, name=name), cause)
+            if state != EMPTY:
+                states[path] = state
 
 
 def _shards(states: Mapping[str, ModuleState], node: Node) -> tuple[Shard, ...]:

@@ -12,19 +12,19 @@ from slapo_rewrite.changes.add_bias import AddBias
 from slapo_rewrite.changes.annotate import Annotate
 from slapo_rewrite.changes.around_forward import WRAPPERS, ForkRandom, Recompute
 from slapo_rewrite.changes.change import Change
+from slapo_rewrite.changes.change_set import ChangeSet, owned
 from slapo_rewrite.changes.class_writer import ClassWriter
 from slapo_rewrite.changes.collective import described
 from slapo_rewrite.changes.construction import ReplaceModule, UseParallelLayer, UseSubclass
 from slapo_rewrite.changes.definition import Definition
 from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.places import AtBase, Place
 from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.splice import Edit
 from slapo_rewrite.changes.sync import SyncInput, SyncOutput
 from slapo_rewrite.directive import Directive, merged_causes
-from slapo_rewrite.edit.desks import Desks
-from slapo_rewrite.edit.places import Places, owned
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node
 
@@ -45,15 +45,17 @@ class Variants:
     """Names the subclasses, and has the places that make the instances pick them.
 
     Args:
-        places: Change was collected; takes what becomes of the instances' places.
+        changes: What was collected; takes what becomes of the instances' places.
         writer: Writes the subclasses.
         imports: Takes the names that the edits refer to.
-        desks: The files; another one may make the instances.
+        files: The files; another one may make the instances.
     """
 
-    def __init__(self, places: Places, writer: ClassWriter, imports: Imports, desks: Desks) -> None:
-        self.places, self.writer, self.imports, self.file = places, writer, imports, places.file
-        self.desks = desks
+    def __init__(
+        self, changes: ChangeSet, writer: ClassWriter, imports: Imports, files: OutputFiles
+    ) -> None:
+        self.changes, self.writer, self.imports, self.file = changes, writer, imports, changes.file
+        self.files = files
         self.class_names: set[str] = set()
         self.known: dict[Any, str] = {}
 
@@ -86,7 +88,7 @@ class Variants:
                     name,
                     definition,
                     beyond,
-                    self.places.indices,
+                    self.changes.indices,
                     *self._relatives(definition),
                     f"A `{cls.__name__}` {doc}.",
                 )
@@ -110,18 +112,18 @@ class Variants:
         """A class of another file can be given a subclass here, before the class that makes it."""
         edits: list[Edit] = []
         for node in nodes:
-            changes = self.places.changes.get(node.path, {})
+            changes = self.changes.by_path.get(node.path, {})
             wrappers = [
-                (changes[key], self.places.causes[node.path][key])
+                (changes[key], self.changes.causes[node.path][key])
                 for key in WRAPPERS
                 if key in changes
             ]
             if not wrappers or self._wrapped_other(node, wrappers, edits):
                 continue
             every = merged_causes(*(causes for _, causes in wrappers))
-            at, owner = self.places.site(node, every)
-            site = self.places.sites[at.start]
-            called = self.places.class_called(site, node)
+            at, owner = self.changes.site(node, every)
+            site = self.changes.sites[at.start]
+            called = self.changes.class_called(site, node)
             if site.callee and (called is None or not self.file.qualified(called)):
                 raise errors.UnfollowableConstruction(
                     f"`{node.path}` needs a subclass of `{cls.__name__}`, which this file does not "
@@ -133,7 +135,7 @@ class Variants:
                 )
             name = self.file.segment(called) if called else cls.__name__
             known: object = cls
-            made = self.places.changes.get(owner.path, {}).get(at)
+            made = self.changes.by_path.get(owner.path, {}).get(at)
             if isinstance(made, UseSubclass):  # the file that defines the class has specialised it
                 assert made.module is not None
                 known = name = self.imports.helper(made.module, made.name, every)
@@ -179,7 +181,7 @@ class Variants:
         for node in definition.nodes:
             for child in owned(node):
                 try:
-                    site = find_site(self.places.sources, child)
+                    site = find_site(self.changes.sources, child)
                 except errors.UnfollowableConstruction:
                     continue
                 if site.file is not self.file or site.loops:
@@ -259,11 +261,11 @@ class Variants:
                     at=causes[0].at if causes else None,
                     hint="select modules inside it",
                 )
-            places = self.desks.making(node).places
-            beside = None if places.file is self.file else self.desks.stem(self.file)
+            places = self.files.making(node).changes
+            beside = None if places.file is self.file else self.files.stem(self.file)
             what: Change = UseSubclass(name, original, beside)
             at, owner = places.site(node, causes)
-            made = places.changes.get(owner.path, {}).get(at)
+            made = places.by_path.get(owner.path, {}).get(at)
             if beside and isinstance(made, ReplaceModule):  # a class that stands in another's place
                 what = replace(made, target=replace(made.target, name=name))
             places.at_site(node, what, causes)
@@ -278,8 +280,8 @@ class Variants:
         if node.owner is None:
             return False
         every = merged_causes(*(causes for _, causes in wrappers))
-        at, owner = self.places.site(node, every)
-        made = self.places.changes.get(owner.path, {}).get(at)
+        at, owner = self.changes.site(node, every)
+        made = self.changes.by_path.get(owner.path, {}).get(at)
         if not isinstance(made, (UseParallelLayer, ReplaceModule)):
             return False
         if isinstance(made, ReplaceModule) and made.layer is None:
@@ -287,11 +289,11 @@ class Variants:
         else:
             assert made.layer is not None
             name = self.imports.helper(made.layer.module, made.layer.name, every)
-        home = self.places.sites[at.start].class_name
+        home = self.changes.sites[at.start].class_name
         for what, causes in wrappers:
             wrapper = self._wrapper("", "", name, what, causes)
             name = wrapper.name
             if wrapper.text:
                 edits.append(self._class_before(home, wrapper.text, causes, wrapper.why))
-        self.places.at_site(node, replace(made, subclass=name), every)
+        self.changes.at_site(node, replace(made, subclass=name), every)
         return True

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.changes.splice import Change, Edit
 from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.directive import Directive, merged_causes
-from slapo_rewrite.edit.desks import Desks, is_torch
 from slapo_rewrite.model import construction
 from slapo_rewrite.model.join import Sources, called_root, find_site, looked_up
 from slapo_rewrite.model.tree import Node, Tree
@@ -35,15 +35,17 @@ class Copies:
 
     Args:
         sources: The files that the model's classes come from.
-        desks: Name the files.
+        outputs: Name the files.
         edits: What changes in each file, by its module's name; the model file is among them.
 
     Attributes:
         files: The files, by their modules' names, the model file first.
     """
 
-    def __init__(self, sources: Sources, desks: Desks, edits: Mapping[str, Sequence[Edit]]) -> None:
-        self.sources, self.desks, self.edits = sources, desks, edits
+    def __init__(
+        self, sources: Sources, outputs: OutputFiles, edits: Mapping[str, Sequence[Edit]]
+    ) -> None:
+        self.sources, self.outputs, self.edits = sources, outputs, edits
         main = sources.main
         self.files: dict[str, SourceFile] = {main.name: main}
         for name, own in edits.items():
@@ -56,7 +58,7 @@ class Copies:
 
     def name(self, file: SourceFile) -> str:
         """The name of a file in the output folder."""
-        return f"{self.desks.stem(file)}.py"
+        return f"{self.outputs.stem(file)}.py"
 
     def check_made(self, tree: Tree, before: Iterable[Change] = ()) -> None:
         """Every instance of a class that changed must be made by a file of the output.
@@ -244,7 +246,7 @@ class Copies:
         if len(self.files) == 1:
             return absolute_imports(file)
         edits: list[Edit] = []
-        imports = self.desks.of_file(file).imports
+        imports = self.outputs.of_file(file).imports
         for node in ast.walk(file.tree):
             if isinstance(node, ast.ImportFrom):
                 more = imports if node in file.tree.body else None
@@ -369,7 +371,7 @@ class Copies:
             )
 
     def _stem(self, module: str) -> str:
-        return self.desks.stem(self.files[module])
+        return self.outputs.stem(self.files[module])
 
     def _causes(self, module: str, seen: tuple[str, ...] = ()) -> tuple[Directive, ...]:
         """The directives for which a module is copied: its own, else those of what it sees."""

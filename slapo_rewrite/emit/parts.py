@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.output_files import is_torch
 from slapo_rewrite.changes.state import ModuleState, Shard
-from slapo_rewrite.edit.desks import is_torch
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.join import Sources, find_parameter_site
 from slapo_rewrite.model.tree import Node, Tree

@@ -21,11 +21,11 @@ from typing import Any
 
 from slapo_rewrite import __version__, errors, primitives
 from slapo_rewrite.changes.imports import Reference
+from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.splice import Change, Edit, apply_edits
 from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.directive import Directive, merged_causes
-from slapo_rewrite.edit.desks import Desks
 from slapo_rewrite.edit.lower import lower
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.emit import record
@@ -251,14 +251,14 @@ def carry_out(
             # What runs on both world sizes, in eval mode too, is told sooner and by its line.
             thorough=len(sizes) != 1,
         )
-        desks = lowered.desks
-        name = f"{desks.stem(project.file)}.py"
+        outputs = lowered.files
+        name = f"{outputs.stem(project.file)}.py"
         definitions, moved = project.schedule, list[Change]()
         if more := [*lowered.edits.pop(SCHEDULE, ())]:
-            more += desks.named(SCHEDULE).imports.edits(length)
+            more += outputs.named(SCHEDULE).imports.edits(length)
             text, moved = apply_edits(definitions.text, more)
             definitions = definitions.edited(text)
-        imports = desks.main.imports
+        imports = outputs.main.imports
         own = lowered.edits.get(project.file.name, [])
         named: set[str] = set()
         if project.references:
@@ -266,11 +266,11 @@ def carry_out(
         for reference, why in project.references.items():
             if reference.written.partition(".")[0] in named:
                 imports.refer(reference, why)
-        copies = Copies(project.sources, desks, lowered.edits)
+        copies = Copies(project.sources, outputs, lowered.edits)
         copies.check_made(project.tree, project.changes)
         if single_file:
             check_single(copies, lowered.edits)
-        used = used_helpers(copies, desks)
+        used = used_helpers(copies, outputs)
         inlined = inlined_helpers(used, definitions, project.file) if single_file and used else None
         texts: dict[str, str] = {}
         changes: dict[str, list[Change]] = {}
@@ -278,7 +278,7 @@ def carry_out(
             own = lowered.edits.get(file.name, [])
             own_length = length if file is project.file else line_length(file.text)
             redirected = copies.redirections(file, own_length)
-            added = desks.of_file(file).imports.edits(own_length, inlined)
+            added = outputs.of_file(file).imports.edits(own_length, inlined)
             edits = [*redirected, *own, *added]
             if file is not project.file:
                 text, written = rewritten(file, edits, own, own_length)
@@ -298,8 +298,8 @@ def carry_out(
         if state.cut
     ]
     causes: dict[str, tuple[Directive, ...]] = {}
-    for desk in desks:
-        for module, because in desk.imports.causes().items():
+    for output in outputs:
+        for module, because in output.imports.causes().items():
             causes[module] = merged_causes(causes.get(module, ()), because)
     if cuts:
         with project.timed("stages"), Causes(texts, changes, {}).told():
@@ -426,12 +426,12 @@ def rewritten(
     return apply_edits(file.text, [*kept, *idle])
 
 
-def used_helpers(copies: Copies, desks: Desks) -> dict[str, set[str]]:
+def used_helpers(copies: Copies, outputs: OutputFiles) -> dict[str, set[str]]:
     """The names that the rewritten files use of each helper module."""
     used: dict[str, set[str]] = {}
     for file in copies.files.values():
-        for module, names in desks.of_file(file).imports.helpers.items():
-            if module not in map(desks.stem, copies.files.values()):
+        for module, names in outputs.of_file(file).imports.helpers.items():
+            if module not in map(outputs.stem, copies.files.values()):
                 used.setdefault(module, set()).update(names)
     return used
 

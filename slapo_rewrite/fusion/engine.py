@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.change_set import ChangeSet
+from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.splice import Edit, apply_edits
 from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.edit.desks import Desks
-from slapo_rewrite.edit.places import Places
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.settle import settle
 from slapo_rewrite.fusion.places import Writing, place_edits, removed
@@ -316,10 +316,8 @@ class Engine:
     def _scheduled(self, path: str) -> ModuleState | None:
         """What was asked of a module or below it, annotations apart."""
         for asked, state in self.states.items():
-            if asked == path or asked.startswith(f"{path}."):
-                plain = ModuleState(annotations=state.annotations)
-                if state != plain:
-                    return state
+            if (asked == path or asked.startswith(f"{path}.")) and not state.is_plain():
+                return state
         return None
 
     def _tied_to_sharded(self, path: str) -> str | None:
@@ -418,8 +416,8 @@ class Engine:
         asked = {path: id(changes) for path, changes in by_path.items()}
         alike = Alike(self.tree, asked)
         with alike.reduced():
-            desks = Desks(self.tree, self.sources)
-            desks.siblings(alike.siblings)
+            files = OutputFiles(self.tree, self.sources)
+            files.siblings(alike.siblings)
             for path in asked:
                 if path not in self.tree.nodes:
                     continue
@@ -431,10 +429,10 @@ class Engine:
                     plain = tuple((e.start, e.end, e.text) for e in changes)
                     place = AtNode("text", statement.lineno, statement.col_offset)
                     write = ReplaceStatement(statement, plain, what)
-                    desks.main.places.add(path, place, write, (self.cause,))
-                self._construct(claims.get(path, ()), desks.main.places)
-            settled = settle(self.tree, desks, self.line_length)
-        self.speller.take(desks.main.imports)
+                    files.main.changes.add(path, place, write, (self.cause,))
+                self._construct(claims.get(path, ()), files.main.changes)
+            settled = settle(self.tree, files, self.line_length)
+        self.speller.take(files.main.imports)
         edits += settled.pop(self.file.name)
         if any(settled.values()):
             raise errors.Unsupported(
@@ -444,7 +442,7 @@ class Engine:
             )
         return edits
 
-    def _construct(self, claims: Sequence[Claim], places: Places) -> None:
+    def _construct(self, claims: Sequence[Claim], changes: ChangeSet) -> None:
         """Has the constructor of a module's class make what the claims call."""
         for claim in claims:
             if claim.constructor is None:
@@ -459,7 +457,7 @@ class Engine:
             last = found[1].body[-1]
             place = AtNode("text", last.lineno, last.col_offset, what=claim.constructor)
             write = ReplaceStatement(last, (), claim.what, claim.constructor)
-            places.add(claim.node.path, place, write, (self.cause,))
+            changes.add(claim.node.path, place, write, (self.cause,))
 
     def _text(self, claim: Claim) -> str:
         key = (claim.expression, tuple(claim.operands.items()))

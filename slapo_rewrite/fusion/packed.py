@@ -9,11 +9,11 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.lines import Line, Lines
+from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.splice import Edit
 from slapo_rewrite.changes.subclasses import SubclassWriter
 from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.code.layout import formatted
-from slapo_rewrite.edit.desks import Desks
 from slapo_rewrite.edit.rewritten import NewClass, Rewrite
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.places import removed
@@ -255,11 +255,11 @@ def _holding(
         Unsupported: The class has no constructor of its own.
     """
     file, cause = engine.file, engine.cause
-    desks = Desks(engine.tree, engine.sources)
-    writer = SubclassWriter(desks.main.classes, desks.main.imports, engine.line_length)
+    files = OutputFiles(engine.tree, engine.sources)
+    writer = SubclassWriter(files.main.classes, files.main.imports, engine.line_length)
     name = node.cls.__name__
-    constructor = desks.main.classes.method(name, "__init__")
-    if constructor is None or desks.of(node.cls) is not desks.main:
+    constructor = files.main.classes.method(name, "__init__")
+    if constructor is None or files.of(node.cls) is not files.main:
         raise errors.Unsupported(
             f"`{name}` has no constructor in {file.path.name}, so it cannot hold `{held.name}`",
             at=cause.at,
@@ -272,7 +272,7 @@ def _holding(
             end = lines.setdefault(constructor.body[-1], Lines())
             end.after.append(Line(text, (cause,), f"`{held.name}`"))
     text = writer.subclass(name, new_name, lines, {}, set(), doc)
-    engine.speller.take(desks.main.imports)
+    engine.speller.take(files.main.imports)
     at = file.span(file.classes[name])[1]
     return Edit(at, at, "\n\n\n" + text.rstrip("\n"), (cause,), f"`{new_name}`")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import keyword
-from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import Annotation, ModuleState
+from slapo_rewrite.changes.annotate import Annotate as Change
+from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,
@@ -117,16 +117,15 @@ def schedule(s):
             raise errors.BadArgument(
                 f"parameters have an attribute `{key}` already", at=at, hint="choose another name"
             )
-        for earlier in state.annotations:
+        for earlier, cause in state.asks(Change):
             if (earlier.name, earlier.key) == (name, key):
                 raise errors.ConflictingEdits(
                     f"`{node.path}.{name}` has an attribute `{key}` already: {earlier.value}",
                     at=at,
-                    cause=earlier.cause,
+                    cause=cause,
                     hint="take one of the two lines out",
                 )
-        added = Annotation(name, key, self._literal(value, call), call.directive)
-        return replace(state, annotations=(*state.annotations, added))
+        return state.asking(Change(name, key, self._literal(value, call)), call.directive)
 
     def _literal(self, value: Any, call: Call) -> str:
         """The value as source."""

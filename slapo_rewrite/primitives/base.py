@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import Decompose, Function, ModuleState, Part
+from slapo_rewrite.changes.imports import Function
+from slapo_rewrite.changes.placement import Subgraph
+from slapo_rewrite.changes.state import Decompose, ModuleState
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.edit.examples import Example as Example
 from slapo_rewrite.edit.examples import Refusal as Refusal
@@ -239,7 +241,7 @@ def function_of(call: Call, value: Any, what: str) -> Function:
     return Function(name, home)
 
 
-def part_of(call: Call) -> Part | None:
+def subgraph_of(call: Call) -> Subgraph | None:
     """The part of `forward` that a call's `subgraph` means; None where it means all of it.
 
     Raises:
@@ -259,7 +261,7 @@ def part_of(call: Call) -> Part | None:
             raise errors.BadArgument(
                 f"{given!r} is no regular expression: {error}", at=at
             ) from None
-        return Part(given, name)
+        return Subgraph(given, name)
     if not isinstance(given, list | tuple) or not given:
         given = [given]
     if not all(isinstance(each, str) for each in given):
@@ -269,4 +271,4 @@ def part_of(call: Call) -> Part | None:
             at=at,
             hint='name the calls of `forward` that are meant: ["attention", "mlp"]',
         )
-    return Part(tuple(given), name)
+    return Subgraph(tuple(given), name)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import Checkpoint as CheckpointState
-from slapo_rewrite.changes.state import Kept, ModuleState
+from slapo_rewrite.changes.around_forward import Recompute
+from slapo_rewrite.changes.regions import RecomputeRegion
+from slapo_rewrite.changes.save_policy import Kept
+from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.model.operations import UnknownOperation, operations
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
@@ -19,8 +20,8 @@ from slapo_rewrite.primitives.base import (
     Refusal,
     check_called,
     function_of,
-    part_of,
     signature_of,
+    subgraph_of,
 )
 
 STACK = """\
@@ -173,25 +174,26 @@ class Checkpoint(Primitive):
                 at=at,
                 hint="take `order_args_fn` out",
             )
-        part = part_of(call)
-        added = CheckpointState(part, kept_of(call), call.directive)
-        parts = [p for p in state.checkpointed_parts if part in (None, p.part)]
-        earlier = state.checkpoint or next(iter(parts), None)
-        if earlier is not None:
+        part = subgraph_of(call)
+        kept = kept_of(call)
+        earlier = [cause for _, cause in state.asks(Recompute)]
+        regions = state.asks(RecomputeRegion)
+        earlier += [cause for region, cause in regions if part in (None, region.part)]
+        if earlier:
             raise errors.Unsupported(
                 f"`{node.path or 's'}` is checkpointed already",
                 at=at,
-                cause=earlier.cause,
+                cause=earlier,
             )
         if part is not None:
-            return replace(state, checkpointed_parts=(*state.checkpointed_parts, added))
+            return state.asking(RecomputeRegion(part, kept), call.directive)
         if not node.path:
             raise errors.Unsupported(
                 "the model itself cannot be checkpointed as a whole",
                 at=at,
                 hint="select modules inside it",
             )
-        return replace(state, checkpoint=added)
+        return state.asking(Recompute(kept), call.directive)
 
 
 def kept_of(call: Call) -> Kept:

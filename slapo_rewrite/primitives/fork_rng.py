@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import Fork, ModuleState
+from slapo_rewrite.changes.around_forward import ForkRandom
+from slapo_rewrite.changes.regions import ForkRegion
+from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,
@@ -15,8 +16,8 @@ from slapo_rewrite.primitives.base import (
     Primitive,
     Refusal,
     check_called,
-    part_of,
     signature_of,
+    subgraph_of,
 )
 
 BLOCK = """\
@@ -143,15 +144,14 @@ class ForkRng(Primitive):
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
         """Marks the module."""
         check_called(call, node)
-        part = part_of(call)
-        earlier = state.fork or next((p for p in state.forked_parts if p.part == part), None)
-        if earlier is not None:
+        part = subgraph_of(call)
+        earlier = [cause for _, cause in state.asks(ForkRandom)]
+        earlier += [cause for fork, cause in state.asks(ForkRegion) if fork.part == part]
+        if earlier:
             raise errors.Unsupported(
                 f"`{node.path or 's'}` has random numbers of its own already",
                 at=call.directive.at,
-                cause=earlier.cause,
+                cause=earlier,
             )
-        if part is not None:
-            added = Fork(part, call.directive)
-            return replace(state, forked_parts=(*state.forked_parts, added))
-        return replace(state, fork=Fork(None, call.directive))
+        change = ForkRandom() if part is None else ForkRegion(part)
+        return state.asking(change, call.directive)

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import Function, ModuleState
+from slapo_rewrite.changes.imports import Function
+from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.packed import Packed, packed

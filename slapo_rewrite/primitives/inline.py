@@ -207,9 +207,7 @@ class Inline(Rewriting):
 
     def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
         """Notes that the submodule is not called any more."""
-        if state.inlined is None and state != ModuleState(
-            shards=state.shards, shares=state.shares, annotations=state.annotations
-        ):
+        if state.inlined is None and not replace(state, shards=(), shares=()).is_plain():
             raise errors.ConflictingEdits(
                 f"`{node.path}` cannot be inlined after it was scheduled itself",
                 at=call.directive.at,

@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import Function, ModuleState, Replacement
+from slapo_rewrite.changes.around_forward import WrapForward
+from slapo_rewrite.changes.imports import Function
+from slapo_rewrite.changes.state import ModuleState, Replacement
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.model.substitute import (
     CannotBuild,
@@ -210,15 +212,13 @@ class Replacing(Rebuilding):
 def check_free(call: Call, node: Node, state: ModuleState) -> None:
     """Refuses to replace the model itself, and what the schedule has changed before."""
     at = call.directive.at
-    if state != ModuleState(annotations=state.annotations):
-        wraps = (state.checkpoint, state.fork)
-        earlier = state.replacement or next(
-            (s for s in (*state.shards, *state.shares, *state.syncs, *wraps) if s), None
-        )
+    if not state.is_plain():
+        splits = (state.replacement, *state.shards, *state.shares, *state.syncs)
+        causes = [s.cause for s in splits if s] + [c for _, c in state.asks(WrapForward)]
         raise errors.ConflictingEdits(
             f"`{node.path}` cannot be replaced after it was changed",
             at=at,
-            also=[earlier.cause.at] if earlier and earlier.cause.at else [],
+            cause=causes,
             hint="replace first, then schedule what stands there",
         )
     if not node.path:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.around_forward import WrapForward
 from slapo_rewrite.changes.state import EMPTY, ModuleState
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.edit.rewritten import Rewrite
@@ -196,12 +197,12 @@ class Plan:
             raise _conflict(words, cause, next(iter(cuts.values())).cause, None)
         for inner, cut in cuts.items():
             for outer, state in self.states.items():
-                wrapped = state.checkpoint or state.fork
+                wrapped = state.asks(WrapForward)
                 if wrapped and inner.startswith(f"{outer}." if outer else ""):
                     words = f"no stage can end at `{inner}`, inside of `{outer or 'the model'}`, "
                     words += "whose forward is run as a whole"
                     hint = "name what is inside instead, on either side of the cut"
-                    raise _conflict(words, wrapped.cause, cut.cause, hint)
+                    raise _conflict(words, wrapped[0][1], cut.cause, hint)
 
     def _check_untouched(self, grafts: Mapping[str, Any], at: Span | None) -> None:
         """What a replaced module holds goes with it, so it cannot have been scheduled before."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite.changes.bases import MixIn
+from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.places import BeforeBases
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.edit.desks import Desks
 from slapo_rewrite.model.initial import initialises_inside
 from slapo_rewrite.model.layers import qualified
 from slapo_rewrite.model.tree import Node, Tree
@@ -22,37 +22,39 @@ ORIGINAL, MAPPED = "OriginalCheckpoints", "MappedCheckpoints"
 LIBRARY = "LibraryModel"
 
 
-def keep_checkpoints(desks: Desks, node: Node, kind: str, causes: tuple[Directive, ...]) -> None:
+def keep_checkpoints(
+    files: OutputFiles, node: Node, kind: str, causes: tuple[Directive, ...]
+) -> None:
     """Gives the models of transformers that hold a module a base class for their checkpoints.
 
     Args:
-        desks: Take the changes.
+        files: Take the changes.
         node: The module, which may be a model itself.
         kind: `ORIGINAL` or `MAPPED`, which does more.
         causes: The directives behind it.
     """
-    _mix_in(desks, node, kind, causes)
-    keep_treatment(desks, node, causes)
+    _mix_in(files, node, kind, causes)
+    keep_treatment(files, node, causes)
 
 
-def keep_treatment(desks: Desks, node: Node, causes: tuple[Directive, ...]) -> None:
+def keep_treatment(files: OutputFiles, node: Node, causes: tuple[Directive, ...]) -> None:
     """Has transformers treat the models that hold a module as those of its own, if they were."""
-    _mix_in(desks, node, LIBRARY, causes)
+    _mix_in(files, node, LIBRARY, causes)
 
 
-def _mix_in(desks: Desks, node: Node, kind: str, causes: tuple[Directive, ...]) -> None:
+def _mix_in(files: OutputFiles, node: Node, kind: str, causes: tuple[Directive, ...]) -> None:
     above: Node | None = node
     while above is not None:
-        home = desks.of(above.cls)
-        own = [c for c in above.cls.__mro__ if home and desks.of(c) is home]
+        home = files.of(above.cls)
+        own = [c for c in above.cls.__mro__ if home and files.of(c) is home]
         base = next((c for c in reversed(own) if is_pretrained(c)), None)
-        stays = home is not None and desks.is_other(home) and not home.places.changes
+        stays = home is not None and files.is_other(home) and not home.changes.by_path
         if home and base and not stays and (kind != LIBRARY or is_of_library(base)):
             what = "treatment" if kind == LIBRARY else "checkpoints"
             place = BeforeBases(base.__name__, what)
-            known = home.places.changes.get(above.path, {}).get(place)
+            known = home.changes.by_path.get(above.path, {}).get(place)
             change = known if kind == ORIGINAL and known else MixIn("pretrained", kind)
-            home.places.add(above.path, place, change, causes)
+            home.changes.add(above.path, place, change, causes)
         above = above.parent
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.change_set import ChangeSet
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.imports import Imports
-from slapo_rewrite.edit.places import Places
 from slapo_rewrite.model.follow import Place
 from slapo_rewrite.model.join import Sources, find_site
 from slapo_rewrite.model.tree import Node, Tree
@@ -29,24 +29,24 @@ _RESERVED |= {"modules", "pipeline"}
 
 
 @dataclass
-class Desk:
+class OutputFile:
     """What is collected for one file.
 
     Attributes:
         file: The file.
-        places: What changes in its classes.
+        changes: What changes in its classes.
         classes: Its classes.
         imports: Names that it needs of the helper modules.
     """
 
     file: SourceFile
-    places: Places
+    changes: ChangeSet
     classes: ClassHierarchy
     imports: Imports
 
 
-class Desks:
-    """One desk for each file that defines classes of the model and may be rewritten.
+class OutputFiles:
+    """One output for each file that defines classes of the model and may be rewritten.
 
     Args:
         tree: The module tree.
@@ -59,8 +59,8 @@ class Desks:
     def __init__(self, tree: Tree, sources: Sources) -> None:
         self.sources = sources
         self._classes = list({node.cls: None for node in tree.nodes.values()})
-        self._desks: dict[str, Desk] = {}
-        self._by_path: dict[str, Desk] = {}
+        self._desks: dict[str, OutputFile] = {}
+        self._by_path: dict[str, OutputFile] = {}
         self._siblings: dict[str, tuple[str, ...]] = {}
         self._stems: dict[str, str] = {}
         self.main = self._open(sources.main)
@@ -90,17 +90,17 @@ class Desks:
             if file is not None and base.__qualname__ in file.classes:
                 yield file
 
-    def _open(self, file: SourceFile) -> Desk:
-        """The desk of a file, a new one where it has none yet."""
+    def _open(self, file: SourceFile) -> OutputFile:
+        """The output of a file, a new one where it has none yet."""
         if file.name not in self._desks:
-            desk = self._desks[file.name] = self._desk(file, self._classes)
-            desk.places.siblings = self._siblings
+            output = self._desks[file.name] = self._desk(file, self._classes)
+            output.changes.siblings = self._siblings
             path = file.path
             for name in (str(path), os.path.realpath(path), os.path.abspath(path)):
-                self._by_path[name] = desk
+                self._by_path[name] = output
         return self._desks[file.name]
 
-    def _desk(self, file: SourceFile, classes: list[type]) -> Desk:
+    def _desk(self, file: SourceFile, classes: list[type]) -> OutputFile:
         names = {
             cls.__name__: tuple(
                 c.__name__
@@ -111,46 +111,46 @@ class Desks:
             # Classes of two files may have one name.
             if self.sources.file_of(cls) is file or cls.__name__ not in file.classes
         }
-        places = Places(self.sources, file)
-        return Desk(file, places, ClassHierarchy(file, places.sites, names), Imports(file))
+        changes = ChangeSet(self.sources, file)
+        return OutputFile(file, changes, ClassHierarchy(file, changes.sites, names), Imports(file))
 
-    def __iter__(self) -> Iterator[Desk]:
+    def __iter__(self) -> Iterator[OutputFile]:
         return iter(self._desks.values())
 
-    def named(self, module: str) -> Desk:
-        """The desk of the file of a module that is known to have one."""
+    def named(self, module: str) -> OutputFile:
+        """The output of the file of a module that is known to have one."""
         return self._desks[module]
 
-    def of(self, cls: type) -> Desk | None:
-        """The desk of the file that defines a class; None where that is not rewritten."""
+    def of(self, cls: type) -> OutputFile | None:
+        """The output of the file that defines a class; None where that is not rewritten."""
         file = self.sources.file_of(cls)
         return self._desks.get(file.name) if file is not None else None
 
-    def computing(self, cls: type) -> Desk | None:
-        """The desk of the file in which a class has its `forward`, if it may be rewritten."""
+    def computing(self, cls: type) -> OutputFile | None:
+        """The output of the file in which a class has its `forward`, if it may be rewritten."""
         return self._with_method(cls, "forward")
 
-    def constructing(self, cls: type) -> Desk | None:
-        """The desk of the file in which a class has its constructor, likewise."""
+    def constructing(self, cls: type) -> OutputFile | None:
+        """The output of the file in which a class has its constructor, likewise."""
         return self._with_method(cls, "__init__")
 
-    def _with_method(self, cls: type, method: str) -> Desk | None:
+    def _with_method(self, cls: type, method: str) -> OutputFile | None:
         home = self.of(cls)
         if home is None or home.classes.method(cls.__name__, method):
             return home
         return self.of(next(c for c in cls.__mro__ if method in vars(c))) or home
 
-    def lineage(self, cls: type, desk: Desk) -> tuple[str, ...]:
+    def lineage(self, cls: type, output: OutputFile) -> tuple[str, ...]:
         """The class and those that it is derived from, as far as one file defines them."""
-        if self.of(cls) is desk:
-            return desk.classes.lineage(cls.__name__)
-        if cls.__name__ in desk.file.classes:  # another class of that name
+        if self.of(cls) is output:
+            return output.classes.lineage(cls.__name__)
+        if cls.__name__ in output.file.classes:  # another class of that name
             return ()
-        return desk.classes.names.get(cls.__name__, ())
+        return output.classes.names.get(cls.__name__, ())
 
-    def is_other(self, desk: Desk) -> bool:
+    def is_other(self, output: OutputFile) -> bool:
         """Whether a file is neither the model's nor the schedule's."""
-        return desk is not self.main and desk.file.name not in self.sources.editable
+        return output is not self.main and output.file.name not in self.sources.editable
 
     def stem(self, file: SourceFile) -> str:
         """The name of a file in the output folder, without its ending."""
@@ -169,24 +169,24 @@ class Desks:
             self._stems[file.name] = unique
         return self._stems[file.name]
 
-    def making(self, node: Node) -> Desk:
-        """The desk of the file that makes a module; the model file's where that is not known."""
+    def making(self, node: Node) -> OutputFile:
+        """The output of the file that makes a module; the model file's where that is not known."""
         try:
             site = find_site(self.sources, node) if node.owner is not None else None
         except errors.UnfollowableConstruction:
             site = None
         return self.of_file(site.file) if site else self.main
 
-    def of_file(self, file: SourceFile) -> Desk:
-        """The desk of a file; the model file's for one that may not be rewritten."""
+    def of_file(self, file: SourceFile) -> OutputFile:
+        """The output of a file; the model file's for one that may not be rewritten."""
         return self.main if is_torch(file.name) else self._open(file)
 
     def holds(self, filename: str) -> bool:
         """Whether a file is one that is rewritten."""
         return filename in self._by_path
 
-    def at(self, place: Place) -> Desk:
-        """The desk of the file that a place stands in."""
+    def at(self, place: Place) -> OutputFile:
+        """The output of the file that a place stands in."""
         return self._by_path.get(place.filename, self.main)
 
     def siblings(self, known: Mapping[str, tuple[str, ...]]) -> None:

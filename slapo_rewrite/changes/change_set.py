@@ -21,7 +21,7 @@ from slapo_rewrite.source.sites import Site
 
 
 @dataclass
-class Places:
+class ChangeSet:
     """What was collected so far for one file.
 
     Attributes:
@@ -30,7 +30,7 @@ class Places:
         siblings: The elements that a module stands for, itself included, by its path.
         sites: Construction sites by the first character of their expression.
         indices: The elements that each site in a loop makes.
-        changes: By the path of the module whose class they change, and the place in it.
+        by_path: By the path of the module whose class they change, and the place in it.
         causes: The directives behind each change.
         made: What becomes of each module that a place makes, by the owner's path and the place.
     """
@@ -40,13 +40,13 @@ class Places:
     siblings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sites: dict[int, Site] = field(default_factory=dict)
     indices: IndexSets = field(default_factory=IndexSets)
-    changes: dict[str, dict[Place, Change]] = field(default_factory=dict)
+    by_path: dict[str, dict[Place, Change]] = field(default_factory=dict)
     causes: dict[str, dict[Place, tuple[Directive, ...]]] = field(default_factory=dict)
     made: dict[tuple[str, Place], dict[str, Change]] = field(default_factory=dict)
 
     def add(self, path: str, place: Place, change: Change, causes: tuple[Directive, ...]) -> None:
         """Adds a change, and the causes to those that the place has."""
-        self.changes.setdefault(path, {})[place] = change
+        self.by_path.setdefault(path, {})[place] = change
         known = self.causes.setdefault(path, {})
         known[place] = merged_causes(known.get(place, ()), causes)
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import Checkpoint
+from slapo_rewrite.changes.output_files import OutputFiles
+from slapo_rewrite.changes.save_policy import Kept
 from slapo_rewrite.code.text import all_arguments
-from slapo_rewrite.edit.desks import Desks
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.source.calls import change_of_given
@@ -21,13 +22,13 @@ UPDATING = ("batch_norm", "instance_norm")
 TORCH = ("torch", "F", "nn", "math")
 
 
-def check_again(desks: Desks, node: Node, asked: Checkpoint) -> None:
+def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
     """Refuses a module whose `forward` changes what it is given, or counts on itself.
 
     Raises:
         Unsupported: It does.
     """
-    home = desks.of(node.cls)
+    home = files.of(node.cls)
     forward = home.classes.method(node.cls.__name__, "forward") if home else None
     if home is None or forward is None:
         return
@@ -39,17 +40,29 @@ def check_again(desks: Desks, node: Node, asked: Checkpoint) -> None:
         raise errors.Unsupported(
             f"`forward` {found.words}: it is computed again in the backward pass",
             at=home.file.at(found.node),
-            cause=asked.cause,
+            cause=cause,
             hint="change a copy of it, or checkpoint modules inside this one",
         )
 
 
-def updates_buffers(desks: Desks, module: Any) -> bool:
-    """Whether running a module may change buffers, of its own or of modules inside."""
-    return any(_updates_own(desks, each) for each in module.modules())
+def updates_buffers(files: OutputFiles, node: Node, kept: Kept, cause: Directive) -> bool:
+    """Whether running a module may change buffers, which has to happen once.
+
+    Raises:
+        Unsupported: It may, and some results are kept, which keeps it from happening once.
+    """
+    updates = any(_updates_own(files, each) for each in node.live.modules())
+    if updates and kept is not None:
+        raise errors.Unsupported(
+            f"`{node.path}` updates buffers as it runs, which `save` cannot keep from "
+            "happening twice",
+            at=cause.at,
+            hint="take `save` out: without it they are updated once",
+        )
+    return updates
 
 
-def _updates_own(desks: Desks, module: Any) -> bool:
+def _updates_own(files: OutputFiles, module: Any) -> bool:
     names = {name for name, _ in module.named_buffers(recurse=False)}
     if not names:
         return False
@@ -58,7 +71,7 @@ def _updates_own(desks: Desks, module: Any) -> bool:
             break
         if cls.__module__.startswith("torch.nn.modules."):
             return cls.__module__.endswith(("batchnorm", "instancenorm"))
-        home = desks.of(cls)
+        home = files.of(cls)
         if home is None or cls.__name__ not in home.file.classes:
             return True  # not known not to
         for method in home.file.methods(cls.__name__):

@@ -1,0 +1,193 @@
+"""Where the changes of a module are written, and the changes that a schedule asks for as such."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.change import Change
+from slapo_rewrite.changes.change_set import own_copy
+from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
+from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
+from slapo_rewrite.changes.places import AtNode, AtParameter, BehindSite
+from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.directive import Directive
+from slapo_rewrite.model.join import find_parameter_site
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.source.calls import Calls, called_names, find_calls
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """Part of a `forward`, by the calls that it makes.
+
+    Attributes:
+        calls: Names of what is called, or a regular expression for them.
+        name: What a method of these statements is called; None leaves it to the tool.
+    """
+
+    calls: tuple[str, ...] | str
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Finds the class and the file for what is asked of a module.
+
+    Attributes:
+        states: What was asked of each module path.
+        files: The files that may be rewritten; take the changes.
+    """
+
+    states: Mapping[str, ModuleState]
+    files: OutputFiles
+
+    def caller(self, node: Node) -> tuple[Node, str]:
+        """The module whose methods call another one, and the path from it to that one."""
+        assert node.owner is not None
+        caller, relative = node.owner, node.relative
+        while caller.owner and (state := self.states.get(caller.path)) and state.inlined:
+            caller, relative = caller.owner, f"{caller.relative}.{relative}"
+        return caller, relative
+
+    def calling(self, node: Node) -> tuple[OutputFile, Node, str]:
+        """Likewise, with the file in which that module computes."""
+        caller, relative = self.caller(node)
+        return self.files.computing(caller.cls) or self.home(caller), caller, relative
+
+    def home(self, node: Node) -> OutputFile:
+        """Where the class of a module changes; of a foreign class, where it gets a subclass."""
+        return self.files.of(node.cls) or self.files.making(node)
+
+    def around_forward(self, node: Node) -> OutputFile:
+        """Where `forward` as a whole is wrapped.
+
+        What stands in another's place, or is of another file, is wrapped where it is made.
+        """
+        home = self.home(node)
+        if self.states[node.path].replacement or self.files.is_other(home):
+            return self.files.making(node)
+        return home
+
+    def is_outside(self, node: Node, home: OutputFile) -> bool:
+        """True if a change goes to the call or construction site in another file.
+
+        So it is for a class of a file that is neither the model's nor the schedule's, as long as
+        nothing is asked that reaches into it.
+        """
+        if node.owner is None or not self.files.is_other(home):
+            return False
+        if self.files.computing(self.caller(node)[0].cls) is home:
+            return False
+        below = f"{node.path}."
+        return not self.states[node.path].shards and not any(
+            path.startswith(below) and state.causes() for path, state in self.states.items()
+        )
+
+    def add_to_region(self, node: Node, part: Subgraph, change: Change, cause: Directive) -> None:
+        """Adds a change of some statements of one method.
+
+        Raises:
+            RewriteError: The module's file is not rewritten, or there are no such statements.
+        """
+        home = self.files.computing(node.cls)
+        if home is None:
+            raise errors.Unsupported(
+                f"`{node.path or 's'}` is a {node.cls.__module__}.{node.cls.__qualname__}: it has "
+                "no `forward` that could be rewritten, to take a part of",
+                at=cause.at,
+                hint=own_copy(node.cls.__name__, self.files.main.file),
+            )
+        calls = find_subgraph(home.classes, node.cls.__name__, part, cause)
+        place = AtNode(type(change).__name__, calls.run[0].lineno, what=part)
+        home.changes.add(node.path, place, change, (cause,))
+
+    def add_behind_parameter(
+        self, node: Node, name: str, what: str, change: Change, cause: Directive
+    ) -> None:
+        """Adds a line behind what makes a parameter: the parameter, or the module that holds it.
+
+        Raises:
+            RewriteError: Nothing that can be followed makes it.
+        """
+        home = self.files.of(node.cls)
+        replaced = self.states[node.path].replacement is not None
+        if home is not None and not replaced and not self.is_outside(node, home):
+            site = find_parameter_site(self.files.sources, node, name)
+            home = self.files.of_file(site.file)
+            if site.file is home.file:
+                start = home.file.span(site.value)[0]
+                home.changes.sites[start] = site
+                home.changes.add(node.path, AtParameter(start, (name, what)), change, (cause,))
+                return
+        if node.owner is None:
+            raise errors.Unsupported(
+                f"`{name}` of the model itself is made in another file",
+                at=cause.at,
+                hint=f"copy the class that makes it into {self.files.main.file.path.name}",
+            )
+        changes = self.files.making(node).changes
+        at, owner = changes.site(node, (cause,))
+        for each in changes.alike(at, node):
+            behind = BehindSite(each.start, each.index, (name, what))
+            changes.add(owner.path, behind, change, (cause,))
+
+
+class Requested(Change):
+    """A change that a schedule asks for as such; others follow from what it splits.
+
+    Attributes:
+        is_called: Whether it happens when the module is called.
+    """
+
+    is_called: ClassVar[bool] = True
+
+    def place(self, to: Placement, node: Node, cause: Directive) -> None:
+        """Adds the change where it is to be written.
+
+        Raises:
+            RewriteError: There is no place for it.
+        """
+        raise NotImplementedError
+
+
+def find_subgraph(
+    classes: ClassHierarchy, class_name: str, part: Subgraph, cause: Directive
+) -> Calls:
+    """The statements of a class's methods that a part means.
+
+    Raises:
+        UnknownPath: No method makes the calls.
+        Unsupported: Several methods do.
+    """
+    file = classes.file
+    methods: dict[str, ast.FunctionDef] = {}
+    for method in classes.methods(class_name):
+        if method.name != "__init__":
+            methods.setdefault(method.name, method)
+    found = [c for m in methods.values() if (c := find_calls(m, part.calls)) is not None]
+    known = [name for method in methods.values() for name, _ in called_names(method)]
+    wanted = part.calls if isinstance(part.calls, tuple) else ()
+    missing = [name for name in wanted if name not in known]
+    if missing or not found:
+        asked = missing[0] if missing else str(part.calls)
+        what = f"calls `{asked}`" if missing else f"calls anything that matches `{asked}`"
+        of_self = [name for name in known if name not in classes.file.names]
+        raise errors.UnknownPath(
+            f"no method of `{class_name}` {what}",
+            at=cause.at,
+            also=[file.at(methods["forward"])] if "forward" in methods else [],
+            hint=errors.did_you_mean(asked, of_self),
+        )
+    if len(found) > 1:
+        first, second = found[:2]
+        raise errors.Unsupported(
+            f"the calls stand in several methods of `{class_name}`",
+            at=cause.at,
+            also=[file.at(first.calls[0]), file.at(second.calls[0])],
+            hint=f"name those of `{first.method.name}` or those of `{second.method.name}`",
+        )
+    return found[0]
