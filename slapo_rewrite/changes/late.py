@@ -8,7 +8,8 @@ import copy
 import itertools
 from collections.abc import Iterator
 
-from slapo_rewrite.code.text import all_arguments, simple_statements
+from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.text import simple_statements
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.syntax import position
 
@@ -62,7 +63,7 @@ class Late:
 
     def arguments(self) -> set[str]:
         """The function's own, `self` apart."""
-        return {a.arg for a in all_arguments(self.function.args)} - {"self"}
+        return {*parameters(self.function)} - {"self"}
 
     def _is_there(self, name: str) -> bool:
         """Whether a name, or an attribute of `self`, has its value at the statement."""

@@ -9,7 +9,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.save_policy import Kept
-from slapo_rewrite.code.text import all_arguments
+from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES
 from slapo_rewrite.model.tree import Node
@@ -32,7 +32,7 @@ def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
     forward = home.classes.method(node.cls.__name__, "forward") if home else None
     if home is None or forward is None:
         return
-    given = {a.arg for a in all_arguments(forward.args)} - {"self", *CACHES}
+    given = {*parameters(forward)} - {"self", *CACHES}
     if forward.args.kwarg:
         given.discard(forward.args.kwarg.arg)  # a dictionary made by the call
     found = change_of_given(forward, given)

@@ -16,9 +16,10 @@ from slapo_rewrite.changes.lines import Causes, Lines, changed, written
 from slapo_rewrite.changes.save_policy import buffers_context, context
 from slapo_rewrite.changes.splice import apply_edits, moved
 from slapo_rewrite.changes.sync import SyncInput, SyncOutput
+from slapo_rewrite.code.arguments import Signature, all_arguments, parameters, passed_on
 from slapo_rewrite.code.build import code
 from slapo_rewrite.code.layout import fitted
-from slapo_rewrite.code.text import accessor, all_arguments, docstring, passed_on, within
+from slapo_rewrite.code.text import accessor, docstring, within
 from slapo_rewrite.hugging_face import CACHES
 
 
@@ -83,12 +84,10 @@ class SubclassWriter:
         optional: set[int],
     ) -> str:
         header = self._header(constructor)
-        passed = ", ".join(passed_on(constructor.args))
+        passed = ", ".join(passed_on(constructor))
         call = fitted(f"super().__init__({passed})", 8, self.line_length)
         text = [header, " " * 8 + call]
-        known = (
-            {a.arg for a in all_arguments(constructor.args)} | self.file.names | set(dir(builtins))
-        )
+        known = {*parameters(constructor), *self.file.names, *dir(builtins)}
         body: list[str] = []
         anew = changed(self.file, lines)
         for statement in sorted(lines, key=lambda s: s.lineno):
@@ -254,8 +253,7 @@ class SubclassWriter:
 
         None where the class's own has to be repeated: it returns more than a tensor.
         """
-        arguments = [*forward.args.posonlyargs, *forward.args.args][1:]
-        names = [argument.arg for argument in arguments]
+        names = Signature.of(forward, bound=True).positional
         inputs = [wrap for wrap in wraps if isinstance(wrap, SyncInput)]
         if any((wrap.of or names[0]) not in names for wrap in inputs if names):
             return None
@@ -265,7 +263,7 @@ class SubclassWriter:
         lines: list[str] = []
         outputs: list[SyncOutput] = []
         for wrap in wraps:
-            if isinstance(wrap, SyncInput) and arguments:
+            if isinstance(wrap, SyncInput) and names:
                 name = wrap.of or names[0]
                 value = code(through(wrap.collectives, name, self.imports, causes))
                 if wrap.of is None:
@@ -276,7 +274,7 @@ class SubclassWriter:
                 outputs.append(wrap)
             else:
                 return None
-        more = ["*args, **kwargs"] if len(all_arguments(forward.args)) > last + 2 else []
+        more = ["*args, **kwargs"] if len(parameters(forward)) > last + 2 else []
         own = [self._parameter(forward, name, last > 0) for name in values]
         header = ", ".join(["self", *own, *more])
         result = f"super().forward({', '.join([*values.values(), *more])})"
@@ -290,10 +288,8 @@ class SubclassWriter:
 
     def _parameter(self, forward: ast.FunctionDef, name: str, optional: bool) -> str:
         """A parameter as it is written, with its default where it may be left out."""
-        positional = [*forward.args.posonlyargs, *forward.args.args]
-        text = next(self.file.segment(each) for each in positional if each.arg == name)
-        defaults = dict(zip(reversed(positional), reversed(forward.args.defaults), strict=False))
-        default = next((d for each, d in defaults.items() if each.arg == name), None)
+        parameter = next(each for each in all_arguments(forward) if each.arg == name)
+        text, default = self.file.segment(parameter), Signature.of(forward).defaults.get(name)
         return text if default is None or not optional else f"{text}={self.file.segment(default)}"
 
     def recomputing(
@@ -316,7 +312,7 @@ class SubclassWriter:
             options.append(f"context_fn={context(self.imports, what.kept, causes)}")
             doc = f"A `{shown}` that recomputes most of its activations in the backward pass."
         text = [f"class {new_name}({shown}):", *docstring(doc, 4, self.line_length), ""]
-        names = [a.arg for a in all_arguments(forward.args)] if forward else []
+        names = parameters(forward) if forward else []
         caches = [name for name in names if name in CACHES]
         if forward is None or not caches:
             arguments = ", ".join(["super().forward", "*args", *options, "**kwargs"])
@@ -326,7 +322,7 @@ class SubclassWriter:
             ]
             return "\n".join(text) + "\n"
         # A decorator may look for arguments by their names, and add those that it does not find.
-        passed = list(passed_on(forward.args, by_name=bool(forward.decorator_list)))
+        passed = list(passed_on(forward, by_name=bool(forward.decorator_list)))
         stars = [p for p in passed if p.startswith("**")]
         plain = [p for p in passed if not p.startswith("**")]
         arguments = ", ".join(["super().forward", *plain, *options, *stars])

@@ -14,6 +14,7 @@ from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective, through
 from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.places import AtCalls
+from slapo_rewrite.code.arguments import Signature, arguments_by
 from slapo_rewrite.code.build import code
 from slapo_rewrite.code.text import accessor, returns
 
@@ -39,14 +40,14 @@ class SyncInput(Change):
         """Binds the argument anew before the first statement."""
         (asked,) = here
         forward = text.forward(asked.causes)
-        positional = [*forward.args.posonlyargs, *forward.args.args][1:]
+        positional = Signature.of(forward, bound=True).positional
         if not positional:
             raise errors.Unsupported(
                 f"`{text.class_name}.forward` has no first argument",
                 at=text.file.at(forward),
                 cause=asked.causes,
             )
-        name = self.of or positional[0].arg
+        name = self.of or positional[0]
         body = forward.body[1:] if ast.get_docstring(forward) is not None else forward.body
         for collective in self.collectives:
             value = code(collective.of(name, text.imports, asked.causes))
@@ -58,13 +59,7 @@ class SyncInput(Change):
         """A statement about the argument, for where that is given."""
         if self.of is None:
             return text
-        arguments = forward.args
-        named = [*arguments.posonlyargs, *arguments.args]
-        defaults = dict(
-            zip(reversed([a.arg for a in named]), reversed(arguments.defaults), strict=False)
-        )
-        own = zip((a.arg for a in arguments.kwonlyargs), arguments.kw_defaults, strict=True)
-        default = {**defaults, **dict(own)}.get(self.of)
+        default = Signature.of(forward).defaults.get(self.of)
         if isinstance(default, ast.Constant) and default.value is None:
             return f"if {self.of} is not None:\n    {text}"
         return text
@@ -105,8 +100,7 @@ class SyncOutput(Change):
         elif isinstance(value, ast.Call):
             first = dict(self.first).get(ast.unparse(value.func))
             if first is not None:
-                named = {k.arg: k.value for k in value.keywords}
-                found = value.args[0] if value.args else named.get(first)
+                found = arguments_by(value, first).get(first)
         if found is None or isinstance(found, ast.Starred):
             raise errors.Unsupported(
                 f"`{text.class_name}.forward` returns its first tensor inside of something that "
@@ -150,9 +144,9 @@ class SyncCall(Change):
             text.replace(value, statement, make, causes, why, outer=not is_result)
 
     def _first_argument(self, call: ast.Call, text: ClassText, causes: Causes) -> ast.expr:
-        named = {k.arg: k.value for k in call.keywords}
-        found = call.args[0] if call.args else named.get(self.name)
-        if found is None or isinstance(found, ast.Starred):
+        name = self.name or ""
+        found = arguments_by(call, name).get(name)
+        if found is None:
             raise errors.Unsupported(
                 "this call does not name the argument that the collective is for",
                 at=text.file.at(call),

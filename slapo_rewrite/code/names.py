@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+from slapo_rewrite.code.arguments import first_parameter
 from slapo_rewrite.source.syntax import assignments
 
 
@@ -28,8 +29,7 @@ def _paths(expr: ast.expr | None, method: ast.FunctionDef, depth: int) -> list[s
         case ast.NamedExpr(value=value):
             return _paths(value, method, depth)
         case ast.Name(id=name):
-            given = [*method.args.posonlyargs, *method.args.args]
-            if given and name == given[0].arg:
+            if name == first_parameter(method):
                 return [""]
             return _of_local(name, method, depth + 1)
     return []

@@ -75,24 +75,3 @@ def returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
             node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
         ):
             waiting += list(ast.iter_child_nodes(node))
-
-
-def all_arguments(arguments: ast.arguments) -> list[ast.arg]:
-    """Every argument that a function takes, `*args` and `**kwargs` included."""
-    found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    return found + [a for a in (arguments.vararg, arguments.kwarg) if a]
-
-
-def passed_on(arguments: ast.arguments, by_name: bool = True) -> Iterator[str]:
-    """The arguments of a method's caller, handed on as they came."""
-    positional = [*arguments.posonlyargs, *arguments.args][1:]
-    required = len(positional) - len(arguments.defaults)
-    for number, argument in enumerate(positional):
-        optional = by_name and number >= required and not arguments.vararg
-        yield f"{argument.arg}={argument.arg}" if optional else argument.arg
-    if arguments.vararg:
-        yield f"*{arguments.vararg.arg}"
-    for argument in arguments.kwonlyargs:
-        yield f"{argument.arg}={argument.arg}"
-    if arguments.kwarg:
-        yield f"**{arguments.kwarg.arg}"

@@ -9,9 +9,16 @@ from dataclasses import dataclass, field
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.splice import Edit, apply_edits
+from slapo_rewrite.code.arguments import (
+    BoundArguments,
+    Signature,
+    first_parameter,
+    given_by,
+    parameters,
+)
 from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.code.layout import formatted
-from slapo_rewrite.code.text import accessor, all_arguments, returns, within
+from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.source.index import SourceFile
 
@@ -82,8 +89,7 @@ class _Body:
         self._check()
         body = self.forward.body
         self.statements = body[1:] if ast.get_docstring(self.forward) is not None else body
-        self.arguments = self.forward.args
-        self.me = [*self.arguments.posonlyargs, *self.arguments.args][0].arg
+        self.me = first_parameter(self.forward)
         for statement in self.statements:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name):
@@ -133,12 +139,8 @@ class _Body:
                 early[0],
                 hint="let it bind its result to a name, and return that at the end",
             )
-        if self.arguments_of_several():
+        if self.forward.args.vararg is not None:
             raise self.refused("it takes `*args`", self.forward)
-
-    def arguments_of_several(self) -> bool:
-        """Whether it takes any number of positional arguments."""
-        return self.forward.args.vararg is not None
 
 
 class _Site:
@@ -199,57 +201,33 @@ class _Site:
 
     def _bound(self) -> dict[str, ast.expr]:
         """What each argument of the body gets."""
-        arguments, call = self.body.arguments, self.call
-        positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)][1:]
-        if any(isinstance(a, ast.Starred) for a in call.args):
-            raise self.refused("it is called with `*`", call)
-        given = dict(zip(positional, call.args, strict=False))
-        known = {*positional, *(a.arg for a in arguments.kwonlyargs)}
-        several = [k for k in call.keywords if k.arg is None]
-        extra: list[ast.keyword] = []
-        for keyword in call.keywords:
-            if keyword.arg in known:
-                given[keyword.arg or ""] = keyword.value
-            elif keyword.arg is not None:
-                extra.append(keyword)
-        every = (*positional, *(a.arg for a in arguments.kwonlyargs))
-        missing = [name for name in every if name not in given]
-        if several and missing:
+        bound = Signature.of(self.body.forward, bound=True).bind(given_by(self.call))
+        given, missing = bound.given, bound.missing
+        if bound.stars:
+            raise self.refused("it is called with `*`", self.call)
+        if bound.spread and missing:
             raise self.refused(
-                f"`**` may give `{missing[0]}` or not", several[0].value, "write the argument out"
+                f"`**` may give `{missing[0]}` or not", bound.spread[0], "write the argument out"
             )
-        self._take_rest(arguments, several, extra, given)
-        defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
-        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-            if default is not None:
-                defaults[argument.arg] = default
+        self._take_rest(bound)
         for name in missing:
-            default = defaults.get(name)
-            if not isinstance(default, (ast.Constant, ast.UnaryOp)):
-                raise self.refused(f"this call does not give `{name}`", call)
-            given[name] = default
+            given[name] = bound.signature.defaults.get(name, self.call)
+            if not isinstance(given[name], (ast.Constant, ast.UnaryOp)):
+                raise self.refused(f"this call does not give `{name}`", self.call)
         return given
 
-    def _take_rest(
-        self,
-        arguments: ast.arguments,
-        several: list[ast.keyword],
-        extra: list[ast.keyword],
-        given: dict[str, ast.expr],
-    ) -> None:
+    def _take_rest(self, bound: BoundArguments[ast.expr]) -> None:
         """What goes into the body's `**kwargs`."""
-        rest = arguments.kwarg.arg if arguments.kwarg else None
+        rest = bound.signature.options
         if rest is None or rest not in {**self.body.loads, **self.body.stores}:
-            unused = [*several, *extra]
+            unused = [*bound.spread, *(value for _, value in bound.extra)]
             if rest is None and unused:
-                raise self.refused("it is called with what it does not take", unused[0].value)
-            for keyword in unused:
-                if not isinstance(keyword.value, (ast.Name, ast.Constant, ast.Attribute)):
-                    raise self.refused(
-                        "an argument that it does not use is computed", keyword.value
-                    )
+                raise self.refused("it is called with what it does not take", unused[0])
+            for each in unused:
+                if not isinstance(each, (ast.Name, ast.Constant, ast.Attribute)):
+                    raise self.refused("an argument that it does not use is computed", each)
             return
-        value = several[0].value if len(several) == 1 and not extra else None
+        value = bound.spread[0] if len(bound.spread) == 1 and not bound.extra else None
         spread = {
             id(k.value)
             for s in self.body.statements
@@ -259,17 +237,17 @@ class _Site:
         only_spread = all(id(n) in spread for n in self.body.loads.get(rest, ()))
         if not isinstance(value, ast.Name) or not only_spread or rest in self.body.stores:
             raise self.refused(f"what is in `{rest}` cannot be told", self.call)
-        given[rest] = value
+        bound.given[rest] = value
 
     def _names(self, given: dict[str, ast.expr]) -> dict[str, str]:
         """Other names for those of the body that mean something else in the method."""
         here = {n.id for n in ast.walk(self.method) if isinstance(n, ast.Name)}
-        here |= {a.arg for a in all_arguments(self.method.args)}
+        here.update(parameters(self.method))
         bound = {
             n.id
             for n in ast.walk(self.method)
             if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)
-        } | {a.arg for a in all_arguments(self.method.args)}
+        }.union(parameters(self.method))
         own = {*self.body.stores, *given}
         for name, nodes in self.body.loads.items():
             if name not in own and name != self.body.me and name in bound:

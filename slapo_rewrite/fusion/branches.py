@@ -6,13 +6,13 @@ branch goes.
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.splice import Edit, apply_edits
+from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.model.facts import NodeFacts
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
@@ -118,8 +118,7 @@ def _takes(scope: Scope, given: Given) -> bool:
     function = scope.graph.function
     if not given.values or scope.function != "forward" or function is None:
         return False
-    arguments = (n for n in ast.walk(function.args) if isinstance(n, ast.arg))
-    return any(argument.arg in given.values for argument in arguments)
+    return any(name in given.values for name in parameters(function))
 
 
 def _followed(scope: Scope, node: Node, sources: Sources, given: Given) -> Scope:

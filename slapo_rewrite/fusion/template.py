@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.splice import Edit, apply_edits
+from slapo_rewrite.code.arguments import Signature
 from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.patterns.pattern import located, names_around
 from slapo_rewrite.source.facts import Constant, Resolver, live_names
@@ -132,9 +133,8 @@ def template_of(function: Callable[..., object], at: errors.Span | None = None) 
                 at=file.at(node),
                 also=[at],
             )
-    given = node.args
-    if given.vararg or given.kwarg:
+    takes = Signature.of(node)
+    if takes.rest or takes.options:
         raise errors.BadPattern("a replacement names each of its parameters", at=file.at(node))
-    parameters = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     resolve = live_names(names_around(unwrapped))
-    return Template(name, tuple(parameters), file, value, resolve)
+    return Template(name, tuple(takes.names), file, value, resolve)

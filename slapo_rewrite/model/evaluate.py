@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_rewrite.code.arguments import Signature, argument_of, first_parameter
 from slapo_rewrite.source.index import SourceFile
-from slapo_rewrite.source.syntax import argument_of, assignments, position, targets_of
+from slapo_rewrite.source.syntax import assignments, position, targets_of
 from slapo_rewrite.source.values import Frame, Loop
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
@@ -255,11 +256,10 @@ class Evaluator:
         assigned = self._assigned(name, at)
         if assigned is not None:
             return assigned[0]
-        parameters = at.frame.function.args
-        positional = [*parameters.posonlyargs, *parameters.args]
-        if name in {a.arg for a in (*positional, *parameters.kwonlyargs)}:
+        takes = Signature.of(at.frame.function)
+        if name in takes.names:
             return self._parameter(name, at.frame)
-        if name in {a.arg for a in (parameters.vararg, parameters.kwarg) if a}:
+        if name in (takes.rest, takes.options):
             raise Unknown
         module = sys.modules.get(self.scene.file.name)
         if module is not None and name in vars(module):
@@ -289,7 +289,7 @@ class Evaluator:
                 raise Unknown
             outer = frame.parent if given in ast.walk(frame.call) else frame
             return self._expr(given, _Place(outer, position(frame.call), {}))
-        if function.args.args and function.args.args[0].arg == name:
+        if name == first_parameter(function):
             return self.scene.live
         if name in self.scene.stored:
             return getattr(self.scene.live, self.scene.stored[name])
@@ -359,7 +359,7 @@ def _destructured(target: ast.expr, value: Any) -> dict[str, Any]:
 
 
 def _is_self(function: ast.FunctionDef, name: str, call: ast.Call) -> bool:
-    first = function.args.args[0].arg if function.args.args else None
+    first = first_parameter(function)
     return name == first == "self" and isinstance(call.func, ast.Attribute)
 
 

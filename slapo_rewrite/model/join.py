@@ -14,12 +14,13 @@ from typing import Any
 from torch import nn
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.arguments import argument_of
 from slapo_rewrite.model import construction, evaluate
 from slapo_rewrite.model.evaluate import Evaluator, Scene, Unknown
 from slapo_rewrite.model.sources import Level, Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.source.sites import Site
-from slapo_rewrite.source.syntax import argument_of, assignments
+from slapo_rewrite.source.syntax import assignments
 from slapo_rewrite.source.values import Frame
 
 __all__ = [

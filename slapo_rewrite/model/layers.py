@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from slapo_rewrite.code.arguments import Signature, given_by
 from slapo_rewrite.runtime.tensor_parallel import ReduceScatter
 
 
@@ -251,12 +252,7 @@ for _n, _axes in (("1", (1, -2)), ("2", (1, -3))):
 def size_of(layer: Layer, call: ast.Call) -> ast.expr | None:
     """The argument of a call that is the size which a layer splits; None where it is not told."""
     name = SHARES[layer.name][0]
-    named = next((k.value for k in call.keywords if k.arg == name), None)
-    if named is not None or name not in layer.arguments:
-        return named
-    before = call.args[: layer.arguments.index(name) + 1]
-    hidden = any(isinstance(a, ast.Starred) for a in before)
-    return before[-1] if len(before) > layer.arguments.index(name) and not hidden else None
+    return Signature(layer.arguments, (name,)).bind(given_by(call)).given.get(name)
 
 
 def splits_of(module: object) -> dict[tuple[str, int], Split] | None:

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.source.index import SourceFile
 
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
@@ -134,7 +135,7 @@ def way_hint(node: ast.AST, function: ast.FunctionDef | None) -> str | None:
     """What to write where a branch goes one way only, as an argument of the function says."""
     if not isinstance(node, ast.If) or function is None:
         return None
-    arguments = {a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg)} - {"self"}
+    arguments = {*parameters(function)} - {"self"}
     named = [n.id for n in ast.walk(node.test) if isinstance(n, ast.Name) and n.id in arguments]
     if not named:
         return None

@@ -10,6 +10,7 @@ import ast
 import functools
 from collections.abc import Iterable, Mapping
 
+from slapo_rewrite.code.arguments import all_arguments, first_parameter
 from slapo_rewrite.patterns.calls import joined
 from slapo_rewrite.patterns.decided import decided
 from slapo_rewrite.patterns.expressions import Expressions, counted
@@ -72,12 +73,10 @@ class Flow(Expressions):
 
     def take_parameters(self, function: ast.FunctionDef, method: bool) -> None:
         """Makes the function's parameters values."""
-        given = function.args
-        names = [*given.posonlyargs, *given.args]
-        if method and names:
+        names = all_arguments(function)
+        if method and first_parameter(function):
             self.scope[names.pop(0).arg] = self.leaf("self", "", function)
-        starred = [a for a in (given.vararg, given.kwarg) if a]
-        for argument in (*names, *given.kwonlyargs, *starred):
+        for argument in names:
             self.scope[argument.arg] = self.leaf("parameter", argument.arg, argument)
 
     def run(self, function: ast.FunctionDef) -> None:

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 
+from slapo_rewrite.code.arguments import Signature
 from slapo_rewrite.patterns.maker import Maker
 from slapo_rewrite.patterns.operations import (
     CASTS,
@@ -79,25 +80,21 @@ class Listed(Maker):
         parameters, positional = (
             parse(signature) if signature else (known.parameters, known.positional)
         )
-        names = [name for name, _ in parameters][:positional]
-        found: dict[str, Value] = {}
-        plain = [v for key, v in given if not key]
-        if any(key in ("*", "**") for key, _ in given):
+        names = [name for name, _ in parameters]
+        star = next((name[1:] for name in names if name.startswith("*")), None)
+        takes = Signature(
+            tuple(name for name in names[:positional] if not name.startswith("*")),
+            tuple(name.lstrip("*") for name in names),
+            star,
+        )
+        bound = takes.bind((PARAMETERS.get((known.name, key), key), value) for key, value in given)
+        found = bound.given
+        if bound.stars or bound.spread or bound.extra or bound.repeated:
             return None
-        for number, value in enumerate(plain):
-            if number < len(names) and names[number].startswith("*"):
-                found[names[number][1:]] = self._packed(plain[number:], node)
-                break
-            if number >= len(names):
+        if bound.rest:
+            if star is None or star in found:
                 return None
-            found[names[number]] = value
-        all_names = {name.lstrip("*") for name, _ in parameters}
-        for key, value in given:
-            key = PARAMETERS.get((known.name, key), key)
-            if key and (key not in all_names or key in found):
-                return None
-            if key:
-                found[key] = value
+            found[star] = self._packed(bound.rest, node)
         for name, default in (*parameters, *known.parameters):
             if name.lstrip("*") not in found:
                 if default is Required:

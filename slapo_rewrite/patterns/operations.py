@@ -12,6 +12,8 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from slapo_rewrite.code.arguments import Signature
+
 
 class Required:
     """Stands for the default of a parameter that has none."""
@@ -57,23 +59,18 @@ class Operation:
 
 def parse(signature: str) -> tuple[tuple[tuple[str, object], ...], int]:
     """Parameters with their defaults, and how many of them may be given by position."""
-    arguments = ast.parse(f"def f({signature}): pass").body[0]
-    assert isinstance(arguments, ast.FunctionDef)
-    given = arguments.args
-    defaults: list[ast.expr | None] = [None] * (len(given.args) - len(given.defaults))
-    defaults += given.defaults
-    found = [(a.arg, _default(d)) for a, d in zip(given.args, defaults, strict=True)]
-    positional = len(found)
-    if given.vararg:
-        found.append((f"*{given.vararg.arg}", Required))
+    function = ast.parse(f"def f({signature}): pass").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    takes = Signature.of(function)
+    found: list[tuple[str, object]] = [
+        (name, ast.literal_eval(takes.defaults[name]) if name in takes.defaults else Required)
+        for name in takes.names
+    ]
+    positional = len(takes.positional)
+    if takes.rest:
+        found.insert(positional, (f"*{takes.rest}", Required))
         positional += 1
-    keyword = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    found += [(a.arg, _default(d)) for a, d in keyword]
     return tuple(found), positional
-
-
-def _default(node: ast.expr | None) -> object:
-    return Required if node is None else ast.literal_eval(node)
 
 
 def _operation(name: str, signature: str, **facts: object) -> Operation:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.arguments import all_arguments
 from slapo_rewrite.patterns.flow import graph_of
 from slapo_rewrite.patterns.values import Graph, Value, described, reached, walk
 from slapo_rewrite.source.facts import Facts, NoFacts, live_names
@@ -253,18 +254,16 @@ def _checked(
     for value in graph.values:
         if id(value) not in used and not value.number:
             raise refuse(value.node, f"{name} computes this, and does not return it")
-    given = function.args
-    parameters = [a.arg for a in (*given.posonlyargs, *given.args)][method:]
-    parameters += [a.arg for a in given.kwonlyargs]
+    arguments = all_arguments(function)[method:]
     read = {value.literal for value in returned.walk() if value.operation == "parameter"}
-    for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs):
-        if argument.arg in parameters and argument.arg not in read:
+    for argument in arguments:
+        if argument.arg not in read:
             raise refuse(argument, f"`{argument.arg}` is not used in the pattern")
     results = last.value.elts if isinstance(last.value, ast.Tuple | ast.List) else [last.value]
     names = tuple(node.id if isinstance(node, ast.Name) else "" for node in results)
     if len(names) < len(roots):  # a name of a tuple
         names = ("",) * len(roots)
-    return Pattern(name, tuple(parameters), graph, roots, names)
+    return Pattern(name, tuple(a.arg for a in arguments), graph, roots, names)
 
 
 def _connected(roots: tuple[Value, ...]) -> bool:

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Self
 
+from slapo_rewrite.code.arguments import Signature, first_parameter
 from slapo_rewrite.patterns.effects import is_expression, own_calls, plain_calls, stored, writes
 from slapo_rewrite.patterns.listed import Given, Listed
 from slapo_rewrite.patterns.values import Graph, Use, Value
@@ -136,35 +137,21 @@ class Through(Listed):
 
     def bind_parameters(self, function: ast.FunctionDef, given: Given, owner: str | None) -> bool:
         """Gives a call's arguments to the parameters of a function; False where they do not fit."""
-        arguments = function.args
-        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
-        if owner is not None and names:
-            self.scope[names.pop(0)] = self.leaf("self", owner, function)
-        plain = [v for key, v in given if not key]
-        if len(plain) > len(names):
+        takes = Signature.of(function, bound=owner is not None)
+        bound = takes.bind(given)
+        if bound.rest or bound.extra or bound.repeated:
             return False
-        for star, literal in ((arguments.vararg, ()), (arguments.kwarg, None)):
+        me = first_parameter(function)
+        if owner is not None and me is not None:
+            self.scope[me] = self.leaf("self", owner, function)
+        for star, literal in ((function.args.vararg, ()), (function.args.kwarg, None)):
             if star is not None:  # what is left over for them is nothing
                 self.scope[star.arg] = self.make("rest", [], star, literal=literal)
-        held = dict(zip(names, plain, strict=False))
-        every = [*names, *(a.arg for a in arguments.kwonlyargs)]
-        for key, value in given:
-            if key and (key not in every or key in held):
+        for name in bound.missing:
+            if name not in takes.defaults:
                 return False
-            if key:
-                held[key] = value
-        defaults = dict(zip(reversed(names), reversed(arguments.defaults), strict=False))
-        defaults |= {
-            a.arg: d
-            for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-            if d is not None
-        }
-        for name in every:
-            if name not in held:
-                if name not in defaults:
-                    return False
-                held[name] = self.expr(defaults[name])
-        self.scope |= held
+            bound.given[name] = self.expr(takes.defaults[name])
+        self.scope |= bound.given
         return True
 
     def read(self, value: Value, node: ast.AST, why: str) -> None:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
+from slapo_rewrite.code.arguments import Signature, first_parameter, given_by, parameters
 from slapo_rewrite.source.index import SourceFile
-from slapo_rewrite.source.syntax import counter_of, is_number, parameters
+from slapo_rewrite.source.syntax import counter_of, is_number
 from slapo_rewrite.source.values import (
     Frame,
     Guard,
@@ -208,14 +209,11 @@ class Expressions:
         if function is None or function in self._active or len(self._active) > _MAX_DEPTH:
             return None
         scope: dict[str, list[Made]] = {}
-        names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
-        if bound and names:
-            scope[names.pop(0)] = [self._self(here)]
-        given = dict(zip(names, call.args, strict=False))
-        given |= {k.arg: k.value for k in call.keywords if k.arg}
+        me = first_parameter(function)
+        if bound and me is not None:
+            scope[me] = [self._self(here)]
+        given = Signature.of(function, bound).bind(given_by(call)).given
         for name, value in given.items():
-            if isinstance(value, ast.Starred):
-                break
             if isinstance(value, ast.Constant | ast.Call | ast.Name | ast.Attribute | ast.List):
                 scope[name] = self._values(value, here)
         frame = Frame(function, call, here.frame)

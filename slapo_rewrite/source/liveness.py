@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from slapo_rewrite.source.syntax import parameters
+from slapo_rewrite.code.arguments import parameters
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -70,8 +70,8 @@ def local_names(function: Function) -> frozenset[str]:
         if isinstance(statement, ast.Global | ast.Nonlocal):
             elsewhere.update(statement.names)
         bound.update(e.name for e in _own_events(statement) if e.kind != "read")
-    given = parameters(function) if isinstance(function, ast.FunctionDef) else set[str]()
-    return frozenset((bound | given) - elsewhere)
+    given = parameters(function) if isinstance(function, ast.FunctionDef) else []
+    return frozenset(bound.union(given) - elsewhere)
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -385,7 +385,7 @@ class _Forward:
 
     def through(self, function: Function) -> dict[ast.stmt, Bound]:
         """For each statement of a function, the names that are bound before it."""
-        given = parameters(function) if isinstance(function, ast.FunctionDef) else set[str]()
+        given = parameters(function) if isinstance(function, ast.FunctionDef) else []
         self._block(function.body, Bound(frozenset(given), frozenset(given)))
         return self.before
 

@@ -10,13 +10,6 @@ from dataclasses import dataclass
 MAX_UNROLLED = 32
 
 
-def parameters(function: ast.FunctionDef) -> set[str]:
-    """The names of all parameters, starred ones among them."""
-    given = function.args
-    names = {a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
-    return names | {a.arg for a in (given.vararg, given.kwarg) if a}
-
-
 def leaves(body: list[ast.stmt]) -> bool:
     """Whether a block always ends what is around it (one that raises needs no guard after it)."""
     return bool(body) and isinstance(body[-1], ast.Return | ast.Continue | ast.Break)
@@ -174,35 +167,6 @@ def targets_of(target: ast.expr) -> list[str]:
         case ast.Starred(value=value):
             return targets_of(value)
     return []
-
-
-def argument_of(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.expr | None:
-    """The expression that a call gives a parameter, its default where the call does not give it.
-
-    Returns:
-        None where that cannot be told: a star argument may hide it, or there is no such parameter.
-    """
-    given = function.args
-    positional = [a.arg for a in (*given.posonlyargs, *given.args)]
-    if positional and positional[0] in {"self", "cls"}:
-        positional = positional[1:]
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return keyword.value
-    if name in positional:
-        position = positional.index(name)
-        before = call.args[: position + 1]
-        if any(isinstance(a, ast.Starred) for a in before):
-            return None
-        if position < len(call.args):
-            return call.args[position]
-    if any(k.arg is None for k in call.keywords):
-        return None
-    all_positional = [a.arg for a in (*given.posonlyargs, *given.args)]
-    defaults = dict(zip(reversed(all_positional), reversed(given.defaults), strict=False))
-    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    defaults |= {a.arg: default for a, default in pairs if default is not None}
-    return defaults.get(name)
 
 
 def position(node: ast.stmt | ast.expr) -> tuple[int, int]:

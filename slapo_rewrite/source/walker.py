@@ -11,6 +11,7 @@ import ast
 from collections.abc import Iterable
 from dataclasses import replace
 
+from slapo_rewrite.code.arguments import first_parameter
 from slapo_rewrite.source.expressions import Expressions, container_form
 from slapo_rewrite.source.syntax import MAX_UNROLLED, constants_of, counter_of, leaves
 from slapo_rewrite.source.values import (
@@ -39,10 +40,8 @@ class Walker(Expressions):
         """Walks a method that Python or somebody else calls."""
         frame = Frame(function)
         here = Here(frame, (), function)
-        scope: dict[str, list[Made]] = {}
-        if function.args.args:
-            scope[function.args.args[0].arg] = [self._self(here)]
-        self._enter(function, here, scope)
+        me = first_parameter(function)
+        self._enter(function, here, {} if me is None else {me: [self._self(here)]})
 
     def _enter(
         self, function: ast.FunctionDef, here: Here, scope: dict[str, list[Made]]

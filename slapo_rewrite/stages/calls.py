@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.arguments import Signature, first_parameter
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.source.liveness import live_after, local_names
 from slapo_rewrite.stages.expressions import OUTDATED, Expressions
@@ -21,7 +22,6 @@ from slapo_rewrite.stages.syntax import (
     is_default,
     keyword_name,
     names_in,
-    own_arguments,
     positional_name,
     signature_of,
     statement_of,
@@ -255,7 +255,7 @@ class Calls(Expressions):
                 )
             if target != text:
                 out.append(Line(f"{target} = {text}", at))
-        names.me = function.args.args[0].arg
+        names.me = first_parameter(function)
         returned = self.block(body_of(function), inner, out)
         self.comments.clear()
         return returned or Result("None", NONE)
@@ -266,39 +266,34 @@ class Calls(Expressions):
         """What each parameter of a function is given by a call."""
         if any(isinstance(a, ast.Starred) for a in node.args) or function.args.vararg:
             raise self.refused("a call with `*` cannot be written out", scope, node)
-        own = own_arguments(function)
-        given: dict[str, Result] = {}
-        for (argument, _), value in zip(own, node.args, strict=False):
-            given[argument.arg] = self.result(value, scope, out)
-        texts: dict[str, str] = {}
-        values: dict[str, Value] = {}
-        known = {a.arg for a, _ in own}
+        arguments = [("", self.result(value, scope, out)) for value in node.args]
         for keyword in node.keywords:
             if keyword.arg is None:
                 extra = scope.names.value(keyword.value)
                 if not isinstance(extra, Extra):
                     raise self.refused("what `**` stands for here is not known", scope, node)
                 given_texts = self.current(extra, scope, keyword.value)
-                results = {k: Result(given_texts[k], extra.values[k]) for k in extra.texts}
+                arguments += [(k, Result(given_texts[k], extra.values[k])) for k in extra.texts]
             else:
-                results = {keyword.arg: self.result(keyword.value, scope, out)}
-            for name, result in results.items():
-                if name in known:
-                    given[name] = result
-                elif name not in FOR_DECORATORS or not function.decorator_list:
-                    texts[name], values[name] = result.text, result.value
-        for argument, default in own:
-            if argument.arg in given:
-                continue
-            if argument.arg == "use_cache":
-                given[argument.arg] = Result("False", Constant(False))
+                arguments.append((keyword.arg, self.result(keyword.value, scope, out)))
+        takes = Signature.of(function, bound=True)
+        bound = takes.bind(arguments)
+        given = bound.given
+        for name in bound.missing:
+            default = takes.defaults.get(name)
+            if name == "use_cache":
+                given[name] = Result("False", Constant(False))
             elif default is None:
-                raise self.refused(f"`{argument.arg}` is not given here", scope, node)
+                raise self.refused(f"`{name}` is not given here", scope, node)
             else:
                 names = dataclasses.replace(scope.names, values={}, me=None)
-                given[argument.arg] = Result(ast.unparse(default), names.value(default))
-        if function.args.kwarg:
-            given[function.args.kwarg.arg] = Result("", Extra(texts, values))
+                given[name] = Result(ast.unparse(default), names.value(default))
+        if takes.options:
+            aside = FOR_DECORATORS if function.decorator_list else set()
+            more = {name: result for name, result in bound.extra if name not in aside}
+            texts = {name: result.text for name, result in more.items()}
+            values = {name: result.value for name, result in more.items()}
+            given[takes.options] = Result("", Extra(texts, values))
         return given
 
     def needed_after(self, node: ast.AST, scope: Scope) -> set[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slapo_rewrite.code.arguments import Signature, all_arguments, first_parameter
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.calls import Calls
@@ -28,7 +29,6 @@ from slapo_rewrite.stages.syntax import (
     is_read_before,
     names_in,
     only_loss,
-    own_arguments,
     reads_in,
     signature_of,
 )
@@ -80,8 +80,9 @@ class Flattening(Calls):
         names = Names(None, self.model, "", values, self.world, self.settings, self.changing)
         scope = Scope(function, self.file, names, "self", {}, frozenset())
         parameters = []
-        for argument, default in own_arguments(function):
-            name = argument.arg
+        takes = Signature.of(function, bound=True)
+        for name, argument in zip(takes.names, all_arguments(function)[1:], strict=False):
+            default = takes.defaults.get(name)
             if name in given:
                 values[name] = Something(True, Tensor)
                 parameters.append(name)
@@ -96,14 +97,14 @@ class Flattening(Calls):
                     argument,
                     "let inputs(model) in the schedule give it",
                 )
-        if function.args.kwarg:
+        if takes.options:
             more: dict[str, Value] = {
                 name: Something(True, Tensor) for name in sorted(given - set(parameters))
             }
             values |= more
             parameters += more
-            values[function.args.kwarg.arg] = Extra({name: name for name in more}, more)
-        names.me = function.args.args[0].arg
+            values[takes.options] = Extra({name: name for name in more}, more)
+        names.me = first_parameter(function)
         lines: list[Line] = []
         result = self.block(body_of(function), scope, lines)
         if result is None:

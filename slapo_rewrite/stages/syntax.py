@@ -38,15 +38,6 @@ def statement_of(function: ast.FunctionDef, node: ast.AST) -> ast.stmt:
     return holding[-1]
 
 
-def own_arguments(function: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None]]:
-    """A method's parameters, the module itself left out, each with its default."""
-    args = function.args
-    positional = [*args.posonlyargs, *args.args]
-    defaults = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
-    found = list(zip(positional, defaults, strict=True))[1:]
-    return found + list(zip(args.kwonlyargs, args.kw_defaults, strict=True))
-
-
 def body_of(function: ast.FunctionDef) -> list[ast.stmt]:
     """A function's statements without its docstring."""
     return function.body[1:] if ast.get_docstring(function) is not None else function.body

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn import functional
 
+from slapo_rewrite.code.arguments import arguments_by
 from slapo_rewrite.model.follow.places import calling_frame, place_of, text_at
 from slapo_rewrite.model.follow.vocabulary import Place
 
@@ -71,10 +72,9 @@ def _named(place: Place) -> str | None:
         call = ast.parse(text_at(place), mode="eval").body
     except SyntaxError:
         return None
-    if not isinstance(call, ast.Call) or not call.args or isinstance(call.args[0], ast.Starred):
+    if not isinstance(call, ast.Call):
         return None
-    named = {k.arg: k.value for k in call.keywords}
-    weight = call.args[1] if len(call.args) > 1 else named.get("weight")
+    weight = arguments_by(call, "input", "weight").get("weight")
     if not isinstance(weight, ast.Attribute) or weight.attr != "weight":
         return None
     return ast.unparse(weight.value)

@@ -1,0 +1,166 @@
+"""The parameters of a function, and which of them each argument of a call is for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+V = TypeVar("V")
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a function takes.
+
+    Attributes:
+        positional: The parameters that can be given by position, in order.
+        named: Those that can be given by name.
+        rest: The parameter that takes all further positions (`*args`).
+        options: The parameter that takes all further names (`**kwargs`).
+        defaults: What the parameters that may be left out are then.
+    """
+
+    positional: tuple[str, ...]
+    named: tuple[str, ...]
+    rest: str | None = None
+    options: str | None = None
+    defaults: Mapping[str, ast.expr] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, function: Function, bound: bool = False) -> Signature:
+        """The signature of a function; of a method without its first parameter where `bound`."""
+        own = function.args
+        positional = [a.arg for a in (*own.posonlyargs, *own.args)]
+        named = [a.arg for a in (*own.args, *own.kwonlyargs)]
+        defaults = dict(zip(reversed(positional), reversed(own.defaults), strict=False))
+        pairs = zip(own.kwonlyargs, own.kw_defaults, strict=True)
+        defaults |= {a.arg: default for a, default in pairs if default is not None}
+        return cls(
+            tuple(positional[bound:]),
+            tuple(named[bound and not own.posonlyargs :]),
+            own.vararg.arg if own.vararg else None,
+            own.kwarg.arg if own.kwarg else None,
+            defaults,
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters in order, those for all further arguments left out."""
+        return list(dict.fromkeys([*self.positional, *self.named]))
+
+    def bind(self, arguments: Iterable[tuple[str, V]]) -> BoundArguments[V]:
+        """Says for which parameter each argument is.
+
+        Args:
+            arguments: As they stand in a call: each with its name, which is '' where it has none,
+                `*` or `**` where it stands for several.
+        """
+        found = BoundArguments[V](self)
+        number = 0
+        for key, value in arguments:
+            if key == "**":
+                found.spread.append(value)
+            elif key == "*" or (not key and found.stars):
+                found.stars.append(value)
+            elif not key and number == len(self.positional):
+                found.rest.append(value)
+            elif key and key not in self.named:
+                found.extra.append((key, value))
+            else:
+                name = key or self.positional[number]
+                number += not key
+                if name in found.given:
+                    found.repeated.append(name)
+                found.given[name] = value
+        return found
+
+
+@dataclass
+class BoundArguments(Generic[V]):
+    """The arguments of a call by the parameters of what it calls.
+
+    Attributes:
+        signature: What it calls takes.
+        given: What parameters are given, in the order of the call.
+        rest: What is given by position after the last of them.
+        extra: What is given by a name that none of them has.
+        repeated: The parameters that are given twice, as no call may.
+        stars: From the first `*xs` on all that is given by position, whatever it is for.
+        spread: What may give any name: each `**xs`.
+    """
+
+    signature: Signature
+    given: dict[str, V] = field(default_factory=dict)
+    rest: list[V] = field(default_factory=list)
+    extra: list[tuple[str, V]] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
+    stars: list[V] = field(default_factory=list)
+    spread: list[V] = field(default_factory=list)
+
+    @property
+    def missing(self) -> list[str]:
+        """The parameters that no argument is for, unless a star gives them."""
+        return [name for name in self.signature.names if name not in self.given]
+
+    def may_be_given(self, name: str) -> bool:
+        """Whether a star may give a parameter that no argument is for."""
+        return bool(self.spread or (self.stars and name in self.signature.positional))
+
+
+def given_by(call: ast.Call) -> list[tuple[str, ast.expr]]:
+    """The arguments of a call, as they are bound."""
+    stars = (("*", a.value) if isinstance(a, ast.Starred) else ("", a) for a in call.args)
+    return [*stars, *((k.arg or "**", k.value) for k in call.keywords)]
+
+
+def arguments_by(call: ast.Call, *names: str) -> dict[str, ast.expr]:
+    """What a call certainly gives the parameters of these names, which are all that there are."""
+    return Signature(names, names).bind(given_by(call)).given
+
+
+def argument_of(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.expr | None:
+    """The expression that a call gives a parameter, its default where the call does not give it.
+
+    Returns:
+        None where that cannot be told: a star argument may hide it, or there is no such parameter.
+    """
+    signature = Signature.of(function, bound=first_parameter(function) in ("self", "cls"))
+    bound = signature.bind(given_by(call))
+    if name in bound.given or bound.may_be_given(name):
+        return bound.given.get(name)
+    return signature.defaults.get(name)
+
+
+def all_arguments(function: Function) -> list[ast.arg]:
+    """Every parameter of a function as it stands there: by position, by name alone, starred."""
+    own = function.args
+    found = [*own.posonlyargs, *own.args, *own.kwonlyargs]
+    return found + [a for a in (own.vararg, own.kwarg) if a]
+
+
+def parameters(function: Function) -> list[str]:
+    """The names of all parameters of a function, starred ones last."""
+    return [a.arg for a in all_arguments(function)]
+
+
+def first_parameter(function: Function) -> str | None:
+    """The first parameter that can be given by position: what a method calls its object."""
+    return next(iter(Signature.of(function).positional), None)
+
+
+def passed_on(method: ast.FunctionDef, by_name: bool = True) -> Iterator[str]:
+    """The arguments of a method's caller, handed on as they came."""
+    takes = Signature.of(method, bound=True)
+    for name in takes.positional:
+        optional = by_name and name in takes.defaults and name in takes.named and not takes.rest
+        yield f"{name}={name}" if optional else name
+    if takes.rest:
+        yield f"*{takes.rest}"
+    for name in takes.named:
+        if name not in takes.positional:
+            yield f"{name}={name}"
+    if takes.options:
+        yield f"**{takes.options}"
