@@ -1,16 +1,21 @@
-"""A process that has imported torch, and what else ranks need, and from which they are forked."""
+"""A process that has imported what ranks need, and from which they are forked."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 from multiprocessing.context import ForkServerContext
+from types import SimpleNamespace
 from typing import Any
 
 MODULES = ["torch", "deepspeed.pipe", "deepspeed.runtime.pipe.engine"]
 MODULES += [f"transformers.models.{n}.modeling_{n}" for n in ("bert", "gpt2", "llama", "t5")]
+# What the modules import that hold the functions which ranks call.
+MODULES += ["hypothesis", "pytest", "tests.numbers", "tests.rewriting"]
+MODULES += ["tests.frozen"]  # after all others
 
 
 def context() -> ForkServerContext:
@@ -21,10 +26,10 @@ def context() -> ForkServerContext:
 
 
 class Forked:
-    """Stands in for `subprocess.Popen` in `slapo_rewrite.verify.launch`.
+    """Stands in for `subprocess.Popen` where verification starts its ranks.
 
-    What it starts is as fresh as that, and has nothing of the tool, but spares the seconds in
-    which each process imports torch, transformers and deepspeed.
+    What it starts has nothing of the tool or the tests, as a new interpreter, but spares the
+    seconds in which each process imports torch, transformers and deepspeed.
     """
 
     def __init__(self, command: list[str], *, stdout: Any, env: dict[str, str], **others: Any):
@@ -45,8 +50,15 @@ class Forked:
         return self._process.exitcode
 
 
+# Stands in for the module `subprocess` there.
+FORKING = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+
+
 def _main(path: str, arguments: list[str], log: str, env: dict[str, str]) -> None:
     os.setsid()
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("slapo_rewrite", "tests"):
+            del sys.modules[name]
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ def wrong(report):
     return {row.name for row in report.rows if not row.ok}
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_right_output_passes_at_both_world_sizes(tmp_path):
     # A folder whose name cannot be imported by an import statement.
     out = outputs.write(tmp_path, "out-1.2")
@@ -149,6 +151,7 @@ def test_output_that_tries_the_tool(tmp_path):
     assert "tensor_parallel.py:8 imports slapo_rewrite" in report.render()
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_output_that_needs_the_tool(tmp_path):
     needed = ("def world", "import slapo_rewrite.errors\n\n\ndef world")
     report = verify(outputs.write(tmp_path, "out", {"tensor_parallel.py": needed}), [1, 2])
@@ -174,6 +177,7 @@ def test_rank_that_crashes_is_the_one_that_is_shown(tmp_path):
     assert report.record()["verdict"] == "failed"
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_rank_that_dies_without_a_word(tmp_path):
     death = (
         "    x = x.clone()\n",
@@ -192,10 +196,10 @@ def test_rank_that_hangs(tmp_path):
     )
     out = outputs.write(tmp_path, "out", {"tensor_parallel.py": hang})
     start = time.monotonic()
-    report = verify(out, [2], timeout_s=15)
+    report = verify(out, [2], timeout_s=8)
     text = report.render()
     assert time.monotonic() - start < 30
-    assert "world size 2 hangs: not done after 15 s" in text
+    assert "world size 2 hangs: not done after 8 s" in text
     assert "rank 0: the rewritten model's first step" in text
     assert "rank 1: the rewritten model's first step" in text
     assert 'tensor_parallel.py", line 20 in total' in text
@@ -213,7 +217,8 @@ def test_interrupt_leaves_no_process(tmp_path, monkeypatch):
     def interrupt(text):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch.subprocess, "Popen", Recorded)
+    recording = SimpleNamespace(**{**vars(subprocess), "Popen": Recorded})
+    monkeypatch.setattr(launch, "subprocess", recording)
     with pytest.raises(KeyboardInterrupt):
         verify(outputs.write(tmp_path, "out"), [2], progress=interrupt)
     assert len(started) == 2
