@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import io
+import textwrap
+import tokenize
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from slapo_rewrite import errors
 from slapo_rewrite.changes.splice import Edit as TextEdit
 from slapo_rewrite.code.edit import Edit, Written, edited
 from slapo_rewrite.code.layout import fitted
@@ -41,6 +45,8 @@ class Lines:
         before: Statements before it.
         after: Statements after it.
         around: Text that changes around it.
+        gone: Who takes the statement away, if anybody does, and why.
+        moved: Whether its comments go elsewhere with what is taken away.
         again: Whether a subclass repeats it although nothing in it changes.
     """
 
@@ -48,6 +54,8 @@ class Lines:
     before: list[Line] = field(default_factory=list)
     after: list[Line] = field(default_factory=list)
     around: list[TextEdit] = field(default_factory=list)
+    gone: tuple[Causes, str] | None = None
+    moved: bool = True
     again: bool = False
 
     def causes(self) -> Causes:
@@ -63,28 +71,114 @@ def changed(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> dict[ast.stmt,
 
 def written(file: SourceFile, lines: Mapping[ast.stmt, Lines], line_length: int) -> list[TextEdit]:
     """The edits of the file that carry out what changes around its statements."""
-    edits = []
-    anew = changed(file, lines)
+    edits = list(_removals(file, {s: c for s, c in lines.items() if c.gone}))
+    anew = changed(file, {s: c for s, c in lines.items() if not c.gone})
     for statement, change in lines.items():
         start, end = file.span(statement)
         indent = statement.col_offset
         pad = "\n" + " " * indent
         edits += change.around
+        # A line before a statement that changes for the same reason is one change with it.
+        own = change.causes(), "; ".join(dict.fromkeys(why for _, _, why in change.inside))
+        above = ""
+        for line in change.before:
+            text = fitted(line.text, indent, line_length) + pad
+            if statement in anew and (line.causes, line.why) == own:
+                above += text
+            else:
+                edits.append(TextEdit(start, start, text, line.causes, line.why))
         if statement in anew:
             first, last, text = anew[statement]
             if last == end:  # not a header alone
                 text = fitted(text, indent, line_length)
-            why = "; ".join(dict.fromkeys(why for _, _, why in change.inside))
-            edits.append(TextEdit(first, last, text, change.causes(), why))
-        # Lines of one cause stand together in one edit.
-        for line in change.before:
-            text = fitted(line.text, indent, line_length) + pad
-            edits.append(TextEdit(start, start, text, line.causes, line.why))
+            lost = [] if change.moved else comments(file.text[first:last])
+            lost = [f"{comment}{pad}" for comment in lost if comment not in text]
+            edits.append(TextEdit(first, last, "".join([*lost, above, text]), *own))
         for line in change.after:
             place = past_comment(file, end)
             text = pad + fitted(line.text, indent, line_length)
             edits.append(TextEdit(place, place, text, line.causes, line.why))
     return edits
+
+
+def _removals(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> Iterator[TextEdit]:
+    """Statements gone with their lines.
+
+    The comments on them stay, unless they go with them, then with those above. A blank line after
+    them goes where none parts anything from anything then.
+
+    Raises:
+        Unsupported: One shares its line with another.
+    """
+    ends: dict[int, TextEdit] = {}
+    for statement in sorted(lines, key=file.span):
+        gone = lines[statement].gone
+        assert gone is not None
+        causes, why = gone
+        start, end = file.span(statement)
+        first = file.text.rfind("\n", 0, start) + 1
+        stop = file.text.find("\n", end)
+        stop = len(file.text) if stop < 0 else stop
+        rest = file.text[end:stop].strip()
+        if file.text[first:start].strip() or (rest and not rest.startswith("#")):
+            raise errors.Unsupported(
+                "a statement that has to go shares its line with another",
+                at=file.at(statement),
+                cause=causes,
+                hint="give each statement a line of its own",
+            )
+        indent = file.text[first:start]
+        kept = "".join(f"{indent}{comment}\n" for comment in comments(file.text[first:stop]))
+        if lines[statement].moved:
+            kept, first = "", _above(file.text, first)
+        above = kept or _text_above(file.text, first, ends)
+        is_blank = not file.text[stop + 1 :].partition("\n")[0].strip()
+        if is_blank and _idle_after(above, file.text[stop:]):
+            stop = file.text.find("\n", stop + 1)
+        edit = TextEdit(first, stop + 1, kept, causes, why)
+        ends[edit.end] = edit
+        yield edit
+
+
+def _above(text: str, first: int) -> int:
+    """Where the comments above a line begin."""
+    while text[:first].removesuffix("\n").rpartition("\n")[2].lstrip().startswith("#"):
+        first = text[:first].removesuffix("\n").rfind("\n") + 1
+    return first
+
+
+def _text_above(text: str, first: int, ends: Mapping[int, TextEdit]) -> str:
+    """What stands above a line when the edits are made."""
+    while (edit := ends.get(first)) is not None:
+        if edit.text:
+            return edit.text
+        first = edit.start
+    return text[:first]
+
+
+def _idle_after(above: str, below: str) -> bool:
+    """Whether a blank line between two texts is none that one would write.
+
+    There is one already, a body begins, or a comment ends the first, which is then on the second.
+    """
+    line = above.removesuffix("\n").rpartition("\n")[2].strip()
+    if line.startswith("#"):
+        return not below.lstrip().startswith("#")
+    return not line or line.endswith(":")
+
+
+def comments(text: str) -> list[str]:
+    """The comments in some lines of source, in order."""
+    if "#" not in text:
+        return []
+    source = textwrap.dedent(text) + "\n"
+    found = []
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            found += [token.string] if token.type == tokenize.COMMENT else []
+    except (tokenize.TokenError, IndentationError):
+        pass  # part of an expression: what was found up to its end is all
+    return found
 
 
 def past_comment(file: SourceFile, position: int) -> int:

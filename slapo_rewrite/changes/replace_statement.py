@@ -1,4 +1,4 @@
-"""A statement of a method written otherwise, as its text says."""
+"""A statement of a method written otherwise: parts of it, lines around it, or none of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.changes.lines import Causes, Line, Lines
+from slapo_rewrite.changes.splice import Edit as TextEdit
+from slapo_rewrite.code.edit import Edit
 
 
 @dataclass(frozen=True)
@@ -16,24 +19,53 @@ class ReplaceStatement(Change):
 
     Attributes:
         statement: The statement.
-        edits: From where to where in the file, and what stands there then.
         what: What the new text is, in a word.
-        after: A statement to stand behind it.
+        edits: What changes in it.
+        before: Statements to stand before it.
+        after: Statements to stand behind it.
+        gone: Whether it is taken away.
+        moved: Whether comments of what goes are elsewhere then; they stay above it otherwise.
+        spliced: From where to where in the file, and what stands there then.
     """
 
     statement: ast.stmt
-    edits: tuple[tuple[int, int, str], ...]
     what: str
-    after: str = ""
+    edits: tuple[Edit, ...] = ()
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    gone: bool = False
+    moved: bool = False
+    spliced: tuple[tuple[int, int, str], ...] = ()
 
     prefix = "Fused"
     is_parallel = False
 
+    def joined(self, other: ReplaceStatement) -> ReplaceStatement:
+        """What both of them change."""
+        what = ", ".join(dict.fromkeys([self.what, other.what]))
+        return ReplaceStatement(
+            self.statement,
+            what,
+            self.edits + other.edits,
+            self.before + other.before,
+            self.after + other.after,
+            self.gone or other.gone,
+            self.moved and other.moved,
+            self.spliced + other.spliced,
+        )
+
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
-        """Puts the text there."""
+        """Puts it there."""
         (asked,) = here
+        self.add_to(text.at(self.statement), asked.causes)
+
+    def add_to(self, lines: Lines, causes: Causes) -> None:
+        """Adds what changes to what else changes around the statement."""
         why = f"`{self.what}`"
-        for start, end, written in self.edits:
-            text.splice(self.statement, start, end, written, asked.causes, why)
-        if self.after:
-            text.insert_after(self.statement, self.after, asked.causes, why)
+        lines.inside += [(edit, causes, why) for edit in self.edits]
+        lines.before += [Line(text, causes, why) for text in self.before]
+        lines.after += [Line(text, causes, why) for text in self.after]
+        lines.around += [TextEdit(*edit, causes, why) for edit in self.spliced]
+        lines.moved = self.moved
+        if self.gone:
+            lines.gone = (causes, why)

@@ -19,7 +19,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from slapo_rewrite.code.build import fitting
+from slapo_rewrite.code.build import fitting, parsed
 from slapo_rewrite.source.index import SourceFile
 
 Span = tuple[int, int]
@@ -41,6 +41,20 @@ class Edit:
     node: ast.expr | ast.stmt
     make: Callable[[Any], cst.CSTNode]
     outer: bool = False
+
+
+@dataclass(frozen=True)
+class Put:
+    """Makes what a text says, whatever stands there: an expression or a simple statement."""
+
+    text: str
+
+    def __call__(self, made: cst.CSTNode) -> cst.CSTNode:
+        """Parses it, as whatever stands there."""
+        if isinstance(made, cst.BaseExpression):
+            return parsed(self.text)
+        line = cst.ensure_type(cst.parse_statement(self.text), cst.SimpleStatementLine)
+        return line.body[0]
 
 
 class NoPlaceError(Exception):

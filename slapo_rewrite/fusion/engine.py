@@ -10,6 +10,7 @@ from typing import Protocol
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change_set import ChangeSet
+from slapo_rewrite.changes.lines import Lines, written
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
@@ -19,7 +20,7 @@ from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.edit.settle import settle
-from slapo_rewrite.fusion.places import Writing, place_edits, removed
+from slapo_rewrite.fusion.places import Writing, replacements
 from slapo_rewrite.fusion.sharing import Sharing
 from slapo_rewrite.fusion.spelling import Speller
 from slapo_rewrite.model.alike import Alike
@@ -134,11 +135,10 @@ class Spread(Protocol):
     def edits(
         self,
         text: str,
-        cause: Directive,
-        why: str,
+        what: str,
         line_length: int,
         spell: Callable[[str], str],
-    ) -> dict[ast.stmt, list[Edit]]:
+    ) -> dict[ast.stmt, ReplaceStatement]:
         """What changes, by statement."""
         ...
 
@@ -348,23 +348,24 @@ class Engine:
 
         None where no claim needs one. The claims are to be looked for again afterwards.
         """
-        first: dict[ast.stmt, list[Edit]] = {}
-        branches: dict[str, dict[ast.stmt, list[Edit]]] = {}
+        first: dict[ast.stmt, ReplaceStatement] = {}
+        branches: dict[str, dict[ast.stmt, ReplaceStatement]] = {}
         for claim in claims:
             drawn = claim.match.drawn
             if drawn is None:
                 continue
             if drawn.branch not in first:
-                why = f"`{claim.what}`"
-                first[drawn.branch] = [Edit(*e, (self.cause,), why) for e in drawn.edits()]
+                edits = tuple(drawn.edits())
+                first[drawn.branch] = ReplaceStatement(drawn.branch, claim.what, spliced=edits)
             branches.setdefault(claim.node.path, {})[drawn.branch] = first[drawn.branch]
         # Equal changes are one object, so that modules that are treated alike are seen to be.
-        known: dict[frozenset[ast.stmt], dict[ast.stmt, list[Edit]]] = {}
-        edits = {path: known.setdefault(frozenset(own), own) for path, own in branches.items()}
-        if not edits:
+        known: dict[frozenset[ast.stmt], dict[ast.stmt, ReplaceStatement]] = {}
+        changes = {path: known.setdefault(frozenset(own), own) for path, own in branches.items()}
+        if not changes:
             return None
-        written = self._written(edits, {})
-        return Rewrite(written, tuple(self.speller.references.values()), again=True)
+        return Rewrite(
+            self._written(changes, {}), tuple(self.speller.references.values()), again=True
+        )
 
     # What changes ---------------------------------------------------------------------------------
 
@@ -388,14 +389,14 @@ class Engine:
         by_path: dict[str, list[Claim]] = {}
         for claim in claims:
             by_path.setdefault(claim.node.path, []).append(claim)
-        known: dict[tuple[object, ...], dict[ast.stmt, list[Edit]]] = {}
-        changes: dict[str, dict[ast.stmt, list[Edit]]] = {}
+        known: dict[tuple[object, ...], dict[ast.stmt, ReplaceStatement]] = {}
+        changes: dict[str, dict[ast.stmt, ReplaceStatement]] = {}
         for path, here in by_path.items():
             key: tuple[object, ...] = tuple(
                 (id(c.match.replaced.node), self._text(c), c.method) for c in here
             )
             if key not in known:
-                known[key] = self._edits(here)
+                known[key] = self._changes(here)
             changes[path] = known[key]
         edits = [*self._written(changes, by_path), *self._functions(claims)]
         edits = list(dict.fromkeys(edits))
@@ -403,7 +404,7 @@ class Engine:
 
     def _written(
         self,
-        by_path: Mapping[str, dict[ast.stmt, list[Edit]]],
+        by_path: Mapping[str, dict[ast.stmt, ReplaceStatement]],
         claims: Mapping[str, Sequence[Claim]],
     ) -> list[Edit]:
         """Changes of the methods that modules run, in place or in subclasses.
@@ -412,7 +413,7 @@ class Engine:
             by_path: The changes by module path and statement.
             claims: What the constructors of the modules' classes are to make things for.
         """
-        edits: list[Edit] = []
+        functions: dict[ast.stmt, Lines] = {}
         asked = {path: id(changes) for path, changes in by_path.items()}
         alike = Alike(self.tree, asked)
         with alike.reduced():
@@ -421,19 +422,17 @@ class Engine:
             for path in asked:
                 if path not in self.tree.nodes:
                     continue
-                for statement, changes in by_path[path].items():
+                for statement, change in by_path[path].items():
                     if self.sharing.owner_of(self.sharing.function_of(statement)) is None:
-                        edits += changes
+                        functions[statement] = Lines()
+                        change.add_to(functions[statement], (self.cause,))
                         continue
-                    what = ", ".join(dict.fromkeys(e.why.strip("`") for e in changes))
-                    plain = tuple((e.start, e.end, e.text) for e in changes)
                     place = AtNode("text", statement.lineno, statement.col_offset)
-                    write = ReplaceStatement(statement, plain, what)
-                    files.main.changes.add(path, place, write, (self.cause,))
+                    files.main.changes.add(path, place, change, (self.cause,))
                 self._construct(claims.get(path, ()), files.main.changes)
             settled = settle(self.tree, files, self.line_length)
         self.speller.take(files.main.imports)
-        edits += settled.pop(self.file.name)
+        edits = written(self.file, functions, self.line_length) + settled.pop(self.file.name)
         if any(settled.values()):
             raise errors.Unsupported(
                 "some instances of a class get a subclass, and are made in another file",
@@ -456,7 +455,7 @@ class Engine:
                 )
             last = found[1].body[-1]
             place = AtNode("text", last.lineno, last.col_offset, what=claim.constructor)
-            write = ReplaceStatement(last, (), claim.what, claim.constructor)
+            write = ReplaceStatement(last, claim.what, after=(claim.constructor,))
             changes.add(claim.node.path, place, write, (self.cause,))
 
     def _text(self, claim: Claim) -> str:
@@ -465,34 +464,30 @@ class Engine:
             self._texts[key] = claim.expression.written(claim.operands, self.speller)
         return self._texts[key]
 
-    def _edits(self, claims: Sequence[Claim]) -> dict[ast.stmt, list[Edit]]:
-        """The edits of one module's class, by statement."""
-        writings = []
-        spread: list[tuple[ast.stmt, list[Edit]]] = []
+    def _changes(self, claims: Sequence[Claim]) -> dict[ast.stmt, ReplaceStatement]:
+        """The changes of one module's class, by statement."""
+        writings, more = [], []
         for claim in claims:
             self._check_names(claim)
-            if claim.spread is not None:
-                given = (self._text(claim), self.cause, f"`{claim.what}`", self.line_length)
-                spread += claim.spread.edits(*given, self.speller).items()
-                continue
-            replaced = claim.match.replaced
-            statement = self.sharing.statement_of(replaced.node)
-            why = f"`{claim.what}`"
             text = self._text(claim)
-            writings.append(Writing(replaced, statement, text, self.cause, why, claim.moved))
-        edits = place_edits(self.file, writings, self.line_length)
-        for statement, changes in spread:
-            edits.setdefault(statement, []).extend(changes)
+            if claim.spread is not None:
+                spread = claim.spread.edits(text, claim.what, self.line_length, self.speller)
+                more += list(spread.values())
+            else:
+                writings.append(Writing(claim.match.replaced, text, claim.what, claim.moved))
+        found = replacements(self.file, writings)
         for statement, claim in self._idle([c for c in claims if c.spread is None]):
-            edits[statement] = [removed(self.file, statement, self.cause, f"`{claim.what}`")]
+            found[statement] = ReplaceStatement(statement, claim.what, gone=True)
         for claim in claims:
             if claim.method is not None:
                 method = self.sharing.function_of(claim.match.replaced.node)
                 end = self.file.span(method)[1]
                 text = "\n\n" + textwrap.indent(claim.method, " " * method.col_offset)
-                edit = Edit(end, end, text, (self.cause,), f"`{claim.what}`")
-                edits.setdefault(method, []).append(edit)
-        return edits
+                more.append(ReplaceStatement(method, claim.what, spliced=((end, end, text),)))
+        for change in more:
+            known = found.get(change.statement)
+            found[change.statement] = known.joined(change) if known else change
+        return found
 
     def _idle(self, claims: Sequence[Claim]) -> Iterator[tuple[ast.stmt, Claim]]:
         """Statements that make an `nn.CrossEntropyLoss()` or so which only the old text calls."""

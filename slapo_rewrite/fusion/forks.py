@@ -9,18 +9,16 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from slapo_rewrite.changes.splice import Edit
+from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.code.text import accessor, within
-from slapo_rewrite.directive import Directive
 from slapo_rewrite.fusion.heads import Declined, Head, Labels, depending, written
-from slapo_rewrite.fusion.places import removed
 from slapo_rewrite.fusion.rule import Found
 from slapo_rewrite.patterns.operations import by_module
 from slapo_rewrite.patterns.standing import bound_by
 from slapo_rewrite.patterns.values import Graph, Use, Value, described
 
-Edits = dict[ast.stmt, list[Edit]]
+Changes = dict[ast.stmt, ReplaceStatement]
 IS_PLAIN = "slapo_rewrite.runtime.kernels.plain.is_plain"
 
 
@@ -94,22 +92,20 @@ class Fork:
     def edits(
         self,
         text: str,
-        cause: Directive,
-        why: str,
+        what: str,
         line_length: int,
         spell: Callable[[str], str],
-    ) -> Edits:
+    ) -> Changes:
         """What changes, by statement.
 
         Args:
             text: The call that takes the place of head and loss.
-            cause: The directive that asks for it.
-            why: What happens, in a few words.
+            what: What it is, in a word.
             line_length: The file's own.
             spell: Gives the text for a dotted name.
         """
         condition = "" if self.alone else self.condition(spell(IS_PLAIN))
-        return _Writer(self, text, condition, cause, why, line_length).edits()
+        return _Writer(self, text, condition, what, line_length).changes()
 
 
 class _Writer:
@@ -118,15 +114,13 @@ class _Writer:
         fork: Fork,
         text: str,
         condition: str,
-        cause: Directive,
-        why: str,
+        what: str,
         line_length: int,
     ) -> None:
-        self.fork, self.text, self.cause, self.why = fork, text, cause, why
-        self.condition = condition
+        self.fork, self.text, self.what, self.condition = fork, text, what, condition
         self.line_length, self.file = line_length, fork.graph.file
 
-    def edits(self) -> Edits:
+    def changes(self) -> Changes:
         fork = self.fork
         first, last = fork.making[0], fork.losing[-1]
         named = f"{fork.hidden} = {fork.named}\n" if fork.named else ""
@@ -135,38 +129,37 @@ class _Writer:
         none, condition = f"{fork.name} = None", self.condition
         if self._joined():
             block = f"{named}if {condition}:\n    {none}\n    {self._loss()}\nelse:\n"
-            return {first: [self._fork(block, fork.making[0], last)]}
-        edits: Edits = {}
+            return {first: self._fork(block, first, last)}
+        found: Changes = {}
         if len(fork.making) == 1:
-            edits[first] = [self._none_or_made(first, named)]
+            found[first] = self._none_or_made(first, named)
         else:
             block = f"{named}if {condition}:\n    {none}\nelse:\n"
-            edits[first] = [self._fork(block, first, fork.making[-1])]
+            found[first] = self._fork(block, first, fork.making[-1])
         block = f"if {fork.name} is None:\n    {self._loss()}\n"
         if fork.place is fork.guard:
             start, indent = self.file.span(fork.guard)[0], fork.guard.col_offset
             above = self._laid(block, indent) + "\n" + " " * indent + "el"
-            edits[fork.guard] = [self._edit(start, start, above)]
+            found[fork.guard] = self._splice(fork.guard, start, start, above)
         elif isinstance(last, ast.Return):
             start, indent = self.file.span(fork.losing[0])[0], last.col_offset
             above = self._laid(block, indent) + "\n" + " " * indent
-            edits[fork.losing[0]] = [self._edit(start, start, above)]
+            found[fork.losing[0]] = self._splice(fork.losing[0], start, start, above)
         else:
-            edits[fork.losing[0]] = [self._fork(f"{block}else:\n", fork.losing[0], last)]
-        return edits
+            found[fork.losing[0]] = self._fork(f"{block}else:\n", fork.losing[0], last)
+        return found
 
-    def _alone(self, named: str) -> Edits:
+    def _alone(self, named: str) -> Changes:
         """The loss alone, where nobody else reads the logits."""
         making, (*before, last) = self.fork.making, self.fork.losing
-        edits: Edits = {
-            s: [removed(self.file, s, self.cause, self.why)] for s in (*making, *before)
-        }
+        found: Changes = {s: ReplaceStatement(s, self.what, gone=True) for s in (*making, *before)}
         if named:
             start, end = self.file.span(making[0])
-            edits[making[0]] = [self._edit(start, end, self._laid(named, making[0].col_offset))]
+            laid = self._laid(named, making[0].col_offset)
+            found[making[0]] = self._splice(making[0], start, end, laid)
         start, end = self.file.span(last)
-        edits[last] = [self._edit(start, end, self._laid(self._loss(), last.col_offset))]
-        return edits
+        found[last] = self._splice(last, start, end, self._laid(self._loss(), last.col_offset))
+        return found
 
     def _joined(self) -> bool:
         """Whether the loss follows at once, so that one fork does."""
@@ -182,14 +175,14 @@ class _Writer:
         begin, stop = self.file.span(self.fork.loss)
         return self.file.text[start:begin] + self.text + self.file.text[stop:end]
 
-    def _none_or_made(self, statement: ast.stmt, named: str) -> Edit:
+    def _none_or_made(self, statement: ast.stmt, named: str) -> ReplaceStatement:
         """An assignment of the logits, or of None."""
         assert isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None
         start, end = self.file.span(statement)
         begin = self.file.span(statement.value)[0]
         value = self._with_name(begin, end)
         text = f"{self.file.text[start:begin]}None if {self.condition} else {value}"
-        return self._edit(start, end, self._laid(named + text, statement.col_offset))
+        return self._splice(statement, start, end, self._laid(named + text, statement.col_offset))
 
     def _with_name(self, start: int, end: int) -> str:
         """Some text, with the name of the head's input in the place of what gets that name."""
@@ -200,7 +193,7 @@ class _Writer:
         begin, stop = self.file.span(_given(call)[0])
         return text[: begin - start] + self.fork.hidden + text[stop - start :]
 
-    def _fork(self, block: str, first: ast.stmt, last: ast.stmt) -> Edit:
+    def _fork(self, block: str, first: ast.stmt, last: ast.stmt) -> ReplaceStatement:
         """A fork in the place of statements, which become its last way."""
         start, end = self.file.span(first)[0], self.file.span(last)[1]
         comment = self.file.text[end:].partition("\n")[0]
@@ -208,7 +201,7 @@ class _Writer:
         makes = first is self.fork.making[0]
         old = self._with_name(start, end) if makes else self.file.text[start:end]
         inner = textwrap.indent(textwrap.dedent(" " * first.col_offset + old), "    ")
-        return self._edit(start, end, self._laid(block + inner, first.col_offset))
+        return self._splice(first, start, end, self._laid(block + inner, first.col_offset))
 
     def _laid(self, text: str, indent: int) -> str:
         """Statements at a column, laid out anew where they are too long."""
@@ -217,8 +210,8 @@ class _Writer:
             return formatted(text, indent, self.line_length)
         return "\n".join([first, *(" " * indent + line if line else "" for line in lines)])
 
-    def _edit(self, start: int, end: int, text: str) -> Edit:
-        return Edit(start, end, text, (self.cause,), self.why)
+    def _splice(self, statement: ast.stmt, start: int, end: int, text: str) -> ReplaceStatement:
+        return ReplaceStatement(statement, self.what, spliced=((start, end, text),))
 
 
 def fork_of(found: Found, head: Head, loss: Value, labels: Labels) -> Fork:

@@ -10,13 +10,13 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.lines import Line, Lines
 from slapo_rewrite.changes.output_files import OutputFiles
-from slapo_rewrite.changes.splice import Edit
+from slapo_rewrite.changes.replace_statement import ReplaceStatement
+from slapo_rewrite.changes.splice import Edit as TextEdit
 from slapo_rewrite.changes.subclasses import SubclassWriter
 from slapo_rewrite.code.build import parenthesised
-from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.edit import Edit, Put
 from slapo_rewrite.edit.rewritten import NewClass, Rewrite
 from slapo_rewrite.fusion.engine import Engine
-from slapo_rewrite.fusion.places import removed
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
@@ -70,7 +70,7 @@ def packed(engine: Engine, groups: Iterable[tuple[Packed, Sequence[Match]]]) -> 
         NoMatch: They do not stand side by side.
         Unsupported: They are no linear layers, or modules of one class call different ones.
     """
-    edits: list[Edit] = []
+    edits: list[TextEdit] = []
     classes: dict[str, NewClass] = {}
     made: dict[type, tuple[str, tuple[object, ...]]] = {}
     for new, group in groups:
@@ -144,7 +144,7 @@ def _check_unread(engine: Engine, node: Node, group: Sequence[Match]) -> None:
 
 def _subclass(
     engine: Engine, node: Node, group: Sequence[Match], new: Packed, new_name: str
-) -> Edit:
+) -> TextEdit:
     """The subclass for the modules of one class."""
     left, name = tuple(str(match.root.called) for match in group), new.name
     if hasattr(node.live, name):
@@ -166,10 +166,10 @@ def _subclass(
         arguments = f"{made[0].inputs}, {total}{made[0].bias}"
     cls = engine.speller(new.origin)
     held = Held(name, f"{cls}({arguments})", left, before)
-    edits = _side_by_side(engine, group, name, sizes)
+    changes = _side_by_side(engine, group, name, sizes)
     article = "An" if node.cls.__name__[0] in "AEIOU" else "A"
     doc = f"{article} `{node.cls.__name__}` with {listed(left)} in one `{name}`."
-    return _holding(engine, node, held, edits, new_name, doc)
+    return _holding(engine, node, held, changes, new_name, doc)
 
 
 @dataclass(frozen=True)
@@ -237,17 +237,17 @@ def _holding(
     engine: Engine,
     node: Node,
     held: Held,
-    edits: Mapping[ast.stmt, Sequence[Edit]],
+    changes: Mapping[ast.stmt, ReplaceStatement],
     new_name: str,
     doc: str,
-) -> Edit:
+) -> TextEdit:
     """The class of a module with another module in the place of some of its submodules.
 
     Args:
         engine: What the change belongs to.
         node: The module.
         held: What it holds.
-        edits: What changes in its methods, by statement.
+        changes: What changes in its methods, by statement.
         new_name: The subclass's name.
         doc: Its docstring's line.
 
@@ -264,7 +264,9 @@ def _holding(
             f"`{name}` has no constructor in {file.path.name}, so it cannot hold `{held.name}`",
             at=cause.at,
         )
-    lines = {s: Lines(around=list(changes)) for s, changes in edits.items()}
+    lines: dict[ast.stmt, Lines] = {}
+    for change in changes.values():
+        change.add_to(lines.setdefault(change.statement, Lines()), (cause,))
     made = f"self.{held.name} = {held.made}"
     deleted = f"del {', '.join(f'self.{each}' for each in held.left)}" if held.left else ""
     for text in (*held.before, made, deleted):
@@ -274,12 +276,12 @@ def _holding(
     text = writer.subclass(name, new_name, lines, {}, set(), doc)
     engine.speller.take(files.main.imports)
     at = file.span(file.classes[name])[1]
-    return Edit(at, at, "\n\n\n" + text.rstrip("\n"), (cause,), f"`{new_name}`")
+    return TextEdit(at, at, "\n\n\n" + text.rstrip("\n"), (cause,), f"`{new_name}`")
 
 
 def _side_by_side(
     engine: Engine, group: Sequence[Match], name: str, sizes: Sequence[str] | None
-) -> dict[ast.stmt, list[Edit]]:
+) -> dict[ast.stmt, ReplaceStatement]:
     """One call in the place of several calls on one operand.
 
     `q = self.q(x).view(...)  ->  q, k, v = self.qkv(x).chunk(3, dim=-1); q = q.view(...)`
@@ -308,31 +310,27 @@ def _side_by_side(
     operand = _operand(engine, first)
     cut = f"split([{', '.join(f'self.{s}' for s in sizes)}], dim=-1)" if sizes else ""
     cut = cut or f"chunk({len(group)}, dim=-1)"
-    column = statements[0].col_offset
     call = f"{', '.join(names)} = self.{name}({operand}).{cut}"
-    call = formatted(call, column, engine.line_length)
-    edits: dict[ast.stmt, list[Edit]] = {}
+    changes: dict[ast.stmt, ReplaceStatement] = {}
     for number, (match, statement) in enumerate(zip(group, statements, strict=True)):
-        here = edits.setdefault(statement, [])
-        why = f"`{name}`"
-        start, end = engine.file.span(statement)
         whole = (
             isinstance(statement, ast.Assign)
             and statement.value is match.replaced.node
             and ast.unparse(statement.targets[0]) == names[number]
         )
-        if number == 0 and whole:
-            here.append(Edit(start, end, call, (engine.cause,), why))
-            continue
-        if number == 0:
-            pad = "\n" + " " * column
-            here.append(Edit(start, start, call + pad, (engine.cause,), why))
-        if whole:
-            here.append(removed(engine.file, statement, engine.cause, why))
-        else:
-            span = engine.file.span(match.replaced.node)
-            here.append(Edit(*span, names[number], (engine.cause,), why))
-    return edits
+        node, text = (statement, call) if whole else (match.replaced.node, names[number])
+        assert isinstance(node, ast.expr | ast.stmt)
+        change = ReplaceStatement(
+            statement,
+            name,
+            (Edit(node, Put(text)),),
+            before=() if number or whole else (call,),
+            gone=whole and number > 0,
+            moved=number == 0,
+        )
+        known = changes.get(statement)
+        changes[statement] = known.joined(change) if known else change
+    return changes
 
 
 def _operand(engine: Engine, match: Match) -> str:

@@ -7,9 +7,10 @@ import textwrap
 import pytest
 import torch.nn.functional as F
 
+from slapo_rewrite.changes.lines import Lines, written
 from slapo_rewrite.changes.splice import apply_edits
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.fusion.places import Writing, place_edits
+from slapo_rewrite.fusion.places import Writing, replacements
 from tests.finding import forward, selection
 
 INIT = "self.norm = nn.LayerNorm(4)\nself.fc = nn.Linear(4, 4)\nself.drop = nn.Dropout(0.1)"
@@ -146,10 +147,10 @@ WRITTEN = [
 def test_how_it_is_written(tmp_path, body, expected):
     s = selection(tmp_path, forward(body, init=INIT))
     (match,) = s.find(both)
-    statement = match.root.site.statement
-    cause = Directive(0, "apply", None, "", ())
-    writing = Writing(match.replaced, statement, "both(x, y)", cause, "")
-    edits = place_edits(match.file, [writing], 100)
-    text, _ = apply_edits(match.file.text, [e for each in edits.values() for e in each])
-    written = text[text.index("z):") + len("z):") :]
-    assert textwrap.dedent(written).strip() == expected
+    changes = replacements(match.file, [Writing(match.replaced, "both(x, y)", "both")])
+    lines = {statement: Lines() for statement in changes}
+    for statement, change in changes.items():
+        change.add_to(lines[statement], (Directive(0, "apply", None, "", ()),))
+    text, _ = apply_edits(match.file.text, written(match.file, lines, 100))
+    function = text[text.index("z):") + len("z):") :]
+    assert textwrap.dedent(function).strip() == expected
