@@ -7,7 +7,6 @@ keeps them, arguments are followed to the call that made the module, all else is
 from __future__ import annotations
 
 import ast
-import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from slapo_rewrite.code.arguments import Signature, argument_of, first_parameter
+from slapo_rewrite.code.evaluate import UNKNOWN, Constant, Worth, computed, truth
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.syntax import assignments, position, targets_of
 from slapo_rewrite.source.values import Frame, Loop
@@ -29,33 +29,6 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
 _BUILTINS = {f.__name__: f for f in _FUNCTIONS}
 _METHODS = {"count", "endswith", "get", "get_text_config", "index", "items", "keys", "lower"}
 _METHODS |= {"removeprefix", "removesuffix", "split", "startswith", "strip", "upper", "values"}
-OPERATORS: Mapping[type[ast.operator | ast.unaryop | ast.cmpop], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-    ast.Not: operator.not_,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.In: lambda a, b: a in b,
-    ast.NotIn: lambda a, b: a not in b,
-}
 _MAX_DEPTH = 40
 
 
@@ -93,119 +66,56 @@ class Evaluator:
         self.scene = scene
         self._depth = 0
 
-    def evaluate(
-        self,
-        expr: ast.expr,
-        frame: Frame | None = None,
-        names: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def evaluate(self, expr: ast.expr, names: Mapping[str, Any] | None = None) -> Any:
         """What the expression came to.
 
         Args:
             expr: The expression.
-            frame: The function that holds it; the scene's own where None.
             names: What names are known to mean there.
 
         Raises:
             Unknown: It cannot be told.
         """
-        try:
-            return self._expr(expr, _Place(frame or self.scene.frame, position(expr), names or {}))
-        except Unknown:
-            raise
-        except Exception as error:  # a property of the user's, an operator on odd operands
-            raise Unknown(str(error)) from error
+        return self._expr(expr, _Place(self.scene.frame, position(expr), names or {}))
+
+    def truth(self, test: ast.expr) -> bool | None:
+        """How a test came out; None where that cannot be told."""
+        return self._truth(test, _Place(self.scene.frame, position(test), {}))
 
     def _expr(self, expr: ast.expr, at: _Place) -> Any:
+        worth = self._worth(expr, at)
+        if not isinstance(worth, Constant):
+            raise Unknown
+        return worth.value
+
+    def _truth(self, test: ast.expr, at: _Place) -> bool | None:
+        def of(operand: ast.expr) -> Worth:
+            worth = self._worth(operand, at)
+            tensor = isinstance(worth, Constant) and isinstance(worth.value, torch.Tensor)
+            return UNKNOWN if tensor else worth
+
+        return truth(test, of)
+
+    def _worth(self, expr: ast.expr, at: _Place) -> Worth:
         self._depth += 1
         try:
             if self._depth > _MAX_DEPTH:
-                raise Unknown
-            return self._evaluate(expr, at)
+                return UNKNOWN
+            match expr:
+                case ast.Name():
+                    return Constant(self._name(expr.id, at))
+                case ast.Attribute():
+                    return Constant(self._attribute(expr, at))
+                case ast.Call():
+                    return Constant(self._call(expr, at))
+                case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
+                    turns = self._turns(expr.generators, at)
+                    return Constant([self._expr(expr.elt, inner) for inner in turns])
+            return computed(expr, lambda operand: self._worth(operand, at)) or UNKNOWN
+        except Exception:  # a property of the user's, a method on odd operands
+            return UNKNOWN
         finally:
             self._depth -= 1
-
-    def _evaluate(self, expr: ast.expr, at: _Place) -> Any:
-        match expr:
-            case ast.Constant():
-                return expr.value
-            case ast.Name():
-                return self._name(expr.id, at)
-            case ast.Attribute():
-                return self._attribute(expr, at)
-            case ast.NamedExpr():
-                return self._expr(expr.value, at)
-            case ast.BoolOp():
-                return self._bool_op(expr, at)
-            case ast.UnaryOp():
-                return OPERATORS[type(expr.op)](self._expr(expr.operand, at))
-            case ast.BinOp(op=op) if type(op) in OPERATORS:
-                return OPERATORS[type(op)](self._expr(expr.left, at), self._expr(expr.right, at))
-            case ast.Compare():
-                return self._compare(expr, at)
-            case ast.IfExp():
-                return self._expr(expr.body if self._truth(expr.test, at) else expr.orelse, at)
-            case ast.Subscript():
-                return self._expr(expr.value, at)[self._expr(expr.slice, at)]
-            case ast.Slice():
-                return slice(
-                    *(e and self._expr(e, at) for e in (expr.lower, expr.upper, expr.step))
-                )
-            case ast.List() | ast.Tuple() | ast.Set():
-                items = [v for e in expr.elts for v in self._element(e, at)]
-                return {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(expr)](items)
-            case ast.Dict():
-                return {
-                    self._expr(k, at): self._expr(v, at)
-                    for k, v in zip(expr.keys, expr.values, strict=True)
-                    if k is not None
-                }
-            case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
-                return [self._expr(expr.elt, inner) for inner in self._turns(expr.generators, at)]
-            case ast.JoinedStr():
-                return "".join(str(self._expr(v, at)) for v in expr.values)
-            case ast.FormattedValue(format_spec=None):
-                return self._expr(expr.value, at)
-            case ast.Call():
-                return self._call(expr, at)
-        raise Unknown
-
-    def _element(self, expr: ast.expr, at: _Place) -> Iterator[Any]:
-        if isinstance(expr, ast.Starred):
-            yield from self._expr(expr.value, at)
-        else:
-            yield self._expr(expr, at)
-
-    def _truth(self, expr: ast.expr, at: _Place) -> bool:
-        value = self._expr(expr, at)
-        if isinstance(value, torch.Tensor):
-            raise Unknown
-        return bool(value)
-
-    def _bool_op(self, expr: ast.BoolOp, at: _Place) -> Any:
-        stop = isinstance(expr.op, ast.Or)
-        unknown = False
-        value: Any = None
-        for part in expr.values:
-            try:
-                value = self._expr(part, at)
-            except Unknown:
-                unknown = True
-                continue
-            if bool(value) is stop:
-                return value  # decides it whatever the others are
-        if unknown:
-            raise Unknown
-        return value
-
-    def _compare(self, expr: ast.Compare, at: _Place) -> bool:
-        left = self._expr(expr.left, at)
-        for op, part in zip(expr.ops, expr.comparators, strict=True):
-            right = self._expr(part, at)
-            if not OPERATORS[type(op)](left, right):
-                return False
-            left = right
-        return True
 
     def _attribute(self, expr: ast.Attribute, at: _Place) -> Any:
         value = self._expr(expr.value, at)
@@ -228,7 +138,7 @@ class Evaluator:
                     raise Unknown
             case _:
                 raise Unknown
-        args = [v for e in expr.args for v in self._element(e, at)]
+        args = self._expr(ast.Tuple(expr.args), at)
         on_live = function in (hasattr, getattr) and args[0] is self.scene.live
         if on_live and args[1] in self.scene.hidden:
             raise Unknown
@@ -238,11 +148,11 @@ class Evaluator:
         first, *rest = generators
         for value in self._expr(first.iter, at):
             inner = at.with_names(_destructured(first.target, value))
-            if all(self._truth(test, inner) for test in first.ifs):
-                if rest:
-                    yield from self._turns(rest, inner)
-                else:
-                    yield inner
+            ways = [self._truth(test, inner) for test in first.ifs]
+            if None in ways:
+                raise Unknown
+            if all(ways):
+                yield from self._turns(rest, inner) if rest else [inner]
 
     # Names ----------------------------------------------------------------------------------
 
@@ -306,10 +216,10 @@ class Evaluator:
             if position(statement) >= at.before or at.inside(statement):
                 continue
             place = _Place(at.frame, position(statement), at.names)
-            try:
-                if not all(self._truth(t, place) is sense for t, sense in assignment.guards):
-                    continue
-            except Unknown:
+            ways = [(self._truth(test, place), sense) for test, sense in assignment.guards]
+            if any(way is not None and way is not sense for way, sense in ways):
+                continue
+            if any(way is None for way, _ in ways):
                 unknown = True
                 continue
             if assignment.looped:

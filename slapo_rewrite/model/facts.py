@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.evaluate import Constant, is_plain
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import beyond_forward
 from slapo_rewrite.source.facts import (
-    Constant,
     Fact,
     Function,
     Other,
@@ -25,7 +25,6 @@ from slapo_rewrite.source.facts import (
     Submodule,
     Tensor,
     dotted,
-    is_plain,
 )
 from slapo_rewrite.source.index import SourceFile
 

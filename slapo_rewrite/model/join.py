@@ -6,7 +6,7 @@ import ast
 import itertools
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -190,7 +190,7 @@ class _Search:
             found = [c for c in found if _numbered(c)]
             if holder is not node.owner:
                 found = [c for c in found if self._fits(c, node) is not False]
-                found = [c for c in found if self._guarded(c, node)]
+                found = [c for c in found if self._guarded(c)]
             yield found
 
     def _choose(self, node: Node, candidates: list[_Candidate]) -> _Candidate | None:
@@ -202,7 +202,7 @@ class _Search:
         fitting = [c for c in candidates if self._fits(c, node) is not False]
         fitting = [c for c in fitting if not _missed(c, node)]
         if len(fitting) > 1 or (fitting and fitting[0].site.steps):
-            reached = [(c, self._guarded(c, node)) for c in fitting]
+            reached = [(c, self._guarded(c)) for c in fitting]
             possible = [replace(c, certain=g is True) for c, g in reached if g is not False]
             # A config changed after construction may speak against the one expression that fits.
             exact = [c for c in fitting if self._fits(c, node)]
@@ -230,7 +230,7 @@ class _Search:
         if site.callee is None or site.kind in {"helper", "factory"}:
             return None
         try:
-            made = self._evaluated(site.callee, candidate, node)
+            made = self._evaluator(candidate).evaluate(site.callee)
         except Unknown:
             return None
         if not isinstance(made, type):
@@ -239,21 +239,17 @@ class _Search:
             return True
         return None if issubclass(node.cls, made) and issubclass(made, nn.Module) else False
 
-    def _guarded(self, candidate: _Candidate, node: Node) -> bool | None:
+    def _guarded(self, candidate: _Candidate) -> bool | None:
         """Whether the tests around a site let it make this module; None where that is not known."""
         unknown = False
         for step in candidate.site.steps:
             test = getattr(step, "test", None)
             if test is None:
                 continue
-            try:
-                value = self._evaluated(test, candidate, node, step.frame)
-                if bool(value) is not getattr(step, "sense", True):
-                    return False
-            except Unknown:
-                unknown = True
-            except Exception:  # the truth of a user's object
-                unknown = True
+            way = self._evaluator(candidate, step.frame).truth(test)
+            if way is not None and way is not getattr(step, "sense", True):
+                return False
+            unknown |= way is None
         return None if unknown else True
 
     def _inner(self, candidate: _Candidate, node: Node) -> Site:
@@ -352,7 +348,7 @@ class _Search:
                     continue
                 patterns = maker.later if later else maker
                 found = [_Candidate(s, holder, n) for s, n in patterns.match(relative)]
-                reached = [(c, self._guarded(c, holder)) for c in found]
+                reached = [(c, self._guarded(c)) for c in found]
                 possible = [replace(c, certain=g is True) for c, g in reached if g is not False]
                 possible = _last(possible)
                 if len({id(c.site.value) for c in possible}) > 1:
@@ -369,22 +365,16 @@ class _Search:
     def value(self, expr: ast.expr, site: Site, holder: Node, node: Node) -> Any:
         """What an expression at a site came to when it made `node`; raises Unknown."""
         candidate = _Candidate(site, holder, _numbers(site, holder, node))
+        evaluator = self._evaluator(candidate)
         try:
-            return self._evaluated(expr, candidate, node)
+            return evaluator.evaluate(expr)
         except Unknown:
             names = construction.scope_at(site.file, site.value, node.live)
             if names is None or not self._remembers:
                 raise
-            return self._evaluated(expr, candidate, node, names=names)
+            return evaluator.evaluate(expr, names)
 
-    def _evaluated(
-        self,
-        expr: ast.expr,
-        candidate: _Candidate,
-        node: Node,
-        frame: Frame | None = None,
-        names: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _evaluator(self, candidate: _Candidate, frame: Frame | None = None) -> Evaluator:
         site, holder = candidate.site, candidate.holder
         maker = self.sources.maker(holder.cls)
         level = maker.levels[maker.level_of[site]] if site in maker.level_of else None
@@ -399,7 +389,7 @@ class _Search:
             ),
             hidden=frozenset({site.path.partition(".")[0]}),
         )
-        return Evaluator(scene).evaluate(expr, names=names)
+        return Evaluator(scene)
 
     def _argument_value(self, holder: Node, level: Level | None, name: str) -> Any:
         """What a parameter of a constructor was given."""

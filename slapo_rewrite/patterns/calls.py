@@ -7,12 +7,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from slapo_rewrite.code.evaluate import Constant
 from slapo_rewrite.patterns.effects import writes
 from slapo_rewrite.patterns.listed import Given, numbered
 from slapo_rewrite.patterns.operations import Operation, by_module, draws, draws_by_name
 from slapo_rewrite.patterns.through import Through
 from slapo_rewrite.patterns.values import Exit, Value, equal
-from slapo_rewrite.source.facts import Constant, Function, Property, Submodule
+from slapo_rewrite.source.facts import Function, Property, Submodule
 from slapo_rewrite.source.index import SourceFile, read_once
 
 # Where rules are, whose functions their patterns may share.

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
+from slapo_rewrite.code.evaluate import (
+    UNKNOWN,
+    Constant,
+    Something,
+    Worth,
+    is_plain,
+    operated,
+    truth_of,
+)
+from slapo_rewrite.patterns.operations import COMPARE
 from slapo_rewrite.patterns.values import Value
-from slapo_rewrite.source.facts import Constant, Facts, Function, Submodule, Tensor, is_plain
+from slapo_rewrite.source.facts import Facts, Function, Submodule, Tensor
 
-_UNKNOWN = object()
-# Something that is there: not None, and nothing else is known of it.
-_THERE = object()
-_COMPARED: dict[str, Callable[[Any, Any], object]] = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "is": operator.is_,
-    "is not": operator.is_not,
-}
+_OPERATORS = {name: operator for operator, name in COMPARE.items()}
 
 
 def decided(test: Value, facts: Facts, given: Mapping[str, object]) -> bool | None:
@@ -32,55 +30,36 @@ def decided(test: Value, facts: Facts, given: Mapping[str, object]) -> bool | No
         facts: Of the module.
         given: Arguments of the function that are taken as constants.
     """
-    value = _known(test, facts, given)
-    return bool(value) if value is not _THERE and is_plain(value) else None
+    worth = _worth(test, facts, given)
+    known = isinstance(worth, Constant) and is_plain(worth.value)
+    return truth_of(worth) if known else None
 
 
-def _known(value: Value, facts: Facts, given: Mapping[str, object]) -> object:
+def _worth(value: Value, facts: Facts, given: Mapping[str, object]) -> Worth:
     parts = [v for _, v in value.arguments]
     match value.operation:
         case "constant":
-            return value.literal
+            return Constant(value.literal)
         case "parameter" if value.literal in given and value.inside is None:
             found = given[str(value.literal)]
-            return found if is_plain(found) else _THERE
+            return Constant(found) if is_plain(found) else Something(True)
         case "attribute":
-            return _held(str(value.literal), facts)
+            fact = facts.look(str(value.literal))
+            if isinstance(fact, Constant):
+                return fact
+            return Something(isinstance(fact, Submodule | Tensor | Function))
         case "not":
-            inner = decided(parts[0], facts, given)
-            return _UNKNOWN if inner is None else not inner
-        case "and" | "or":
-            return _joined(value.operation, [decided(part, facts, given) for part in parts])
+            way = decided(parts[0], facts, given)
+            return UNKNOWN if way is None else Constant(not way)
+        case "and" | "or" as name:
+            ways = [decided(part, facts, given) for part in parts]
+            ends = name == "or"  # the value that settles it
+            if ends in ways:
+                return Constant(ends)
+            return UNKNOWN if None in ways else Constant(not ends)
         case "choice":
             way = decided(parts[0], facts, given)
-            return _UNKNOWN if way is None else _known(parts[1 if way else 2], facts, given)
-        case name if name in _COMPARED and len(parts) == 2:
-            return _compared(name, *(_known(part, facts, given) for part in parts))
-    return _UNKNOWN
-
-
-def _held(path: str, facts: Facts) -> object:
-    match facts.look(path):
-        case Constant(value):
-            return value
-        case Submodule() | Tensor() | Function():
-            return _THERE
-    return _UNKNOWN
-
-
-def _joined(name: str, ways: list[bool | None]) -> object:
-    ends = name == "or"  # the value that settles it
-    if ends in ways:
-        return ends
-    return _UNKNOWN if None in ways else not ends
-
-
-def _compared(name: str, left: object, right: object) -> object:
-    if _UNKNOWN in (left, right):
-        return _UNKNOWN
-    if _THERE in (left, right):
-        return name == "is not" if None in (left, right) and name.startswith("is") else _UNKNOWN
-    try:
-        return bool(_COMPARED[name](left, right))
-    except TypeError:
-        return _UNKNOWN
+            return UNKNOWN if way is None else _worth(parts[1 if way else 2], facts, given)
+        case name if name in _OPERATORS and len(parts) == 2:
+            return operated(_OPERATORS[name], *(_worth(part, facts, given) for part in parts))
+    return UNKNOWN

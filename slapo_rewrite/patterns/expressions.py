@@ -6,11 +6,12 @@ import ast
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from slapo_rewrite.code.evaluate import Constant
 from slapo_rewrite.patterns.calls import Calls, joined
 from slapo_rewrite.patterns.effects import writes
 from slapo_rewrite.patterns.operations import BINARY, COMPARE, DTYPES, MIRRORED, UNARY
 from slapo_rewrite.patterns.values import Binding, Value
-from slapo_rewrite.source.facts import Constant, Submodule, Tensor
+from slapo_rewrite.source.facts import Submodule, Tensor
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _CONSTANTS = {"math.pi": 3.141592653589793, "math.e": 2.718281828459045}

@@ -11,14 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slapo_rewrite.code.evaluate import Constant, is_plain
 from slapo_rewrite.source.index import SourceFile
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A number, a string, a flag, None, or a tuple of such."""
-
-    value: object
 
 
 @dataclass(frozen=True)
@@ -135,13 +129,6 @@ def dotted(function: object) -> str | None:
     if home.startswith("torch.nn.modules."):
         return f"torch.nn.{name}"
     return f"{home}.{name}" if home else name
-
-
-def is_plain(value: object) -> bool:
-    """Whether a value is a number, a string, a flag, None, or a tuple of such."""
-    if isinstance(value, tuple):
-        return all(map(is_plain, value))
-    return value is None or isinstance(value, int | float | str | bool)
 
 
 class NoFacts:

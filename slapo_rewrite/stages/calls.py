@@ -12,6 +12,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import Signature, first_parameter
+from slapo_rewrite.code.evaluate import NONE, Constant, Extra, Fields, Something, Worth
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.source.liveness import live_after, local_names
 from slapo_rewrite.stages.expressions import OUTDATED, Expressions
@@ -27,7 +28,7 @@ from slapo_rewrite.stages.syntax import (
     statement_of,
 )
 from slapo_rewrite.stages.text import comment_after
-from slapo_rewrite.stages.values import NONE, Constant, Extra, Fields, Names, Something, Value
+from slapo_rewrite.stages.values import Names
 
 _Function = ast.FunctionDef
 # Keyword arguments that decorators take for themselves: what a result is wrapped in.
@@ -116,7 +117,7 @@ class Calls(Expressions):
         if not steps or self.is_aside:
             return None
         comments, depth, settings = list(self.comments), self.depth, dict(self.settings)
-        value: Value = Something()
+        value: Worth = Something()
         self.is_aside = True
         try:
             found = scope.names.object_at(steps)
@@ -222,7 +223,7 @@ class Calls(Expressions):
         """Writes a function's statements; gives what it returns."""
         self.comments.clear()
         arguments = self.bound(node, function, scope, out)
-        values: dict[str, Value] = {}
+        values: dict[str, Worth] = {}
         names = Names(None, live, path, values, self.world, self.settings, self.changing)
         needed = scope.after | self.needed_after(node, scope)
         inner = Scope(function, self.file, names, prefix, {}, frozenset(needed))

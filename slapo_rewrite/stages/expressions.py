@@ -8,19 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.evaluate import Constant, Fields, Something, field_at, truth_of
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.flat import Line, Scope
 from slapo_rewrite.stages.syntax import attributes_set, bound_in, is_made_for
 from slapo_rewrite.stages.text import closed, dedented, span_of, written_out
-from slapo_rewrite.stages.values import (
-    CHANGING,
-    Constant,
-    Fields,
-    Something,
-    field_at,
-    truth_of,
-)
+from slapo_rewrite.stages.values import CHANGING
 
 # Stands for an expression whose names mean something else by now.
 OUTDATED = ""

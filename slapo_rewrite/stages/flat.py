@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slapo_rewrite.code.evaluate import Worth
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.index import SourceFile
-from slapo_rewrite.stages.values import Names, Value
+from slapo_rewrite.stages.values import Names
 
 
 @dataclass
@@ -74,5 +75,5 @@ class Result:
     """What a function returns: its text, and what is known of it."""
 
     text: str
-    value: Value
+    value: Worth
     parts: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from slapo_rewrite.code.arguments import Signature, all_arguments, first_parameter
+from slapo_rewrite.code.evaluate import NONE, Constant, Extra, Fields, Something, Worth
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.calls import Calls
@@ -33,16 +34,7 @@ from slapo_rewrite.stages.syntax import (
     signature_of,
 )
 from slapo_rewrite.stages.text import alone, comment_beside, comments_above, written_out
-from slapo_rewrite.stages.values import (
-    NONE,
-    Constant,
-    Extra,
-    Fields,
-    Names,
-    Something,
-    Value,
-    is_module,
-)
+from slapo_rewrite.stages.values import Names, is_module
 
 _COMPOUND = (ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef)
 
@@ -76,7 +68,7 @@ class Flattening(Calls):
         """The model's `forward`, for a training step that gives it these arguments."""
         given = set(given)
         function = only_loss(self.method_of(self.model, "", "forward"), self.loss)
-        values: dict[str, Value] = {}
+        values: dict[str, Worth] = {}
         names = Names(None, self.model, "", values, self.world, self.settings, self.changing)
         scope = Scope(function, self.file, names, "self", {}, frozenset())
         parameters = []
@@ -98,7 +90,7 @@ class Flattening(Calls):
                     "let inputs(model) in the schedule give it",
                 )
         if takes.options:
-            more: dict[str, Value] = {
+            more: dict[str, Worth] = {
                 name: Something(True, Tensor) for name in sorted(given - set(parameters))
             }
             values |= more

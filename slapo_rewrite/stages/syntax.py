@@ -8,9 +8,10 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from slapo_rewrite.code.evaluate import NONE, Constant, Worth
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.liveness import statements
-from slapo_rewrite.stages.values import NONE, Constant, Value, is_module
+from slapo_rewrite.stages.values import is_module
 
 
 def only_loss(function: ast.FunctionDef, loss: str | int | None) -> ast.FunctionDef:
@@ -164,7 +165,7 @@ def signature_of(called: Any) -> inspect.Signature | None:
         return None
 
 
-def is_default(name: str, value: Value, taken: inspect.Signature | None) -> bool:
+def is_default(name: str, value: Worth, taken: inspect.Signature | None) -> bool:
     """Whether a keyword argument is what the callee assumes without it."""
     if taken is None or not isinstance(value, Constant) or value.is_setting:
         return False

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from slapo_rewrite.code.evaluate import Fields
 from slapo_rewrite.source.index import SourceFile
-from slapo_rewrite.stages.values import Fields
 
 
 def written_out(made: Fields) -> str:
