@@ -21,7 +21,7 @@ from slapo_rewrite.changes.save_policy import Kept, buffers_context, context
 from slapo_rewrite.changes.splice import apply_edits, moved
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import parsed
-from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.layout import at_column, formatted
 from slapo_rewrite.code.text import within
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES
@@ -215,36 +215,12 @@ class _Regions:
             line = above
         return line + len(text[line:]) - len(text[line:].lstrip(" \t"))
 
-    def _indented(self, wanted: _Wanted, text: str, indent: int) -> str:
-        """The statements at another indentation; the first line carries none."""
-        before = wanted.calls.run[0].col_offset
-        if before == indent:
-            return text
-        for statement in wanted.calls.run:
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno != (
-                    node.end_lineno
-                ):
-                    raise errors.Unsupported(
-                        "a string over several lines would change with the indentation",
-                        at=self.file.at(node),
-                        cause=wanted.causes,
-                        hint="write it as lines in parentheses",
-                    )
-        pad, shorter = " " * max(0, indent - before), max(0, before - indent)
-        first, *others = text.split("\n")
-        shifted = [pad + o[shorter:] if o.strip() else o for o in others]
-        if any(len(line) > self.line_length for line in shifted):
-            plain = "\n".join([first, *(o.removeprefix(" " * before) for o in others)])
-            return formatted(plain, indent, self.line_length)
-        return "\n".join([first, *shifted])
-
     def _fork(self, wanted: _Wanted) -> None:
         start, end, text = self._text(wanted)
-        indent = wanted.calls.run[0].col_offset
+        column = wanted.calls.run[0].col_offset
         fork_rng = self.imports.helper("rng", "fork_rng", wanted.causes)
-        body = " " * (indent + 4) + self._indented(wanted, text, indent + 4)
-        text = f"with {fork_rng}():\n{body}"
+        body = at_column(text, column, column + 4, self.line_length)
+        text = f"with {fork_rng}():\n{' ' * (column + 4)}{body}"
         why = "random numbers that differ between ranks"
         self.text.splice(wanted.calls.run[0], start, end, text, wanted.causes, why)
 
@@ -285,7 +261,7 @@ class _Regions:
         head = formatted(
             f"def {name}({', '.join(['self', *shown])}): ...", margin, self.line_length
         )
-        body = [f'"""{doc}"""', self._indented(wanted, text, margin + 4)]
+        body = [f'"""{doc}"""', at_column(text, indent, margin + 4, self.line_length)]
         body += [] if returned else [f"return {results}"]
         pad = " " * (margin + 4)
         new = "\n\n" + " " * margin + head.removesuffix(" ...") + "\n"

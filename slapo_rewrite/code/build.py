@@ -95,6 +95,38 @@ def parsed(text: str) -> cst.BaseExpression:
     return cst.parse_expression(text)
 
 
+def reindented(text: str, column: int, indent: int) -> str:
+    """Statements that stand at one column, as they stand at another.
+
+    Strings of several lines stay what they are. The first line carries no indentation, before as
+    afterwards.
+    """
+    if column == indent:
+        return text
+    module = cst.parse_module(f"if True:\n{' ' * column}{text}\n" if column else f"{text}\n")
+    module = module.visit(_Blank())
+    block: Any = cst.ensure_type(module.body[0], cst.If).body if column else module
+    first, *others = block.body
+    if not column:  # comments above the first statement
+        first = first.with_changes(leading_lines=[*module.header, *first.leading_lines])
+    body, footer = [first, *others], block.footer
+    if not indent:
+        return module.with_changes(body=body, footer=footer).code.rstrip("\n")
+    inner = cst.IndentedBlock(body, footer=footer, indent=" " * indent)
+    around = cst.If(cst.Name("True"), inner)
+    printed = module.with_changes(body=[around], footer=[], header=[]).code
+    return printed.partition("\n")[2].removeprefix(" " * indent).rstrip("\n")
+
+
+class _Blank(cst.CSTTransformer):
+    """Has blank lines stay blank in whatever block they stand."""
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        if isinstance(updated_node, cst.EmptyLine):
+            return updated_node.with_changes(indent=updated_node.comment is not None)
+        return updated_node
+
+
 def paren(node: cst.BaseExpression) -> cst.BaseExpression:
     """An expression that stands for itself in every context: in parentheses where it needs them."""
     if isinstance(node, _CLOSED) or node.lpar:

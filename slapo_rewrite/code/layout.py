@@ -7,6 +7,8 @@ import functools
 import black
 from black.mode import TargetVersion
 
+from slapo_rewrite.code.build import reindented
+
 
 @functools.cache
 def _mode(line_length: int) -> black.Mode:
@@ -30,8 +32,25 @@ def formatted(text: str, indent: int, line_length: int) -> str:
     carry all of theirs.
     """
     laid_out = black.format_str(text, mode=_mode(max(20, line_length - indent))).rstrip("\n")
+    if '"""' in laid_out or "'''" in laid_out:
+        return reindented(laid_out, 0, indent)
     lines = laid_out.split("\n")
     return "\n".join([lines[0], *((" " * indent + line) if line else line for line in lines[1:])])
+
+
+def at_column(text: str, column: int, indent: int, line_length: int) -> str:
+    """Statements that stand at one column, as they stand at another.
+
+    They are laid out anew where a line would be too long. The first line carries no indentation,
+    before as afterwards.
+    """
+    if column == indent:
+        return text
+    moved = reindented(text, column, indent)
+    first, *others = moved.split("\n")
+    if any(len(line) > line_length for line in (" " * indent + first, *others)):
+        return formatted(reindented(text, column, 0), indent, line_length)
+    return moved
 
 
 def fitted(text: str, indent: int, line_length: int) -> str:

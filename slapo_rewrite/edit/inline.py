@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import textwrap
 from dataclasses import dataclass, field
 
 from slapo_rewrite import errors
@@ -16,8 +15,8 @@ from slapo_rewrite.code.arguments import (
     given_by,
     parameters,
 )
-from slapo_rewrite.code.build import parenthesised
-from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.build import parenthesised, reindented
+from slapo_rewrite.code.layout import at_column
 from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.source.index import SourceFile
@@ -56,9 +55,7 @@ def inline_edits(
             if isinstance(call, ast.Call) and ast.unparse(call.func) == wanted:
                 text, start, end = _Site(file, body, method, call, cause).written()
                 indent = start - file.text.rindex("\n", 0, start) - 1
-                text = textwrap.indent(text, " " * indent).lstrip(" ")
-                if any(len(line) > line_length for line in text.splitlines()):
-                    text = formatted(textwrap.dedent(" " * indent + text), indent, line_length)
+                text = at_column(text, 0, indent, line_length)
                 edits.append(Edit(start, end, text, (cause,), f"`{path}` written in"))
     if not edits:
         raise errors.Unsupported(
@@ -121,10 +118,6 @@ class _Body:
             private = isinstance(node, ast.Attribute) and node.attr.startswith("__")
             if private and not ast.unparse(node).endswith("__"):
                 raise self.refused("it uses a name that is private to its class", node)
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                first = self.forward.body[0]
-                if node.end_lineno != node.lineno and not within(first, node):
-                    raise self.refused("it holds a string of several lines", node)
         last = self.forward.body[-1]
         if not isinstance(last, ast.Return) or last.value is None:
             raise self.refused(
@@ -348,7 +341,8 @@ class _Site:
         begin = file.offset(self._first_line(), 0)
         end = file.offset(last.lineno, 0)
         text = self._within(replaced, begin, end)
-        lines = [*lead, *textwrap.dedent(text).rstrip().splitlines()]
+        text = reindented(text.strip(), last.col_offset, 0) if text.strip() else ""
+        lines = [*lead, *text.splitlines()]
         start, stop = file.span(self.statement)
         call_start, call_end = file.span(self.call)
         plain = file.text[start:call_start], file.text[call_end:stop]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
-from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.build import reindented
+from slapo_rewrite.code.layout import at_column
 from slapo_rewrite.code.text import accessor, within
 from slapo_rewrite.fusion.heads import Declined, Head, Labels, depending, written
 from slapo_rewrite.fusion.rule import Found
@@ -200,15 +200,12 @@ class _Writer:
         end += len(comment)
         makes = first is self.fork.making[0]
         old = self._with_name(start, end) if makes else self.file.text[start:end]
-        inner = textwrap.indent(textwrap.dedent(" " * first.col_offset + old), "    ")
+        inner = "    " + reindented(old, first.col_offset, 4)
         return self._splice(first, start, end, self._laid(block + inner, first.col_offset))
 
     def _laid(self, text: str, indent: int) -> str:
         """Statements at a column, laid out anew where they are too long."""
-        first, *lines = text.rstrip("\n").split("\n")
-        if any(indent + len(line) > self.line_length for line in (first, *lines)):
-            return formatted(text, indent, self.line_length)
-        return "\n".join([first, *(" " * indent + line if line else "" for line in lines)])
+        return at_column(text.rstrip("\n"), 0, indent, self.line_length)
 
     def _splice(self, statement: ast.stmt, start: int, end: int, text: str) -> ReplaceStatement:
         return ReplaceStatement(statement, self.what, spliced=((start, end, text),))

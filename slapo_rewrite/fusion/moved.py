@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.splice import Edit, apply_edits
-from slapo_rewrite.code.build import parenthesised
+from slapo_rewrite.code.build import parenthesised, reindented
 from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.standing import gives
@@ -42,8 +41,8 @@ class Moved:
     def written(self, head: str, docstring: str, indent: int, line_length: int) -> str:
         """The function's text, to stand at `indent` columns."""
         body = "\n".join([f'"""{docstring}"""', *self.lines])
-        text = f"{head}({', '.join(self.arguments)}):\n{textwrap.indent(body, '    ')}\n"
-        return textwrap.dedent(" " * indent + formatted(text, indent, line_length))
+        text = f"{head}({', '.join(self.arguments)}):\n    {reindented(body, 0, 4)}\n"
+        return reindented(formatted(text, indent, line_length), indent, 0)
 
 
 def moved(match: Match, graph: Graph, at: errors.Span | None, method: bool) -> Moved:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.build import reindented
 from slapo_rewrite.source.index import SourceFile
 
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
@@ -67,9 +67,9 @@ class Drawn:
         if not statements:
             return ""
         first, last = self._lines(statements)
-        lines = "".join(f"{self.file.line(n)}\n" for n in range(first, last + 1))
-        column = self.branch.body[0].col_offset - self.branch.col_offset
-        return textwrap.indent(lines, " " * column)
+        lines = "\n".join(self.file.line(n) for n in range(first, last + 1))
+        column = self.branch.body[0].col_offset
+        return " " * column + reindented(lines.lstrip(), self.branch.col_offset, column) + "\n"
 
     def _below(self, arm: Sequence[ast.stmt]) -> str:
         """The text of what stands below, for the end of an arm."""
@@ -122,8 +122,6 @@ def drawn(
         return "what lies between would have to stand in both arms"
     if not _is_plain(file, branch):
         return "it is an `elif`, has one, or stands on one line"
-    if any(_is_long_string(n) for s in around for n in ast.walk(s)):
-        return "a string of several lines lies between"
     if not all(_is_alone(file, statement) for statement in around):
         return "a statement around it shares its line with another"
     if (lost := _lost(file, branch.test, before)) is not None:
@@ -176,13 +174,6 @@ def _is_plain(file: SourceFile, branch: ast.If) -> bool:
         for line in range(end + 1, branch.orelse[0].lineno)
     )
     return branch.orelse[0].col_offset == column and own_line
-
-
-def _is_long_string(node: ast.AST) -> bool:
-    match node:
-        case ast.Constant(value=str() | bytes()) | ast.JoinedStr():
-            return node.end_lineno != node.lineno
-    return False
 
 
 def _is_alone(file: SourceFile, statement: ast.stmt) -> bool:

@@ -73,6 +73,28 @@ def test_formatted_keeps_quotes_and_indents_what_follows():
     )
 
 
+BLOCK = """\
+# above
+    x = f(
+        1,
+        '''a
+  b''',
+    )  # behind
+
+    # between
+    if x:
+        y = 1
+    # below"""
+
+
+def test_statements_move_and_strings_stay():
+    moved = build.reindented(BLOCK, 4, 0)
+    lines = BLOCK.split("\n")
+    assert moved.split("\n") == [s if s == "  b'''," else s.removeprefix("    ") for s in lines]
+    assert build.reindented(moved, 0, 4) == BLOCK
+    assert build.reindented(build.reindented(BLOCK, 4, 10), 10, 4) == BLOCK
+
+
 @pytest.mark.parametrize(
     ("indices", "total", "text"),
     [

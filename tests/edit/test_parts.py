@@ -233,6 +233,13 @@ def test_what_else_changes_goes_along(tmp_path):
     assert "checkpoint(self._a_and_b, x, use_reentrant=False)" in text
 
 
+def test_a_string_of_several_lines_stays_what_it_is(tmp_path):
+    body = "h = self.a(x)\nif flag:\n    h = self.b(h, '''1\n  2''')\n    h = self.c(h)\nreturn h"
+    text = methods(tmp_path, body, 'b.checkpoint(["b", "c"])')
+    # The whole method stands four columns further to the right in its file.
+    assert "    h = self.b(h, '''1\n      2''')\n    h = self.c(h)\n" in text
+
+
 @pytest.mark.parametrize(
     ("body", "part", "code", "words"),
     [
@@ -257,8 +264,6 @@ def test_what_else_changes_goes_along(tmp_path):
         ("self.a(x)\nself.b(x)\nreturn x", '["a", "b"]', "SR305", "read later"),
         ("h = self.a(x)\nkwargs = {}\nh = self.b(h, **kwargs)\nreturn h", '["a", "b"]', "SR305",
          "binds `kwargs` anew"),
-        ("h = self.a(x)\nif flag:\n    h = self.b('''1\n2''')\n    h = self.c(h)\nreturn h",
-         '["b", "c"]', "SR305", "string over several lines"),
         ("return self.a(x)", '["aa"]', "SR202", "did you mean `a`"),
         ("return self.a(x)", '"z.*"', "SR202", "calls anything that matches `z.*`"),
         ("return self.a(x)", '["a", "layer.0"]', "SR305", "several methods of `Block`"),
