@@ -28,7 +28,7 @@ from benchmark import report
 from benchmark.counted import size, tensors
 from benchmark.steps import DTYPE, STEPS, Step
 from benchmark.traffic import Variant, has_knobs, module_of
-from slapo_rewrite.model.follow.search import pretended_group
+from slapo_rewrite.model.meta_device import pretend_world
 
 NAME = "collectives"
 WORLD = 2
@@ -72,7 +72,7 @@ def kind_of(name: str) -> str:
 
 def sent(step: Step, variant: Variant, module: ModuleType) -> Sent:
     """The collectives of a step."""
-    with pretended_group(WORLD), FakeTensorMode():
+    with pretend_world(WORLD), FakeTensorMode():
         model, inputs = step.build(module, variant.attention), step.inputs(0)
         with Listener() as listener:
             model(**inputs).loss.backward()

@@ -388,7 +388,7 @@ tanhshrink hardshrink softshrink hardsigmoid hardswish log_sigmoid maximum minim
 logaddexp logaddexp2 rsub _threshold
 """
 # What only rearranges: which axis of the result is split is read off its shape, and operations that
-# are told a size have rules of their own (`model/follow`).
+# are told a size have rules of their own (`sharding`).
 _VIEWS = """
 view reshape flatten unflatten ravel expand transpose swapaxes swapdims t adjoint permute movedim
 moveaxis unsqueeze squeeze transpose_ unsqueeze_ squeeze_ t_ swapaxes_ .T .mT .H .mH chunk split

@@ -15,8 +15,8 @@ import torch
 
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
-from slapo_rewrite.model.follow.sizes import tensors
-from slapo_rewrite.model.twin import build_small, loss_of, step_inputs
+from slapo_rewrite.model.results import tensors
+from slapo_rewrite.model.small_model import build_small, loss_of, step_inputs
 from slapo_rewrite.schedule.load import ScheduleFile
 
 

@@ -24,6 +24,7 @@ LAYERS = (
     {"edit"},
     {"changes"},
     {"simulate"},
+    {"sharding"},
     {"model"},
     {"patterns"},
     # Both read text; below `changes`, what they know of one another makes no circle.
@@ -33,7 +34,7 @@ LAYERS = (
     {"errors"},
     {"runtime"},
 )
-MAY_IMPORT_TORCH = {"model", "stages", "verify", "tune", "runtime"}
+MAY_IMPORT_TORCH = {"model", "sharding", "stages", "verify", "tune", "runtime"}
 HEAVY = {"torch", "transformers"}
 
 

@@ -15,7 +15,7 @@ from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.places import AtNode, EndOfConstructor
 from slapo_rewrite.code.build import bare, call, parsed
 from slapo_rewrite.code.text import accessor
-from slapo_rewrite.model.follow import CALL
+from slapo_rewrite.sharding import CALL
 
 # How a list of sizes is written that must be this rank's shares.
 SHARES = "[{part_size}(size) for size in {argument}]"

@@ -180,8 +180,3 @@ class ModuleState:
 
 
 EMPTY = ModuleState()
-
-
-def general(path: str) -> str:
-    """A module path with `*` for each number: `layer.3.mlp -> layer.*.mlp`."""
-    return ".".join("*" if segment.isdigit() else segment for segment in path.split("."))

@@ -35,6 +35,11 @@ def accessor(path: str) -> str:
     return text
 
 
+def with_wildcards(path: str) -> str:
+    """A module path with `*` for each number: `layer.3.mlp -> layer.*.mlp`."""
+    return ".".join("*" if segment.isdigit() else segment for segment in path.split("."))
+
+
 def docstring(text: str, indent: int, line_length: int) -> list[str]:
     """A docstring of one line, or broken over several where it does not fit."""
     pad = " " * indent

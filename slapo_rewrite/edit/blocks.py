@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.late import Late, names_read
 from slapo_rewrite.changes.state import Shard
-from slapo_rewrite.model.follow import Place
-from slapo_rewrite.model.follow.packing import reduced
 from slapo_rewrite.model.join import Sources, size_at
 from slapo_rewrite.model.layers import Written
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.tensor_parallel import Blocks
+from slapo_rewrite.sharding import Place
+from slapo_rewrite.sharding.packing import reduced
 from slapo_rewrite.source.sites import Site
 
 # A sum of products of names: how often each is in it.

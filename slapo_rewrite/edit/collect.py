@@ -51,18 +51,6 @@ from slapo_rewrite.code.text import returns
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.edit.blocks import BlockWriter, fixed, length_of
 from slapo_rewrite.edit.gradients import Gradients
-from slapo_rewrite.model.follow import (
-    ArgumentChange,
-    Asked,
-    Attribute,
-    Border,
-    Followed,
-    ParallelLoss,
-    ShardedParameter,
-    Statistic,
-    layer_key,
-)
-from slapo_rewrite.model.follow import Place as FollowedPlace
 from slapo_rewrite.model.join import find_parameter_site, find_site
 from slapo_rewrite.model.layers import (
     IN_UNITS,
@@ -78,14 +66,26 @@ from slapo_rewrite.model.layers import (
 )
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.runtime.tensor_parallel import Blocks, ReduceScatter
+from slapo_rewrite.sharding import (
+    ArgumentChange,
+    Attribute,
+    ModuleBoundary,
+    ParallelLoss,
+    ShardedParameter,
+    ShardingRequest,
+    ShardingResult,
+    Statistic,
+    layer_key,
+)
+from slapo_rewrite.sharding import Place as FollowedPlace
 from slapo_rewrite.source.sites import Site
 
 
 def collect(
     tree: Tree,
     states: Mapping[str, ModuleState],
-    asked: Asked,
-    followed: Followed,
+    asked: ShardingRequest,
+    followed: ShardingResult,
     files: OutputFiles,
     before: tuple[Directive, ...],
 ) -> None:
@@ -117,7 +117,7 @@ class _Collection:
         self.sources = files.sources
         self.placement = Placement(states, files)
 
-    def run(self, asked: Asked, followed: Followed) -> None:
+    def run(self, asked: ShardingRequest, followed: ShardingResult) -> None:
         """Everything, in order."""
         layers, parameters = asked.layers, asked.parameters
         for path, state in self.states.items():
@@ -187,7 +187,7 @@ class _Collection:
                 hint="schedule what it holds, or the module that calls it",
             )
 
-    def _split_parameter(self, node: Node, shard: Shard, followed: Followed) -> None:
+    def _split_parameter(self, node: Node, shard: Shard, followed: ShardingResult) -> None:
         site = find_parameter_site(self.sources, node, shard.name)
         home = self.files.of_file(site.file)
         if site.file is not home.file:
@@ -203,7 +203,11 @@ class _Collection:
         home.changes.add(node.path, AtParameter(start, (shard.name,)), change, (shard.cause,))
 
     def _syncs(
-        self, node: Node, borders: Sequence[Border], is_layer: bool, followed: Followed
+        self,
+        node: Node,
+        borders: Sequence[ModuleBoundary],
+        is_layer: bool,
+        followed: ShardingResult,
     ) -> None:
         """The collectives at a module's borders, those that a layer carries out itself apart."""
         syncs = self.states[node.path].syncs if borders else ()
@@ -251,7 +255,7 @@ class _Collection:
                 calling.changes.add(caller.path, AtCalls(relative, side), call, causes)
 
     def _decompose(
-        self, node: Node, state: ModuleState, layer: Layer | None, followed: Followed
+        self, node: Node, state: ModuleState, layer: Layer | None, followed: ShardingResult
     ) -> None:
         """The product and the sum where the layer is called, with what else the layer does."""
         assert node.owner is not None and state.decompose is not None
@@ -298,7 +302,7 @@ class _Collection:
                     found[name] = holder._fields[0]
         return tuple(sorted(found.items()))
 
-    def _fitted(self, node: Node, layer: Layer, followed: Followed) -> Layer:
+    def _fitted(self, node: Node, layer: Layer, followed: ShardingResult) -> Layer:
         """The layer with what followed of how it may be split."""
         key = layer_key(node)
         if key in followed.replicated:
@@ -306,7 +310,7 @@ class _Collection:
         unit = followed.units.get(key)
         return replace(layer, unit=unit) if unit and layer.name in IN_UNITS else layer
 
-    def _with_parts(self, node: Node, layer: Layer, followed: Followed) -> Layer:
+    def _with_parts(self, node: Node, layer: Layer, followed: ShardingResult) -> Layer:
         """The layer with the blocks that its split axis packs written where it is made."""
         state = self.states[node.path]
         shard = next((s for s in state.shards if s.as_sizes), state.shards[0])
@@ -328,7 +332,7 @@ class _Collection:
         shard: Shard,
         site: Site | None,
         size: ast.expr | None,
-        followed: Followed,
+        followed: ShardingResult,
     ) -> int | Written | Blocks:
         """How the blocks of a tensor are written at its site, or in its own class."""
         full = getattr(node.live, shard.name).shape[shard.axis]
@@ -343,7 +347,7 @@ class _Collection:
         self,
         layers: Mapping[str, Layer],
         parameters: Mapping[str, Sequence[ShardedParameter]],
-        followed: Followed,
+        followed: ShardingResult,
     ) -> None:
         """What follows from the shards, on every module that holds sharded parameters."""
         owners: dict[str, list[Directive]] = {}
@@ -370,7 +374,7 @@ class _Collection:
             self._argument(change, owners, followed)
         Gradients(self.tree, self.states, self.files, followed).share(owners, self._holders(owners))
 
-    def _share_attribute(self, node: Node, share: Share, followed: Followed) -> None:
+    def _share_attribute(self, node: Node, share: Share, followed: ShardingResult) -> None:
         """An attribute that the schedule itself splits."""
         few = {(a.cls, a.name) for a in followed.few if a.asked}
         layer = _sharing(node.cls, followed) if (node.cls, share.name) in few else None
@@ -379,7 +383,10 @@ class _Collection:
         home.changes.add(node.path, EndOfConstructor(share.name), what, (share.cause,))
 
     def _argument(
-        self, change: ArgumentChange, owners: Mapping[str, list[Directive]], followed: Followed
+        self,
+        change: ArgumentChange,
+        owners: Mapping[str, list[Directive]],
+        followed: ShardingResult,
     ) -> None:
         """An argument written differently, below sharded parameters or where their parts come."""
         place = change.place
@@ -485,7 +492,7 @@ def _around(
     return None
 
 
-def _sharing(cls: type, followed: Followed) -> str | None:
+def _sharing(cls: type, followed: ShardingResult) -> str | None:
     """A layer that a class makes of which several ranks may hold the same heads."""
     return min((name for maker, name in followed.replicated if maker is cls), default=None)
 

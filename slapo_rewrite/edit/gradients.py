@@ -18,9 +18,9 @@ from slapo_rewrite.changes.places import AtBase, AtReads
 from slapo_rewrite.changes.reads import is_question, values_read
 from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.directive import Directive, merged_causes
-from slapo_rewrite.model.follow import Followed, Reading
 from slapo_rewrite.model.layers import SUMMING, summing_base
 from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.sharding import Reading, ShardingResult
 
 Causes = tuple[Directive, ...]
 
@@ -36,7 +36,11 @@ class Gradients:
     """
 
     def __init__(
-        self, tree: Tree, states: Mapping[str, ModuleState], files: OutputFiles, followed: Followed
+        self,
+        tree: Tree,
+        states: Mapping[str, ModuleState],
+        files: OutputFiles,
+        followed: ShardingResult,
     ) -> None:
         self.tree, self.states, self.files, self.followed = tree, states, files, followed
         self.readings: dict[tuple[str, str], list[Reading]] = {}

@@ -13,11 +13,12 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import Function
-from slapo_rewrite.changes.state import EMPTY, ModuleState, Sync, general
+from slapo_rewrite.changes.state import EMPTY, ModuleState, Sync
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.model.follow import CannotFollow, Remedy
 from slapo_rewrite.model.layers import Layer, split_of
 from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.sharding import CannotFollow, MissingCollective
 
 States = dict[str, ModuleState]
 
@@ -60,19 +61,19 @@ class Inference:
             yield usual
         yield states
 
-    def _usual(self, path: str, layer: Layer, is_head: bool) -> Iterator[Remedy]:
+    def _usual(self, path: str, layer: Layer, is_head: bool) -> Iterator[MissingCollective]:
         """The collectives that are usual for a layer, if they may be inferred."""
         if self._cause(path) is None:
             return
         split = split_of(self.tree.nodes[path].live, layer)
         if split.has_input_gradient:
-            yield Remedy(path, "bwd_post", "all_reduce")
+            yield MissingCollective(path, "bwd_post", "all_reduce")
         if split.output == "partial sum":
-            yield Remedy(path, "fwd_post", "all_reduce")
-        elif is_head and general(path) == path:
-            yield Remedy(path, "fwd_post", "all_gather", split.axes[0])
+            yield MissingCollective(path, "fwd_post", "all_reduce")
+        elif is_head and with_wildcards(path) == path:
+            yield MissingCollective(path, "fwd_post", "all_gather", split.axes[0])
 
-    def _stated(self, states: States, remedy: Remedy) -> bool:
+    def _stated(self, states: States, remedy: MissingCollective) -> bool:
         """Whether the layer, or a module around it, has a collective that does the same."""
         return any(
             _does(sync, remedy)
@@ -81,7 +82,7 @@ class Inference:
         )
 
     def repaired(
-        self, states: States, layers: Mapping[str, Layer], remedy: Remedy | None
+        self, states: States, layers: Mapping[str, Layer], remedy: MissingCollective | None
     ) -> States | None:
         """What is asked, with the missing collective there and at the module's like.
 
@@ -93,11 +94,11 @@ class Inference:
         wanted = states.get(remedy.path, EMPTY)
         if any(sync.mode == remedy.mode for sync in wanted.syncs):
             return None
-        like = general(remedy.path)
+        like = with_wildcards(remedy.path)
         found = {
             path: self._with(state, replace(remedy, path=path))
             for path, state in states.items()
-            if state == wanted and general(path) == like and self._cause(path)
+            if state == wanted and with_wildcards(path) == like and self._cause(path)
         }
         return {**states, **found} if remedy.path in found else None
 
@@ -110,12 +111,12 @@ class Inference:
         remedy, path = error.remedy, error.within
         if remedy is None or remedy.mode != "bwd_post" or not path or not self._cause(path):
             return None
-        remedy, like = Remedy.gradient_of(path), general(path)
+        remedy, like = MissingCollective.gradient_of(path), with_wildcards(path)
         assert remedy is not None
         if any(sync.mode == "bwd_post" for sync in states.get(path, EMPTY).syncs):
             return None
         found = dict(states)
-        for above in [p for p in self.tree.nodes if general(p) == like and self._cause(p)]:
+        for above in [p for p in self.tree.nodes if with_wildcards(p) == like and self._cause(p)]:
             for below, state in states.items():
                 if below.startswith(f"{above}."):
                     syncs = tuple(s for s in state.syncs if not _is_inferred_sum(s))
@@ -131,7 +132,7 @@ class Inference:
         """
         return self._cause(path) is None or any(not s.cause.inferred for s in state.syncs)
 
-    def _fits(self, layers: Mapping[str, Layer], remedy: Remedy) -> bool:
+    def _fits(self, layers: Mapping[str, Layer], remedy: MissingCollective) -> bool:
         layer = layers.get(remedy.path)
         if layer is None:
             return True
@@ -140,7 +141,7 @@ class Inference:
             return split.has_input_gradient
         return (remedy.operation == "all_gather") == (split.output == "partition")
 
-    def _with(self, state: ModuleState, remedy: Remedy) -> ModuleState:
+    def _with(self, state: ModuleState, remedy: MissingCollective) -> ModuleState:
         cause = self._cause(remedy.path)
         assert cause is not None
         directive = replace(
@@ -168,7 +169,7 @@ def _is_inferred_sum(sync: Sync) -> bool:
     return sync.mode == "bwd_post" and sync.cause.inferred is not None
 
 
-def _does(sync: Sync, remedy: Remedy) -> bool:
+def _does(sync: Sync, remedy: MissingCollective) -> bool:
     """Whether a collective may do what a usual one would."""
     if remedy.operation == "all_gather":
         return sync.mode == "fwd_post"
@@ -190,7 +191,7 @@ def named(states: States, number: int) -> tuple[States, list[Directive]]:
         cause = sync.cause
         if cause.inferred is None:
             return sync
-        key = (cause.number, cause.inferred, general(cause.paths[0]))
+        key = (cause.number, cause.inferred, with_wildcards(cause.paths[0]))
         found.setdefault(key, replace(cause, number=number + len(found)))
         return replace(sync, cause=found[key])
 

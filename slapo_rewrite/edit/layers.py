@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import ModuleState, Shard, Sync
-from slapo_rewrite.model.follow import SPOKEN
 from slapo_rewrite.model.layers import Layer, Split, splits_of
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.tensor_parallel import ReduceScatter, sum_later
+from slapo_rewrite.sharding import SPOKEN
 
 
 def choose_layer(node: Node, state: ModuleState) -> Layer:

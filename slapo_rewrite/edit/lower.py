@@ -18,31 +18,32 @@ from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.changes.placement import find_subgraph
 from slapo_rewrite.changes.regions import ForkRegion
 from slapo_rewrite.changes.splice import Edit
-from slapo_rewrite.changes.state import ModuleState, Sync, general
+from slapo_rewrite.changes.state import ModuleState, Sync
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.edit.collect import collect
 from slapo_rewrite.edit.infer import Inference, named
 from slapo_rewrite.edit.layers import choose_layer, done_inside
 from slapo_rewrite.edit.settle import settle
 from slapo_rewrite.edit.ties import annotate_ties, follow_ties
-from slapo_rewrite.model.alike import Alike
-from slapo_rewrite.model.follow import (
-    Asked,
-    Border,
+from slapo_rewrite.model.join import Sources, find_parameter_site
+from slapo_rewrite.model.layers import Layer, base_of, is_grouped
+from slapo_rewrite.model.representatives import Representatives
+from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.sharding import (
     CannotFollow,
     CannotRun,
     CannotStandIn,
     Draw,
-    Followed,
+    ModuleBoundary,
     Records,
     ShardedParameter,
+    ShardingRequest,
+    ShardingResult,
     StandIn,
-    follow,
     out_of_step,
+    propagate,
 )
-from slapo_rewrite.model.join import Sources, find_parameter_site
-from slapo_rewrite.model.layers import Layer, base_of, is_grouped
-from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.source.index import SourceFile
 
 # Modes in the order of the data: a gradient is summed inside of what is gathered.
@@ -124,18 +125,20 @@ class _Lowering:
         """Everything, in order."""
         follow_ties(self.tree, self.states)
         annotate_ties(self.tree, self.states)
-        alike, every = Alike(self.tree, self.states), self.states
+        alike, every = Representatives(self.tree, self.states), self.states
         self.inference = Inference(self.tree, every)
         self.files.siblings(alike.siblings)
 
-        def followed_itself(asked: Asked, records: Records) -> Followed:
-            return follow(self.tree, asked, step_inputs(), self.files.holds, records, self.thorough)
+        def followed_itself(asked: ShardingRequest, records: Records) -> ShardingResult:
+            return propagate(
+                self.tree, asked, step_inputs(), self.files.holds, records, self.thorough
+            )
 
         with alike.reduced():
             self.states = few = {path: every[path] for path in every if path in self.tree.nodes}
             try:
                 with alike.shortened():
-                    followed: Followed | None = self._follow(followed_itself)
+                    followed: ShardingResult | None = self._follow(followed_itself)
             except CannotRun:
                 followed = None
         reduced: Callable[[], AbstractContextManager[None]] = alike.reduced
@@ -162,10 +165,10 @@ class _Lowering:
             edits = settle(self.tree, self.files, self.line_length)
         return Lowered(self.files, edits, inferred, self.warnings)
 
-    def _asked(self) -> Asked:
+    def _asked(self) -> ShardingRequest:
         layers, parameters = self._layers_and_parameters()
         heads = {p for p in layers if self.inference.passes_on(p, self.states[p])}
-        return Asked(
+        return ShardingRequest(
             layers,
             parameters,
             self._borders(layers),
@@ -247,9 +250,9 @@ class _Lowering:
         files = [(self.files.of(c), c.__name__) for c in between]
         return all(d is not None and d.classes.extends_forward(name) for d, name in files)
 
-    def _borders(self, layers: Mapping[str, Layer]) -> dict[str, list[Border]]:
+    def _borders(self, layers: Mapping[str, Layer]) -> dict[str, list[ModuleBoundary]]:
         """The collectives that no layer carries out by itself, in the order of the data."""
-        found: dict[str, list[Border]] = {}
+        found: dict[str, list[ModuleBoundary]] = {}
         for path, state in self.states.items():
             inside = done_inside(self.tree.nodes[path], state) if path in layers else []
             for number, sync in enumerate(state.syncs):
@@ -259,7 +262,7 @@ class _Lowering:
             borders.sort(key=lambda b: ORDER.index(b.mode))
         return found
 
-    def _follow(self, run: Callable[[Asked, Records], Followed]) -> Followed:
+    def _follow(self, run: Callable[[ShardingRequest, Records], ShardingResult]) -> ShardingResult:
         """What follows from the sharded sizes, once the syncs left to be inferred are there.
 
         Args:
@@ -277,7 +280,7 @@ class _Lowering:
                 self.states = repaired
                 asked = self._asked()
                 try:
-                    return run(asked, records) if _needs_following(asked) else Followed()
+                    return run(asked, records) if _needs_following(asked) else ShardingResult()
                 except CannotFollow as error:
                     failed = error
                     repaired = self.inference.repaired(
@@ -307,12 +310,12 @@ class _Lowering:
 
     def _follow_small(
         self, small: Callable[[], tuple[Any, dict[str, Any]]], error: CannotRun
-    ) -> Followed:
+    ) -> ShardingResult:
         """The same of a small model in its place; where there is none, that is warned of."""
         before, lead = self.states, "the model does not run on the meta device"
         try:
             stand_in = StandIn(self.tree, self.states, small)
-            return self._follow(lambda a, r: stand_in.follow(a, self.files.holds, r))
+            return self._follow(lambda a, r: stand_in.propagate(a, self.files.holds, r))
         except CannotStandIn as why:
             instead = (
                 f"a small model cannot stand for it: {why}; `verify_model(m)` in the schedule may "
@@ -328,7 +331,7 @@ class _Lowering:
             f"{lead}, so sizes inside `forward` were not followed ({reason}); `--verify` tells "
             "whether they had to be"
         )
-        return Followed()
+        return ShardingResult()
 
     def _warn_of(self, draw: Draw, world: int) -> None:
         """Says which random numbers bring the ranks out of step, unless they are forked."""
@@ -336,12 +339,12 @@ class _Lowering:
             return
         path, place = draw.callers[0][0], draw.place
         where = f"{self.files.at(place).file.display}:{place.line}: " if place else ""
-        selected = f's["{general(path)}"]' if path else "s"
+        selected = f's["{with_wildcards(path)}"]' if path else "s"
         whole = self.tree.nodes[path].cls.__module__.startswith("torch.nn.")
         fork = ".fork_rng()" if whole else ".fork_rng(subgraph=...) of this line"
         warning = (
-            f"{where}random numbers are drawn for a rank's part of `{general(draw.source)}` here, "
-            f"and on {world} ranks these parts differ in size: later numbers for whole values "
+            f"{where}random numbers are drawn for a rank's part of `{with_wildcards(draw.source)}` "
+            f"here, and on {world} ranks these parts differ in size: later numbers for whole values "
             f"would differ between the ranks; {selected}{fork} mends it"
         )
         if warning not in self.warnings:
@@ -373,13 +376,15 @@ class _Lowering:
         return None
 
 
-def _needs_following(asked: Asked) -> bool:
+def _needs_following(asked: ShardingRequest) -> bool:
     """Whether anything that is asked has to be held against a run."""
     known = any(b.operation != "function" for found in asked.borders.values() for b in found)
     return bool(asked.layers or asked.parameters or asked.attributes or known)
 
 
-def _border(sync: Sync, number: int) -> Border:
+def _border(sync: Sync, number: int) -> ModuleBoundary:
     operation = sync.op if isinstance(sync.op, str) else "function"
     partial = sync.partial_gradient
-    return Border(sync.mode, operation, sync.axis, sync.scatter_axis, partial, number, sync.of)
+    return ModuleBoundary(
+        sync.mode, operation, sync.axis, sync.scatter_axis, partial, number, sync.of
+    )

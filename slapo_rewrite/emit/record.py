@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.changes.splice import Change
-from slapo_rewrite.changes.state import general
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit import inputs
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
@@ -147,7 +147,7 @@ def directive(item: Directive) -> dict[str, Any]:
         "primitive": item.primitive,
         "line": item.at.line if item.at else None,
         "text": item.text,
-        "paths": list(dict.fromkeys(general(p) for p in item.paths)),
+        "paths": list(dict.fromkeys(with_wildcards(p) for p in item.paths)),
     }
     return {**content, "inferred": item.inferred} if item.inferred else content
 

@@ -35,7 +35,7 @@ from slapo_rewrite.emit.helpers import helper_files, inlined_helpers
 from slapo_rewrite.emit.inputs import is_own, own_modules
 from slapo_rewrite.emit.parts import check_parts
 from slapo_rewrite.emit.stages import stage_files
-from slapo_rewrite.model import twin
+from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted, imported
 from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.rehearsal import OtherNumbersError, rehearse, worlds
@@ -224,7 +224,7 @@ def carry_out(
 
         def inputs() -> dict[str, Any]:
             module, model = project.schedule.module, project.tree.root.live
-            make = functools.partial(twin.training_inputs, module, model)
+            make = functools.partial(small_model.training_inputs, module, model)
             try:
                 made: dict[str, Any] = project.schedule.guarded(make, "`inputs`")
             except ValueError as error:
@@ -232,8 +232,8 @@ def carry_out(
             return made
 
         def small() -> tuple[Any, dict[str, Any]]:
-            model = twin.build_small(project.schedule.module, project.module)
-            return model, twin.training_inputs(project.schedule.module, model)
+            model = small_model.build_small(project.schedule.module, project.module)
+            return model, small_model.training_inputs(project.schedule.module, model)
 
         sizes: tuple[int, ...] = ()
         if not _has_own_code(plan):

@@ -23,9 +23,9 @@ from slapo_rewrite.edit.settle import settle
 from slapo_rewrite.fusion.places import Writing, replacements
 from slapo_rewrite.fusion.sharing import Sharing
 from slapo_rewrite.fusion.spelling import Speller
-from slapo_rewrite.model.alike import Alike
 from slapo_rewrite.model.facts import method_of
 from slapo_rewrite.model.join import is_looked_up
+from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.patterns.operations import by_module
@@ -415,7 +415,7 @@ class Engine:
         """
         functions: dict[ast.stmt, Lines] = {}
         asked = {path: id(changes) for path, changes in by_path.items()}
-        alike = Alike(self.tree, asked)
+        alike = Representatives(self.tree, asked)
         with alike.reduced():
             files = OutputFiles(self.tree, self.sources)
             files.siblings(alike.siblings)

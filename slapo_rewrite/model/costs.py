@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from slapo_rewrite.model.follow.record import answer_to, carry_out, with_values
+from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.tree import is_container
 
 # What gives a view without saying so, or memory that nothing has been written to yet.

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from slapo_rewrite import errors
-from slapo_rewrite.model.follow.search import pretended_group
+from slapo_rewrite.model.meta_device import pretend_world
 from slapo_rewrite.model.tree import Tree, build_model, uncompiled
 
 # What the output is called as a package meanwhile.
@@ -69,7 +69,7 @@ class Emitted:
             ModelError: The function itself does, or does not return a module.
         """
         try:
-            with _unheard(), pretended_group(world) if world > 1 else contextlib.nullcontext():
+            with _unheard(), pretend_world(world) if world > 1 else contextlib.nullcontext():
                 tree = Tree(build_model(make, self.module))
                 self.parts = {path: _parts(node.live) for path, node in tree.nodes.items()}
                 return tree

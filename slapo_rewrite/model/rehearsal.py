@@ -1,6 +1,6 @@
 """The last check before an output is written: it is run, small, against the original.
 
-The static check (`model/follow`) judges what the schedule asks for; this judges what came of it. A
+The static check (`sharding`) judges what the schedule asks for; this judges what came of it. A
 small model is built of the original and, once for each rank, of the output. The ranks are threads
 of this process, with torch's own group for that. Outputs, loss, the gradient of every parameter and
 the buffers after a training step have to be the original's, in float64, in eval mode and in
@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_rewrite.model import twin
+from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted
-from slapo_rewrite.model.follow.search import result_pairs
+from slapo_rewrite.model.results import result_pairs
 
 WORLD_SIZES = (2, 3, 4)
 # What a model may hold, and an input, for a run of it to take no longer than the rewriting.
@@ -163,7 +163,7 @@ class _Rank:
         """
         try:
             with self.building:
-                model = twin.build_small(self.schedule, self.output.module)
+                model = small_model.build_small(self.schedule, self.output.module)
                 model = model.to(self.reference.dtype)
                 model.load_state_dict(self.reference.weights)
         except (ValueError, RuntimeError) as error:
@@ -181,10 +181,10 @@ def _reference(schedule: Any, original: types.ModuleType) -> _Reference | None:
     for dtype in LIMIT:
         try:
             torch.manual_seed(0)
-            model = twin.build_small(schedule, original).to(dtype)
+            model = small_model.build_small(schedule, original).to(dtype)
             inputs = {
                 name: value.to(dtype) if _is_floating(value) else value
-                for name, value in twin.training_inputs(schedule, model).items()
+                for name, value in small_model.training_inputs(schedule, model).items()
             }
             elements = sum(v.numel() for v in inputs.values() if isinstance(v, torch.Tensor))
             if _size(model) > MOST_PARAMETERS or elements > MOST_ELEMENTS:
@@ -240,7 +240,7 @@ def _step(
     model.train()
     outputs = model(**inputs)
     try:
-        loss = twin.loss_of(schedule, outputs)
+        loss = small_model.loss_of(schedule, outputs)
     except Exception:  # there need not be one, and the schedule's may want other outputs
         loss = None
     goal = loss if loss is not None else _goal(outputs, want.outputs if want else outputs)

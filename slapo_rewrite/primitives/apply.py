@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import ModuleState, general
+from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.fusion.branches import given_for
 from slapo_rewrite.fusion.engine import Engine
@@ -150,9 +151,11 @@ def _packed(rule: Packing, engine: Engine, nodes: Sequence[Node]) -> Rewrite:
     if not found.groups:
         raise nothing_found(rule.name, None, at)
     note: dict[str, object] = {"rule": rule.name}
-    note["applied"] = list(dict.fromkeys(general(group[0].path) for _, group in found.groups))
+    note["applied"] = list(
+        dict.fromkeys(with_wildcards(group[0].path) for _, group in found.groups)
+    )
     if found.left:
-        note["left"] = {general(match.path): reason for match, reason in found.left}
+        note["left"] = {with_wildcards(match.path): reason for match, reason in found.left}
     return replace(packed(engine, found.groups), notes=(note,))
 
 

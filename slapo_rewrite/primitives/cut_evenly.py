@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from slapo_rewrite import errors
 from slapo_rewrite.model.costs import costs_of, elements_of
+from slapo_rewrite.model.small_model import training_inputs
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.model.twin import training_inputs
 from slapo_rewrite.primitives.base import Call, Example, Refusal, signature_of
 from slapo_rewrite.primitives.cut_pipeline_stage import MODEL, STACK, CutPipelineStage
 from slapo_rewrite.simulate.balance import stage_ends

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import ModuleState, general
+from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.fusion.engine import Calling, Claim, Engine, Left
 from slapo_rewrite.fusion.looking import Looked, spots
@@ -56,7 +57,7 @@ def noted(
     """What became of each rule, for the record: where it was applied, and why not elsewhere."""
     notes = []
     for name, looked in rules:
-        paths = [general(claim.node.path) for claim in kept if claim.what == name]
+        paths = [with_wildcards(claim.node.path) for claim in kept if claim.what == name]
         note: dict[str, object] = {"rule": name}
         if paths:
             note["applied"] = list(dict.fromkeys(paths))
@@ -64,13 +65,15 @@ def noted(
         if absent := list(dict.fromkeys(output for each in spread for output in each.absent)):
             note["none in training"] = absent
         reasons = {
-            general(each.claim.node.path): each.reason for each in left if each.claim.what == name
+            with_wildcards(each.claim.node.path): each.reason
+            for each in left
+            if each.claim.what == name
         }
         if reasons:
             note["left"] = reasons
         if not paths and not reasons:
             if (miss := looked.nearest) is not None:
-                where = f"{general(miss.path) or 'the model'}, {miss.function}"
+                where = f"{with_wildcards(miss.path) or 'the model'}, {miss.function}"
                 found = f"{miss.stop.matched} of {miss.size} operations found"
                 note["nearest"] = f"{where}: {miss.stop.reason} ({found})"
             elif looked.lacking:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.errors import Span
-from slapo_rewrite.model import twin
+from slapo_rewrite.model import small_model
 from slapo_rewrite.source.liveness import blocks, statements
 from slapo_rewrite.stages.plan import Like, Seen, Stages
 from slapo_rewrite.stages.program import ARGUMENT, Program, Version
@@ -42,7 +42,7 @@ class Trial:
         self.world = vars(module)
         try:
             try:
-                outputs = self._run(schedule, twin.build_deep, module, full)
+                outputs = self._run(schedule, small_model.build_deep, module, full)
             except Exception:
                 if not hasattr(schedule, "verify_model"):
                     raise
@@ -54,7 +54,7 @@ class Trial:
                 hint="define verify_model(m) and inputs(model) in the schedule",
             ) from error
         try:
-            self.expected = twin.loss_of(schedule, outputs)
+            self.expected = small_model.loss_of(schedule, outputs)
         except ValueError as error:
             raise errors.CannotCut(str(error), at=cause) from error
         self.part = self.part_of(outputs)
@@ -64,7 +64,7 @@ class Trial:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.model = build(schedule, *args)
-            self.inputs = apart(twin.step_inputs(schedule, self.model))
+            self.inputs = apart(small_model.step_inputs(schedule, self.model))
         self.pristine = copy.deepcopy(self.model)
         self.model.train()
         with self.seeded():
@@ -300,7 +300,7 @@ def all_ran(text: str, name: str, reached: Set[int]) -> bool:
 
 
 def _small(schedule: Any, module: ModuleType, full: nn.Module) -> nn.Module:
-    return twin.build_small(schedule, module)
+    return small_model.build_small(schedule, module)
 
 
 def apart(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from slapo_rewrite.changes.state import general
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.verify.layout import World, listed, named, ranks_of, recorded
 
 WIDTH = 110
@@ -78,10 +78,10 @@ class Directive:
 
     def covers(self, module_path: str) -> int | None:
         """How many segments lie between its nearest path and the module; None if none does."""
-        path = general(module_path).split(".")
+        path = with_wildcards(module_path).split(".")
         distances = [
             len(path) - len(own)
-            for own in (p.split(".") if p else [] for p in map(general, self.paths))
+            for own in (p.split(".") if p else [] for p in map(with_wildcards, self.paths))
             if path[: len(own)] == own
         ]
         return min(distances, default=None)

@@ -20,7 +20,7 @@ from slapo_rewrite.verify.launch import Ranks
 from slapo_rewrite.verify.layout import Layout, Training, World
 from slapo_rewrite.verify.report import Directive, Report, merge
 
-TWIN = Path(__file__).resolve().parents[1] / "model" / "twin.py"
+TWIN = Path(__file__).resolve().parents[1] / "model" / "small_model.py"
 # No other world gets further than one that fails here.
 EARLY = ("starting", "importing", "loading the schedule", "building the original")
 ORIGINAL = ("building the original", "making the inputs", "the original")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from slapo_rewrite.model.alike import Alike
 from slapo_rewrite.model.construction import recorded
+from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.tree import Tree
 
 
@@ -27,7 +27,7 @@ class Net(nn.Module):
 def made(depth, asked=None):
     with torch.device("meta"), recorded():
         tree = Tree(Net(depth))
-    return tree, Alike(tree, asked or {})
+    return tree, Representatives(tree, asked or {})
 
 
 def test_what_is_left_does_not_grow_with_layers():

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.model.follow.flow import PART, PARTIAL, WHOLE, Flow, Misuse, State
-from slapo_rewrite.model.follow.rank import _RULES
-from slapo_rewrite.model.follow.sizes import tensors
+from slapo_rewrite.model.results import tensors
 from slapo_rewrite.operations import name_of, rows
+from slapo_rewrite.sharding.flow import PARTIAL, REPLICATE, SHARD, Flow, PlacementError, State
+from slapo_rewrite.sharding.rank_run import _RULES
 
 # Several calls of what has arguments that matter; everything else is called in the first way that
 # works. `x` and `y` are alike, `i` are indices, `b` a mask, `m` and `n` matrices that fit.
@@ -222,20 +222,20 @@ def check(func, args, kwargs, given):
         flow = Flow()
         for tensor, axis in zip(here, split, strict=True):
             if axis is not None:
-                flow.set(tensor, State(PART, "layer"))
+                flow.set(tensor, State(SHARD, "layer"))
         try:
             flow.operate(
                 *(name, here, shapes, local_args, local_kwargs, output),
                 [tuple(t.shape) for t in whole],
             )
-        except Misuse:
+        except PlacementError:
             continue
         accepted += 1
         for n, want in enumerate(whole):
             one, two = ranks[0][3][n], ranks[1][3][n]
             state = flow.of(output[n])
             got: torch.Tensor | None = one
-            if state.kind != WHOLE:
+            if state.kind != REPLICATE:
                 got = one + two if state.kind == PARTIAL else put_together([one, two], want)
             assert got is not None and torch.allclose(
                 got.to(torch.complex128), want.to(torch.complex128), equal_nan=True
@@ -313,6 +313,6 @@ def test_softmax_along_the_split_axis_is_refused():
     x = torch.rand(4, 8)
     wrong = Flow()
     part = x.chunk(2, -1)[0]
-    wrong.set(part, State(PART, "layer"))
-    with pytest.raises(Misuse, match="runs over an axis"):
+    wrong.set(part, State(SHARD, "layer"))
+    with pytest.raises(PlacementError, match="runs over an axis"):
         wrong.operate("softmax", [part], [(4, 8)], (part, -1), {}, [part.softmax(-1)], [(4, 8)])

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 from slapo_rewrite.emit.rewrite import import_source, rewrite
-from slapo_rewrite.model.twin import loss_of, step_inputs
+from slapo_rewrite.model.small_model import loss_of, step_inputs
 from slapo_rewrite.source.index import SourceFile, locate
 from tests.processes import run
 from tests.rewriting import written

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.model.follow.sizes import tensors
+from slapo_rewrite.model.results import tensors
 from slapo_rewrite.schedule.load import ScheduleFile
 from tests.rewriting import imported, rewritten, written
 

@@ -109,8 +109,8 @@ def test_what_the_schedule_of_t5_states_would_be_inferred(tmp_path):
 def test_the_number_of_checks_does_not_grow_with_depth(settings, monkeypatch, tmp_path):
     schedule = (ROOT / "tests/models/gpt_schedule.py").read_text()
     checks = []
-    follow = lower.follow
-    monkeypatch.setattr(lower, "follow", lambda *a: checks.append(1) or follow(*a))
+    propagate = lower.propagate
+    monkeypatch.setattr(lower, "propagate", lambda *a: checks.append(1) or propagate(*a))
     counts = []
     for depth in (2, 6):
         (tmp_path / "s.py").write_text(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slapo_rewrite.emit.rewrite import rewrite
-from slapo_rewrite.model.twin import shrunk, step_inputs
+from slapo_rewrite.model.small_model import shrunk, step_inputs
 from slapo_rewrite.runtime.stages import has_place
 from slapo_rewrite.schedule.load import ScheduleFile
 from tests.processes import run

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from slapo_rewrite.model.results import tensors
+
 Shape = tuple[int, ...]
 
 
@@ -56,18 +58,6 @@ def _arithmetic(name: str) -> Callable[[Size, Any], Any]:
 for _name in ("add", "sub", "mul", "floordiv", "mod"):
     setattr(Size, f"__{_name}__", _arithmetic(f"__{_name}__"))
     setattr(Size, f"__r{_name}__", _arithmetic(f"__r{_name}__"))
-
-
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and mappings, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors(item)
 
 
 def shapes(value: Any) -> list[Shape]:

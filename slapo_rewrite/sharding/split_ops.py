@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.model.follow.arguments import SHARE, change
-from slapo_rewrite.model.follow.packing import Blocks, ends_of, ratio_of, reduced
-from slapo_rewrite.model.follow.record import Entry, key_of
-from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.sizes import Shape, Size
-from slapo_rewrite.model.follow.vocabulary import CannotFollow
+from slapo_rewrite.sharding.arguments import SHARE, change
+from slapo_rewrite.sharding.packing import Blocks, ends_of, ratio_of, reduced
+from slapo_rewrite.sharding.run import Run
+from slapo_rewrite.sharding.sizes import Shape, Size
+from slapo_rewrite.sharding.trace import Entry, key_of
+from slapo_rewrite.sharding.types import CannotFollow
 
 # What gives an axis in pieces, one after the other.
 IN_PIECES = {"split", "split_with_sizes", "chunk", "tensor_split"}

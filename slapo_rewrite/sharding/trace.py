@@ -17,19 +17,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.model.follow.sizes import Shape, numbers, shapes, tensors
-from slapo_rewrite.model.follow.spelled import forwards_watched, is_linear, spelled_call
 from slapo_rewrite.model.layers import Layer
+from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
+from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.sharding.sizes import Shape, numbers, shapes
+from slapo_rewrite.sharding.spelled import forwards_watched, is_linear, spelled_call
 
 # Functions that make tensors from sizes or numbers.
-_MAKING = {
-    torch.tensor, torch.as_tensor, torch.rand, torch.randn, torch.zeros, torch.ones, torch.full,
-    torch.empty,
-}  # fmt: skip
-
-# Operations that ask a tensor yes or no.
-QUESTIONS = (torch.Tensor.__bool__, torch.Tensor.__contains__)
 
 
 @dataclass
@@ -63,7 +58,7 @@ class Entry:
                 output.copy_(chosen)
 
 
-class Whole(TorchFunctionMode):
+class Trace(TorchFunctionMode):
     """Records the operations of the whole model, outside of the layers that will be sharded.
 
     Attributes:
@@ -83,7 +78,7 @@ class Whole(TorchFunctionMode):
         self.depth = 0
         self.has_values = device_of(tree.root.live).type != "meta"
 
-    def same_calls(self, other: Whole) -> bool:
+    def same_calls(self, other: Trace) -> bool:
         """Whether another run called the same operations, with the same shapes and numbers."""
         return len(self.entries) == len(other.entries) and all(
             (a.function, a.inputs, a.outputs, a.numbers)
@@ -141,52 +136,6 @@ def device_of(model: nn.Module) -> torch.device:
 def _chosen(output: Any) -> list[torch.Tensor | None]:
     """Copies of indices and masks."""
     return [None if t.is_floating_point() else t.detach().clone() for t in tensors(output)]
-
-
-def with_values(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a call that makes a tensor, such that one without axes has a value.
-
-    `forward` may branch on it: a layer that is dropped at random is one that `torch.rand([])` says.
-    """
-    if func in _MAKING:
-        first = args[0] if args else kwargs.get("size", kwargs.get("data"))
-        plain = isinstance(first, (bool, int, float)) and func in (torch.tensor, torch.as_tensor)
-        if plain or (isinstance(first, (list, tuple)) and not first and func is not torch.tensor):
-            return {**kwargs, "device": "cpu"}
-    return kwargs
-
-
-def answer_to(func: Callable[..., Any], args: Any, says: bool = False) -> Any:
-    """What an operation says that asks for values which are not there; None for any other.
-
-    Args:
-        func: The operation.
-        args: Its arguments.
-        says: The answer to yes-or-no questions of a tensor without values. A coin that `forward`
-            tosses (`torch.rand([]) < 0.1`) falls on the likelier side.
-    """
-    if func in QUESTIONS:
-        return says if isinstance(args[0], torch.Tensor) and args[0].is_meta else None
-    if func is torch.rand and (not args or args[0] in ((), [])):
-        return torch.full([], 0.99, device="cpu")
-    return None
-
-
-def carry_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """What an operation gives on the meta device.
-
-    The product of groups, by which experts are computed, takes bfloat16 alone there.
-    """
-    first = args[0] if args else None
-    if (
-        getattr(func, "__name__", "") not in ("grouped_mm", "_grouped_mm")
-        or not isinstance(first, torch.Tensor)
-        or not first.is_meta
-        or first.dtype == torch.bfloat16
-    ):
-        return func(*args, **kwargs)
-    factors = [t.bfloat16() for t in args[:2]]
-    return func(*factors, *args[2:], **kwargs).to(first.dtype)
 
 
 def layer_call() -> None:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 from slapo_rewrite.code.arguments import arguments_by
-from slapo_rewrite.model.follow.places import calling_frame, place_of, text_at
-from slapo_rewrite.model.follow.vocabulary import Place
+from slapo_rewrite.sharding.places import calling_frame, place_of, text_at
+from slapo_rewrite.sharding.types import Place
 
 
 def spelled_call(

@@ -14,25 +14,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_rewrite.model.follow.flow import Flow, Misuse
-from slapo_rewrite.model.follow.packing import Blocks
-from slapo_rewrite.model.follow.places import (
+from slapo_rewrite.model.results import tensors
+from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.sharding.flow import Flow, PlacementError
+from slapo_rewrite.sharding.packing import Blocks
+from slapo_rewrite.sharding.places import (
     calling_frame,
     place_at,
     place_in_traceback,
     place_of,
 )
-from slapo_rewrite.model.follow.record import Entry, device_of
-from slapo_rewrite.model.follow.sizes import Attribute, Shape, Size, fits, tensors
-from slapo_rewrite.model.follow.vocabulary import (
-    Asked,
+from slapo_rewrite.sharding.sizes import Attribute, Shape, Size, fits
+from slapo_rewrite.sharding.trace import Entry, device_of
+from slapo_rewrite.sharding.types import (
     CannotFollow,
     Diverged,
-    Followed,
     LayerKey,
     Place,
+    ShardingRequest,
+    ShardingResult,
 )
-from slapo_rewrite.model.tree import Tree
 
 # What repeating the heads of keys and values is made of.
 _REPEATING = {
@@ -42,7 +43,7 @@ _REPEATING = {
 
 
 @dataclass(frozen=True)
-class Guess:
+class Hypothesis:
     """What a run as a rank takes for granted.
 
     Attributes:
@@ -98,10 +99,10 @@ class Run:
     def __init__(
         self,
         tree: Tree,
-        asked: Asked,
+        asked: ShardingRequest,
         entries: list[Entry],
-        followed: Followed,
-        wanted: Guess,
+        followed: ShardingResult,
+        wanted: Hypothesis,
         editable: Callable[[str], bool],
         says: bool = False,
     ) -> None:
@@ -241,7 +242,7 @@ class Run:
             return None
         return next((path for path, node in self.tree.nodes.items() if node.live is module), None)
 
-    def refused(self, error: Misuse) -> CannotFollow:
+    def refused(self, error: PlacementError) -> CannotFollow:
         """A misuse, with the place in the model where it happens."""
         refused = CannotFollow(
             str(error),

@@ -11,7 +11,7 @@ from torch import nn
 from slapo_rewrite.model.tree import Node, Tree
 
 
-class Alike:
+class Representatives:
     """Which elements of each module list are made and treated alike, all the way down.
 
     Args:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from slapo_rewrite.model.follow.vocabulary import Place
+from slapo_rewrite.sharding.types import Place
 
 _PACKAGE = os.path.dirname(__file__)
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")

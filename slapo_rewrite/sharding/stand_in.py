@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_rewrite.model.follow.packing import ratio_of
-from slapo_rewrite.model.follow.search import Records, follow
-from slapo_rewrite.model.follow.vocabulary import (
-    Asked,
+from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.sharding.packing import ratio_of
+from slapo_rewrite.sharding.propagate import Records, propagate
+from slapo_rewrite.sharding.types import (
     CannotFollow,
-    Followed,
     LayerKey,
+    ShardingRequest,
+    ShardingResult,
     layer_key,
 )
-from slapo_rewrite.model.tree import Node, Tree
 
 
 class CannotStandIn(Exception):
@@ -102,12 +102,12 @@ class StandIn:
             if inner.path in self.treated
         )
 
-    def follow(
+    def propagate(
         self,
-        asked: Asked,
+        asked: ShardingRequest,
         editable: Callable[[str], bool],
         records: Records,
-    ) -> Followed:
+    ) -> ShardingResult:
         """What follows in the model, as `follow` says it.
 
         Raises:
@@ -116,12 +116,12 @@ class StandIn:
             CannotFollow: Something does not fit the sharded sizes.
         """
         try:
-            found = follow(self.small, self._asked(asked), self.inputs, editable, records)
+            found = propagate(self.small, self._asked(asked), self.inputs, editable, records)
         except CannotFollow as error:
             raise self._meant(error) from error
         return self._translated(found)
 
-    def _asked(self, asked: Asked) -> Asked:
+    def _asked(self, asked: ShardingRequest) -> ShardingRequest:
         packed = [dict(layer.keywords).get("parts", 1) for layer in asked.layers.values()]
         packed += [shard.parts for shards in asked.parameters.values() for shard in shards]
         if any(len(set(ratio_of(parts))) > 1 for parts in packed):
@@ -130,7 +130,7 @@ class StandIn:
         def those_in(values: Mapping[str, Any]) -> dict[str, Any]:
             return {own: values[path] for own, path in self.paths.items() if path in values}
 
-        return Asked(
+        return ShardingRequest(
             those_in(asked.layers),
             those_in(asked.parameters),
             those_in(asked.borders),
@@ -140,7 +140,7 @@ class StandIn:
             frozenset(own for own, path in self.paths.items() if path in asked.multiplied),
         )
 
-    def _translated(self, found: Followed) -> Followed:
+    def _translated(self, found: ShardingResult) -> ShardingResult:
         """The same in the words of the model; sizes of the small one are left out."""
         paths = self.paths
         keys: dict[LayerKey, LayerKey] = {

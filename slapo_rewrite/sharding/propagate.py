@@ -16,49 +16,48 @@ from types import CodeType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from slapo_rewrite.hugging_face import CACHES
-from slapo_rewrite.model.follow.arguments import INFERRED, SHARE
-from slapo_rewrite.model.follow.flow import PART, PARTIAL, Misuse, gather_line
-from slapo_rewrite.model.follow.install import installed
-from slapo_rewrite.model.follow.kept import state_kept
-from slapo_rewrite.model.follow.places import place_in_traceback, raised_by
-from slapo_rewrite.model.follow.rank import Rank
-from slapo_rewrite.model.follow.readings import noted_readings
-from slapo_rewrite.model.follow.record import Whole, device_of
-from slapo_rewrite.model.follow.replicas import fewer_heads
-from slapo_rewrite.model.follow.run import Guess, Run
-from slapo_rewrite.model.follow.vocabulary import (
-    Asked,
+from slapo_rewrite.model.meta_device import pretend_world
+from slapo_rewrite.model.results import result_pairs
+from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.sharding.arguments import INFERRED, SHARE
+from slapo_rewrite.sharding.decorated_forward import never_run, noting, wrapped_forwards
+from slapo_rewrite.sharding.flow import PARTIAL, SHARD, PlacementError, gather_line
+from slapo_rewrite.sharding.install import installed
+from slapo_rewrite.sharding.kv_replication import fewer_heads
+from slapo_rewrite.sharding.module_state import state_kept
+from slapo_rewrite.sharding.parameter_reads import noted_readings
+from slapo_rewrite.sharding.places import place_in_traceback, raised_by
+from slapo_rewrite.sharding.rank_run import RankRun
+from slapo_rewrite.sharding.run import Hypothesis, Run
+from slapo_rewrite.sharding.trace import Trace, device_of
+from slapo_rewrite.sharding.types import (
     CannotFollow,
     CannotRun,
     Diverged,
-    Followed,
     Indivisible,
-    Remedy,
+    MissingCollective,
+    ShardingRequest,
+    ShardingResult,
     Way,
 )
-from slapo_rewrite.model.follow.wrapped import never_run, noting, wrapped_forwards
-from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.source.syntax import names_in_tests, names_read, sizes_in_tests
 
 # The runs of a whole model, by the layers that it is watched for and by the way through it.
-Records = dict[tuple[frozenset[str], Way], Whole]
+Records = dict[tuple[frozenset[str], Way], Trace]
 
 # World sizes that are tried until one divides every head count.
 WORLD_SIZES = (2, 3, 4, 5, 7, 8)
 
 
-def follow(
+def propagate(
     tree: Tree,
-    asked: Asked,
+    asked: ShardingRequest,
     inputs: Mapping[str, Any],
     editable: Callable[[str], bool],
     records: Records,
     thorough: bool = True,
-) -> Followed:
+) -> ShardingResult:
     """What in the model depends on the sharded sizes.
 
     Args:
@@ -92,7 +91,7 @@ class _Incomplete(Exception):
         position: How far it came.
     """
 
-    def __init__(self, guess: Guess, position: int) -> None:
+    def __init__(self, guess: Hypothesis, position: int) -> None:
         super().__init__()
         self.guess, self.position = guess, position
 
@@ -103,7 +102,7 @@ class _Following:
     def __init__(
         self,
         tree: Tree,
-        asked: Asked,
+        asked: ShardingRequest,
         inputs: Mapping[str, Any],
         editable: Callable[[str], bool],
         records: Records,
@@ -117,14 +116,14 @@ class _Following:
         self.records = records
         self.way = Way()
         self.whole = self._whole(self.way)
-        self.guess = Guess()
+        self.guess = Hypothesis()
 
-    def run(self) -> Followed:
+    def run(self) -> ShardingResult:
         indivisible: Indivisible | None = None
         for world in WORLD_SIZES:
             try:
-                with pretended_group(world):
-                    followed = self._search(Guess())
+                with pretend_world(world):
+                    followed = self._search(Hypothesis())
                     followed = self._other_ways(followed, self.guess)
                 self._note_choices(followed)
                 if self.thorough:
@@ -139,7 +138,7 @@ class _Following:
         assert indivisible is not None
         raise CannotFollow(str(indivisible), indivisible.place, hint=indivisible.hint)
 
-    def _whole(self, way: Way) -> Whole:
+    def _whole(self, way: Way) -> Trace:
         """The whole model's run on a way through it.
 
         Raises:
@@ -156,7 +155,7 @@ class _Following:
                 raise never_run(self.tree.nodes[path], forward)
         return whole
 
-    def _other_ways(self, followed: Followed, guess: Guess) -> Followed:
+    def _other_ways(self, followed: ShardingResult, guess: Hypothesis) -> ShardingResult:
         """The same, with what else has to change on other ways through `forward`.
 
         Raises:
@@ -205,7 +204,7 @@ class _Following:
             if parameter.default is not parameter.empty and name not in self.inputs:
                 yield name, parameter.default
 
-    def _note_choices(self, followed: Followed) -> None:
+    def _note_choices(self, followed: ShardingResult) -> None:
         """Notes what `forward` chooses its way by besides: other arguments, and other sizes."""
         known = hasattr(getattr(self.model, "config", None), "to_dict")
         not_given = [(n, d) for n, d in self._not_given() if not isinstance(d, bool)]
@@ -239,7 +238,7 @@ class _Following:
         except (OSError, SyntaxError):  # a text that was edited in memory
             return set()
 
-    def _check_on_more_ranks(self, guess: Guess, world: int) -> None:
+    def _check_on_more_ranks(self, guess: Hypothesis, world: int) -> None:
         """Holds what was found against a group of another size.
 
         Raises:
@@ -247,12 +246,12 @@ class _Following:
         """
         other = 4 if world == 2 else 2
         try:
-            with pretended_group(other):
+            with pretend_world(other):
                 self._attempt(guess)
         except (Indivisible, _Incomplete):
             pass  # a size that does not fit says so when the model is built
         except CannotFollow as error:
-            if error.__cause__ is None or isinstance(error.__cause__, Misuse):
+            if error.__cause__ is None or isinstance(error.__cause__, PlacementError):
                 error.args = (f"{error} (on {other} ranks)",)
                 raise
 
@@ -262,8 +261,8 @@ class _Following:
         with state_kept(self.model):
             return self.model(**self.inputs, **dict([way.flag] if way.flag else []))
 
-    def _recorded(self, wrapped: Collection[CodeType], way: Way) -> Whole:
-        whole = Whole(self.tree, self.asked.layers, way.says)
+    def _recorded(self, wrapped: Collection[CodeType], way: Way) -> Trace:
+        whole = Trace(self.tree, self.asked.layers, way.says)
         try:
             with (
                 torch.enable_grad(),
@@ -278,7 +277,7 @@ class _Following:
         whole.result = result
         return whole
 
-    def _with_replicas(self, followed: Followed) -> Followed:
+    def _with_replicas(self, followed: ShardingResult) -> ShardingResult:
         """The same on more ranks than there are key/value heads, which then replicate them.
 
         Where that cannot be followed, a world size above the number of heads stays one that does
@@ -287,7 +286,7 @@ class _Following:
         few, world = fewer_heads(self.tree, self.asked, followed)
         if followed.replicated or not few:
             return followed
-        guess = Guess(
+        guess = Hypothesis(
             followed.sizes,
             shared=frozenset(followed.shared),
             summed=followed.summed,
@@ -295,7 +294,7 @@ class _Following:
             repeats=frozenset(followed.may_repeat),
         )
         try:
-            with pretended_group(world):
+            with pretend_world(world):
                 further = self._search(guess)
         except (CannotFollow, Indivisible):
             return followed
@@ -309,7 +308,7 @@ class _Following:
             return followed
         return further
 
-    def _search(self, wanted: Guess) -> Followed:
+    def _search(self, wanted: Hypothesis) -> ShardingResult:
         """The first way to make everything fit, trying what a failure points at."""
         try:
             return self._attempt(wanted)
@@ -338,8 +337,8 @@ class _Following:
                     indivisible = indivisible or other
             raise indivisible or furthest from None
 
-    def _attempt(self, wanted: Guess) -> Followed:
-        followed = Followed(
+    def _attempt(self, wanted: Hypothesis) -> ShardingResult:
+        followed = ShardingResult(
             sizes=wanted.sizes,
             shared={key: self.sources.get(key) for key in sorted(wanted.shared)},
             summed=wanted.summed,
@@ -366,7 +365,7 @@ class _Following:
         self.guess = wanted
         return followed
 
-    def _check_complete(self, run: Run, wanted: Guess) -> None:
+    def _check_complete(self, run: Run, wanted: Hypothesis) -> None:
         """What the run found has to be taken for granted from its beginning on."""
         shared = wanted.shared | run.flow.shared.keys()
         summed = wanted.summed | run.flow.summed
@@ -383,7 +382,7 @@ class _Following:
                 torch.enable_grad(),
                 self.device,
                 noting_reads,
-                Rank(run),
+                RankRun(run),
             ):
                 got = self._call(self.way)
         except CannotFollow as error:
@@ -391,7 +390,7 @@ class _Following:
             raise
         except Indivisible:
             raise
-        except Misuse as error:
+        except PlacementError as error:
             refused = run.refused(error)
             refused.repeats = frozenset(run.repeats)
             raise refused from error
@@ -407,7 +406,7 @@ class _Following:
         _compare_outputs(self.whole.result, got, run)
 
 
-def _check_told_apart(followed: Followed) -> None:
+def _check_told_apart(followed: ShardingResult) -> None:
     """Raises `CannotFollow` where one text would have to say a rank's share and a whole size."""
     both = followed.given_parts & followed.given_whole
     for change in sorted(followed.arguments, key=lambda c: (c.place.line, c.place.column)):
@@ -435,32 +434,12 @@ def _compare_outputs(expected: Any, got: Any, run: Run) -> None:
             )
 
 
-def result_pairs(want: Any, have: Any, name: str, depth: int = 8) -> Iterator[tuple[str, Any, Any]]:
-    """The tensors and numbers of two results that belong together, each with its name.
-
-    What a model keeps of earlier tokens is a rank's own.
-    """
-    if isinstance(want, (torch.Tensor, int, float)):
-        yield name, want, have
-        return
-    inside: list[tuple[str, Any, Any]] = []
-    if isinstance(want, Mapping) and isinstance(have, Mapping):
-        inside = [(str(k), v, have.get(k)) for k, v in want.items() if k not in CACHES]
-    elif isinstance(want, (list, tuple)) and isinstance(have, (list, tuple)):
-        inside = [(str(n), *pair) for n, pair in enumerate(zip(want, have, strict=False))]
-    elif hasattr(want, "__dict__") and type(want) is type(have):
-        known = isinstance(want, nn.Module) or type(want).__name__.endswith("Cache")
-        inside = [] if known else [(k, v, vars(have).get(k)) for k, v in vars(want).items()]
-    for key, one, other in inside if depth else ():
-        yield from result_pairs(one, other, f"{name}.{key}" if name else key, depth - 1)
-
-
 def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run) -> None:
     state = run.flow.of(have)
     name = f"output {name}" if name.isdigit() else name
-    if state.kind == PART and id(have) in run.fed:
+    if state.kind == SHARD and id(have) in run.fed:
         return  # whoever wants the loss takes the parts with it
-    if want.shape != have.shape or state.kind == PART:
+    if want.shape != have.shape or state.kind == SHARD:
         raise CannotFollow(
             f"the model's `{name}` has shape {list(have.shape)} on a rank instead of "
             f"{list(want.shape)}",
@@ -468,7 +447,9 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
             state.source,
             f"gather it: {_gather_of(want, have)} on the module that makes it",
             position=sys.maxsize,
-            remedy=Remedy.whole_of(state.source, state.axis) if state.kind == PART else None,
+            remedy=MissingCollective.whole_of(state.source, state.axis)
+            if state.kind == SHARD
+            else None,
         )
     if state.kind == PARTIAL:
         raise CannotFollow(
@@ -477,7 +458,7 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
             state.source,
             'add it up: .sync("fwd_post", "all_reduce")',
             position=sys.maxsize,
-            remedy=Remedy.sum_of(state.source),
+            remedy=MissingCollective.sum_of(state.source),
         )
     if state.covered:
         raise CannotFollow(
@@ -493,15 +474,3 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
 def _gather_of(want: torch.Tensor, have: torch.Tensor) -> str:
     split = [a for a, (w, h) in enumerate(zip(want.shape, have.shape, strict=False)) if w != h]
     return gather_line(split[0] if split else -1, want.dim())
-
-
-@contextlib.contextmanager
-def pretended_group(world: int) -> Iterator[None]:
-    """A process group of `world` ranks of which this process is the first and only one."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

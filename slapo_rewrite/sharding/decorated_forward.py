@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
-from slapo_rewrite.model.follow.vocabulary import Asked, CannotFollow, Place
 from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.sharding.types import CannotFollow, Place, ShardingRequest
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Forward:
     sync: int
 
 
-def wrapped_forwards(tree: Tree, asked: Asked) -> dict[str, Forward]:
+def wrapped_forwards(tree: Tree, asked: ShardingRequest) -> dict[str, Forward]:
     """The `forward`s that a decorator wraps, of the modules with collectives at their borders."""
     found = {}
     for path, borders in asked.borders.items():

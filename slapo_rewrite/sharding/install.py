@@ -18,21 +18,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_rewrite.model.follow.borders import enter_border, enter_layer, leave_border, leave_layer
-from slapo_rewrite.model.follow.flow import PART, PARTIAL, REDUCE, WHOLE, Misuse, State
-from slapo_rewrite.model.follow.packing import ratio_of
-from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.sizes import Attribute, Size, tensors
-from slapo_rewrite.model.follow.spelled import forwards_watched, is_linear
-from slapo_rewrite.model.follow.vocabulary import (
-    Border,
+from slapo_rewrite.model.layers import Layer, replicated
+from slapo_rewrite.model.results import tensors
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.sharding.boundaries import enter_border, enter_layer, leave_border, leave_layer
+from slapo_rewrite.sharding.flow import PARTIAL, REDUCE, REPLICATE, SHARD, PlacementError, State
+from slapo_rewrite.sharding.packing import ratio_of
+from slapo_rewrite.sharding.run import Run
+from slapo_rewrite.sharding.sizes import Attribute, Size
+from slapo_rewrite.sharding.spelled import forwards_watched, is_linear
+from slapo_rewrite.sharding.types import (
     Indivisible,
-    Remedy,
+    MissingCollective,
+    ModuleBoundary,
     ShardedParameter,
     layer_key,
 )
-from slapo_rewrite.model.layers import Layer, replicated
-from slapo_rewrite.model.tree import Node
 
 
 @contextlib.contextmanager
@@ -67,16 +68,17 @@ def _watch_functions(run: Run, undo: list[Callable[[], None]]) -> None:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         given = list(tensors((args, kwargs)))
         states = [run.flow.of(t) for t in given]
-        state = next((s for s in states if s.kind != WHOLE), None)
+        state = next((s for s in states if s.kind != REPLICATE), None)
         if state is not None and not run.depth:
-            raise Misuse(
-                f"`{cls.__name__}` is given {'a part' if state.kind == PART else 'a partial sum'}, "
+            raise PlacementError(
+                f"`{cls.__name__}` is given "
+                f"{'a part' if state.kind == SHARD else 'a partial sum'}, "
                 "and what its own `backward` does with the gradient cannot be followed",
-                "gather the value before" if state.kind == PART else REDUCE,
+                "gather the value before" if state.kind == SHARD else REDUCE,
                 state.source,
-                remedy=Remedy.sum_of(state.source)
+                remedy=MissingCollective.sum_of(state.source)
                 if state.kind == PARTIAL
-                else Remedy.whole_of(state.source, state.axis),
+                else MissingCollective.whole_of(state.source, state.axis),
             )
         result = plain.__func__(cls, *args, **kwargs)
         if not run.depth:
@@ -116,12 +118,12 @@ def _install_layer(run: Run, node: Node, layer: Layer, undo: list[Callable[[], N
 
 
 def _check_hooks(node: Node) -> None:
-    """Raises `Misuse` where a module has hooks, which would be given parts."""
+    """Raises `PlacementError` where a module has hooks, which would be given parts."""
     live: Any = node.live
     tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooked = [live, *live._parameters.values()]
     if any(getattr(each, table, None) for each in hooked for table in tables):
-        raise Misuse(
+        raise PlacementError(
             f"`{node.path}` has hooks, which would be given a rank's part of what it computes",
             "do in `forward` what they do, or leave the layer whole",
             node.path,
@@ -142,7 +144,7 @@ def _know_tensors(run: Run, node: Node, layer: Layer, new: Any) -> None:
         if split:
             axis = split[0]
             run.blocks[id(tensor)] = {axis: tuple(shape[axis] * r // sum(ratio) for r in ratio)}
-            run.flow.set(tensor, State(PART, node.path, copies, axis - len(shape)))
+            run.flow.set(tensor, State(SHARD, node.path, copies, axis - len(shape)))
         else:
             covered = node.path if (node.path, name) in run.wanted.shared else None
             keys = None if covered else frozenset([(node.path, name)])
@@ -194,12 +196,12 @@ def _install_parameters(
         held[shard.name] = part
         run.blocks[id(part)] = {shard.axis: tuple(whole)}
         run.whole[id(part)] = tuple(old.shape)
-        run.flow.set(part, State(PART, node.path))
+        run.flow.set(part, State(SHARD, node.path))
         undo.append(lambda h=held, n=shard.name, o=old: h.__setitem__(n, o))  # type: ignore[misc]
 
 
 def _install_borders(
-    run: Run, node: Node, borders: Sequence[Border], undo: list[Callable[[], None]]
+    run: Run, node: Node, borders: Sequence[ModuleBoundary], undo: list[Callable[[], None]]
 ) -> None:
     # The module that stands there now: a sharded layer has taken the original's place.
     parent = node.parent
@@ -226,7 +228,7 @@ def _know_parameters(run: Run) -> None:
             if parameter is None:
                 continue
             if (path, name) in split:
-                run.flow.set(parameter, State(PART, path))
+                run.flow.set(parameter, State(SHARD, path))
                 continue
             keys = named.setdefault(id(parameter), [])
             keys.append((path, name))

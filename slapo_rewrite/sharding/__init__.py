@@ -10,25 +10,25 @@ line. On the way `Flow` judges whether each operation is right on parts and part
 place of a model that does not run without values, its small twin is followed.
 """
 
-from slapo_rewrite.model.follow.draws import out_of_step
-from slapo_rewrite.model.follow.search import Records, follow
-from slapo_rewrite.model.follow.sizes import Attribute
-from slapo_rewrite.model.follow.stand_in import CannotStandIn, StandIn
-from slapo_rewrite.model.follow.vocabulary import (
+from slapo_rewrite.sharding.propagate import Records, propagate
+from slapo_rewrite.sharding.random_ops import out_of_step
+from slapo_rewrite.sharding.sizes import Attribute
+from slapo_rewrite.sharding.stand_in import CannotStandIn, StandIn
+from slapo_rewrite.sharding.types import (
     CALL,
     SPOKEN,
     ArgumentChange,
-    Asked,
-    Border,
     CannotFollow,
     CannotRun,
     Draw,
-    Followed,
+    MissingCollective,
+    ModuleBoundary,
     ParallelLoss,
     Place,
     Reading,
-    Remedy,
     ShardedParameter,
+    ShardingRequest,
+    ShardingResult,
     Statistic,
     layer_key,
 )
@@ -37,23 +37,23 @@ __all__ = [
     "CALL",
     "SPOKEN",
     "ArgumentChange",
-    "Asked",
     "Attribute",
-    "Border",
     "CannotFollow",
     "CannotRun",
     "CannotStandIn",
     "Draw",
-    "Followed",
+    "MissingCollective",
+    "ModuleBoundary",
     "ParallelLoss",
     "Place",
     "Reading",
     "Records",
-    "Remedy",
     "ShardedParameter",
+    "ShardingRequest",
+    "ShardingResult",
     "StandIn",
     "Statistic",
-    "follow",
     "layer_key",
     "out_of_step",
+    "propagate",
 ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from slapo_rewrite.model.follow.vocabulary import Asked, Followed, LayerKey, layer_key
 from slapo_rewrite.model.layers import base_of, replicated
 from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.sharding.types import LayerKey, ShardingRequest, ShardingResult, layer_key
 
 
-def fewer_heads(tree: Tree, asked: Asked, followed: Followed) -> tuple[dict[LayerKey, str], int]:
+def fewer_heads(
+    tree: Tree, asked: ShardingRequest, followed: ShardingResult
+) -> tuple[dict[LayerKey, str], int]:
     """The layers that give fewer heads than others, and a world size that is above their number.
 
     Args:

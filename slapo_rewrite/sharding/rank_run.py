@@ -13,21 +13,23 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.model.follow import cuts, draws, losses, reshapes, statistics
-from slapo_rewrite.model.follow.flow import PART, PARTIAL, REDUCE, WHOLE, State, gather_line
-from slapo_rewrite.model.follow.packing import Blocks, described, moved_axis, reduced
-from slapo_rewrite.model.follow.record import QUESTIONS, Entry, answer_to, carry_out, with_values
-from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.sizes import Size, numbers, shapes, tensors
-from slapo_rewrite.model.follow.spelled import spelled_call
-from slapo_rewrite.model.follow.vocabulary import (
+from slapo_rewrite.model.meta_device import QUESTIONS, answer_to, carry_out, with_values
+from slapo_rewrite.model.results import tensors
+from slapo_rewrite.operations import name_of, treatment
+from slapo_rewrite.sharding import losses, random_ops, reshapes, split_ops, statistics
+from slapo_rewrite.sharding.flow import PARTIAL, REDUCE, REPLICATE, SHARD, State, gather_line
+from slapo_rewrite.sharding.packing import Blocks, described, moved_axis, reduced
+from slapo_rewrite.sharding.run import Run
+from slapo_rewrite.sharding.sizes import Size, numbers, shapes
+from slapo_rewrite.sharding.spelled import spelled_call
+from slapo_rewrite.sharding.trace import Entry
+from slapo_rewrite.sharding.types import (
     CALL,
     ArgumentChange,
     CannotFollow,
     Diverged,
-    Remedy,
+    MissingCollective,
 )
-from slapo_rewrite.operations import name_of, treatment
 
 # Operations that are given sizes, which may be this rank's, and how many arguments from the first
 # on they are; all numbers that any other is given are values.
@@ -38,7 +40,7 @@ _SIZED = {
 }
 
 # Kinds of values in words.
-_A = {WHOLE: "whole", PART: "a part", PARTIAL: "a partial sum"}
+_A = {REPLICATE: "whole", SHARD: "a part", PARTIAL: "a partial sum"}
 
 # Operations of two operands that leave every feature where it is.
 _ELEMENTWISE = {
@@ -70,24 +72,24 @@ _RULES: dict[str, Callable[..., Any]] = {
     "reshape": reshapes.view,
     "flatten": reshapes.flatten,
     "unflatten": reshapes.unflatten,
-    "split": cuts.split,
-    "split_with_sizes": cuts.split,
-    "chunk": cuts.chunk,
-    "tensor_split": cuts.chunk,
-    "narrow": cuts.pick,
-    "select": cuts.pick,
-    "hsplit": cuts.pick_across,
-    "vsplit": cuts.pick_across,
-    "dsplit": cuts.pick_across,
+    "split": split_ops.split,
+    "split_with_sizes": split_ops.split,
+    "chunk": split_ops.chunk,
+    "tensor_split": split_ops.chunk,
+    "narrow": split_ops.pick,
+    "select": split_ops.pick,
+    "hsplit": split_ops.pick_across,
+    "vsplit": split_ops.pick_across,
+    "dsplit": split_ops.pick_across,
     "expand": reshapes.expand,
     "repeat": reshapes.repeat,
     "as_strided": reshapes.as_strided,
-    "__getitem__": cuts.index,
-    "glu": cuts.glu,
+    "__getitem__": split_ops.index,
+    "glu": split_ops.glu,
 }
 
 
-class Rank(TorchFunctionMode):
+class RankRun(TorchFunctionMode):
     """Runs the sharded model, holding every operation against the whole model's record."""
 
     def __init__(self, run: Run) -> None:
@@ -129,7 +131,7 @@ class Rank(TorchFunctionMode):
             run.note_call(bool(run.split_axes(args[0])))
             args, kwargs, blocks = rule(run, entry, args, kwargs)
         elif name in ("cat", "concat", "concatenate") and entry is not None and known:
-            blocks = cuts.join(run, entry, args, kwargs)
+            blocks = split_ops.join(run, entry, args, kwargs)
         try:
             output = carry_out(func, args, kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
@@ -148,11 +150,11 @@ class Rank(TorchFunctionMode):
 def _unfit(run: Run, name: str, args: Any, kwargs: Any, error: Exception) -> CannotFollow:
     """An operation that fails on what a rank has."""
     given = list(tensors((args, kwargs)))
-    parts = [t for t in given if run.flow.of(t).kind == PART]
+    parts = [t for t in given if run.flow.of(t).kind == SHARD]
     part = parts[0] if parts else None
     other = next((t for t in parts if run.split_axes(t) != run.split_axes(parts[0])), None)
     axes = [run.split_axes(t) for t in (part, other) if t is not None]
-    whole = next((t for t in given if run.flow.of(t).kind != PART and t.dim()), None)
+    whole = next((t for t in given if run.flow.of(t).kind != SHARD and t.dim()), None)
     message, hint = f"`{name}` does not fit the sharded sizes: {error}", None
     if part is not None and whole is not None:
         source = run.flow.of(part).source
@@ -190,7 +192,7 @@ def _take_in(
     _check(run, entry, outputs, args, kwargs)
     _check_numbers(run, name, entry, args, kwargs)
     _check_made(run, name, entry, inputs, outputs)
-    draws.note(run, name, args, kwargs, outputs)
+    random_ops.note(run, name, args, kwargs, outputs)
     statistic = statistics.over_ranks(run, name, entry.inputs, args, kwargs)
     if blocks is not None and name == "glu":
         run.flow.set(outputs[0], run.flow.of(inputs[0]))  # each part of one half by its gate
@@ -211,7 +213,7 @@ def _check_packing(
     run: Run, name: str, entry: Entry, inputs: list[torch.Tensor], given: Any
 ) -> None:
     """What a product sums over lies packed alike in both factors."""
-    if len(inputs) < 2 or all(run.flow.of(t).kind != PART for t in inputs):
+    if len(inputs) < 2 or all(run.flow.of(t).kind != SHARD for t in inputs):
         return
     args, kwargs = given
     how = treatment(name, args, kwargs, entry.inputs)
@@ -328,7 +330,7 @@ def _assigned(run: Run, entry: Entry, args: Any) -> None:
     given = run.flow.of(value) if isinstance(value, torch.Tensor) else State()
     if not _is_mask_of(run, key, target):
         # What an index of the target may not do, an assignment may not either.
-        (_, taken), *_ = cuts.index(run, entry, (target, key), {})
+        (_, taken), *_ = split_ops.index(run, entry, (target, key), {})
         if taken is not key:
             raise CannotFollow(
                 "this writes into some of the blocks that lie packed along a split axis",
@@ -348,20 +350,20 @@ def _assigned(run: Run, entry: Entry, args: Any) -> None:
                 place,
                 state.source or given.source,
                 REDUCE,
-                remedy=Remedy.sum_of(state.source or given.source),
+                remedy=MissingCollective.sum_of(state.source or given.source),
             )
         run.flow.set(target, State(PARTIAL, state.source or given.source, given.copies))
         return
-    if given.kind == PART and state.kind != PART:
+    if given.kind == SHARD and state.kind != SHARD:
         raise CannotFollow(
             f"this writes a part into a value that is {_A[state.kind]}",
             place,
             given.source,
             "gather the part before",
         )
-    if state.kind == PART and isinstance(value, torch.Tensor) and value.requires_grad:
+    if state.kind == SHARD and isinstance(value, torch.Tensor) and value.requires_grad:
         run.flow.meet_parts([value], "`__setitem__`", state.source)
-    if given.kind == PART and run.split_axes(target):
+    if given.kind == SHARD and run.split_axes(target):
         _check_same_axis(run, target, key, value)
     for axis, packed in run.blocks.get(id(value), {}).items():
         to = axis + target.dim() - value.dim()
@@ -410,7 +412,7 @@ def _hand_on(
 ) -> None:
     """Remembers where a result comes from, with which sizes it was made, how it is packed."""
     made = tuple(_sizes(given)) if name in _CONSTANT or name in _REPEATING else ()
-    if name in _REPEATING and run.flow.of(inputs[0]).kind == PART:
+    if name in _REPEATING and run.flow.of(inputs[0]).kind == SHARD:
         _note_repeats(run, name, inputs[0], given)
     for tensor in inputs:
         made += run.made_with.get(id(tensor), ())
@@ -469,9 +471,9 @@ def _blocks_of(
     for tensor, shape in zip(inputs, entry.inputs, strict=False):
         for axis, packed in run.blocks.get(id(tensor), {}).items():
             place = moved_axis(name, args, tensor.dim(), axis, output.dim(), shape, whole)
-            if name in cuts.IN_PIECES and shape[axis] != whole[axis]:
+            if name in split_ops.IN_PIECES and shape[axis] != whole[axis]:
                 place, pieces = axis, [out[axis] for out in entry.outputs]
-                packed = cuts.piece_of(packed, pieces, number)
+                packed = split_ops.piece_of(packed, pieces, number)
             if place is None or place >= output.dim() or output.shape[place] == whole[place]:
                 continue
             if sum(packed) != whole[place]:

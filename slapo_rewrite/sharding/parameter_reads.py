@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from slapo_rewrite.model.follow.places import place_of
-from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.vocabulary import Reading
+from slapo_rewrite.sharding.places import place_of
+from slapo_rewrite.sharding.run import Run
+from slapo_rewrite.sharding.types import Reading
 
 
 @contextlib.contextmanager

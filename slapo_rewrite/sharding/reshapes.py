@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_rewrite.model.follow.arguments import INFERRED, OWN, SHARE, change
-from slapo_rewrite.model.follow.packing import Blocks, described
-from slapo_rewrite.model.follow.record import Entry
-from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.sizes import Attribute, Shape, groups, numbers, product
-from slapo_rewrite.model.follow.units import note_unit, single_head
-from slapo_rewrite.model.follow.vocabulary import CannotFollow, Indivisible
+from slapo_rewrite.sharding.arguments import INFERRED, OWN, SHARE, change
+from slapo_rewrite.sharding.packing import Blocks, described
+from slapo_rewrite.sharding.run import Run
+from slapo_rewrite.sharding.sizes import Attribute, Shape, groups, numbers, product
+from slapo_rewrite.sharding.trace import Entry
+from slapo_rewrite.sharding.types import CannotFollow, Indivisible
+from slapo_rewrite.sharding.units import note_unit, single_head
 
 
 def view(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from slapo_rewrite.model.follow.sizes import Shape
+from slapo_rewrite.sharding.sizes import Shape
 
 # The sizes of the blocks that lie packed along each split axis of a tensor.
 Blocks = dict[int, Shape]

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.model.follow.sizes import Shape
-from slapo_rewrite.model.follow.vocabulary import Remedy
 from slapo_rewrite.operations import Treatment, treatment
+from slapo_rewrite.sharding.sizes import Shape
+from slapo_rewrite.sharding.types import MissingCollective
 
-WHOLE, PART, PARTIAL = "whole", "part", "partial sum"
-_WORDS = {PART: "a part", PARTIAL: "a partial sum"}
+REPLICATE, SHARD, PARTIAL = "whole", "part", "partial sum"
+_WORDS = {SHARD: "a part", PARTIAL: "a partial sum"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class State:
         gathers: The all-gathers, by module path and number, that it was computed from.
     """
 
-    kind: str = WHOLE
+    kind: str = REPLICATE
     source: str | None = None
     copies: bool = False
     axis: int = -1
@@ -48,7 +48,7 @@ class State:
     gathers: frozenset[tuple[str, int]] = frozenset()
 
 
-class Misuse(Exception):
+class PlacementError(Exception):
     """An operation that is wrong on what a rank has.
 
     Attributes:
@@ -64,7 +64,7 @@ class Misuse(Exception):
         hint: str | None = None,
         path: str | None = None,
         sync: tuple[str, int] | None = None,
-        remedy: Remedy | None = None,
+        remedy: MissingCollective | None = None,
     ) -> None:
         super().__init__(message)
         self.hint, self.path, self.sync, self.remedy = hint, path, sync, remedy
@@ -146,9 +146,9 @@ class Flow:
         self._states[id(tensor)] = state
 
     def check_own(self, state: State, path: str) -> None:
-        """Raises `Misuse` where what is added up or joined at `path` is held by several ranks."""
+        """Refuses what is added up or joined at `path` and is held by several ranks."""
         if state.copies:
-            raise Misuse(
+            raise PlacementError(
                 f"several ranks would have the same part of `{state.source}` at `{path}`",
                 path=state.source,
             )
@@ -157,24 +157,24 @@ class Flow:
         """The state of a value inside `path`, whose sync adds up the gradient.
 
         Raises:
-            Misuse: That is done already.
+            PlacementError: That is done already.
         """
         state = self.of(tensor)
         if not tensor.requires_grad:
             return state
         if state.covered is not None:
-            raise Misuse(
+            raise PlacementError(
                 f"the gradient of this value is summed over the ranks twice, for `{path}` and for "
                 f"`{state.covered}`",
                 'keep one of the two .sync("bwd_post", "all_reduce")',
                 path,
             )
-        if state.kind != WHOLE:
-            raise Misuse(
+        if state.kind != REPLICATE:
+            raise PlacementError(
                 f"`{path}` is given a {state.kind}, whose gradient each rank has for itself",
-                "take the `bwd_post` sync out" if state.kind == PART else REDUCE,
-                path if state.kind == PART else state.source,
-                remedy=None if state.kind == PART else Remedy.sum_of(state.source),
+                "take the `bwd_post` sync out" if state.kind == SHARD else REDUCE,
+                path if state.kind == SHARD else state.source,
+                remedy=None if state.kind == SHARD else MissingCollective.sum_of(state.source),
             )
         return State(covered=path)
 
@@ -194,11 +194,11 @@ class Flow:
             partial: Whether it makes partial sums.
 
         Raises:
-            Misuse: The gradient of one would be only this rank's summand.
+            PlacementError: The gradient of one would be only this rank's summand.
         """
         for tensor in tensors:
             state = self.of(tensor)
-            if state.kind == WHOLE and tensor.requires_grad and state.covered is None:
+            if state.kind == REPLICATE and tensor.requires_grad and state.covered is None:
                 self._sum_gradient(tensor, state, what, source, partial)
 
     def _sum_gradient(
@@ -212,7 +212,7 @@ class Flow:
         """Has the gradient of a value summed where it comes from.
 
         Raises:
-            Misuse: There is nothing that could do it.
+            PlacementError: There is nothing that could do it.
         """
         if state.parameters:
             for key in state.parameters:
@@ -222,16 +222,16 @@ class Flow:
             self.summed |= state.gathers
             self.set(tensor, State(covered=min(state.gathers)[0], gathers=state.gathers))
         elif partial and source and not state.gathers:
-            raise Misuse(
+            raise PlacementError(
                 f"{what} takes a whole value to the partial sum that `{source}` gives: the value's "
                 "gradient is a summand on each rank, and nothing adds it up",
                 f'add the other one up: s["{source}"].sync("fwd_post", "all_reduce")',
                 source,
-                remedy=Remedy.sum_of(source),
+                remedy=MissingCollective.sum_of(source),
             )
         else:
             gather = min(state.gathers, default=None)
-            raise Misuse(
+            raise PlacementError(
                 f"{what} takes a whole value to a rank's part: the value's gradient is a summand "
                 "on each rank, and nothing adds it up",
                 f"let the all-gather on `{gather[0]}` add it up: leave out "
@@ -240,7 +240,7 @@ class Flow:
                 else COVER,
                 source,
                 gather,
-                Remedy.gradient_of(source),
+                MissingCollective.gradient_of(source),
             )
 
     def operate(
@@ -267,7 +267,7 @@ class Flow:
             replicated: Whether several ranks hold the same heads: sizes tell less of axes then.
 
         Raises:
-            Misuse: The operation is wrong on what a rank has.
+            PlacementError: The operation is wrong on what a rank has.
         """
         if name in _TYPED:
             inputs, whole = inputs[:1], whole[:1]
@@ -275,12 +275,12 @@ class Flow:
         if name in _SHAPE_ONLY or not inputs:
             source = next((s.source for t in inputs if (s := self.of(t)).source), None)
             for output, axes in zip(outputs, split, strict=True):
-                self.set(output, State(PART, source) if axes else State())
+                self.set(output, State(SHARD, source) if axes else State())
             return
         states = [self.of(t) for t in inputs]
         self._check_known(name, inputs, whole, states, replicated)
         partial = next((s for s in states if s.kind == PARTIAL), None)
-        part = next((s for s in states if s.kind == PART), None)
+        part = next((s for s in states if s.kind == SHARD), None)
         if partial is None and part is None:
             result = self.joined(name, inputs, states)
             for output, axes in zip(outputs, split, strict=True):
@@ -295,11 +295,11 @@ class Flow:
         if part is not None:
             summed = self._runs_over(name, how, sharded, whole, part)
         source, axis = next((s.source, s.axis) for s in (partial, part) if s is not None)
-        copies = all(s.copies for s in states if s.kind != WHOLE)
+        copies = all(s.copies for s in states if s.kind != REPLICATE)
         adds_up = partial is not None or summed
         if part is not None and how is not None and not replicated:
             self._check_split(name, adds_up, how, whole, sharded, outputs, split, part)
-        result = State(PARTIAL if adds_up else PART, source, copies, axis)
+        result = State(PARTIAL if adds_up else SHARD, source, copies, axis)
         if any(output.requires_grad for output in outputs):
             self.meet_parts(inputs, f"`{name}`", source, partial is not None)
         for output in outputs:
@@ -309,17 +309,17 @@ class Flow:
         """Takes in an operation that gives no tensor.
 
         Raises:
-            Misuse: It tells a value of a part or of a partial sum, another one on each rank.
+            PlacementError: It tells a value of a part or a partial sum, another one on each rank.
         """
         if name not in _TELLING:
             return
-        state = next((s for t in inputs if (s := self.of(t)).kind != WHOLE), None)
+        state = next((s for t in inputs if (s := self.of(t)).kind != REPLICATE), None)
         if state is not None:
-            raise Misuse(
+            raise PlacementError(
                 f"`{name}` asks for values of which a rank has only {_WORDS[state.kind]}",
                 REDUCE if state.kind == PARTIAL else None,
                 state.source,
-                remedy=Remedy.sum_of(state.source) if state.kind == PARTIAL else None,
+                remedy=MissingCollective.sum_of(state.source) if state.kind == PARTIAL else None,
             )
 
     def _check_known(
@@ -330,15 +330,15 @@ class Flow:
         states: Sequence[State],
         replicated: bool,
     ) -> None:
-        """Raises `Misuse` where the shape of an operand is not what its state means.
+        """Raises `PlacementError` where the shape of an operand is not what its state means.
 
         It was made by something that was not seen, then: compiled code, another library.
         """
         for tensor, shape, state in zip(inputs, whole, states, strict=False):
             axes = _split(tensor, shape)
-            if len(axes) == (state.kind == PART) or replicated or state.copies:
+            if len(axes) == (state.kind == SHARD) or replicated or state.copies:
                 continue
-            raise Misuse(
+            raise PlacementError(
                 f"`{name}` is given a value of shape {list(tensor.shape)} on a rank, and of "
                 f"{list(shape)} without sharding, and it is not known which part that is: what "
                 "made it cannot be followed",
@@ -349,7 +349,7 @@ class Flow:
     def _repeated(self, name: str, inputs: Sequence[torch.Tensor], split: Sequence[int]) -> State:
         """What a whole value becomes that is repeated as often as a rank has elements."""
         self.meet_parts(inputs, f"`{name}`", None)
-        return State(PART)
+        return State(SHARD)
 
     def _check_split(
         self,
@@ -362,7 +362,7 @@ class Flow:
         split: Sequence[list[int]],
         part: State,
     ) -> None:
-        """Raises `Misuse` where the result is not split as the operands say.
+        """Raises `PlacementError` where the result is not split as the operands say.
 
         A rank's part of one element would be repeated beside a whole value, as one element is.
         """
@@ -374,7 +374,7 @@ class Flow:
                 fine &= all(b + end < 0 or shape[b + end] == 1 or b + end in axes for b in back)
         if not fine:
             axes = next((a for a in split if a), [])
-            raise Misuse(
+            raise PlacementError(
                 f"`{name}` joins a part with values that a rank has whole, and what comes out is "
                 f"{f'split along axis {axes[0]}' if axes else 'not split'} by its shape",
                 "split what the whole values are made from as well, or gather the part",
@@ -385,7 +385,7 @@ class Flow:
         """The state of what is made of whole values alone.
 
         Raises:
-            Misuse: The gradients of some are summed over the ranks, and others' cannot be.
+            PlacementError: The gradients of some are summed over the ranks, and others' cannot be.
         """
         trained = [(t, s) for t, s in zip(inputs, states, strict=True) if t.requires_grad]
         covers = sorted({s.covered for _, s in trained if s.covered is not None})
@@ -401,7 +401,7 @@ class Flow:
             gathers |= state.gathers
         alone = alone and len(trained) == len(inputs)
         return State(
-            WHOLE,
+            REPLICATE,
             covered=covers[0] if covers else None,
             parameters=frozenset(made_of) if alone else None,
             gathers=frozenset(gathers),
@@ -418,20 +418,20 @@ class Flow:
         """Takes a value in whose gradient every rank has whole, beside one that is covered.
 
         Raises:
-            Misuse: Its gradient cannot be summed as well.
+            PlacementError: Its gradient cannot be summed as well.
         """
         if state.parameters or (state.gathers and state.gathers <= self._undecided):
             self._sum_gradient(tensor, state, f"`{name}`", cover)
             return
         if any(isinstance(t, torch.nn.Parameter) for t, s in trained if s.covered):
-            raise Misuse(
+            raise PlacementError(
                 f"a parameter of `{cover}` is used on a whole value here and on parts elsewhere: "
                 "its gradient would be summed over the ranks for both",
                 "use it on parts here as well, or gather them where it is used on them",
                 cover,
             )
         gather = min((g for _, s in trained if s.covered for g in s.gathers), default=None)
-        raise Misuse(
+        raise PlacementError(
             f"this joins a value {'gathered by' if gather else 'inside'} `{cover}`, whose gradient "
             "is summed over the ranks, with one whose gradient every rank has whole: the sum would "
             "count it once for each rank",
@@ -454,7 +454,7 @@ class Flow:
         outputs: Sequence[torch.Tensor],
         partial: State,
     ) -> None:
-        """Raises `Misuse` where an operation on summands does not give summands of its result."""
+        """Refuses an operation on summands that does not give summands of its result."""
         count = sum(s.kind == PARTIAL for s in states)
         floating = sum(t.is_floating_point() or t.is_complex() for t in inputs)
         given = (*args, *kwargs.values())
@@ -472,7 +472,7 @@ class Flow:
             or (
                 name in _MULTIPLYING
                 and count == 1
-                and PART not in beside
+                and SHARD not in beside
                 and (name != "linear" or floating == 2)
             )
             or (
@@ -483,12 +483,12 @@ class Flow:
             )
         ) and all(t.is_floating_point() or t.is_complex() for t in outputs)
         if not fine:
-            raise Misuse(
+            raise PlacementError(
                 f"`{name}` needs the value, but `{partial.source}` gives a partial sum of it on "
                 "each rank",
                 REDUCE,
                 partial.source,
-                remedy=Remedy.sum_of(partial.source),
+                remedy=MissingCollective.sum_of(partial.source),
             )
 
     def _runs_over(
@@ -502,15 +502,15 @@ class Flow:
         """Whether the result is a partial sum, because the operation sums over a split axis.
 
         Raises:
-            Misuse: It needs such an axis whole, or is not known.
+            PlacementError: It needs such an axis whole, or is not known.
         """
         if how is None:
-            raise Misuse(
+            raise PlacementError(
                 f"it is not known whether `{name}` is right on a part, and `{part.source}` gives "
                 "each rank only its own",
                 self._gather_hint(part),
                 part.source,
-                remedy=Remedy.whole_of(part.source, part.axis),
+                remedy=MissingCollective.whole_of(part.source, part.axis),
             )
         for axes, over in zip(sharded, how.over, strict=False):
             if over & set(axes):
@@ -521,12 +521,12 @@ class Flow:
             raise self._needs_all(name, part)
         return any(s & set(axes) for axes, s in zip(sharded, how.summed, strict=False))
 
-    def _needs_all(self, name: str, part: State) -> Misuse:
-        return Misuse(
+    def _needs_all(self, name: str, part: State) -> PlacementError:
+        return PlacementError(
             f"`{name}` runs over an axis of which a rank has only its part",
             self._gather_hint(part),
             part.source,
-            remedy=Remedy.whole_of(part.source, part.axis),
+            remedy=MissingCollective.whole_of(part.source, part.axis),
         )
 
     def _gather_hint(self, part: State) -> str:

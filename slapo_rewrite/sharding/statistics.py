@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.model.follow.flow import PART, Misuse, State
-from slapo_rewrite.model.follow.places import calling_frame, place_of
-from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.sizes import Shape
-from slapo_rewrite.model.follow.vocabulary import Remedy, Statistic
+from slapo_rewrite.sharding.flow import SHARD, PlacementError, State
+from slapo_rewrite.sharding.places import calling_frame, place_of
+from slapo_rewrite.sharding.run import Run
+from slapo_rewrite.sharding.sizes import Shape
+from slapo_rewrite.sharding.types import MissingCollective, Statistic
 
 # What takes the place of an operation, and the arguments by name that it knows.
 _OF_PARTS = {
@@ -37,14 +37,14 @@ def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) 
         kwargs: Its keyword arguments.
 
     Raises:
-        Misuse: It would be one if the module's parameter was split, or counts a part twice.
+        PlacementError: It would be one if the module's parameter was split, or counts a part twice.
     """
     function, known = _OF_PARTS.get(name, ("", set()))
     tensor = args[0] if args else None
     if not function or kwargs.keys() - known or not isinstance(tensor, torch.Tensor):
         return None
     state, axis = run.flow.of(tensor), args[1] if len(args) > 1 else kwargs.get("dim")
-    if state.kind != PART or type(axis) is not int:
+    if state.kind != SHARD or type(axis) is not int:
         return None
     if run.split_axes(tensor) != [axis % tensor.dim()]:
         return None
@@ -63,12 +63,12 @@ def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) 
             return State(covered=owner)
     for parameter, tensor in run.tree.nodes[owner].live.named_parameters(recurse=False):
         if tuple(tensor.shape) == (size,):
-            raise Misuse(
+            raise PlacementError(
                 f"`{name}` runs over an axis of which a rank has only its part",
                 f'split `{parameter}` of `{owner}` as well, .shard("{parameter}", axis=0), so that '
                 f"it runs over all ranks; or gather `{state.source}` before",
                 state.source,
-                remedy=Remedy.whole_of(state.source, state.axis),
+                remedy=MissingCollective.whole_of(state.source, state.axis),
             )
     return None
 

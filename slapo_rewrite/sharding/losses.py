@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.model.follow.flow import PART, WHOLE, Misuse
-from slapo_rewrite.model.follow.places import calling_frame, place_of
-from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.vocabulary import ParallelLoss
+from slapo_rewrite.sharding.flow import REPLICATE, SHARD, PlacementError
+from slapo_rewrite.sharding.places import calling_frame, place_of
+from slapo_rewrite.sharding.run import Run
+from slapo_rewrite.sharding.types import ParallelLoss
 
 # Where the losses are that the rule `cross_entropy` puts into a model.
 KERNELS = "slapo_rewrite.runtime.kernels.cross_entropy"
@@ -35,7 +35,7 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
     """The loss, where a loss is computed of parts by a function that can be another; else None.
 
     Raises:
-        Misuse: The loss is one of classes that a head is split over, but cannot be another.
+        PlacementError: The loss is one of classes that a head is split over, but cannot be another.
     """
     if name != "cross_entropy":
         return None
@@ -56,18 +56,18 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
     weight = args[2] if len(args) > 2 else kwargs.get("weight")
     classes: Any = run.tree.nodes[head].live.out_features
     whole = weight is None or (
-        run.flow.of(weight).kind == WHOLE and tuple(weight.shape) == (classes,)
+        run.flow.of(weight).kind == REPLICATE and tuple(weight.shape) == (classes,)
     )
     if not whole or target.is_floating_point():
         does = "takes probabilities" if whole else "has parts of the weights"
-        raise Misuse(
+        raise PlacementError(
             f"this loss {does} of its classes, of which a rank has only its part",
             f'gather the logits: .sync("fwd_post", "all_gather", axis=-1) on `{head}`',
             head,
         )
     known = run.followed.losses.get(place)
     if known is not None and known.head != head:
-        raise Misuse(f"this computes losses of both `{known.head}` and `{head}`", path=head)
+        raise PlacementError(f"this computes losses of both `{known.head}` and `{head}`", path=head)
     entry = run.next_entry(torch.nn.functional.cross_entropy)
     names = _names(run, frame, head)
     run.followed.losses[place] = ParallelLoss(place, function, owner, head, tuple(names))
@@ -86,7 +86,7 @@ def _head(run: Run, logits: torch.Tensor) -> str | None:
     state = run.flow.of(logits)
     layer = run.asked.layers.get(state.source or "")
     axis = min(1, logits.dim() - 1)
-    if state.kind != PART or state.source not in run.asked.heads:
+    if state.kind != SHARD or state.source not in run.asked.heads:
         return None
     if layer is None or layer.name not in HEADS:
         return None
@@ -121,6 +121,6 @@ def _names(run: Run, frame: types.FrameType, head: str) -> list[tuple[str, int]]
     for name, value in frame.f_locals.items():
         if isinstance(value, torch.Tensor):
             state, packed = run.flow.of(value), run.blocks.get(id(value), {})
-            if state.kind == PART and state.source == head and len(packed) == 1:
+            if state.kind == SHARD and state.source == head and len(packed) == 1:
                 found.append((name, next(iter(packed)) - value.dim()))
     return found

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_rewrite.model.follow.replicas import width
-from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.sizes import tensors
-from slapo_rewrite.model.follow.vocabulary import Asked, Draw, Followed, layer_key
 from slapo_rewrite.model.layers import scatters
+from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.sharding.kv_replication import width
+from slapo_rewrite.sharding.run import Run
+from slapo_rewrite.sharding.types import Draw, ShardingRequest, ShardingResult, layer_key
 
 _DROPPING = {
     "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
@@ -54,7 +54,9 @@ def note(run: Run, name: str, args: Any, kwargs: Any, outputs: list[torch.Tensor
         run.followed.draws.add(Draw(callers, run.place(), source, blocks))
 
 
-def out_of_step(tree: Tree, asked: Asked, followed: Followed) -> Iterator[tuple[Draw, int]]:
+def out_of_step(
+    tree: Tree, asked: ShardingRequest, followed: ShardingResult
+) -> Iterator[tuple[Draw, int]]:
     """What brings ranks out of step, with the least number of ranks at which it does.
 
     Args:
@@ -89,7 +91,7 @@ def _draws(name: str, args: Any, kwargs: Any) -> bool:
     return name in _DRAWING
 
 
-def _may_be_uneven(asked: Asked, source: str) -> bool:
+def _may_be_uneven(asked: ShardingRequest, source: str) -> bool:
     """Whether a part is split as evenly as its size allows, rather than scattered evenly."""
     layer = asked.layers.get(source)
     if layer is None:

@@ -14,15 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_rewrite.model.follow.flow import PART, PARTIAL, WHOLE, Misuse, State, gather_line
-from slapo_rewrite.model.follow.packing import described, ratio_of, reduced
-from slapo_rewrite.model.follow.record import layer_call
-from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.sizes import Shape, tensors
-from slapo_rewrite.model.follow.vocabulary import SPOKEN, Border, Indivisible, Remedy
 from slapo_rewrite.model.layers import Split, scatters, split_of
+from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.tensor_parallel import ReduceScatter, sum_later, sum_now
+from slapo_rewrite.sharding.flow import (
+    PARTIAL,
+    REPLICATE,
+    SHARD,
+    PlacementError,
+    State,
+    gather_line,
+)
+from slapo_rewrite.sharding.packing import described, ratio_of, reduced
+from slapo_rewrite.sharding.run import Run
+from slapo_rewrite.sharding.sizes import Shape
+from slapo_rewrite.sharding.trace import layer_call
+from slapo_rewrite.sharding.types import SPOKEN, Indivisible, MissingCollective, ModuleBoundary
 
 # What a size must be a multiple of for its parts to be taken as even ones.
 EVEN = 8
@@ -37,23 +45,23 @@ def enter_layer(run: Run, module: nn.Module, args: Any) -> None:
 
 
 def _check_layer_input(run: Run, path: str, tensor: Any) -> None:
-    """Raises `Misuse` where a layer is given what it does not take."""
+    """Raises `PlacementError` where a layer is given what it does not take."""
     if not isinstance(tensor, torch.Tensor):
         return
     layer, state = run.asked.layers[path], run.flow.of(tensor)
     split = split_of(run.tree.nodes[path].live, layer)
     keywords = dict(layer.keywords)
     if state.kind == PARTIAL:
-        raise Misuse(
+        raise PlacementError(
             f"`{path}` needs its input, but `{state.source}` gives a partial sum of it on each "
             "rank",
             'add it up: .sync("fwd_post", "all_reduce")',
             state.source,
-            remedy=Remedy.sum_of(state.source),
+            remedy=MissingCollective.sum_of(state.source),
         )
     axes, taken = run.split_axes(tensor), split.axes[0] % max(1, tensor.dim())
     if axes and (axes != [taken] or not split.takes_part):
-        raise Misuse(
+        raise PlacementError(
             f"`{path}` is split over its {_taken(split)}, but of its input a rank has only a part "
             f"along axis {axes[0]}",
             f"gather it before: {gather_line(axes[0], tensor.dim(), 'fwd_pre')} on `{path}` or the "
@@ -61,8 +69,8 @@ def _check_layer_input(run: Run, path: str, tensor: Any) -> None:
             path,
         )
     if split.takes_part:
-        if state.kind != PART:
-            raise Misuse(
+        if state.kind != SHARD:
+            raise PlacementError(
                 f"`{path}` is split over its {_taken(split)}, but its input is whole on every rank",
                 "split the layer before it over its outputs, or this one as well",
                 path,
@@ -92,7 +100,7 @@ def _check_same_blocks(
     packed = run.blocks.get(id(tensor), {}).get(axis, (1,))
     ratio = ratio_of(keywords.get("parts", 1))
     if reduced(packed) != reduced(ratio):
-        raise Misuse(
+        raise PlacementError(
             f"the input of `{path}` has {described(packed)} along its split axis, but the layer is "
             f"sharded for {described(ratio)}",
             "shard both with the same `parts`",
@@ -115,14 +123,14 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
     for tensor in tensors(output):
         if split.output == "partition":
             copies = getattr(module, "replicas", 1) > 1
-            kind = State() if keywords.get("gather_output") else State(PART, path, copies)
+            kind = State() if keywords.get("gather_output") else State(SHARD, path, copies)
         elif axis is not None:
-            kind = State(PART, path, axis=axis)
+            kind = State(SHARD, path, axis=axis)
         else:
             kind = State(PARTIAL, path) if reduction is sum_later else State()
         run.flow.set(tensor, kind)
         run.alive.append(tensor)
-        if kind.kind != PART:
+        if kind.kind != SHARD:
             continue
         shape = run.whole[id(tensor)] = run.entries[run.position - 1].outputs[0]
         if axis is not None:
@@ -135,7 +143,7 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
 
 
 def enter_border(
-    run: Run, node: Node, border: Border, module: nn.Module, args: Any, kwargs: Any
+    run: Run, node: Node, border: ModuleBoundary, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     """The arguments of a module with one taken through a collective: the first, or that named."""
     names = [*inspect.signature(module.forward).parameters]
@@ -155,7 +163,7 @@ def enter_border(
 
 
 def leave_border(
-    run: Run, node: Node, border: Border, module: nn.Module, args: Any, output: Any
+    run: Run, node: Node, border: ModuleBoundary, module: nn.Module, args: Any, output: Any
 ) -> Any:
     """The output of a module with its first tensor taken through a collective."""
     tensor = _first_of(output)
@@ -172,11 +180,11 @@ def leave_border(
     return new
 
 
-def _no_tensor(node: Node, border: Border, message: str) -> None:
-    """Raises `Misuse`, but for a function of the user's own, which may know what to do."""
+def _no_tensor(node: Node, border: ModuleBoundary, message: str) -> None:
+    """Raises `PlacementError`, but for a function of the user's own, which may know what to do."""
     if border.operation != "function":
         hint = "put the sync on a module inside or around it"
-        raise Misuse(message, hint, node.path, (node.path, border.number))
+        raise PlacementError(message, hint, node.path, (node.path, border.number))
 
 
 def _first_of(output: Any) -> Any:
@@ -190,7 +198,7 @@ class _Crossing:
     """A tensor that goes through a collective at the border of a module."""
 
     def __init__(
-        self, run: Run, node: Node, border: Border, tensor: torch.Tensor, side: str
+        self, run: Run, node: Node, border: ModuleBoundary, tensor: torch.Tensor, side: str
     ) -> None:
         self.run, self.node, self.border, self.tensor = run, node, border, tensor
         self.state = run.flow.of(tensor)
@@ -202,7 +210,7 @@ class _Crossing:
         """What comes out of the collective.
 
         Raises:
-            Misuse: The collective does not fit the value.
+            PlacementError: The collective does not fit the value.
         """
         new, state = getattr(self, f"_{self.border.operation}")()
         self.run.flow.set(new, state)
@@ -215,12 +223,12 @@ class _Crossing:
             return self._same(), State(state.kind, covered=self.node.path)
         if self.border.mode != "fwd_post":
             return self._same(), state
-        if state.kind == PART:
+        if state.kind == SHARD:
             return self._resized(self.run.whole_shape(self.tensor)), State()
         return self._same(), State()
 
     def _keep(self) -> tuple[torch.Tensor, State]:
-        if self.border.axis is None and self.state.kind != WHOLE:
+        if self.border.axis is None and self.state.kind != REPLICATE:
             raise self._misuse(f"{self.value} is {self._described()}, not whole")
         if self.border.axis is not None:
             self._check_part(self.border.axis)
@@ -241,9 +249,9 @@ class _Crossing:
             raise self._misuse(
                 f"{self.value} is a partial sum: each rank would keep a slice of its own summand",
                 f"add up and scatter: {self._line('reduce_scatter')}",
-                Remedy.sum_of(self.state.source),
+                MissingCollective.sum_of(self.state.source),
             )
-        if self.state.kind == PART:
+        if self.state.kind == SHARD:
             raise self._misuse(f"{self.value} is {self._described()}: it is scattered already")
         if self.state.covered is not None:
             raise self._misuse(
@@ -298,7 +306,7 @@ class _Crossing:
 
     def _part(self, axis: int | None) -> State:
         assert axis is not None
-        return State(PART, self.node.path, axis=axis)
+        return State(SHARD, self.node.path, axis=axis)
 
     def _same(self) -> torch.Tensor:
         """The same values, as another tensor."""
@@ -345,12 +353,12 @@ class _Crossing:
         """A collective that adds up is given summands."""
         self.run.flow.check_own(self.state, self.node.path)
         does = f"{SPOKEN[operation]} would add up"
-        if self.state.kind == PART:
+        if self.state.kind == SHARD:
             raise self._misuse(
                 f"{self.value} is {self._described()}: {does} different elements",
                 f"gather it: {self._gathering()}",
             )
-        if self.state.kind == WHOLE:
+        if self.state.kind == REPLICATE:
             hint = "take the line out, or the sync that made the value whole before"
             if operation == "reduce_scatter":
                 hint = f"keep a slice: {self._line('scatter')}"
@@ -364,9 +372,9 @@ class _Crossing:
                 f"{self.value} is a partial sum: {SPOKEN[self.border.operation]} would line up the "
                 "ranks' copies",
                 f'add it up: .sync("{self.border.mode}", "all_reduce")',
-                Remedy.sum_of(self.state.source),
+                MissingCollective.sum_of(self.state.source),
             )
-        if self.state.kind == WHOLE:
+        if self.state.kind == REPLICATE:
             raise self._misuse(
                 f"{self.value} is whole on every rank: there is nothing to gather",
                 "take the line out, or split the value before",
@@ -385,11 +393,11 @@ class _Crossing:
         return gather_line(axis, self.tensor.dim(), self.border.mode)
 
     def _described(self) -> str:
-        if self.state.kind == PART and self.split:
+        if self.state.kind == SHARD and self.split:
             return f"a part along axis {self.split[0]}"
-        return {PART: "a part", PARTIAL: "a partial sum"}.get(self.state.kind, "whole")
+        return {SHARD: "a part", PARTIAL: "a partial sum"}.get(self.state.kind, "whole")
 
     def _misuse(
-        self, message: str, hint: str | None = None, remedy: Remedy | None = None
-    ) -> Misuse:
-        return Misuse(message, hint, self.state.source or self.node.path, self.key, remedy)
+        self, message: str, hint: str | None = None, remedy: MissingCollective | None = None
+    ) -> PlacementError:
+        return PlacementError(message, hint, self.state.source or self.node.path, self.key, remedy)

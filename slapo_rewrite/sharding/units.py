@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.model.follow.places import calling_frame, place_of, text_at
-from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.sizes import Shape
-from slapo_rewrite.model.follow.vocabulary import CannotFollow, LayerKey, layer_key
 from slapo_rewrite.model.layers import Unit
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.sharding.places import calling_frame, place_of, text_at
+from slapo_rewrite.sharding.run import Run
+from slapo_rewrite.sharding.sizes import Shape
+from slapo_rewrite.sharding.types import CannotFollow, LayerKey, layer_key
 
 
 def note_unit(

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from slapo_rewrite.model.follow import losses
-from slapo_rewrite.model.follow.run import Run
-from slapo_rewrite.model.follow.vocabulary import ArgumentChange, CannotFollow, Remedy
+from slapo_rewrite.sharding import losses
+from slapo_rewrite.sharding.run import Run
+from slapo_rewrite.sharding.types import ArgumentChange, CannotFollow, MissingCollective
 
 # How an argument is written that must be this rank's share.
 INFERRED = "-1"
@@ -43,7 +43,7 @@ def change(
             attributes=attributes,
             changeable=place is not None and fits,
             # What no one can change there means the whole.
-            remedy=Remedy.whole_of(state.source, state.axis) if place is None else None,
+            remedy=MissingCollective.whole_of(state.source, state.axis) if place is None else None,
         )
     if template == SHARE:
         run.followed.even.add(int(size))

@@ -1,7 +1,7 @@
 """The words that sharding is asked for and answered in.
 
-`Asked` says what is sharded, `Followed` what follows from it; the errors say what stands against
-it. Nothing here runs anything.
+`ShardingRequest` says what is sharded, `ShardingResult` what follows from it; the errors say what
+stands against it. Nothing here runs anything.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from slapo_rewrite.model.follow.sizes import Attribute
 from slapo_rewrite.model.layers import Layer, Unit
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.sharding.sizes import Attribute
 
 # A layer by the class of the module that makes it, and by its path from there.
 LayerKey = tuple[type, str]
@@ -46,7 +46,7 @@ class ShardedParameter:
 
 
 @dataclass(frozen=True)
-class Border:
+class ModuleBoundary:
     """A collective at the border of a module, where no sharded layer carries it out.
 
     Attributes:
@@ -71,7 +71,7 @@ class Border:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ShardingRequest:
     """What is sharded and synchronised.
 
     Attributes:
@@ -86,7 +86,7 @@ class Asked:
 
     layers: Mapping[str, Layer]
     parameters: Mapping[str, Sequence[ShardedParameter]]
-    borders: Mapping[str, Sequence[Border]] = field(default_factory=dict)
+    borders: Mapping[str, Sequence[ModuleBoundary]] = field(default_factory=dict)
     heads: frozenset[str] = frozenset()
     attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     forked: frozenset[str] = frozenset()
@@ -94,7 +94,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Remedy:
+class MissingCollective:
     """A collective that would mend what does not fit.
 
     Attributes:
@@ -110,17 +110,17 @@ class Remedy:
     axis: int | None = None
 
     @classmethod
-    def sum_of(cls, path: str | None) -> Remedy | None:
+    def sum_of(cls, path: str | None) -> MissingCollective | None:
         """The partial sums that a module gives, added up."""
         return None if path is None else cls(path, "fwd_post", "all_reduce")
 
     @classmethod
-    def whole_of(cls, path: str | None, axis: int = -1) -> Remedy | None:
+    def whole_of(cls, path: str | None, axis: int = -1) -> MissingCollective | None:
         """The parts that a module gives, put together."""
         return None if path is None else cls(path, "fwd_post", "all_gather", axis)
 
     @classmethod
-    def gradient_of(cls, path: str | None) -> Remedy | None:
+    def gradient_of(cls, path: str | None) -> MissingCollective | None:
         """The gradients of what a module is given, added up."""
         return None if path is None else cls(path, "bwd_post", "all_reduce")
 
@@ -252,7 +252,7 @@ class Way:
 
 
 @dataclass
-class Followed:
+class ShardingResult:
     """What follows from the sharded sizes.
 
     Attributes:
@@ -305,7 +305,7 @@ class Followed:
     questions: set[Place] = field(default_factory=set)
     unfollowed: list[tuple[str, Place | None]] = field(default_factory=list)
 
-    def take_in(self, other: Followed) -> bool:
+    def take_in(self, other: ShardingResult) -> bool:
         """Adds what follows on another way; False where a layer's heads would be of two sizes."""
         if any(self.heads.get(key, name) != name for key, name in other.heads.items()):
             return False
@@ -360,7 +360,7 @@ class CannotFollow(Exception):
         changeable: bool = False,
         sync: tuple[str, int] | None = None,
         position: int = 0,
-        remedy: Remedy | None = None,
+        remedy: MissingCollective | None = None,
     ) -> None:
         super().__init__(message)
         self.place, self.path, self.hint = place, path, hint

@@ -1,0 +1,76 @@
+"""Runs without memory or weights: what torch needs to be told on the meta device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_MAKING = {
+    torch.tensor, torch.as_tensor, torch.rand, torch.randn, torch.zeros, torch.ones, torch.full,
+    torch.empty,
+}  # fmt: skip
+
+# Operations that ask a tensor yes or no.
+QUESTIONS = (torch.Tensor.__bool__, torch.Tensor.__contains__)
+
+
+def with_values(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call that makes a tensor, such that one without axes has a value.
+
+    `forward` may branch on it: a layer that is dropped at random is one that `torch.rand([])` says.
+    """
+    if func in _MAKING:
+        first = args[0] if args else kwargs.get("size", kwargs.get("data"))
+        plain = isinstance(first, (bool, int, float)) and func in (torch.tensor, torch.as_tensor)
+        if plain or (isinstance(first, (list, tuple)) and not first and func is not torch.tensor):
+            return {**kwargs, "device": "cpu"}
+    return kwargs
+
+
+def answer_to(func: Callable[..., Any], args: Any, says: bool = False) -> Any:
+    """What an operation says that asks for values which are not there; None for any other.
+
+    Args:
+        func: The operation.
+        args: Its arguments.
+        says: The answer to yes-or-no questions of a tensor without values. A coin that `forward`
+            tosses (`torch.rand([]) < 0.1`) falls on the likelier side.
+    """
+    if func in QUESTIONS:
+        return says if isinstance(args[0], torch.Tensor) and args[0].is_meta else None
+    if func is torch.rand and (not args or args[0] in ((), [])):
+        return torch.full([], 0.99, device="cpu")
+    return None
+
+
+def carry_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operation gives on the meta device.
+
+    The product of groups, by which experts are computed, takes bfloat16 alone there.
+    """
+    first = args[0] if args else None
+    if (
+        getattr(func, "__name__", "") not in ("grouped_mm", "_grouped_mm")
+        or not isinstance(first, torch.Tensor)
+        or not first.is_meta
+        or first.dtype == torch.bfloat16
+    ):
+        return func(*args, **kwargs)
+    factors = [t.bfloat16() for t in args[:2]]
+    return func(*factors, *args[2:], **kwargs).to(first.dtype)
+
+
+@contextlib.contextmanager
+def pretend_world(world: int) -> Iterator[None]:
+    """A process group of `world` ranks of which this process is the first and only one."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

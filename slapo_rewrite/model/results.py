@@ -1,0 +1,43 @@
+"""The tensors in what a module is given and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_rewrite.hugging_face import CACHES
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and mappings, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+
+
+def result_pairs(want: Any, have: Any, name: str, depth: int = 8) -> Iterator[tuple[str, Any, Any]]:
+    """The tensors and numbers of two results that belong together, each with its name.
+
+    What a model keeps of earlier tokens is a rank's own.
+    """
+    if isinstance(want, (torch.Tensor, int, float)):
+        yield name, want, have
+        return
+    inside: list[tuple[str, Any, Any]] = []
+    if isinstance(want, Mapping) and isinstance(have, Mapping):
+        inside = [(str(k), v, have.get(k)) for k, v in want.items() if k not in CACHES]
+    elif isinstance(want, (list, tuple)) and isinstance(have, (list, tuple)):
+        inside = [(str(n), *pair) for n, pair in enumerate(zip(want, have, strict=False))]
+    elif hasattr(want, "__dict__") and type(want) is type(have):
+        known = isinstance(want, nn.Module) or type(want).__name__.endswith("Cache")
+        inside = [] if known else [(k, v, vars(have).get(k)) for k, v in vars(want).items()]
+    for key, one, other in inside if depth else ():
+        yield from result_pairs(one, other, f"{name}.{key}" if name else key, depth - 1)
