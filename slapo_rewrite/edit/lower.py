@@ -344,8 +344,8 @@ class _Lowering:
         fork = ".fork_rng()" if whole else ".fork_rng(subgraph=...) of this line"
         warning = (
             f"{where}random numbers are drawn for a rank's part of `{with_wildcards(draw.source)}` "
-            f"here, and on {world} ranks these parts differ in size: later numbers for whole values "
-            f"would differ between the ranks; {selected}{fork} mends it"
+            f"here, and on {world} ranks these parts differ in size: later numbers for whole "
+            f"values would differ between the ranks; {selected}{fork} mends it"
         )
         if warning not in self.warnings:
             self.warnings.append(warning)
