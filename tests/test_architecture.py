@@ -165,6 +165,21 @@ def test_libcst_is_known_where_source_is_changed_alone():
     assert {str(f) for f in files if f.parts[0] != "changes"} == {"code/build.py", "code/edit.py"}
 
 
+def test_source_is_not_compared_as_text():
+    """`ast.unparse(call.func) == "self.up"` misses `act = self.up`; `code/names.py` does not."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare)
+        and any(
+            isinstance(side, ast.Call) and ast.unparse(side.func).endswith("unparse")
+            for side in (node.left, *node.comparators)
+        )
+    ]
+    assert not wrong
+
+
 def test_the_reading_of_imports_sees_them_all(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.test_architecture.PACKAGE", tmp_path)
     (tmp_path / "edit").mkdir()

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator
 
 from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.text import simple_statements
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.syntax import position
@@ -143,5 +144,5 @@ def names_read(value: ast.expr) -> Iterator[str]:
     for node in ast.walk(value):
         if isinstance(node, ast.Name) and node.id != "self":
             yield node.id
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+        elif isinstance(node, ast.Attribute) and is_name(node.value, "self"):
             yield f"self.{node.attr}"

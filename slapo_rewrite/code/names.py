@@ -20,6 +20,25 @@ def module_paths(expr: ast.expr, method: ast.FunctionDef) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_paths(expr, method, 0)))
 
 
+def self_path(expr: ast.expr) -> str | None:
+    """The path of `self.mlp[0].up` as in the module tree, `mlp.0.up`; None of anything else."""
+    match expr:
+        case ast.Name(id="self"):
+            return ""
+        case (
+            ast.Attribute(value=value, attr=last)
+            | ast.Subscript(value=value, slice=ast.Constant(int() | str() as last))
+        ):
+            above = self_path(value)
+            return None if above is None else f"{above}.{last}".lstrip(".")
+    return None
+
+
+def is_name(node: ast.AST, name: str) -> bool:
+    """Whether a node is the plain name."""
+    return isinstance(node, ast.Name) and node.id == name
+
+
 def _paths(expr: ast.expr | None, method: ast.FunctionDef, depth: int) -> list[str]:
     match expr:
         case ast.Attribute(value=value, attr=attr):

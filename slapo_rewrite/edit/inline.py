@@ -17,6 +17,7 @@ from slapo_rewrite.code.arguments import (
 )
 from slapo_rewrite.code.build import parenthesised, reindented
 from slapo_rewrite.code.layout import at_column
+from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.source.index import SourceFile
@@ -49,17 +50,20 @@ def inline_edits(
     """
     body = _Body(file, path, forward, cause)
     edits: list[Edit] = []
-    wanted = accessor(path)
     for method in methods:
         for call in ast.walk(method):
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == wanted:
+            meant = module_paths(call.func, method) if isinstance(call, ast.Call) else ()
+            if isinstance(call, ast.Call) and path in meant:
+                if len(meant) > 1:
+                    raise body.refused("this call is one of several modules", call)
                 text, start, end = _Site(file, body, method, call, cause).written()
                 indent = start - file.text.rindex("\n", 0, start) - 1
                 text = at_column(text, 0, indent, line_length)
                 edits.append(Edit(start, end, text, (cause,), f"`{path}` written in"))
     if not edits:
         raise errors.Unsupported(
-            f"no method calls `{wanted}(...)`: there is no place to write its `forward` into",
+            f"no method calls `{accessor(path)}(...)`: there is no place to write its `forward` "
+            "into",
             at=cause.at,
             hint="a module that is called through a container or a loop is not inlined",
         )

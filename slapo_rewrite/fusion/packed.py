@@ -15,6 +15,7 @@ from slapo_rewrite.changes.splice import Edit as TextEdit
 from slapo_rewrite.changes.subclasses import SubclassWriter
 from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.code.edit import Edit, Put
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.edit.rewritten import NewClass, Rewrite
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.model.join import find_site
@@ -316,7 +317,7 @@ def _side_by_side(
         whole = (
             isinstance(statement, ast.Assign)
             and statement.value is match.replaced.node
-            and ast.unparse(statement.targets[0]) == names[number]
+            and is_name(statement.targets[0], names[number])
         )
         node, text = (statement, call) if whole else (match.replaced.node, names[number])
         assert isinstance(node, ast.expr | ast.stmt)

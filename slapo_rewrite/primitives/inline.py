@@ -10,7 +10,7 @@ from dataclasses import replace
 from slapo_rewrite import errors
 from slapo_rewrite.changes.splice import Edit
 from slapo_rewrite.changes.state import Inlined, ModuleState
-from slapo_rewrite.code.text import accessor
+from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.edit.inline import inline_edits
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.model.tree import Node
@@ -157,7 +157,7 @@ class Inline(Rewriting):
                 )
             file, methods = self._methods(call, cls)
             forward = self._forward(call, self._child(call, same[0]), file)
-            calling = [m for m in methods if accessor(path) in ast.unparse(m)]
+            calling = [m for m in methods if _calls(m, path)]
             self._check_all(call, cls, calling, nodes)
             for edit in inline_edits(file, methods, path, forward, call.directive, line_length):
                 edits[edit.start, edit.end] = edit
@@ -214,3 +214,9 @@ class Inline(Rewriting):
                 hint="inline first, then schedule what it holds",
             )
         return replace(state, inlined=Inlined(call.directive))
+
+
+def _calls(method: ast.FunctionDef, path: str) -> bool:
+    """Whether a method calls the module at a path, by whatever name."""
+    calls = (n for n in ast.walk(method) if isinstance(n, ast.Call))
+    return any(path in module_paths(call.func, method) for call in calls)

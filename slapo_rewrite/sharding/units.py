@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.model.layers import Unit
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding.places import calling_frame, place_of, text_at
@@ -114,7 +115,7 @@ def _written(run: Run, node: Node, count: int, axis: int, inner: int) -> str | N
             root: ast.expr = expr
             while isinstance(root, (ast.Attribute, ast.Subscript)):
                 root = root.value
-            mine = ast.unparse(root) == "self" and frame.f_locals.get("self") is node.owner.live
+            mine = is_name(root, "self") and frame.f_locals.get("self") is node.owner.live
             return ast.unparse(expr) if mine else None
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
+from slapo_rewrite.code.names import is_name, self_path
 from slapo_rewrite.stages.text import rewritten
 
 
@@ -99,23 +100,26 @@ def loop_over(statement: ast.stmt) -> Loop | None:
                 args=[ast.Call(func=ast.Name(id="len"), args=[ast.Attribute() as listed])],
             ),
         ):
-            return _by_number(statement, counter, ast.unparse(listed))
+            return _by_number(statement, counter, listed)
     part = _slice(statement.iter)
     return Loop((part[0],), *part[1:], ast.unparse(statement.target)) if part else None
 
 
-def _by_number(loop: ast.For, counter: str, listed: str) -> Loop | None:
+def _by_number(loop: ast.For, counter: str, layers: ast.Attribute) -> Loop | None:
     """A loop over the numbers of layers, where each is read as `self.layers[number]` only."""
     nodes = [n for statement in loop.body for n in ast.walk(statement)]
-    wanted = f"{listed}[{counter}]"
-    read = [n for n in nodes if isinstance(n, ast.Subscript) and ast.unparse(n) == wanted]
-    all_reads = [n for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n) == listed]
-    name = listed.rpartition(".")[2]
+    path, name = self_path(layers), layers.attr
+    all_reads = [n for n in nodes if isinstance(n, ast.Attribute) and self_path(n) == path]
+    read = [
+        n
+        for n in nodes
+        if isinstance(n, ast.Subscript) and is_name(n.slice, counter) and n.value in all_reads
+    ]
     singular = name.removesuffix("s") if name.endswith("s") else f"{name}_layer"
     taken = {n.id for n in nodes if isinstance(n, ast.Name)}
-    if not listed.startswith("self.") or len(read) != len(all_reads) or singular in taken:
+    if path is None or len(read) != len(all_reads) or singular in taken:
         return None
-    return Loop((listed,), 0, "", singular, counter, read=tuple(read))
+    return Loop((ast.unparse(layers),), 0, "", singular, counter, read=tuple(read))
 
 
 def _slice(listed: ast.expr) -> tuple[str, int, str] | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.names import self_path
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
@@ -264,25 +265,23 @@ def place_of(
             if len({len(model.get_submodule(p.removeprefix("self."))) for p in loop.lists}) > 1:
                 raise refused("the lists of this loop differ in length", number, "cut elsewhere")
             return number, layer + 1
-    wanted = accessor(cut.path)
     found = [
         (number, node)
         for number, statement in enumerate(statements)
         for node in ast.walk(statement)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == wanted
+        if isinstance(node, ast.Call) and self_path(node.func) == cut.path
     ]
     if not found and (last := last_inside(cut.path, statements)) is not None:
         return last, None
     if not found and any(
-        isinstance(n, ast.Call) and ast.unparse(n.func) == wanted
+        isinstance(n, ast.Call) and self_path(n.func) == cut.path
         for n in ast.walk(ast.parse(flat.loss))
     ):
         raise refused(f"after `{cut.path}` there is nothing but the loss", hint="take the cut out")
     if not found:
-        listed = accessor(parent)
         for number, statement in enumerate(statements):
             for node in ast.walk(statement):
-                if name.isdigit() and isinstance(node, ast.expr) and ast.unparse(node) == listed:
+                if name.isdigit() and isinstance(node, ast.expr) and self_path(node) == parent:
                     raise refused(
                         f"`{cut.path}` is not called in a loop over `{parent}`",
                         number,

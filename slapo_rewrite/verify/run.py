@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.verify.launch import Ranks
 from slapo_rewrite.verify.layout import Layout, Training, World
 from slapo_rewrite.verify.report import Directive, Report, merge
@@ -149,7 +150,7 @@ def chosen(
 def stages_of(out: Path) -> int:
     """How many pipeline stages an output has."""
     for node in _pipeline(out):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "STAGES":
+        if isinstance(node, ast.Assign) and is_name(node.targets[0], "STAGES"):
             return len(node.value.elts) if isinstance(node.value, ast.Tuple) else 0
     return 0
 

@@ -123,3 +123,41 @@ def test_of_a_call_of_several_one_alone_is_not_changed(tmp_path):
     message = refused(tmp_path, HEAD + LOOP, SCHEDULE + '    s["up"].decompose()\n', "SR305")
     assert "this is a call of `up` and of `gate` in turn" in message
     assert "give `up` a call of its own" in message
+
+
+INLINED = """\
+import torch
+from torch import nn
+
+
+class Scale(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first = Scale(width)
+        self.second = Scale(width)
+
+    def forward(self, x):
+{body}
+"""
+INLINE = SCHEDULE.replace("MLP", "Net") + '    s.inline("first")\n'
+
+
+def test_what_is_called_by_another_name_is_inlined(tmp_path):
+    body = "        act = self.first\n        y = act(x)\n        return self.second(y)"
+    output = rewritten(tmp_path, INLINED.format(body=body), INLINE)
+    assert changed_lines(output) == "-        y = act(x)\n+        y = x * self.first.weight\n"
+
+
+def test_a_call_of_one_of_several_modules_is_not_inlined(tmp_path):
+    body = "        for f in (self.first, self.second):\n            x = f(x)\n        return x"
+    error = refused(tmp_path, INLINED.format(body=body), INLINE, "SR305")
+    assert "this call is one of several modules" in error and "x = f(x)" in error
