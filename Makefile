@@ -6,12 +6,13 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.installed
 BERT = transformers.models.bert.modeling_bert --schedule bert --set ckpt_ratio=0.5
 
-.PHONY: help demo example test fuzz lint check generated bench
+.PHONY: help demo example test test-long test-all fuzz lint check generated bench
 
 help:
 	@echo 'make demo       rewrite BERT, show the diff, verify it in two processes'
 	@echo 'make example    train a small GPT with DeepSpeed, in four processes'
 	@echo 'make test       run the tests'
+	@echo 'make test-all   run them, and the long ones: further models, world sizes and random pairs'
 	@echo 'make fuzz       run random models and schedules against their originals, for SECONDS=600'
 	@echo 'make check      lint, types and tests'
 	@echo 'make generated  make the outputs in generated/ again'
@@ -37,9 +38,16 @@ example: $(READY)
 	@echo '== two stages of two tensor-parallel ranks: the same losses'
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/train_gpt/train.py --tensor 2
 
-# One file after the other goes to whichever of the processes is free.
+# One file after the other, in their order, goes to whichever of the processes is free.
+PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(PYTEST) -m 'not long'
+
+test-long: $(READY)
+	$(PYTEST) -m long
+
+test-all: test test-long
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.soundness.fuzz --seconds $(SECONDS)
@@ -51,7 +59,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 # That `generated/` is current is one of the tests.
-check: lint test
+check: lint test-all
 
 generated: $(READY)
 	$(BIN)/python -m tests.golden

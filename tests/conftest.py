@@ -1,14 +1,20 @@
-"""How verification starts its ranks in tests."""
+"""What all tests share."""
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from slapo_rewrite.verify import launch
+from tests.made import Made
 from tests.warm import FORKING
+
+# With a million objects of torch and transformers in memory, looking for garbage is dear.
+gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,3 +29,13 @@ def _ranks_are_forked() -> Iterator[None]:
 def new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts ranks as verification does outside of tests."""
     monkeypatch.setattr(launch, "subprocess", subprocess)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """What gives outputs that other tests may have asked for already."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    (folder / "made").mkdir(exist_ok=True)
+    return Made(folder / "made")

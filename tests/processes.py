@@ -47,7 +47,7 @@ def run(
     if world == 1:
         return [function(*args)]
     with tempfile.TemporaryDirectory() as folder:
-        job = (world, _free_port(), folder, timeout_s, dict(os.environ), function, args)
+        job = (world, free_port(), folder, timeout_s, dict(os.environ), function, args)
         start: Any = multiprocessing.get_context("spawn") if fresh else context()
         ranks = [start.Process(target=_rank_main, args=(rank, *job)) for rank in range(world)]
         for process in ranks:
@@ -120,7 +120,8 @@ def _when_failed(path: Path) -> int:
     return path.stat().st_mtime_ns
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nothing listens on."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

@@ -20,8 +20,8 @@ AGAIN = "run `make generated`, and read what changed"
 
 
 @pytest.fixture(scope="module")
-def made() -> dict[str, str]:
-    return golden.everything()
+def files(made) -> dict[str, str]:
+    return golden.everything(made)
 
 
 @pytest.fixture(scope="module")
@@ -34,24 +34,24 @@ def ignored() -> set[str]:
     }
 
 
-def test_every_committed_file_is_current(made, ignored):
+def test_every_committed_file_is_current(files, ignored):
     wrong = [
         name
-        for name, text in made.items()
+        for name, text in files.items()
         if name not in ignored and (golden.GENERATED / name).read_bytes() != text.encode()
     ]
     assert not wrong, AGAIN
 
 
-def test_no_file_is_left_from_a_schedule_that_is_gone(made):
-    assert golden.present() <= made.keys(), AGAIN
+def test_no_file_is_left_from_a_schedule_that_is_gone(files):
+    assert golden.present() <= files.keys(), AGAIN
 
 
 @pytest.mark.parametrize("item", golden.goldens(), ids=lambda item: item.folder)
-def test_the_model_file_is_the_one_that_the_record_names(made, item):
+def test_the_model_file_is_the_one_that_the_record_names(files, item):
     content = record.read(golden.GENERATED / item.folder)
     name = content["source"]["file"]
-    assert content["files"][name] == record.digest(made[f"{item.folder}/{name}"]), AGAIN
+    assert content["files"][name] == record.digest(files[f"{item.folder}/{name}"]), AGAIN
 
 
 @pytest.mark.parametrize("item", golden.goldens(), ids=lambda item: item.folder)
@@ -63,10 +63,10 @@ def test_a_record_says_nothing_of_the_machine(item):
     assert "digest" not in content["tool"]
 
 
-def test_git_leaves_out_the_model_files_and_nothing_else(made, ignored):
+def test_git_leaves_out_the_model_files_and_nothing_else(files, ignored):
     if not (golden.ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    paths = "\n".join(f"generated/{name}" for name in sorted(made))
+    paths = "\n".join(f"generated/{name}" for name in sorted(files))
     found = subprocess.run(
         ["git", "check-ignore", "--no-index", "--stdin"],
         input=paths,
@@ -115,13 +115,13 @@ def unused(model: str, helpers: Iterable[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("item", golden.goldens(), ids=lambda item: item.folder)
-def test_helper_files_define_nothing_that_the_output_does_not_use(made, item):
-    files = {n: t for n, t in made.items() if n.startswith(f"{item.folder}/") and n.endswith(".py")}
-    name = json.loads(made[f"{item.folder}/{record.NAME}"])["source"]["file"]
-    model = files.pop(f"{item.folder}/{name}")
-    assert not unused(model, files.values())
+def test_helper_files_define_nothing_that_the_output_does_not_use(files, item):
+    own = {n: t for n, t in files.items() if n.startswith(f"{item.folder}/") and n.endswith(".py")}
+    name = json.loads(files[f"{item.folder}/{record.NAME}"])["source"]["file"]
+    model = own.pop(f"{item.folder}/{name}")
+    assert not unused(model, own.values())
     if item.name == "tensor_parallel":
-        assert "scatter" not in files[f"{item.folder}/tensor_parallel.py"]
+        assert "scatter" not in own[f"{item.folder}/tensor_parallel.py"]
 
 
 def test_what_is_not_used_is_found():

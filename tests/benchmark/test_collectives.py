@@ -4,6 +4,7 @@ import pytest
 
 from benchmark import collectives, report
 from benchmark.steps import STEPS
+from tests.marks import long
 
 MODELS = {step.name: step for step in STEPS}
 PLAIN, SEQUENCE = collectives.VARIANTS
@@ -13,7 +14,7 @@ LEAST[SEQUENCE.name] = {"all-gather": (2, 2.0), "reduce-scatter": (2, 2.0)}
 
 
 @pytest.mark.parametrize("variant", collectives.VARIANTS, ids=lambda v: v.name)
-@pytest.mark.parametrize("name", ["BERT-large", "GPT-2 medium", "Llama-3.2-1B"])
+@pytest.mark.parametrize("name", [long("BERT-large"), long("GPT-2 medium"), "Llama-3.2-1B"])
 def test_a_layer_sends_as_little_as_megatrons(name, variant):
     found = collectives.of_a_layer(MODELS[name], variant)
     for backward in (False, True):

@@ -48,6 +48,7 @@ def results(prepared, tmp_path_factory):
     return json.loads(output.read_text())
 
 
+@pytest.mark.long
 def test_it_measures_every_variant(results):
     row = results["steps"]["BERT-large"]
     assert not row["failed"]
@@ -59,6 +60,7 @@ def test_it_measures_every_variant(results):
     assert "| BERT-large, ours |" in train_step.table(results)
 
 
+@pytest.mark.long
 def test_another_transformers_is_refused(prepared, tmp_path):
     record = json.loads((prepared / "prepared.json").read_text())
     (tmp_path / "prepared.json").write_text(json.dumps({**record, "transformers": "5.17.0"}))
@@ -66,6 +68,7 @@ def test_another_transformers_is_refused(prepared, tmp_path):
         train_step.main(["--run", str(tmp_path), "--tiny"])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
 def test_without_a_gpu_it_says_so(prepared):
     with pytest.raises(SystemExit, match="there is no GPU here; --tiny"):
@@ -95,6 +98,7 @@ def test_a_claim_needs_a_control(measured, steady, said):
     assert train_step.verdict(measured, steady) == said
 
 
+@pytest.mark.long
 def test_a_variant_that_fails_leaves_the_others(prepared, monkeypatch):
     train = train_step.Runner.train
 

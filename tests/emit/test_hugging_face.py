@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.schedule.load import ScheduleFile
+from tests.marks import long
 from tests.processes import run
 
 CASES = {
@@ -28,14 +28,14 @@ GENERATING = ("gpt2", "llama", "t5")
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory) -> Path:
+def outputs(tmp_path_factory, made) -> Path:
     """The rewritten models, and of each original a checkpoint and what it generates."""
     folder = tmp_path_factory.mktemp("outputs")
     for name in CASES:
         source = f"transformers.models.{name}.modeling_{name}"
-        write(folder / f"{name}_out", rewrite(source, name, ["ckpt_ratio=0.5"]).files)
+        write(folder / f"{name}_out", made(source, name, ["ckpt_ratio=0.5"]).files)
         if name in GENERATING:
-            write(folder / f"{name}_split_out", rewrite(source, name, ["parallel_loss=true"]).files)
+            write(folder / f"{name}_split_out", made(source, name, ["parallel_loss=true"]).files)
         torch.manual_seed(0)
         original = ScheduleFile.load(name).module.verify_model(importlib.import_module(source))
         with torch.no_grad():  # such that what is generated varies
@@ -215,7 +215,7 @@ def check_generation(folder: Path, name: str, output: str, tokens: list[torch.Te
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, long(4)])
 def test_weights_and_generation(outputs, world):
     run(check_all, world, outputs)
 

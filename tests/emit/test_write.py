@@ -10,6 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.emit import write as module
 from slapo_rewrite.emit.record import digest
 from slapo_rewrite.emit.write import hand_edited, matches, note_verification, state, tidied, write
+from tests.warm import context
 
 # Every way in which the module changes what is on disk.
 CALLS = ("mkdir", "link", "symlink", "open", "write", "fsync", "replace", "unlink", "rmdir")
@@ -337,24 +341,20 @@ def test_an_edit_made_while_a_run_was_interrupted(tmp_path, disk):
         assert left in [{n: t for n, t in s.items() if n != "net.py"} for s in (OLD, NEW)], crash
 
 
-LOOP = """
-import json, sys
-from pathlib import Path
-from slapo_rewrite.emit.write import write
-out, *sets = json.loads(sys.argv[1])
-print("ready", flush=True)
-for number in range(int(sys.argv[2])):
-    write(Path(out), sets[number % 2])
-"""
+def write_often(ready: Connection, out: Path, count: int, *sets: dict[str, str]) -> None:
+    ready.send("ready")
+    for number in range(count):
+        write(out, sets[number % 2])
 
 
-def writing(out, count: int, *sets: dict[str, str]) -> subprocess.Popen[str]:
-    job = json.dumps([str(out), *sets])
-    command = [sys.executable, "-c", LOOP, job, str(count)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+def writing(out: Path, count: int, *sets: dict[str, str]) -> BaseProcess:
+    """A process that writes so often."""
+    here, there = context().Pipe()
+    process = context().Process(target=write_often, args=(there, out, count, *sets))
+    process.start()
+    there.close()
+    with here:
+        assert here.recv() == "ready"
     return process
 
 
@@ -363,8 +363,9 @@ def test_a_run_that_is_killed(tmp_path):
     for number in range(4):
         process = writing(tmp_path / "out", 10**6, OLD, NEW)
         time.sleep(0.02 + 0.013 * number)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
         tidied(tmp_path / "out")
         assert listing(tmp_path / "out") in (OLD, NEW)
         assert sorted(os.listdir(tmp_path)) == ["out"]
@@ -372,8 +373,10 @@ def test_a_run_that_is_killed(tmp_path):
 
 
 def test_two_runs_at_once(tmp_path):
-    first, second = (writing(tmp_path / "out", 60, one, one) for one in (OLD, NEW))
-    assert first.communicate()[1] == second.communicate()[1] == ""
+    both = [writing(tmp_path / "out", 60, one, one) for one in (OLD, NEW)]
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0]
     assert listing(tmp_path / "out") in (OLD, NEW)
 
 

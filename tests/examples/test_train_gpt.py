@@ -11,6 +11,8 @@ import pytest
 
 from slapo_rewrite import cli
 from tests.golden import ROOT
+from tests.processes import free_port
+from tests.warm import Forked
 
 EXAMPLE = ROOT / "examples" / "train_gpt"
 
@@ -28,14 +30,48 @@ def losses(folder: Path, *command: str) -> list[float]:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return [float(loss) for loss in re.findall(r"^step +\d+  loss (.*)$", done.stdout, re.M)]
+    return losses_in(done.stdout)
 
 
-def test_the_example_trains_as_one_process_does(tmp_path, monkeypatch):
+def losses_in(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step +\d+  loss (.*)$", printed, re.M)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """The example, with what the tool writes of it."""
     folder = tmp_path / "train_gpt"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("parallel", "__pycache__"))
     monkeypatch.chdir(folder)
     assert cli.main(["gpt.py", "--schedule", "schedule.py", "-o", "parallel"]) == cli.DONE
+    return folder
+
+
+def by_forked(folder: Path, world: int, *arguments: str) -> list[float]:
+    """What `world` processes print of their steps, forked and not started by `torchrun`."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = []
+    for rank in range(world):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        with open(folder / f"{rank}.log", "w") as log:
+            command = [sys.executable, "-P", str(folder / "train.py"), *arguments]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **meeting, **own}
+            started.append(Forked(command, stdout=log, env=environment))
+    codes = [process.wait() for process in started]
+    assert not any(codes), "".join(path.read_text()[-2000:] for path in folder.glob("*.log"))
+    return losses_in((folder / "0.log").read_text())
+
+
+def test_a_few_steps_are_those_of_one_process(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    single = by_forked(folder, 1, "--single", "--steps", "5")
+    run = ["--tensor", "2", "--steps", "5", "--save", "checkpoint"]
+    assert by_forked(folder, 4, *run) == pytest.approx(single, abs=2e-3)
+    assert len(single) == 5 and (folder / "checkpoint" / "latest").exists()
+
+
+@pytest.mark.long
+def test_the_example_trains_as_one_process_does(folder):
     single = losses(folder, "train.py", "--single")
     assert len(single) == 100 and single[0] > 5.5 and single[-1] < 2.6
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]

@@ -18,6 +18,7 @@ from slapo_rewrite.schedule.load import locate
 from slapo_rewrite.verify.layout import Layout, Training
 from slapo_rewrite.verify.report import Report
 from slapo_rewrite.verify.run import verify
+from tests.marks import all_but, long
 from tests.rewriting import imported
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -66,7 +67,8 @@ def bundled(family: str, **more: Any) -> Case:
     return Case(family, f"transformers.models.{family}.modeling_{family}", family, **more)
 
 
-GPT = Case("gpt", str(MODELS / "gpt.py"), str(MODELS / "gpt_schedule.py"))
+SOURCE, SCHEDULE = str(MODELS / "gpt.py"), str(MODELS / "gpt_schedule.py")
+GPT = Case("gpt", SOURCE, SCHEDULE, shared=ZERO, replicated=BF16)
 CASES = [
     bundled(
         "bert", replicated=ZERO, unfit=("is_decoder", True, r"bert\.config\.is_decoder` is True")
@@ -106,12 +108,14 @@ def trained(out: Path, layout: Layout, training: Training = PLAIN) -> Report:
     return report
 
 
+T5 = CASES[-1]
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", all_but([GPT, T5], CASES), ids=lambda case: case.name)
 @pytest.mark.usefixtures("warm")
 def test_the_engine_trains_as_one_process_does(case, tmp_path):
-    two = case.written(tmp_path, 2)
-    report = trained(two, Layout(2))
+    report = trained(case.written(tmp_path, 2), Layout(2))
     assert [row.name for row in report.rows] == [
         "starts as the whole model does",
         "loads the original's weights",
@@ -126,6 +130,13 @@ def test_the_engine_trains_as_one_process_does(case, tmp_path):
         "copies alike after 5 steps",
     ]
     assert max(report.shares.values()) < 0.9
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", all_but([GPT], CASES), ids=lambda case: case.name)
+@pytest.mark.usefixtures("warm")
+def test_so_it_does_on_several_axes_and_with_more_stages(case, tmp_path):
+    two = case.written(tmp_path, 2)
     trained(two, Layout(2, tensor=2), case.shared)
     trained(two, Layout(2, data=2), case.replicated)
     trained(case.written(tmp_path, 4), Layout(4))
@@ -140,10 +151,16 @@ def test_slices_of_the_sequence_on_all_axes_with_layers_checkpointed(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm")
-def test_torch_schedules_train_as_one_process_does(tmp_path):
-    two = GPT.written(tmp_path, 2, "pipeline_engine=torch", "ckpt_ratio=0.5")
-    trained(two, Layout(2, tensor=2, data=2))
-    trained(bundled("gpt2").written(tmp_path, 4, "pipeline_engine=torch"), Layout(4))
+@pytest.mark.parametrize(
+    ("case", "layout", "settings"),
+    [
+        (GPT, Layout(2, tensor=2, data=2), ["ckpt_ratio=0.5"]),
+        long(bundled("gpt2"), Layout(4), []),
+    ],
+    ids=["gpt", "gpt2"],
+)
+def test_torch_schedules_train_as_one_process_does(case, layout, settings, tmp_path):
+    trained(case.written(tmp_path, layout.pipe, "pipeline_engine=torch", *settings), layout)
 
 
 def broken(out: Path, old: str, new: str) -> Report:

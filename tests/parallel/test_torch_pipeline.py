@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from slapo_rewrite.emit.rewrite import import_source, rewrite
 from slapo_rewrite.model.small_model import loss_of, step_inputs
 from slapo_rewrite.source.index import SourceFile, locate
+from tests.marks import long
 from tests.processes import run
 from tests.rewriting import written
 from tests.stages.cases import CASES, Case, for_torch
@@ -87,13 +88,15 @@ class Layout:
 LAYOUTS = (
     Layout("gpt", 2, Schedule1F1B, shards=2),
     Layout("slices", 2, ScheduleGPipe, shards=2),
+    Layout("turned", 2, Schedule1F1B, replicas=DistributedDataParallel),
+    Layout("t5", 2, ScheduleInterleaved1F1B, replicas=fully_shard),
+)
+FURTHER = (
     Layout("bert", 2, Schedule1F1B, replicas=DistributedDataParallel),
     Layout("llama", 4, ScheduleGPipe),
     Layout("gpt2", 4, Schedule1F1B),
     Layout("gpt2", 2, ScheduleInterleaved1F1B, replicas=fully_shard),
     Layout("t5", 4, Schedule1F1B),
-    Layout("turned", 2, Schedule1F1B, replicas=DistributedDataParallel),
-    Layout("t5", 2, ScheduleInterleaved1F1B, replicas=fully_shard),
 )
 
 
@@ -125,10 +128,10 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def trained(folders: dict[str, Path]) -> list[Any]:
+def trained(folders: dict[str, Path], layouts: tuple[Layout, ...]) -> list[Any]:
     """For each layout, losses and weights after training, and the loss in a last evaluation."""
     results = []
-    for layout in LAYOUTS:
+    for layout in layouts:
         folder = folders[layout.case]
         schedule, module, pipeline = made(folder)
         start = torch.load(folder / "weights.pt")
@@ -218,11 +221,12 @@ def reference(folder: Path, source: str, copies: int) -> tuple[Any, Any, int]:
     return torch.stack(losses), model.state_dict(), sum(p.numel() for p in model.parameters())
 
 
-def test_torch_schedules_train_as_one_process_does(tmp_path):
+@pytest.mark.parametrize("layouts", [LAYOUTS, long(FURTHER)], ids=["short", "further"])
+def test_torch_schedules_train_as_one_process_does(layouts, tmp_path):
     (tmp_path / "model.py").write_text(TURNED)
     cases = {**CASES, "turned": Case(str(tmp_path / "model.py"), TURNED_SCHEDULE)}
     folders = {}
-    for name in dict.fromkeys(layout.case for layout in LAYOUTS):
+    for name in dict.fromkeys(layout.case for layout in layouts):
         source, text = cases[name].source, for_torch(cases[name].schedule)
         (tmp_path / f"{name}.py").write_text(text)
         output = rewrite(source, str(tmp_path / f"{name}.py"))
@@ -234,9 +238,9 @@ def test_torch_schedules_train_as_one_process_does(tmp_path):
     sys.path.insert(0, str(tmp_path))
     expected = [
         reference(folders[at.case], cases[at.case].source, 2 if at.replicas else 1)
-        for at in LAYOUTS
+        for at in layouts
     ]
-    ranks = run(trained, 4, folders, timeout_s=300)
+    ranks = run(trained, 4, folders, layouts, timeout_s=300)
     for number, (losses, weights, size) in enumerate(expected):
         for results in ranks:
             had, full, own, first = results[number]

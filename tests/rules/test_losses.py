@@ -16,6 +16,7 @@ from slapo_rewrite.runtime.kernels.cross_entropy import (
     causal_lm_cross_entropy,
     masked_lm_cross_entropy,
 )
+from tests.marks import all_but
 from tests.rewriting import changed_lines, rewritten
 
 ROTARY = r"rotary\(q, k, cos, sin, unsqueeze_dim\)"
@@ -46,7 +47,17 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("case", PLACES, ids="-".join)
+# One file of each kind that a rule meets.
+SHORT = {
+    ("rotary", "llama", "LlamaForCausalLM"),
+    ("masked_softmax", "gpt2", "GPT2LMHeadModel"),
+    ("cross_entropy", "llama", "LlamaForCausalLM"),
+    ("cross_entropy", "bert", "BertForMaskedLM"),
+    ("cross_entropy", "t5", "T5ForConditionalGeneration"),
+}
+
+
+@pytest.mark.parametrize("case", all_but(SHORT, PLACES), ids="-".join)
 def test_places(case, tmp_path):
     """What is written in a model, and how often."""
     rule, family, name = case

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slapo_rewrite.schedule.load import bundled
+from tests.marks import long
 from tests.numbers import Case, compare, prepare
 from tests.processes import run
 
@@ -199,18 +200,17 @@ TAKEN = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("fused")
-    prepare(made, CASES)
-    for name, kernels in TAKEN.items():
-        text = (made / f"{name}_out" / "kernels.py").read_text()
-        for kernel in kernels:
-            assert f"\ndef {kernel}(" in text, (name, kernel)
-    return made
+FURTHER = ("packed_bert", "gpt2", "t5")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_numbers_are_the_originals(folder, world):
-    run(compare, world, folder, CASES)
+@pytest.mark.parametrize("names", [set(CASES) - set(FURTHER), long(FURTHER)], ids=["", "further"])
+def test_the_numbers_are_the_originals(names, tmp_path):
+    cases = {name: CASES[name] for name in CASES if name in names}
+    prepare(tmp_path, cases)
+    for name in TAKEN.keys() & cases:
+        text = (tmp_path / f"{name}_out" / "kernels.py").read_text()
+        for kernel in TAKEN[name]:
+            assert f"\ndef {kernel}(" in text, (name, kernel)
+    for world in (1, 2):
+        run(compare, world, tmp_path, cases)

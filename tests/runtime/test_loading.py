@@ -11,6 +11,7 @@ from torch import nn
 
 from slapo_rewrite.runtime import loading
 from slapo_rewrite.runtime import tensor_parallel as tp
+from tests.marks import long
 from tests.processes import run
 
 VOCABULARY, WIDTH = 11, 8  # 11 divides over neither 2 nor 4
@@ -272,7 +273,7 @@ def check_starting(folder):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, long(4)])
 def test_a_rank_holds_its_part_while_it_starts(world, monkeypatch):
     # Memory that is freed goes back at once, so that what was held at a time can be read off.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")

@@ -14,6 +14,7 @@ import torch
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.verify.run import verify
+from tests.marks import long
 from tests.processes import run
 from tests.rewriting import changed_lines, refused, rewritten
 
@@ -233,8 +234,8 @@ def test_inferred_syncs_leave_the_logits_whole(tmp_path):
     ("name", "made", "head", "function"),
     [
         ("opt", "OPTForCausalLM(OPTConfig(num_hidden_layers=2))", "lm_head", "causal_lm_loss"),
-        ("gemma2", "Gemma2ForCausalLM(Gemma2Config())", "lm_head", "causal_lm_loss"),
-        ("roberta", "RobertaForCausalLM(RobertaConfig())", "lm_head.decoder", "causal_lm_loss"),
+        long("gemma2", "Gemma2ForCausalLM(Gemma2Config())", "lm_head", "causal_lm_loss"),
+        long("roberta", "RobertaForCausalLM(RobertaConfig())", "lm_head.decoder", "causal_lm_loss"),
         ("modernbert", "ModernBertForMaskedLM(ModernBertConfig())", "decoder", "masked_lm_loss"),
     ],
 )
@@ -306,7 +307,7 @@ def check_models(folder: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, long(4)])
 def test_models_of_transformers(outputs, world):
     run(check_models, world, str(outputs))
 

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.marks import long
 from tests.soundness.cases import cases
 from tests.soundness.fuzz import GENERATORS
 from tests.soundness.ordinary import ORDINARY
@@ -44,7 +45,16 @@ def test_what_is_ordinary_is_right(ranks, name):
 
 @pytest.mark.parametrize(
     ("kind", "count", "accepted"),
-    [("ops", 40, 8), ("blocks", 12, 6), ("mutate", 12, 0), ("spelled", 24, 4)],
+    [
+        ("ops", 8, 1),
+        ("blocks", 4, 1),
+        ("mutate", 4, 0),
+        ("spelled", 6, 1),
+        long("ops", 40, 8),
+        long("blocks", 12, 6),
+        long("mutate", 12, 0),
+        long("spelled", 24, 4),
+    ],
 )
 def test_random_pairs(ranks, kind, count, accepted):
     """A fall of what is accepted is a failure as well."""

@@ -2,15 +2,16 @@
 
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.emit.write import write
 from slapo_rewrite.model.small_model import shrunk, step_inputs
 from slapo_rewrite.runtime.stages import has_place
 from slapo_rewrite.schedule.load import ScheduleFile
+from tests.marks import long
 from tests.processes import run
 
 pytestmark = pytest.mark.processes
@@ -61,21 +62,13 @@ def chained(folder: str, names: tuple[str, ...]) -> list[tuple[float, float, dic
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("ranks")
-    for name, settings in CASES.items():
-        output = rewrite(
-            f"transformers.models.{name}.modeling_{name}", name, ("pipeline_stages=2", *settings)
-        )
-        Path(root, f"{name}_stages").mkdir()
-        for file, text in output.files.items():
-            Path(root, f"{name}_stages", file).write_text(text)
-    return root
-
-
-def test_stages_over_ranks(folder):
-    for results in run(chained, 2, str(folder), tuple(CASES)):
-        for (loss, expected, apart), name in zip(results, CASES, strict=True):
+@pytest.mark.parametrize("names", [("llama", "t5"), long(("bert", "gpt2"))], ids="-".join)
+def test_stages_over_ranks(names, tmp_path):
+    for name in names:
+        source = f"transformers.models.{name}.modeling_{name}"
+        output = rewrite(source, name, ("pipeline_stages=2", *CASES[name]))
+        write(tmp_path / f"{name}_stages", output.files)
+    for results in run(chained, 2, str(tmp_path), names):
+        for (loss, expected, apart), name in zip(results, names, strict=True):
             assert loss == pytest.approx(expected, abs=1e-4), name
             assert not apart, name
