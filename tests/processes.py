@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from tests.warm import context
 
+LOOPBACK = "127.0.0.1"
+
 
 def run(
     function: Callable[..., Any],
@@ -47,7 +49,7 @@ def run(
     if world == 1:
         return [function(*args)]
     with tempfile.TemporaryDirectory() as folder:
-        job = (world, free_port(), folder, timeout_s, dict(os.environ), function, args)
+        job = (world, folder, timeout_s, dict(os.environ), function, args)
         start: Any = multiprocessing.get_context("spawn") if fresh else context()
         ranks = [start.Process(target=_rank_main, args=(rank, *job)) for rank in range(world)]
         for process in ranks:
@@ -69,7 +71,6 @@ def run(
 def _rank_main(
     rank: int,
     world: int,
-    port: int,
     folder: str,
     timeout_s: float,
     environment: dict[str, str],
@@ -78,18 +79,19 @@ def _rank_main(
 ) -> None:
     # The fork server has the environment that it was started with, which may be another test's.
     os.environ.clear()
-    os.environ |= environment | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-    }
+    os.environ |= environment
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
-        )
+        store = _meeting(rank, world, Path(folder, "port"), timeout_s)
+        os.environ |= {
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(store.port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+        }
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         draft = Path(folder, f"{rank}.unfinished")
         torch.save(function(*args), draft)
         draft.rename(draft.with_suffix(".result"))
@@ -101,6 +103,23 @@ def _rank_main(
         draft.rename(draft.with_suffix(".failed"))
         os._exit(1)
     dist.destroy_process_group()
+
+
+def _meeting(rank: int, world: int, place: Path, timeout_s: float) -> dist.TCPStore:
+    """Where the ranks find each other, at a port that rank 0 takes and writes to a file.
+
+    A port that is looked for first may be another's by the time that it is used.
+    """
+    timeout, deadline = timedelta(seconds=timeout_s), time.monotonic() + timeout_s
+    if rank == 0:
+        store = dist.TCPStore(LOOPBACK, 0, world, True, timeout, wait_for_workers=False)
+        draft = place.with_suffix(".draft")
+        draft.write_text(str(store.port))
+        draft.rename(place)
+        return store
+    while not place.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return dist.TCPStore(LOOPBACK, int(place.read_text()), world, False, timeout)
 
 
 def _wait(processes: list[multiprocessing.process.BaseProcess], deadline: float) -> bool:
