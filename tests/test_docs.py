@@ -136,3 +136,11 @@ def test_the_readme_is_short():
 def test_figures_are_those_of_the_result_files(measured):
     text = measured.table(report.read(measured.NAME))
     assert report.marked(measured.NAME, text) in report.README.read_text()
+
+
+def test_every_test_exists_that_the_table_of_slapos_behaviours_names():
+    tests = ROOT / "tests"
+    named = re.findall(r"\]\((\S+\.py)\): `(test_\w+)`", (tests / "SLAPO.md").read_text())
+    assert len(named) > 20
+    missing = [(f, t) for f, t in named if f"def {t}(" not in (tests / f).read_text()]
+    assert not missing

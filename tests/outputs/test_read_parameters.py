@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.numbers import Case, compare, prepare
+from tests.outputs.test_sequence_parallel import GPT, SCHEDULE, switched_on
 from tests.processes import run
 from tests.rewriting import refused, rewritten
-from tests.slapo.test_sequence_parallel import GPT, SCHEDULE, switched_on
 
 ROOT = Path(__file__).resolve().parents[2]
 
