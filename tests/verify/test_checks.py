@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_rewrite.model import twin
+from slapo_rewrite.model import small_model
 from slapo_rewrite.verify.checks import Checks
 from slapo_rewrite.verify.figures import Check, settle
 from slapo_rewrite.verify.original import Rewritten
@@ -46,7 +46,7 @@ def checks(original, rewritten, classes=()):
 
     class Hand(Pair):
         def load(self):
-            self.twin, self.loading = twin, None
+            self.twin, self.loading = small_model, None
             self.schedule = SimpleNamespace(
                 model=lambda m: m.build(), inputs=lambda m: {"x": torch.randn(2, 3, 8)}
             )

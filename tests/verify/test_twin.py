@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from slapo_rewrite.model import twin
+from slapo_rewrite.model import small_model
 
 HEADS = [
     "BertForMaskedLM",
@@ -39,15 +39,15 @@ def scheduled(name, **config):
 @pytest.mark.parametrize("name", HEADS)
 def test_twins_of_hugging_face_models_run(name):
     schedule = scheduled(name)
-    model = twin.build_small(schedule, None).train()
-    inputs = twin.step_inputs(schedule, model)
-    loss = twin.loss_of(schedule, model(**inputs))
+    model = small_model.build_small(schedule, None).train()
+    inputs = small_model.step_inputs(schedule, model)
+    loss = small_model.loss_of(schedule, model(**inputs))
     loss.backward()
     assert loss.isfinite()
     assert all(p.grad is not None for p in model.parameters())
     assert 10_000 < sum(p.numel() for p in model.parameters()) < 2_000_000
     config = model.config
-    assert config.vocab_size == twin.VOCABULARY
+    assert config.vocab_size == small_model.VOCABULARY
     assert config.num_hidden_layers == 2
     assert config.num_attention_heads % 4 == 0
     assert config.hidden_size % config.num_attention_heads == 0
@@ -56,40 +56,40 @@ def test_twins_of_hugging_face_models_run(name):
     assert padded.sum() == 4
     if inputs["labels"].dim() == 2:
         assert (inputs["labels"][1][padded] == -100).all()
-    again = twin.step_inputs(schedule, model)
+    again = small_model.step_inputs(schedule, model)
     assert all(torch.equal(again[key], inputs[key]) for key in inputs)
 
 
 def test_grouped_heads_stay_grouped():
-    config = twin.small_config(transformers.MistralConfig())
+    config = small_model.small_config(transformers.MistralConfig())
     assert (config.num_attention_heads, config.num_key_value_heads) == (16, 4)
     few = transformers.LlamaConfig(num_attention_heads=16, num_key_value_heads=2)
-    small = twin.small_config(few)
+    small = small_model.small_config(few)
     assert (small.num_attention_heads, small.num_key_value_heads) == (8, 2)
     one = transformers.LlamaConfig(num_attention_heads=32, num_key_value_heads=1)
-    small = twin.small_config(one)
+    small = small_model.small_config(one)
     assert (small.num_attention_heads, small.num_key_value_heads) == (4, 1)
 
 
 def test_heads_that_are_not_as_wide_as_the_model_stay_so():
-    small = twin.small_config(transformers.Gemma2Config())
+    small = small_model.small_config(transformers.Gemma2Config())
     assert small.head_dim * small.num_attention_heads != small.hidden_size
 
 
 def test_every_kind_of_layer_is_kept():
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = transformers.Gemma2Config(num_hidden_layers=12, layer_types=kinds * 2)
-    small = twin.small_config(config)
+    small = small_model.small_config(config)
     assert small.layer_types == ["sliding_attention", "full_attention"]
     assert config.num_hidden_layers == 12  # a copy was made smaller
-    neo = twin.small_config(transformers.GPTNeoConfig())
+    neo = small_model.small_config(transformers.GPTNeoConfig())
     assert neo.attention_layers == ["global", "local"]
     assert neo.attention_types == [[["global", "local"], 1]]
 
 
 def test_special_tokens_stay_in_the_vocabulary_and_apart():
     config = transformers.LlamaConfig(bos_token_id=1, eos_token_id=[31998, 2], pad_token_id=31999)
-    small = twin.small_config(config)
+    small = small_model.small_config(config)
     assert small.bos_token_id == 1
     assert small.eos_token_id == [202 - (small.pad_token_id == 202), 2]
     assert small.pad_token_id in (201, 202)
@@ -102,24 +102,24 @@ def test_schedule_has_the_last_word():
         inputs=lambda model: {"input": torch.rand(1, 2)},
         loss=lambda outputs: outputs.sum(),
     )
-    assert twin.build_small(schedule, None) is linear
-    first, second = (twin.step_inputs(schedule, linear, seed=s)["input"] for s in (3, 3))
+    assert small_model.build_small(schedule, None) is linear
+    first, second = (small_model.step_inputs(schedule, linear, seed=s)["input"] for s in (3, 3))
     assert torch.equal(first, second)
-    assert twin.loss_of(schedule, torch.ones(2)) == 2
+    assert small_model.loss_of(schedule, torch.ones(2)) == 2
 
 
 def test_homegrown_model_is_its_own_twin():
     schedule = SimpleNamespace(model=lambda m: nn.Linear(3, 3))
-    assert twin.build_small(schedule, None).weight.device.type == "cpu"
+    assert small_model.build_small(schedule, None).weight.device.type == "cpu"
     with pytest.raises(ValueError, match=r"define inputs\(model\)"):
-        twin.step_inputs(schedule, nn.Linear(3, 3))
+        small_model.step_inputs(schedule, nn.Linear(3, 3))
     with pytest.raises(ValueError, match=r"gives no loss but \[2, 3\].*define loss\(outputs\)"):
-        twin.loss_of(schedule, torch.ones(2, 3))
+        small_model.loss_of(schedule, torch.ones(2, 3))
     with pytest.raises(TypeError, match="`model` returns int"):
-        twin.build_small(SimpleNamespace(model=lambda m: 3), None)
+        small_model.build_small(SimpleNamespace(model=lambda m: 3), None)
     large = SimpleNamespace(model=lambda m: nn.Linear(20_000, 20_000))
     with pytest.raises(ValueError, match=r"400,020,000 parameters.*define verify_model"):
-        twin.build_small(large, None)
+        small_model.build_small(large, None)
 
 
 def test_a_deep_twin_is_the_schedules_own_where_that_is_as_deep():
@@ -135,6 +135,6 @@ def test_a_deep_twin_is_the_schedules_own_where_that_is_as_deep():
         schedule.verify_model = lambda m, depth=depth: made(depth)
         with torch.device("meta"):
             full = schedule.model(None)
-        model = twin.build_deep(schedule, None, full)
+        model = small_model.build_deep(schedule, None, full)
         assert len(model.bert.encoder.layer) == 3
         assert (model.config.hidden_size == 24) is (width == 24)
