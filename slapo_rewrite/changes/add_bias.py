@@ -49,14 +49,14 @@ class AddBias(Change):
         where = "separately" if self.adds else "by what follows"
         why = f"the bias of `{asked.place.path}` is added {where}"
         hint = "a layer that is called through a container or a loop is not decomposed"
-        for method, node in calls(text, asked, "the sum", hint):
+        for node in calls(text, asked, "the sum", hint):
             if len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
                 raise errors.Unsupported(
                     f"`{ast.unparse(node.func)}` is not called with its input alone",
                     at=text.file.at(node),
                     cause=causes,
                 )
-            statement = text.classes.statement_of(method, node)
+            statement = text.file.statement_of(node)
 
             def make(made: cst.Call) -> cst.BaseExpression:
                 return self._sum(made, text.imports, causes)

@@ -13,6 +13,7 @@ from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import AtParameter, AtSite, Place
 from slapo_rewrite.changes.pretrained import ORIGINAL, keep_checkpoints
+from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.layout import literal
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive, merged_causes
@@ -115,7 +116,7 @@ class Annotate(Requested):
             known[1].append(int(index))
         loop = site.loops[0].node
         statement = loop if isinstance(loop, ast.For) else site.statement
-        used = {n.id for n in ast.walk(site.function) if isinstance(n, ast.Name)}
+        used = names_in(site.function)
         variable = next(n for n in ("module", "element", "each", "annotated") if n not in used)
         for wanted, numbers in groups.values():
             every = {str(n) for n in numbers} >= text.indices.of(site)

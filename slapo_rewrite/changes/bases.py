@@ -49,7 +49,7 @@ class DeriveFrom(Change):
         text.put(base, node, name, causes, why)
         if layer.keywords and constructor is not None and made is not None:
             keywords = text.imports.keywords(layer, causes)
-            statement = text.classes.statement_of(constructor, made)
+            statement = text.file.statement_of(made)
 
             def make(call: cst.Call) -> cst.Call:
                 return with_keywords(call, keywords)

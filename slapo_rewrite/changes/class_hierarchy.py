@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
+from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.sites import Site
@@ -27,7 +28,6 @@ class ClassHierarchy:
     ) -> None:
         self.file, self.sites, self.names = file, sites, names
         self._methods: dict[str, list[ast.FunctionDef]] = {}
-        self._parents: dict[ast.FunctionDef, dict[ast.AST, ast.AST]] = {}
         self._calls: dict[ast.FunctionDef, list[tuple[ast.Call, tuple[str, ...]]]] = {}
 
     def lineage(self, class_name: str) -> tuple[str, ...]:
@@ -56,22 +56,7 @@ class ClassHierarchy:
             own = [m for m in self.file.methods(name) if m.name not in ended]
             yield from own
             if name != lineage[-1]:
-                ended |= {m.name for m in own if above.isdisjoint(_names(m))}
-
-    def parents(self, method: ast.FunctionDef) -> dict[ast.AST, ast.AST]:
-        """What each node of a method stands in."""
-        if method not in self._parents:
-            self._parents[method] = {
-                child: node for node in ast.walk(method) for child in ast.iter_child_nodes(node)
-            }
-        return self._parents[method]
-
-    def statement_of(self, method: ast.FunctionDef, node: ast.AST) -> ast.stmt:
-        """The innermost statement of a method that a node stands in."""
-        parents = self.parents(method)
-        while not isinstance(node, ast.stmt):
-            node = parents[node]
-        return node
+                ended |= {m.name for m in own if above.isdisjoint(names_in(m))}
 
     def calls_of(
         self, method: ast.FunctionDef, path: str
@@ -117,7 +102,3 @@ def is_call_of_super(node: ast.AST, method: str) -> bool:
         case ast.Call(func=ast.Attribute(ast.Call(func=ast.Name("super"), args=[]), name)):
             return name == method
     return False
-
-
-def _names(method: ast.FunctionDef) -> set[str]:
-    return {node.id for node in ast.walk(method) if isinstance(node, ast.Name)}

@@ -25,6 +25,7 @@ from slapo_rewrite.code.build import (
     with_callee,
     with_keywords,
 )
+from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.text import condition
 from slapo_rewrite.directive import merged_causes
 from slapo_rewrite.model.layers import Layer, Unit
@@ -345,7 +346,7 @@ def _counter(site: Site, text: ClassText, causes: Causes) -> str:
     node = loop.node
     if not isinstance(node, (ast.comprehension, ast.For)):
         raise refusal
-    used = {n.id for n in ast.walk(site.function) if isinstance(n, ast.Name)}
+    used = names_in(site.function)
     name = next(n for n in ("i", "index", "layer_index", "element_index") if n not in used)
     holder = node if isinstance(node, ast.For) else site.statement
     why = "count the elements"

@@ -82,7 +82,7 @@ class ReduceParameterGradient(Change):
                 else:
                     is_meant = isinstance(node.value, ast.Name) and node.value.id == "self"
                 if is_meant:
-                    statement = text.classes.statement_of(method, node)
+                    statement = text.file.statement_of(node)
                     text.replace(node, statement, make, causes, why)
                     found = True
         if not found:

@@ -21,6 +21,7 @@ from slapo_rewrite.changes.save_policy import Kept, buffers_context, context
 from slapo_rewrite.changes.splice import apply_edits, moved
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import parsed
+from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.layout import at_column, formatted
 from slapo_rewrite.code.text import within
 from slapo_rewrite.directive import Directive
@@ -162,8 +163,7 @@ class _Regions:
 
         why = f"`{self.file.segment(call.func)}`, checkpointed"
         self.text.replace(call, statement, make, wanted.causes, why)
-        used = {n.id for n in ast.walk(call) if isinstance(n, ast.Name)}
-        self._empty_caches(wanted, statement, used)
+        self._empty_caches(wanted, statement, set(names_in(call)))
 
     def _options(self, change: RecomputeRegion, causes: Causes) -> Iterator[tuple[str, str]]:
         yield "use_reentrant", "False"
@@ -290,11 +290,7 @@ class _Regions:
                 "one side",
             )
         for argument in (method.args.vararg, method.args.kwarg):
-            if argument and any(
-                isinstance(n, ast.Name) and n.id == argument.arg and isinstance(n.ctx, ast.Store)
-                for statement in run
-                for n in ast.walk(statement)
-            ):
+            if argument and argument.arg in bound_in(*run):
                 raise errors.Unsupported(
                     f"{here} binds `{argument.arg}` anew",
                     at=self.file.at(run[0]),

@@ -80,7 +80,7 @@ class ReadFullSize(Change):
                     and (node.end_lineno, node.end_col_offset) == end
                 ):
                     why = f"the size of the whole `{ast.unparse(node.value)}`"
-                    statement = text.classes.statement_of(method, node)
+                    statement = text.file.statement_of(node)
                     text.replace(node, statement, make, asked.causes, why)
 
 
@@ -108,7 +108,7 @@ class ChangeArgument(Change):
             argument, is_list = self._argument(node, text)
             if argument is None:
                 continue
-            statement = text.classes.statement_of(method, node)
+            statement = text.file.statement_of(node)
             if all(edit.node is not argument for edit, _, _ in text.at(statement).inside):
                 written = self._written(node, argument, is_list, text, asked.causes)
                 text.put(argument, statement, written, asked.causes, why)
@@ -130,7 +130,7 @@ class ChangeArgument(Change):
             return call(self.template, made.args[0].value)
 
         why = f"`{self.template}` computes it, with its collectives"
-        text.replace(node, text.classes.statement_of(method, node), make, causes, why)
+        text.replace(node, text.file.statement_of(node), make, causes, why)
 
     def _argument(
         self, node: ast.Call | ast.Subscript, text: ClassText
@@ -234,7 +234,7 @@ class ParallelNormStatistic(Change):
                 return made.with_changes(func=parsed(name), args=[value, cst.Arg(full), *args])
 
             why = f"over all ranks' parts of `{self.parameter}`"
-            statement = text.classes.statement_of(method, node)
+            statement = text.file.statement_of(node)
             text.replace(node, statement, make, causes, why)
             return
         raise errors.UnfollowableSize(

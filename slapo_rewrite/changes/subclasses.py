@@ -18,6 +18,7 @@ from slapo_rewrite.changes.splice import apply_edits, moved
 from slapo_rewrite.changes.sync import SyncInput, SyncOutput
 from slapo_rewrite.code.arguments import Signature, all_arguments, parameters, passed_on
 from slapo_rewrite.code.build import code
+from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.code.text import accessor, docstring, within
 from slapo_rewrite.hugging_face import CACHES
@@ -173,18 +174,8 @@ class SubclassWriter:
         self, constructor: ast.FunctionDef, statement: ast.stmt, known: set[str]
     ) -> list[ast.stmt]:
         """The assignments of local variables that a statement uses, in order."""
-        bound = {
-            n.id
-            for n in ast.walk(statement)
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-        }
-        missing = {
-            n.id
-            for n in ast.walk(statement)
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.id not in known | bound
-        }
         needed: list[ast.stmt] = []
-        for name in sorted(missing):
+        for name in sorted(read_in(statement) - bound_in(statement) - known):
             assigned = [
                 s
                 for s in constructor.body

@@ -16,6 +16,7 @@ from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.places import AtCalls
 from slapo_rewrite.code.arguments import Signature, arguments_by
 from slapo_rewrite.code.build import code
+from slapo_rewrite.code.dataflow import body_of
 from slapo_rewrite.code.text import accessor, returns
 
 
@@ -48,12 +49,11 @@ class SyncInput(Change):
                 cause=asked.causes,
             )
         name = self.of or positional[0]
-        body = forward.body[1:] if ast.get_docstring(forward) is not None else forward.body
         for collective in self.collectives:
             value = code(collective.of(name, text.imports, asked.causes))
             line = self.where_given(forward, f"{name} = {value}")
             why = f"{collective.function} of {f'`{name}`' if self.of else 'the input'}"
-            text.insert_before(body[0], line, asked.causes, why)
+            text.insert_before(body_of(forward)[0], line, asked.causes, why)
 
     def where_given(self, forward: ast.FunctionDef, text: str) -> str:
         """A statement about the argument, for where that is given."""
@@ -134,11 +134,9 @@ class SyncCall(Change):
         path, causes = asked.place.path, asked.causes
         is_result = self.around == "result"
         functions = ", ".join(c.function for c in self.collectives)
-        for method, call in calls(
-            text, asked, "the collective", "put the sync on a module around it"
-        ):
+        for call in calls(text, asked, "the collective", "put the sync on a module around it"):
             value = call if is_result else self._first_argument(call, text, causes)
-            statement = text.classes.statement_of(method, call)
+            statement = text.file.statement_of(call)
             make = _around(self.collectives, text, causes)
             why = f"{functions} of the {self.around} of `{path}`"
             text.replace(value, statement, make, causes, why, outer=not is_result)
@@ -162,10 +160,8 @@ def _around(
     return lambda node: through(collectives, node, text.imports, causes)
 
 
-def calls(
-    text: ClassText, asked: Asked, what: str, hint: str
-) -> list[tuple[ast.FunctionDef, ast.Call]]:
-    """The calls of a submodule in which a change is to be written, with their methods.
+def calls(text: ClassText, asked: Asked, what: str, hint: str) -> list[ast.Call]:
+    """The calls of a submodule in which a change is to be written.
 
     A call that means several submodules in turn (a loop over a tuple of them) is changed once, for
     the first of them, if all are to be changed alike.
@@ -182,7 +178,7 @@ def calls(
     place = asked.place
     assert isinstance(place, AtCalls)
     found = [
-        (method, call, paths)
+        (call, paths)
         for method in text.methods()
         for call, paths in text.classes.calls_of(method, place.path)
     ]
@@ -194,7 +190,7 @@ def calls(
             cause=asked.causes,
             hint=hint,
         )
-    for _, call, paths in found:
+    for call, paths in found:
         other = next(
             (p for p in paths if text.wanted.get(replace(place, path=p)) != asked.change), None
         )
@@ -206,4 +202,4 @@ def calls(
                 cause=asked.causes,
                 hint=f"schedule both alike, or give `{place.path}` a call of its own",
             )
-    return [(method, call) for method, call, paths in found if paths[0] == place.path]
+    return [call for call, paths in found if paths[0] == place.path]

@@ -70,7 +70,7 @@ class VocabParallelLoss(Change):
                 asked.causes,
             )
         method, call = found[0]
-        statement = text.classes.statement_of(method, call)
+        statement = text.file.statement_of(call)
         self._change_call(text, statement, call, asked.causes)
         gathers = _Gathers(text, method, statement, call, asked.causes)
         for name, axis in self.names:

@@ -192,7 +192,7 @@ class BlockWriter:
             start, end = (place.line, place.column), (place.end_line, place.end_column)
             nodes = list(self.classes.nodes_at(self.owner.cls.__name__, start, end))
             for method, node in nodes:
-                statement = self.classes.statement_of(method, node)
+                statement = self.site.file.statement_of(node)
                 local = Late(self.site.file, method, statement)
                 self.own |= {*local.arguments(), *local.bound}
                 bounds = _bounds(node, number) if isinstance(node, ast.Subscript) else []

@@ -18,6 +18,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.changes.splice import Change, Edit
+from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model import construction
@@ -201,7 +202,7 @@ class Copies:
             return
         definitions, imports = _definitions(file), dict(_imported(self.sources, file))
         node = definitions.get(name)
-        used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} if node else set()
+        used = names_in(node) if node else set[str]()
         for each in used if name else definitions.keys() | imports.keys():
             if each in imports:
                 yield imports[each]
@@ -462,9 +463,8 @@ def _definitions(file: SourceFile) -> dict[str, ast.stmt]:
     for statement in file.tree.body:
         if isinstance(statement, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef):
             continue
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.setdefault(node.id, statement)
+        for name in bound_in(statement):
+            found.setdefault(name, statement)
     return found
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.source.index import lines_of
 
 LINE_LENGTH = 88  # black's default, which emitted files keep
@@ -119,7 +120,7 @@ def bound_names(statement: ast.stmt) -> list[str]:
     if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
         return []
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-    return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+    return [*names_in(*targets)]
 
 
 def _names_in(statement: ast.stmt) -> set[str]:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.code.build import reindented
+from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.layout import at_column
 from slapo_rewrite.code.text import accessor, within
 from slapo_rewrite.fusion.heads import Declined, Head, Labels, depending, written
 from slapo_rewrite.fusion.rule import Found
 from slapo_rewrite.patterns.operations import by_module
-from slapo_rewrite.patterns.standing import bound_by
 from slapo_rewrite.patterns.values import Graph, Use, Value, described
 
 Changes = dict[ast.stmt, ReplaceStatement]
@@ -273,12 +273,12 @@ class _Forking:
         """The statements from the head's on that make the logits, and the name that they give."""
         if not _binds_one(head):
             raise Declined("the statement of the output layer does not just name the logits")
-        chain, names = [v.node for v in self.head.chain], set(bound_by(head))
+        chain, names = [v.node for v in self.head.chain], set(bound_in(head))
         first = last = block.index(head)
         for number in range(first + 1, block.index(holder)):
             statement = block[number]
             own = any(within(statement, node) for node in chain)
-            if not own or set(bound_by(statement)) != names:
+            if not own or bound_in(statement) != names:
                 break
             last = number
         making = block[first : last + 1]
@@ -426,7 +426,7 @@ class _Forking:
         hidden, call = self.head.hidden, self.head.call
         assert call.statement is not None
         held = self.graph.names[place]
-        own = set(bound_by(call.statement))
+        own = bound_in(call.statement)
         held = {n: v for n, v in held.items() if n not in own}
         if self.head.around:
             return written(hidden, held, self.graph.file), ""

@@ -15,6 +15,7 @@ from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import argument_of
+from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.model import construction, evaluate
 from slapo_rewrite.model.evaluate import Evaluator, Scene, Unknown
 from slapo_rewrite.model.sources import Level, Sources
@@ -99,11 +100,10 @@ def looked_up(sources: Sources, node: Node, root: str | None) -> bool:
         site = find_site(sources, node)
     except errors.UnfollowableConstruction:
         return False
-    named = {n.id for n in ast.walk(site.value) if isinstance(n, ast.Name)}
     return (
         root is not None
         and root.partition(".")[0] not in {"torch", *sys.stdlib_module_names}
-        and named.isdisjoint(c.__name__ for c in node.cls.__mro__)
+        and names_in(site.value).isdisjoint(c.__name__ for c in node.cls.__mro__)
         and bool(construction.stack_of(node.live))
     )
 

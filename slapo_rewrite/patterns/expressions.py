@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.evaluate import Constant
 from slapo_rewrite.patterns.calls import Calls, joined
 from slapo_rewrite.patterns.effects import writes
@@ -160,8 +161,7 @@ class Expressions(Calls):
 
     def opaque(self, node: ast.AST) -> Value:
         """What is not looked into: a comprehension, a lambda, an inner function or class."""
-        read = dict.fromkeys(n.id for n in ast.walk(node) if isinstance(n, ast.Name))
-        values = [self.scope[name] for name in read if name in self.scope]
+        values = [self.scope[name] for name in names_in(node) if name in self.scope]
         random = any(isinstance(n, ast.Call) for n in ast.walk(node))
         value = self.make("opaque", counted(values), node, random=random, pure=False)
         if isinstance(node, _COMPREHENSIONS) and writes(node):

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.patterns.flow import captured
 from slapo_rewrite.patterns.values import Graph, Value, described
 
@@ -145,7 +146,7 @@ class Standing:
         inside = list[ast.stmt]()
         if isinstance(node, ast.If):
             inside = [*node.body, *node.orelse]
-            target = next((f"{name} = " for s in inside for name in bound_by(s)), "")
+            target = next((f"{name} = " for s in inside for name in bound_in(s)), "")
             inside = inside if self._chooses(node, removed) else []
             removed = [s for s in removed if s not in inside]
         kept = tuple(self._kept([*removed, *inside]))
@@ -216,7 +217,7 @@ class Standing:
     def _chooses(branch: ast.If, removed: list[ast.stmt]) -> bool:
         """Whether a branch does nothing but choose a value of the match."""
         inside = [*branch.body, *branch.orelse]
-        names = {name for statement in inside for name in bound_by(statement)}
+        names = {name for statement in inside for name in bound_in(statement)}
         return len(names) == 1 and all(s in removed or is_alias(s) for s in inside)
 
     # The names of several results -----------------------------------------------------------------
@@ -309,8 +310,8 @@ class Standing:
         """Names that the function does not have yet."""
         function = self.graph.function
         assert function is not None
-        taken = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-        taken |= {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+        taken = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+        taken.update(names_in(function))
         found = []
         for name in self.names:
             numbered = itertools.chain([name], (f"{name}_{n}" for n in itertools.count(2)))
@@ -337,7 +338,7 @@ class Standing:
                 names[bound.name] = bound.value
         for statement in reversed(self._removed):
             before = self.graph.names[statement]
-            for name in bound_by(statement):
+            for name in bound_in(statement):
                 if any(names.get(name) in (value, value.site) for value in self.nodes):
                     names.pop(name)
                     names |= {name: before[name]} if name in before else {}
@@ -389,7 +390,7 @@ def unpacks(statement: ast.stmt, values: Iterable[Value]) -> bool:
 
 def given_name(statement: ast.stmt) -> str:
     """The name that such a statement gives."""
-    return next(bound_by(statement))
+    return next(iter(bound_in(statement)))
 
 
 def is_alias(statement: ast.stmt) -> bool:
@@ -400,13 +401,6 @@ def is_alias(statement: ast.stmt) -> bool:
         case ast.AnnAssign(target=ast.Name(), value=ast.Name()):
             return True
     return False
-
-
-def bound_by(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement binds."""
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
 
 
 def text_of(value: Value) -> str:

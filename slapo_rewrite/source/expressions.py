@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from slapo_rewrite.code.arguments import Signature, first_parameter, given_by, parameters
+from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.syntax import counter_of, is_number
 from slapo_rewrite.source.values import (
@@ -377,9 +378,8 @@ class Expressions:
             ]
 
     def _unbind(self, target: ast.expr) -> None:
-        for node in ast.walk(target):
-            if isinstance(node, ast.Name):
-                self._scope.pop(node.id, None)
+        for name in names_in(target):
+            self._scope.pop(name, None)
 
     def _self(self, here: Here) -> Made:
         name = ast.copy_location(ast.Name("self", ast.Load()), here.frame.function)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.dataflow import bound_in
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -186,12 +187,7 @@ def _perhaps(events: Iterator[_Event]) -> Iterator[_Event]:
 def _comprehension(node: _Comprehension) -> Iterator[_Event]:
     first, *others = node.generators
     yield from _events(first.iter)
-    own = {
-        n.id
-        for g in node.generators
-        for n in ast.walk(g.target)
-        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-    }
+    own = bound_in(*(g.target for g in node.generators))
     elements = (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,)
     inner = [*first.ifs, *(x for g in others for x in (g.iter, *g.ifs)), *elements]
     for event in _perhaps(_all(*inner)):

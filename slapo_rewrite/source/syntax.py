@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
+
 MAX_UNROLLED = 32
 
 
@@ -77,10 +79,7 @@ def local_assignments(function: ast.FunctionDef, name: str) -> Iterator[ast.stmt
 
 
 def _binds(target: ast.expr, name: str) -> bool:
-    return any(
-        isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store)
-        for n in ast.walk(target)
-    )
+    return name in bound_in(target)
 
 
 @dataclass(frozen=True)
@@ -120,10 +119,8 @@ def _bindings(
             case ast.Assign() | ast.AnnAssign():
                 names = _bound_names(statement)
                 value = statement.value
-                used = (
-                    {n.id for n in ast.walk(value) if isinstance(n, ast.Name)} if value else set()
-                )
-                yield Assignment(statement, guards, looped and bool(names & used))
+                used = names_in(value) if value else set[str]()
+                yield Assignment(statement, guards, looped and not names.isdisjoint(used))
             case ast.AugAssign() | ast.With() | ast.AsyncWith() | ast.Import() | ast.ImportFrom():
                 yield Assignment(statement, guards, looped)
                 yield from _bindings(getattr(statement, "body", []), guards, looped)
@@ -180,8 +177,7 @@ def names_read(source: str) -> set[str]:
     Args:
         source: The function's text, indented as it may be.
     """
-    nodes = ast.walk(ast.parse(textwrap.dedent(source)))
-    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    return {*read_in(ast.parse(textwrap.dedent(source)))}
 
 
 # What tells a tensor's sizes.
@@ -237,7 +233,7 @@ def names_in_tests(source: str) -> set[str]:
     asked: set[str] = set()
     for node in ast.walk(ast.parse(textwrap.dedent(source))):
         if isinstance(node, (ast.If, ast.IfExp, ast.While)):
-            asked |= {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}
+            asked |= names_in(node.test)
         elif isinstance(node, ast.Match):
-            asked |= {n.id for n in ast.walk(node.subject) if isinstance(n, ast.Name)}
+            asked |= names_in(node.subject)
     return asked

@@ -12,17 +12,15 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import Signature, first_parameter
+from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
 from slapo_rewrite.code.evaluate import NONE, Constant, Extra, Fields, Something, Worth
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.source.liveness import live_after, local_names
 from slapo_rewrite.stages.expressions import OUTDATED, Expressions
 from slapo_rewrite.stages.flat import Line, Result, Scope
 from slapo_rewrite.stages.syntax import (
-    body_of,
-    bound_in,
     is_default,
     keyword_name,
-    names_in,
     positional_name,
     signature_of,
     statement_of,
@@ -227,7 +225,7 @@ class Calls(Expressions):
         names = Names(None, live, path, values, self.world, self.settings, self.changing)
         needed = scope.after | self.needed_after(node, scope)
         inner = Scope(function, self.file, names, prefix, {}, frozenset(needed))
-        bound = bound_in(function.body)
+        bound = bound_in(*function.body)
         word = path.rpartition(".")[2] or "model"
         moves: list[tuple[str, str]] = []
         for name in local_names(function) - arguments.keys():
@@ -307,10 +305,10 @@ class Calls(Expressions):
             if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n not in inside
         }
         found: set[str] = set()
-        for name in live_after(scope.function, statement) - set(bound_in([statement])) | beside:
+        for name in live_after(scope.function, statement) - bound_in(statement) | beside:
             value = scope.names.values.get(name)
             if isinstance(value, Fields | Extra):
-                found |= {n for text in value.texts.values() for n in names_in(text)}
+                found |= {n for text in value.texts.values() for n in names_in(ast.parse(text))}
             elif name in scope.names.values and not isinstance(value, Constant):
                 found.add(scope.spelled(name))
         return found

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.evaluate import Constant, Fields, Something, field_at, truth_of
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.stages.flat import Line, Scope
-from slapo_rewrite.stages.syntax import attributes_set, bound_in, is_made_for
+from slapo_rewrite.stages.syntax import attributes_set, is_made_for
 from slapo_rewrite.stages.text import closed, dedented, span_of, written_out
 from slapo_rewrite.stages.values import CHANGING
 
@@ -85,7 +86,7 @@ class Expressions(ABC):
         names = scope.names
         new: str | None = None
         if isinstance(node, _CLOSED):
-            own = {n: names.values[n] for n in bound_in([node]) if n in names.values}
+            own = {n: names.values[n] for n in bound_in(node) if n in names.values}
             names.values.update(dict.fromkeys(own, Something()))
             for child in ast.iter_child_nodes(node):
                 yield from list(self.edits(child, scope, out))

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from slapo_rewrite.code.arguments import Signature, all_arguments, first_parameter
+from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
 from slapo_rewrite.code.evaluate import NONE, Constant, Extra, Fields, Something, Worth
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.index import SourceFile
@@ -23,12 +24,9 @@ from slapo_rewrite.stages.expressions import OUTDATED
 from slapo_rewrite.stages.flat import Flat, Line, Result, Scope
 from slapo_rewrite.stages.syntax import (
     always_named,
-    body_of,
-    bound_in,
     is_handed_on,
     is_plain_read,
     is_read_before,
-    names_in,
     only_loss,
     reads_in,
     signature_of,
@@ -151,7 +149,7 @@ class Flattening(Calls):
                     "put it into the `forward` of a module of its own",
                 )
             case _:
-                self.forget(bound_in([node]), scope, node, out)
+                self.forget(bound_in(node), scope, node, out)
                 self.emit(self.text(node, scope, out), node, scope, out)
         return None
 
@@ -266,14 +264,14 @@ class Flattening(Calls):
             return self.block(taken, scope, out)
         test = alone(self.text(node.test, scope, out))
         given = self.given(scope)
-        self.forget(bound_in([node]), scope, node, out)
+        self.forget(bound_in(node), scope, node, out)
         self.compound(node, f"if {test}:", node.body, scope, out, node.orelse, given)
         return None
 
     def loop(self, node: ast.For, scope: Scope, out: list[Line]) -> None:
         """Writes a loop."""
         given = self.given(scope)
-        self.forget(bound_in([node]), scope, node, out)
+        self.forget(bound_in(node), scope, node, out)
         for name, elements in self.elements(node, scope):
             scope.names.values[name] = Something(True, is_module=True)
             kinds = {type(element): element for element in elements}
@@ -342,7 +340,7 @@ class Flattening(Calls):
             texts.append("\n".join(line.text for line in lines))
         self.depth -= 1
         self.comments = comments
-        for name in bound_in([node]):  # what is known of it inside holds for one way only
+        for name in bound_in(node):  # what is known of it inside holds for one way only
             scope.names.values[name] = Something(name in given and name not in self.unsure)
         self.unsure |= around
         if not texts[0] and not texts[1]:
@@ -371,7 +369,7 @@ class Flattening(Calls):
             return
         result = self.result(value, scope, out)
         if not isinstance(target, ast.Name):
-            self.forget(bound_in([node]), scope, node, out)
+            self.forget(bound_in(node), scope, node, out)
             self.emit(self.text(node, scope, out), node, scope, out)
             return
         self.bind(node, target, result, scope, out)
@@ -382,7 +380,7 @@ class Flattening(Calls):
         """Binds each name of a tuple to its part of a result."""
         names = [e for e in target.elts if isinstance(e, ast.Name)]
         if len(names) != len(target.elts) or len(result.parts) != len(names):
-            self.forget(bound_in([node]), scope, node, out)
+            self.forget(bound_in(node), scope, node, out)
             self.emit(f"{self.text(target, scope, out)} = {result.text}", node, scope, out)
             return
         for number, name in enumerate(names):
@@ -433,7 +431,7 @@ class Flattening(Calls):
         for name, value in scope.names.values.items():
             if isinstance(value, Fields | Extra):
                 texts = {
-                    key: OUTDATED if written in names_in(text) else text
+                    key: OUTDATED if written in names_in(ast.parse(text)) else text
                     for key, text in value.texts.items()
                 }
                 if texts != value.texts:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.liveness import part_of
@@ -432,8 +433,8 @@ class Planner:
 
 def is_tested(node: ast.stmt, name: str) -> bool:
     """Whether what a branch asks for depends on a name itself."""
-    tests = [n.test for n in ast.walk(node) if isinstance(n, ast.If | ast.While)]
-    return any(isinstance(n, ast.Name) and n.id == name for t in tests for n in ast.walk(t))
+    tests = (n.test for n in ast.walk(node) if isinstance(n, ast.If | ast.While))
+    return name in names_in(*tests)
 
 
 def trains(model: Any, text: str) -> bool:

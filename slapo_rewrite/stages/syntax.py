@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from slapo_rewrite.code.dataflow import read_in
 from slapo_rewrite.code.evaluate import NONE, Constant, Worth
 from slapo_rewrite.source.index import SourceFile
 from slapo_rewrite.source.liveness import statements
@@ -37,22 +38,6 @@ def statement_of(function: ast.FunctionDef, node: ast.AST) -> ast.stmt:
     """The innermost statement that holds a node."""
     holding = [s for s in statements(function.body) if any(n is node for n in ast.walk(s))]
     return holding[-1]
-
-
-def body_of(function: ast.FunctionDef) -> list[ast.stmt]:
-    """A function's statements without its docstring."""
-    return function.body[1:] if ast.get_docstring(function) is not None else function.body
-
-
-def bound_in(body: Iterable[ast.AST]) -> list[str]:
-    """The names that statements bind."""
-    found = {
-        n.id: None
-        for s in body
-        for n in ast.walk(s)
-        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-    }
-    return list(found)
 
 
 def attributes_set(file: SourceFile) -> frozenset[str]:
@@ -138,19 +123,11 @@ def is_plain_read(node: ast.expr) -> bool:
     return isinstance(node, ast.Name | ast.Constant)
 
 
-def names_in(text: str) -> set[str]:
-    """The names that an expression reads."""
-    return {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
-
-
 def reads_in(node: ast.AST, name: str) -> bool:
     """Whether a name is read in a statement."""
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
         return node.target.id == name or reads_in(node.value, name)
-    return any(
-        isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)
-        for n in ast.walk(node)
-    )
+    return name in read_in(node)
 
 
 def signature_of(called: Any) -> inspect.Signature | None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import black
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.errors import Span
 from slapo_rewrite.source.index import SourceFile
@@ -79,7 +80,7 @@ def defined(head: str, body: Iterable[str]) -> str:
     """A function; names that are bound with others and never read begin with an underscore."""
     text = "\n".join([head, textwrap.indent("\n".join(body), "    ")])
     tree = ast.parse(text)
-    read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    read = read_in(tree)
     idle = {
         target: f"_{target.id}"
         for node in ast.walk(tree)
@@ -598,12 +599,9 @@ def read_checkpoint(folder, *args, tag=None, **kwargs):
     def _imports(self, body: str) -> dict[str, set[str]]:
         """What the file imports: names by module, '' for the module itself."""
         tree = ast.parse(body)
-        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        names = names_in(tree)
         bound = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-        bound |= {
-            n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-        }
-        bound |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+        bound |= bound_in(tree) | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
         imports = {f".{module}": set(used) for module, used in self.helpers().items()}
         if specs := {"PipelineModule", "LayerSpec", "TiedLayerSpec"} & names:
             imports["deepspeed.pipe"] = specs
@@ -625,9 +623,8 @@ def read_checkpoint(folder, *args, tag=None, **kwargs):
         """
         texts = [forward_text(self.stages, stage) for stage in self.stages.stages]
         for text in (*texts, loss_text(self.stages)):
-            own = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)]
-            local = {n.id for n in own if isinstance(n.ctx, ast.Store)}
-            for name in sorted(({n.id for n in own} - local) & taken):
+            tree = ast.parse(text)
+            for name in sorted((names_in(tree) - bound_in(tree)) & taken):
                 if self._origin(name) is not None:
                     raise errors.NameTaken(
                         f"`{name}` of {self.file.path.name} is read by a stage, and means "

@@ -103,6 +103,12 @@ def test_a_branch_is_left_out_where_the_settings_that_say_so_are_checked(
     assert ("x = x + 1" in text) is (settings is None)
 
 
+def test_a_negative_number_keeps_its_name(tmp_path):
+    lines = ["n = 2 - 5", "m = 2 + 1", "x = self.first(x)", "x = self.inner(x) * n ** 2 + m"]
+    text = stages_of(tmp_path, *lines)
+    assert "n ** 2 + 3" in text.replace("n**2", "n ** 2") and "n = 2 - 5" in text
+
+
 def test_a_number_that_a_name_stands_for_decides_nothing(tmp_path):
     lines = ["n = self.n", "x = self.first(x)", "x = self.inner(x)", "if n is not None:"]
     text = stages_of(tmp_path, *lines, "    x = x * n", init="self.n = 3")
