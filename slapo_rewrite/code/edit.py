@@ -19,7 +19,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from slapo_rewrite.code.build import fitting, parsed
+from slapo_rewrite.code.build import bare, code, fitting, parsed
 from slapo_rewrite.source.index import SourceFile
 
 Span = tuple[int, int]
@@ -90,6 +90,26 @@ def edited(file: SourceFile, edits: Mapping[ast.stmt, Sequence[Edit]]) -> dict[a
     check_printed(made)
     texts = (made.code_for_node(each).rstrip("\n") for each in made.body)
     return {s: part.restored(text) for (s, part), text in zip(parts.items(), texts, strict=True)}
+
+
+def substituted(file: SourceFile, node: ast.expr | ast.stmt, texts: Mapping[ast.expr, str]) -> str:
+    """The text of an expression or a simple statement with others in the places of parts of it.
+
+    Args:
+        file: The file.
+        node: What is written.
+        texts: Expressions by those in it that they take the place of.
+    """
+    found: list[cst.CSTNode] = []
+
+    def keep(made: cst.CSTNode) -> cst.CSTNode:
+        found.append(made)
+        return made
+
+    edits = [Edit(part, Put(text)) for part, text in texts.items()]
+    edited(file, {file.statement_of(node): [*edits, Edit(node, keep, outer=True)]})
+    (made,) = found
+    return code(bare(made) if isinstance(made, cst.BaseExpression) else made)
 
 
 def check_printed(tree: cst.Module) -> None:

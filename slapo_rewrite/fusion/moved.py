@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.splice import Edit, apply_edits
 from slapo_rewrite.code.build import parenthesised, reindented
+from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.standing import gives
@@ -200,20 +200,18 @@ class _Moving:
 
     def _text(self, node: ast.AST, statement: ast.stmt) -> str:
         """A node's text with the operands' names in the places of the operands."""
-        begin, end = self.file.span(node)
-        edits: list[Edit] = []
-        self._visit(node, statement, edits)
-        shifted = [Edit(e.start - begin, e.end - begin, e.text, (), "") for e in edits]
-        return apply_edits(self.file.text[begin:end], shifted)[0]
+        assert isinstance(node, ast.expr | ast.stmt)
+        return substituted(self.file, node, dict(self._renamed(node, statement)))
 
-    def _visit(self, node: ast.AST, statement: ast.stmt, edits: list[Edit]) -> None:
+    def _renamed(self, node: ast.AST, statement: ast.stmt) -> Iterator[tuple[ast.expr, str]]:
+        """The expressions inside a node that are other names in the new function."""
         if isinstance(node, ast.stmt):
             statement = node
         if isinstance(node, ast.expr) and (name := self._parameter(node, statement)) is not None:
-            edits.append(Edit(*self.file.span(node), name, (), ""))
+            yield node, name
             return
         for child in ast.iter_child_nodes(node):
-            self._visit(child, statement, edits)
+            yield from self._renamed(child, statement)
 
     def _parameter(self, node: ast.expr, statement: ast.stmt) -> str | None:
         """The parameter that an expression is in the new function; None where it stays."""

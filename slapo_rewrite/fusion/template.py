@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.splice import Edit, apply_edits
 from slapo_rewrite.code.arguments import Signature
-from slapo_rewrite.code.build import parenthesised
+from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.evaluate import Constant
 from slapo_rewrite.patterns.pattern import located, names_around
 from slapo_rewrite.source.facts import Resolver, live_names
@@ -56,22 +55,11 @@ class Template:
             operands: The text of each parameter.
             spell: Gives the text for a dotted name.
         """
-        begin, end = self.file.span(self.node)
-        edits = [
-            Edit(*self._span(node, begin), spell(dotted), (), "")
-            for node, dotted in self._outside()
-        ]
-        alone = _alone(self.node)
+        texts = {node: spell(dotted) for node, dotted in self._outside()}
         for node in ast.walk(self.node):
             if isinstance(node, ast.Name) and node.id in self.parameters:
-                text = operands[node.id]
-                text = text if id(node) in alone else parenthesised(text)
-                edits.append(Edit(*self._span(node, begin), text, (), ""))
-        return apply_edits(self.file.text[begin:end], edits)[0]
-
-    def _span(self, node: ast.AST, begin: int) -> tuple[int, int]:
-        start, stop = self.file.span(node)
-        return start - begin, stop - begin
+                texts[node] = operands[node.id]
+        return substituted(self.file, self.node, texts)
 
     def _outside(self) -> Iterator[tuple[ast.expr, str]]:
         """Names and attributes of names that mean something of another module."""
@@ -103,17 +91,6 @@ class Template:
         if tail and meaning == node.id and hasattr(builtins, node.id):
             return None
         return ".".join([meaning, *reversed(tail)])
-
-
-def _alone(expression: ast.expr) -> set[int]:
-    """The names in an expression that any text may take the place of without parentheses."""
-    found = {id(expression)}
-    for node in ast.walk(expression):
-        if isinstance(node, ast.Call):
-            found |= {id(a) for a in node.args} | {id(k.value) for k in node.keywords}
-        elif isinstance(node, (ast.Tuple, ast.List)):
-            found |= set(map(id, node.elts))
-    return found
 
 
 def template_of(function: Callable[..., object], at: errors.Span | None = None) -> Template:
