@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slapo_rewrite.changes.splice import apply_edits
+from slapo_rewrite.code.splice import apply_edits
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.copies import absolute_imports
 from slapo_rewrite.emit.rewrite import Output, rewrite

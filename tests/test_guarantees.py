@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from slapo_rewrite.changes.splice import apply_edits
 from slapo_rewrite.cli import main
+from slapo_rewrite.code.splice import apply_edits
 from slapo_rewrite.emit.copies import absolute_imports
 from slapo_rewrite.emit.rewrite import Output, check_text, rewrite
 from slapo_rewrite.source.index import SourceFile

@@ -13,10 +13,10 @@ from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective
 from slapo_rewrite.changes.imports import Imports
-from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.places import AtCalls
 from slapo_rewrite.changes.sync import calls
 from slapo_rewrite.code.build import call, expression
+from slapo_rewrite.code.lines import Causes
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.class_text import ClassText
-from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import AtParameter, AtSite, Place
 from slapo_rewrite.changes.pretrained import ORIGINAL, keep_checkpoints
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.layout import literal
+from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.tree import Node

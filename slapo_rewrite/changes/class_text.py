@@ -11,11 +11,11 @@ import libcst as cst
 from slapo_rewrite import errors
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy, Found
 from slapo_rewrite.changes.imports import Imports
-from slapo_rewrite.changes.lines import Causes, Line, Lines
 from slapo_rewrite.changes.places import AtNode, Place
-from slapo_rewrite.changes.splice import Edit as TextEdit
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.edit import Edit
+from slapo_rewrite.code.lines import Causes, Line, Lines
+from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.source.sites import Site
 
 

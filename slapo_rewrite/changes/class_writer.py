@@ -11,10 +11,10 @@ from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.class_text import ClassText, IndexSets
 from slapo_rewrite.changes.definition import Definition
 from slapo_rewrite.changes.imports import Imports
-from slapo_rewrite.changes.lines import Lines, written
 from slapo_rewrite.changes.places import AtForward, Place
-from slapo_rewrite.changes.splice import Edit
 from slapo_rewrite.changes.subclasses import SubclassWriter
+from slapo_rewrite.code.lines import Lines, written
+from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import within
 from slapo_rewrite.directive import merged_causes
 

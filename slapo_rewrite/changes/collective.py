@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import libcst as cst
 
 from slapo_rewrite.changes.imports import Imports
-from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.code.build import Operand, call, parsed
+from slapo_rewrite.code.lines import Causes
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.late import Late
-from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.places import AtSite, Place
 from slapo_rewrite.changes.weights import written
 from slapo_rewrite.code.build import (
@@ -26,6 +25,7 @@ from slapo_rewrite.code.build import (
     with_keywords,
 )
 from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.text import condition
 from slapo_rewrite.directive import merged_causes
 from slapo_rewrite.model.layers import Layer, Unit

@@ -13,16 +13,16 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.imports import CHECKPOINT
-from slapo_rewrite.changes.lines import Causes, past_comment, written
 from slapo_rewrite.changes.placement import Placement, Requested, Subgraph, find_subgraph
 from slapo_rewrite.changes.places import Place
 from slapo_rewrite.changes.recomputation import updates_buffers
 from slapo_rewrite.changes.save_policy import Kept, buffers_context, context
-from slapo_rewrite.changes.splice import apply_edits, moved
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.layout import at_column, formatted
+from slapo_rewrite.code.lines import Causes, past_comment, written
+from slapo_rewrite.code.splice import apply_edits, moved
 from slapo_rewrite.code.text import within
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
-from slapo_rewrite.changes.lines import Causes, Line, Lines
-from slapo_rewrite.changes.splice import Edit as TextEdit
 from slapo_rewrite.code.edit import Edit
+from slapo_rewrite.code.lines import Causes, Line, Lines
+from slapo_rewrite.code.splice import Edit as TextEdit
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import libcst as cst
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
-from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.places import AtNode, EndOfConstructor
 from slapo_rewrite.code.build import bare, call, parsed
+from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.sharding import CALL
 

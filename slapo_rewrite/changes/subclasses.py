@@ -12,14 +12,14 @@ from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.collective import through
 from slapo_rewrite.changes.imports import CHECKPOINT, Imports
-from slapo_rewrite.changes.lines import Causes, Lines, changed, written
 from slapo_rewrite.changes.save_policy import buffers_context, context
-from slapo_rewrite.changes.splice import apply_edits, moved
 from slapo_rewrite.changes.sync import SyncInput, SyncOutput
 from slapo_rewrite.code.arguments import Signature, all_arguments, parameters, passed_on
 from slapo_rewrite.code.build import code
 from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.layout import fitted
+from slapo_rewrite.code.lines import Causes, Lines, changed, written
+from slapo_rewrite.code.splice import apply_edits, moved
 from slapo_rewrite.code.text import accessor, docstring, within
 from slapo_rewrite.hugging_face import CACHES
 

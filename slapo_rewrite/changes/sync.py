@@ -12,11 +12,11 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective, through
-from slapo_rewrite.changes.lines import Causes
 from slapo_rewrite.changes.places import AtCalls
 from slapo_rewrite.code.arguments import Signature, arguments_by
 from slapo_rewrite.code.build import code
 from slapo_rewrite.code.dataflow import body_of
+from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.text import accessor, returns
 
 

@@ -11,11 +11,11 @@ import libcst as cst
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
-from slapo_rewrite.changes.lines import Causes, past_comment
 from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import with_callee, with_keywords
 from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.lines import Causes, past_comment
 from slapo_rewrite.code.text import accessor, returns, within
 
 MODULE = "vocab_parallel_loss"

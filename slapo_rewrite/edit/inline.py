@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass, field
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.splice import Edit, apply_edits
 from slapo_rewrite.code.arguments import (
     BoundArguments,
     Signature,
@@ -18,6 +17,7 @@ from slapo_rewrite.code.arguments import (
 from slapo_rewrite.code.build import parenthesised, reindented
 from slapo_rewrite.code.layout import at_column
 from slapo_rewrite.code.names import module_paths
+from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.source.index import SourceFile

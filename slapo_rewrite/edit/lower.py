@@ -17,8 +17,8 @@ from slapo_rewrite.changes.around_forward import ForkRandom
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.changes.placement import find_subgraph
 from slapo_rewrite.changes.regions import ForkRegion
-from slapo_rewrite.changes.splice import Edit
 from slapo_rewrite.changes.state import ModuleState, Sync
+from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.edit.collect import collect

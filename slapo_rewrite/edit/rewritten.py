@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slapo_rewrite.changes.imports import Reference
-from slapo_rewrite.changes.splice import Edit
+from slapo_rewrite.code.splice import Edit
 
 if TYPE_CHECKING:
     from slapo_rewrite.runtime.weights import Weight

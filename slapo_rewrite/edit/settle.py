@@ -18,7 +18,7 @@ from slapo_rewrite.changes.class_writer import ClassWriter
 from slapo_rewrite.changes.definition import Definition, merged, shared_changes
 from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.places import AtParameter, AtSite, BeforeBases, Place
-from slapo_rewrite.changes.splice import Edit
+from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.directive import merged_causes
 from slapo_rewrite.edit.variants import Variants
 from slapo_rewrite.model.join import find_site

@@ -22,8 +22,8 @@ from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.places import AtBase, Place
 from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
-from slapo_rewrite.changes.splice import Edit
 from slapo_rewrite.changes.sync import SyncInput, SyncOutput
+from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node

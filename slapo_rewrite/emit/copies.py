@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
-from slapo_rewrite.changes.splice import Change, Edit
 from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.splice import Change, Edit
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model import construction
 from slapo_rewrite.model.join import Sources, called_root, find_site, looked_up

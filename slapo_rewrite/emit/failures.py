@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.splice import Change
+from slapo_rewrite.code.splice import Change
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit.helpers import MODULES
 from slapo_rewrite.model.emitted import FailedOutput

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import __version__, errors
-from slapo_rewrite.changes.splice import Change
+from slapo_rewrite.code.splice import Change
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit import inputs

@@ -22,9 +22,9 @@ from typing import Any
 from slapo_rewrite import __version__, errors, primitives
 from slapo_rewrite.changes.imports import Reference
 from slapo_rewrite.changes.output_files import OutputFiles
-from slapo_rewrite.changes.splice import Change, Edit, apply_edits
 from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.splice import Change, Edit, apply_edits
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.edit.lower import lower
 from slapo_rewrite.edit.rewritten import Rewrite

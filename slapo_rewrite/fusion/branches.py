@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.splice import Edit, apply_edits
 from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.model.facts import NodeFacts
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node

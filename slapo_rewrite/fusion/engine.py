@@ -10,12 +10,12 @@ from typing import Protocol
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change_set import ChangeSet
-from slapo_rewrite.changes.lines import Lines, written
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
-from slapo_rewrite.changes.splice import Edit, apply_edits
 from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.code.lines import Lines, written
+from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.edit.rewritten import Rewrite

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.lines import Line, Lines
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
-from slapo_rewrite.changes.splice import Edit as TextEdit
 from slapo_rewrite.changes.subclasses import SubclassWriter
 from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.code.edit import Edit, Put
+from slapo_rewrite.code.lines import Line, Lines
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.edit.rewritten import NewClass, Rewrite
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.model.join import find_site

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.splice import Edit
 from slapo_rewrite.changes.state import Inlined, ModuleState
 from slapo_rewrite.code.names import module_paths
+from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.edit.inline import inline_edits
 from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.model.tree import Node

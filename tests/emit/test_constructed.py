@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.splice import Change
 from slapo_rewrite.cli import main
+from slapo_rewrite.code.splice import Change
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit.failures import Causes
 from slapo_rewrite.model.emitted import PACKAGE, imported

@@ -7,8 +7,8 @@ import textwrap
 import pytest
 import torch.nn.functional as F
 
-from slapo_rewrite.changes.lines import Lines, written
-from slapo_rewrite.changes.splice import apply_edits
+from slapo_rewrite.code.lines import Lines, written
+from slapo_rewrite.code.splice import apply_edits
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.fusion.places import Writing, replacements
 from tests.finding import forward, selection

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.splice import Edit as TextEdit
 from slapo_rewrite.code.edit import Edit, Written, edited
 from slapo_rewrite.code.layout import fitted
+from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.source.index import SourceFile
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.splice import Edit, apply_edits
+from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.directive import Directive
 
 CAUSE = (Directive(0, "shard", None, "s.shard()", ()),)
