@@ -146,7 +146,7 @@ class ChangeSet:
             if live is None and isinstance(named, ast.Name):
                 live = construction.value_of(named.id, site.file, site.value, node.live)
             name = self.file.qualified(named) or ""
-            # A schedule that changes the source runs it again: the class has a twin by its name.
+            # Where the source was changed, the class is another one of its name.
             same = live is None or getattr(live, "__name__", "") == node.cls.__name__
             if live is node.cls or (same and _ends_with(name, node.cls.__name__)):
                 return named

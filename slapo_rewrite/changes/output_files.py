@@ -46,7 +46,7 @@ class OutputFile:
 
 
 class OutputFiles:
-    """One output for each file that defines classes of the model and may be rewritten.
+    """One for each file that defines classes of the model and may be rewritten.
 
     Args:
         tree: The module tree.
@@ -59,7 +59,7 @@ class OutputFiles:
     def __init__(self, tree: Tree, sources: Sources) -> None:
         self.sources = sources
         self._classes = list({node.cls: None for node in tree.nodes.values()})
-        self._desks: dict[str, OutputFile] = {}
+        self._files: dict[str, OutputFile] = {}
         self._by_path: dict[str, OutputFile] = {}
         self._siblings: dict[str, tuple[str, ...]] = {}
         self._stems: dict[str, str] = {}
@@ -91,16 +91,16 @@ class OutputFiles:
                 yield file
 
     def _open(self, file: SourceFile) -> OutputFile:
-        """The output of a file, a new one where it has none yet."""
-        if file.name not in self._desks:
-            output = self._desks[file.name] = self._desk(file, self._classes)
+        """What is collected for a file, from now on where it is new."""
+        if file.name not in self._files:
+            output = self._files[file.name] = self._new(file, self._classes)
             output.changes.siblings = self._siblings
             path = file.path
             for name in (str(path), os.path.realpath(path), os.path.abspath(path)):
                 self._by_path[name] = output
-        return self._desks[file.name]
+        return self._files[file.name]
 
-    def _desk(self, file: SourceFile, classes: list[type]) -> OutputFile:
+    def _new(self, file: SourceFile, classes: list[type]) -> OutputFile:
         names = {
             cls.__name__: tuple(
                 c.__name__
@@ -115,23 +115,23 @@ class OutputFiles:
         return OutputFile(file, changes, ClassHierarchy(file, changes.sites, names), Imports(file))
 
     def __iter__(self) -> Iterator[OutputFile]:
-        return iter(self._desks.values())
+        return iter(self._files.values())
 
     def named(self, module: str) -> OutputFile:
-        """The output of the file of a module that is known to have one."""
-        return self._desks[module]
+        """The file of a module that is known to be among them."""
+        return self._files[module]
 
     def of(self, cls: type) -> OutputFile | None:
-        """The output of the file that defines a class; None where that is not rewritten."""
+        """The file that defines a class; None where that is not rewritten."""
         file = self.sources.file_of(cls)
-        return self._desks.get(file.name) if file is not None else None
+        return self._files.get(file.name) if file is not None else None
 
     def computing(self, cls: type) -> OutputFile | None:
-        """The output of the file in which a class has its `forward`, if it may be rewritten."""
+        """The file in which a class has its `forward`, if it may be rewritten."""
         return self._with_method(cls, "forward")
 
     def constructing(self, cls: type) -> OutputFile | None:
-        """The output of the file in which a class has its constructor, likewise."""
+        """The file in which a class has its constructor, likewise."""
         return self._with_method(cls, "__init__")
 
     def _with_method(self, cls: type, method: str) -> OutputFile | None:
@@ -170,7 +170,7 @@ class OutputFiles:
         return self._stems[file.name]
 
     def making(self, node: Node) -> OutputFile:
-        """The output of the file that makes a module; the model file's where that is not known."""
+        """The file that makes a module; the model file's where that is not known."""
         try:
             site = find_site(self.sources, node) if node.owner is not None else None
         except errors.UnfollowableConstruction:
@@ -178,7 +178,7 @@ class OutputFiles:
         return self.of_file(site.file) if site else self.main
 
     def of_file(self, file: SourceFile) -> OutputFile:
-        """The output of a file; the model file's for one that may not be rewritten."""
+        """A file; the model file's for one that may not be rewritten."""
         return self.main if is_torch(file.name) else self._open(file)
 
     def holds(self, filename: str) -> bool:
@@ -186,7 +186,7 @@ class OutputFiles:
         return filename in self._by_path
 
     def at(self, place: Place) -> OutputFile:
-        """The output of the file that a place stands in."""
+        """The file that a place stands in."""
         return self._by_path.get(place.filename, self.main)
 
     def siblings(self, known: Mapping[str, tuple[str, ...]]) -> None:
