@@ -130,7 +130,9 @@ class Copies:
 
     def _root(self, site: Site) -> Target | None:
         """What the name means that a call begins with, where that is imported."""
-        return dict(_imported(self.sources, site.file)).get(called_root(site) or "")
+        root = called_root(site)
+        bound = [dotted for local, dotted in _bound_by_imports(site.file) if local == root]
+        return _target(self.sources, bound[-1]) if bound else None
 
     def _may_know(self, node: Node) -> bool:
         """Whether what makes a module may have its class from the output."""
@@ -418,19 +420,31 @@ def _lines(lines: Sequence[str], indent: int, line_length: int) -> str:
 
 def _imported(sources: Sources, file: SourceFile) -> Iterator[tuple[str, Target]]:
     """The names that a file imports from Python files outside of torch, with what they mean."""
-    for local, dotted in [*file.imports.items(), *_dotted_imports(file)]:
-        module, _, name = dotted.rpartition(".")
-        if is_torch(dotted) or hasattr(sys.modules.get(dotted), "__path__"):
-            continue  # what is reached through a package is looked at where that happens
-        if dotted in sys.modules or not module:
-            target: Target = (dotted, "")
-        else:
-            target = _chased(sources, module, name)
-        if not is_torch(target[0]):
+    for local, dotted in _bound_by_imports(file):
+        target = _target(sources, dotted)
+        if target is not None:
             yield local, target
 
 
+def _target(sources: Sources, dotted: str) -> Target | None:
+    """What an imported name means; None for torch's, and for a package.
+
+    What is reached through a package is looked at where that happens.
+    """
+    module, _, name = dotted.rpartition(".")
+    if is_torch(dotted) or hasattr(sys.modules.get(dotted), "__path__"):
+        return None
+    known = dotted in sys.modules or not module
+    target = (dotted, "") if known else _chased(sources, module, name)
+    return None if is_torch(target[0]) else target
+
+
 @functools.lru_cache(maxsize=256)
+def _bound_by_imports(file: SourceFile) -> list[tuple[str, str]]:
+    """The names that the imports of a file bind, each with what is imported by it."""
+    return [*file.imports.items(), *_dotted_imports(file)]
+
+
 def _dotted_imports(file: SourceFile) -> list[tuple[str, str]]:
     """The modules of `import package.module`, each with the name that this binds."""
     names = [a.name for n in file.statements if isinstance(n, ast.Import) for a in n.names]

@@ -90,7 +90,7 @@ def rehearse(
     Raises:
         OtherNumbersError: They differ.
     """
-    with _quiet(), _without_dropout(), torch.random.fork_rng(devices=[]):
+    with _quiet(), _without_dropout(), _one_thread(), torch.random.fork_rng(devices=[]):
         reference = _reference(schedule, original) if sizes else None
         if reference is None:
             return
@@ -274,6 +274,20 @@ def _goal(outputs: Any, like: Any) -> torch.Tensor | None:
         weights = torch.arange(have.numel(), dtype=torch.float64).cos().to(have)
         terms.append((have.flatten() * weights).sum())
     return sum(terms[1:], terms[0]) if terms else None
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread for each operation: on small tensors, several do nothing but wait for each other.
+
+    What runs on a rank's thread, and backwards, takes the number that is set here.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from slapo_rewrite import errors
 from slapo_rewrite.model import construction
+from slapo_rewrite.model.meta_device import WithoutFills
 
 # How many of the calls that led to a module tell where it was made.
 CALLS = 2
@@ -35,7 +36,7 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
     """
     try:
         construction.forget()
-        with torch.device("meta"), torch.no_grad(), construction.recorded():
+        with torch.device("meta"), WithoutFills(), torch.no_grad(), construction.recorded():
             model = make(module)
     except errors.RewriteError:
         raise
