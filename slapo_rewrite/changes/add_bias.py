@@ -9,14 +9,21 @@ from dataclasses import dataclass
 import libcst as cst
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.around_forward import WrapForward
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective
-from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.changes.imports import Function, Imports
+from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtCalls
+from slapo_rewrite.changes.state import Decompose
 from slapo_rewrite.changes.sync import calls
 from slapo_rewrite.code.build import call, expression
 from slapo_rewrite.code.lines import Causes
+from slapo_rewrite.directive import merged_causes
+from slapo_rewrite.model.layers import MULTIPLIED, Layer, qualified, scatters
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.runtime.tensor_parallel import ReduceScatter
 
 
 @dataclass(frozen=True)
@@ -90,3 +97,50 @@ class AddBias(Change):
         if not self.adds:
             return product
         return expression("{product} + {bias}", product=product, bias=parameter("bias"))
+
+
+def place_decomposed(to: Placement, node: Node, layer: Layer | None) -> None:
+    """The product and the sum where the layer is called, with what else the layer does.
+
+    Raises:
+        Unsupported: What else is asked of it needs the layer to be called.
+    """
+    state = to.states[node.path]
+    assert node.owner is not None and state.decompose is not None
+    cause = state.decompose.cause
+    hooks = [s.cause for s in state.syncs if isinstance(s.op, Function)]
+    wraps = [cause for _, cause in state.asks(WrapForward)]
+    around = _around(layer, state.decompose)
+    if hooks or wraps or around is None:
+        others = [*hooks, *wraps, *state.causes()]
+        raise errors.Unsupported(
+            f"`{node.path}` cannot be decomposed: what else is asked of it needs the layer "
+            "to be called",
+            at=cause.at,
+            cause=others,
+            hint="a layer split over its inputs is decomposed with fwd_post all_reduce, one "
+            "split over its outputs without a gather",
+        )
+    calling, caller, relative = to.calling(node)
+    shared = frozenset(name for path, name in to.followed.shared if path == node.path)
+    what = AddBias(MULTIPLIED[qualified(node.cls)], *around, state.decompose.adds, shared)
+    causes = merged_causes([cause], state.causes())
+    calling.changes.add(caller.path, AtCalls(relative, "bias"), what, causes)
+
+
+def _around(
+    layer: Layer | None, asked: Decompose
+) -> tuple[Collective | None, Collective | None] | None:
+    """The collectives before and after a layer's product; None where the layer does more."""
+    if layer is None:
+        return None, None
+    more = dict(layer.keywords).keys() - {"parts"}
+    if layer.name.startswith("ColumnParallel") and more <= {"reduce_input_gradient"}:
+        return (None if more else Collective("all_reduce_gradient")), None
+    if layer.name.startswith("RowParallel") and not more:
+        return None, Collective("all_reduce")
+    if layer.name.startswith("RowParallel") and scatters(layer) and not asked.adds:
+        reduce = dict(layer.keywords)["reduce"]
+        assert isinstance(reduce, ReduceScatter)
+        return None, Collective("reduce_scatter", (("axis", reduce.axis),))
+    return None

@@ -9,8 +9,11 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.imports import Function
-from slapo_rewrite.changes.places import AtSite
+from slapo_rewrite.changes.placement import Placement
+from slapo_rewrite.changes.places import AtSite, BehindSite
+from slapo_rewrite.changes.state import Sync
 from slapo_rewrite.code.text import accessor
+from slapo_rewrite.model.tree import Node
 
 HOOKS = {
     "fwd_pre": "register_forward_pre_hook",
@@ -41,3 +44,12 @@ class RegisterHook(Change):
         function = text.imports.function(self.function, asked.causes)
         line = f"{accessor(site.path)}.{HOOKS[self.mode]}({function})"
         text.insert_after(site.statement, line, asked.causes, f"hook on `{site.path}`")
+
+
+def place_hook(to: Placement, node: Node, sync: Sync, function: Function) -> None:
+    """Registers a function of the user's own behind what makes a module."""
+    causes = (sync.cause,)
+    places = to.files.making(node).changes
+    at, owner = places.site(node, causes)
+    place = BehindSite(at.start, at.index, (sync.mode, function.name))
+    places.add(owner.path, place, RegisterHook(sync.mode, function), causes)

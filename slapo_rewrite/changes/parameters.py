@@ -12,9 +12,14 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective
+from slapo_rewrite.changes.packed_axes import length_of, place_blocks
+from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtParameter, AtReads
 from slapo_rewrite.changes.reads import values_read
+from slapo_rewrite.changes.state import Shard
+from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.layers import Written
+from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.tensor_parallel import Blocks
 
 
@@ -48,6 +53,27 @@ class ShardParameter(Change):
             line = f"if self.{self.name} is not None:\n    {line}"
         why = f"cut `{self.name}` to this rank's part"
         text.insert_after(site.statement, line, asked.causes, why)
+
+
+def place_shard(to: Placement, node: Node, shard: Shard) -> None:
+    """Cuts a parameter of a module where it is made.
+
+    Raises:
+        UnfollowableConstruction: It is made in another file than that of the module's class.
+    """
+    site = find_parameter_site(to.files.sources, node, shard.name)
+    home = to.files.of_file(site.file)
+    if site.file is not home.file:
+        raise errors.UnfollowableConstruction(
+            f"`{node.path}.{shard.name}` is made in another file, {site.file.display}",
+            at=site.file.at(site.value),
+            cause=shard.cause,
+        )
+    start = home.file.span(site.value)[0]
+    home.changes.sites[start] = site
+    parts = place_blocks(to, node, shard, site, length_of(site, shard.axis))
+    change = ShardParameter(shard.name, shard.axis, parts)
+    home.changes.add(node.path, AtParameter(start, (shard.name,)), change, (shard.cause,))
 
 
 @dataclass(frozen=True)

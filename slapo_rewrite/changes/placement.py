@@ -14,9 +14,11 @@ from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.places import AtNode, AtParameter, BehindSite
 from slapo_rewrite.changes.state import ModuleState
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.join import find_parameter_site
-from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.sharding import Place as FollowedPlace
+from slapo_rewrite.sharding import ShardingResult
 from slapo_rewrite.source.calls import Calls, called_names, find_calls
 
 
@@ -38,12 +40,21 @@ class Placement:
     """Finds the class and the file for what is asked of a module.
 
     Attributes:
+        tree: The module tree.
         states: What was asked of each module path.
         files: The files that may be rewritten; take the changes.
+        followed: What follows from the sharded sizes.
     """
 
+    tree: Tree
     states: Mapping[str, ModuleState]
     files: OutputFiles
+    followed: ShardingResult
+
+    def causes(self, node: Node) -> tuple[Directive, ...]:
+        """Who splits a module's parameters and communicates at its border."""
+        state = self.states[node.path]
+        return merged_causes((s.cause for s in state.shards), (s.cause for s in state.syncs))
 
     def caller(self, node: Node) -> tuple[Node, str]:
         """The module whose methods call another one, and the path from it to that one."""
@@ -152,6 +163,12 @@ class Requested(Change):
             RewriteError: There is no place for it.
         """
         raise NotImplementedError
+
+
+def at_node(kind: str, place: FollowedPlace, what: object = ()) -> AtNode:
+    """Where a run of the model came by, as a place in a class."""
+    ends = (place.line, place.column, place.end_line, place.end_column)
+    return AtNode(kind, *ends, what=what)
 
 
 def find_subgraph(

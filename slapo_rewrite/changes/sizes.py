@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -11,14 +11,20 @@ import libcst as cst
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.changes.placement import Placement, at_node
 from slapo_rewrite.changes.places import AtNode, EndOfConstructor
+from slapo_rewrite.changes.reads import in_forward, readings
+from slapo_rewrite.changes.state import Share
 from slapo_rewrite.code.build import bare, call, parsed
 from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.text import accessor
-from slapo_rewrite.sharding import CALL
+from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.model.layers import SHARES, Layer
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.sharding import CALL, ArgumentChange, Attribute, ShardingResult, Statistic
 
 # How a list of sizes is written that must be this rank's shares.
-SHARES = "[{part_size}(size) for size in {argument}]"
+_LIST_OF_SHARES = "[{part_size}(size) for size in {argument}]"
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,7 @@ class ChangeArgument(Change):
         text: ClassText,
         causes: Causes,
     ) -> str:
-        template, function = SHARES if is_list else self.template, ""
+        template, function = _LIST_OF_SHARES if is_list else self.template, ""
         if "{part_size}" in template:
             function = text.imports.helper("tensor_parallel", "part_size", causes)
         given = text.file.segment(argument)
@@ -255,3 +261,122 @@ def _at_end(text: ClassText, asked: Asked, line: str) -> None:
     assert constructor is not None
     why = f"this rank's share of `{_attribute(asked)}`"
     text.insert_after(constructor.body[-1], line, asked.causes, why, once=True)
+
+
+def place_sizes(
+    to: Placement, owners: Mapping[str, list[Directive]], holders: Mapping[str, Node]
+) -> None:
+    """What follows from the shards, on every module that holds sharded parameters.
+
+    Args:
+        to: Takes the changes.
+        owners: The directives behind what is sharded, by the module that has it.
+        holders: The nearest of these modules, by the path of every module below one.
+
+    Raises:
+        UnfollowableSize: Something that depends on a sharded size stands in no class.
+    """
+    followed = to.followed
+    for path, holder in holders.items():
+        cls, causes = to.tree.nodes[path].cls, merged_causes(owners[holder.path])
+        home = to.files.constructing(cls) or to.files.making(to.tree.nodes[path])
+        shared = _sharing(cls, followed)
+        for attribute in sorted(followed.sizes | followed.repeats, key=lambda a: a.name):
+            if attribute != Attribute(cls, holder.cls, attribute.name):
+                continue
+            what: Change = ShardAttribute(shared if attribute in followed.few else None)
+            if attribute in followed.repeats and shared:
+                what = DivideByReplicas(shared)
+            home.changes.add(path, EndOfConstructor(attribute.name), what, causes)
+    for path, state in to.states.items():
+        for share in state.shares:
+            _place_attribute(to, to.tree.nodes[path], share)
+    for change in followed.arguments:
+        _place_argument(to, change, owners, holders)
+
+
+def _place_attribute(to: Placement, node: Node, share: Share) -> None:
+    """An attribute that the schedule itself splits."""
+    few = {(a.cls, a.name) for a in to.followed.few if a.asked}
+    layer = _sharing(node.cls, to.followed) if (node.cls, share.name) in few else None
+    home = to.files.constructing(node.cls) or to.files.making(node)
+    place = EndOfConstructor(share.name)
+    home.changes.add(node.path, place, ShardAttribute(layer), (share.cause,))
+
+
+def _place_argument(
+    to: Placement,
+    change: ArgumentChange,
+    owners: Mapping[str, list[Directive]],
+    holders: Mapping[str, Node],
+) -> None:
+    """An argument written differently, below sharded parameters or where their parts come."""
+    place = change.place
+    at = at_node("argument", place, change.index)
+    home = to.files.at(place)
+    paths = [
+        path
+        for path, node in to.tree.nodes.items()
+        if any(home.classes.holds(c, place.line) for c in to.files.lineage(node.cls, home))
+    ]
+    if not paths:
+        source = to.states.get(change.source or "")
+        text = home.file.line(place.line)
+        also = [s.cause.at for s in source.shards if s.cause.at] if source else []
+        raise errors.UnfollowableSize(
+            "this number would be a rank's share, and stands in a function of no class",
+            at=errors.Span(home.file.display, place.line, place.column + 1, 1, text),
+            also=also[:1],
+            hint="keep the size in an integer attribute of the module, and pass it",
+        )
+    whole = to.followed.given_whole - to.followed.given_parts
+    paths = [path for path in paths if (place, path) not in whole]
+    below = [path for path in paths if path in holders]
+    for path in below or paths:
+        causes = [s.cause for s in to.states[change.source].shards] if change.source else []
+        causes = owners[holders[path].path] if path in holders else causes
+        what = ChangeArgument(change.template, change.index)
+        home.changes.add(path, at, what, merged_causes(causes))
+
+
+def _sharing(cls: type, followed: ShardingResult) -> str | None:
+    """A layer that a class makes of which several ranks may hold the same heads."""
+    return min((name for maker, name in followed.replicated if maker is cls), default=None)
+
+
+def place_statistic(to: Placement, statistic: Statistic) -> None:
+    """A mean or variance over all ranks, of features that a parameter is split along."""
+    place, name = statistic.place, statistic.parameter
+    causes = [s.cause for s in to.states[statistic.owner].shards if s.name == name]
+    change, at = ParallelNormStatistic(statistic.function, name), at_node("statistic", place)
+    to.files.at(place).changes.add(statistic.owner, at, change, merged_causes(causes))
+
+
+def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
+    """Whoever reads the size of a layer that is split means the whole layer's.
+
+    Raises:
+        UnfollowableSize: The parallel layer has no attribute for that.
+    """
+    share, whole = SHARES[layer.name]
+    files = [output for output in to.files if f".{share}" in output.file.text]
+    causes = tuple(s.cause for s in to.states[node.path].shards)
+    above = node.parent
+    while above is not None and files:
+        home = to.home(above)
+        relative = node.path[len(above.path) + 1 if above.path else 0 :]
+        for reading in readings(home.classes, above.cls.__name__, relative, share):
+            if whole is None and in_forward(home.classes, above.cls.__name__, reading):
+                continue  # the share was followed there, to wherever it is used
+            if whole is None:
+                raise errors.UnfollowableSize(
+                    f"`{node.path}` is split, so its `{share}` is this rank's share, and is "
+                    "read here",
+                    at=home.file.at(reading),
+                    cause=causes,
+                    hint="read the size from where the layer's constructor has it",
+                )
+            end = (reading.end_lineno or 0, reading.end_col_offset or 0)
+            at = AtNode("read", end[0], 0, *end)
+            home.changes.add(above.path, at, ReadFullSize(whole), causes)
+        above = above.parent

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,12 +15,20 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective, through
-from slapo_rewrite.changes.places import AtCalls
+from slapo_rewrite.changes.hook import place_hook
+from slapo_rewrite.changes.imports import Function
+from slapo_rewrite.changes.output_files import OutputFile
+from slapo_rewrite.changes.placement import Placement
+from slapo_rewrite.changes.places import AtCalls, AtForward
+from slapo_rewrite.changes.state import Sync
 from slapo_rewrite.code.arguments import Signature, arguments_by
 from slapo_rewrite.code.build import code
 from slapo_rewrite.code.dataflow import body_of
 from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.text import accessor, returns
+from slapo_rewrite.directive import merged_causes
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.sharding import ModuleBoundary
 
 
 @dataclass(frozen=True)
@@ -203,3 +214,94 @@ def calls(text: ClassText, asked: Asked, what: str, hint: str) -> list[ast.Call]
                 hint=f"schedule both alike, or give `{place.path}` a call of its own",
             )
     return [call for call, paths in found if paths[0] == place.path]
+
+
+def place_syncs(
+    to: Placement, node: Node, borders: Sequence[ModuleBoundary], is_layer: bool
+) -> None:
+    """The collectives at a module's borders, those that a layer carries out itself apart.
+
+    Args:
+        to: Takes them.
+        node: The module.
+        borders: Its borders.
+        is_layer: Whether a parallel layer takes the module's place.
+
+    Raises:
+        RewriteError: There is no place for one.
+    """
+    syncs = to.states[node.path].syncs if borders else ()
+    sides: dict[tuple[str, str | None], list[Sync]] = {}
+    for border in borders:
+        sync = syncs[border.number]
+        if isinstance(sync.op, Function):
+            place_hook(to, node, sync, sync.op)
+        elif sync.op != "keep":
+            if (node.path, border.number) in to.followed.summed:
+                sync = replace(sync, partial_gradient=True)
+            side = "result" if sync.mode == "fwd_post" else "argument"
+            sides.setdefault((side, sync.of), []).append(sync)
+    for (side, of), asked in sorted(sides.items(), key=lambda each: (each[0][0], each[0][1] or "")):
+        _place_side(to, node, side, of, asked, is_layer)
+
+
+def _place_side(
+    to: Placement, node: Node, side: str, of: str | None, asked: Sequence[Sync], is_layer: bool
+) -> None:
+    """The collectives of an argument or of the result: in `forward`, or where that is called."""
+    causes = merged_causes(s.cause for s in asked)
+    collectives = tuple(map(_collective, asked))
+    home = to.files.computing(node.cls)
+    if home is not None and not is_layer and not to.is_outside(node, home):
+        what: Change = SyncInput(collectives, of)
+        if side == "result":
+            nested = node.path in to.followed.nested
+            what = SyncOutput(collectives, nested, _containers(node.cls, home))
+        home.changes.add(node.path, AtForward(side, of or ""), what, causes)
+    elif of is not None:
+        raise errors.Unsupported(
+            f"`{of}` of `{node.path}` can only be synchronised where `forward` begins, and "
+            "that is not written in a file that is rewritten",
+            at=causes[0].at,
+            hint="put the sync on a module around it that takes the value as an argument",
+        )
+    elif node.owner is None:
+        raise errors.Unsupported(
+            "the model itself is not called by another module", at=causes[0].at
+        )
+    else:
+        calling, caller, relative = to.calling(node)
+        name = next(iter(inspect.signature(node.live.forward).parameters), None)
+        call = SyncCall(collectives, side, name)
+        calling.changes.add(caller.path, AtCalls(relative, side), call, causes)
+
+
+def _containers(cls: type, home: OutputFile) -> tuple[tuple[str, str], ...]:
+    """The classes that `forward` returns its values in, and the first field of each."""
+    forward = home.classes.method(cls.__name__, "forward")
+    known = vars(sys.modules[cls.__module__])
+    found = {}
+    for statement in returns(forward) if forward else ():
+        if isinstance(statement.value, ast.Call):
+            name = ast.unparse(statement.value.func)
+            holder = known.get(name)
+            if dataclasses.is_dataclass(holder):
+                found[name] = dataclasses.fields(holder)[0].name
+            elif isinstance(holder, type) and hasattr(holder, "_fields"):
+                found[name] = holder._fields[0]
+    return tuple(sorted(found.items()))
+
+
+def _collective(sync: Sync) -> Collective:
+    """The call that carries a sync out."""
+    if sync.mode == "bwd_post":
+        return Collective("all_reduce_gradient")
+    assert isinstance(sync.op, str)
+    keywords: dict[str, object] = {}
+    if sync.op == "all_to_all":
+        keywords = {"gather_axis": sync.axis, "scatter_axis": sync.scatter_axis}
+    elif sync.axis is not None and (sync.op, sync.axis) != ("all_gather", -1):
+        keywords = {"axis": sync.axis}
+    if sync.partial_gradient:
+        keywords["tensor_parallel_output_grad"] = True
+    return Collective(sync.op, tuple(keywords.items()))

@@ -11,12 +11,14 @@ import libcst as cst
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.changes.placement import Placement, at_node
 from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import with_callee, with_keywords
 from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.code.lines import Causes, past_comment
 from slapo_rewrite.code.text import accessor, returns, within
+from slapo_rewrite.sharding import ParallelLoss
 
 MODULE = "vocab_parallel_loss"
 PLAIN = "vocab_parallel_cross_entropy"
@@ -242,3 +244,12 @@ def _read_after(method: ast.FunctionDef, name: str, node: ast.stmt) -> bool:
 
 def _bound_before(method: ast.FunctionDef, name: str, node: ast.stmt) -> bool:
     return any(n.lineno < node.lineno for n in _names(method, name, ast.Store))
+
+
+def place_loss(to: Placement, loss: ParallelLoss) -> None:
+    """A loss of the parts that a head gives, where a method computes it."""
+    head = loss.head[len(loss.owner) + 1 if loss.owner else 0 :]
+    change = VocabParallelLoss(loss.function, head, loss.names)
+    causes = to.causes(to.tree.nodes[loss.head])
+    at = at_node("loss", loss.place)
+    to.files.at(loss.place).changes.add(loss.owner, at, change, causes)

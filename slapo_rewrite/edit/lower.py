@@ -13,15 +13,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.add_bias import place_decomposed
 from slapo_rewrite.changes.around_forward import ForkRandom
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
-from slapo_rewrite.changes.placement import find_subgraph
+from slapo_rewrite.changes.parallel_layers import place_layer, place_replacement
+from slapo_rewrite.changes.parameters import place_shard
+from slapo_rewrite.changes.placement import Placement, Requested, find_subgraph
+from slapo_rewrite.changes.pretrained import keep_all_treatments
+from slapo_rewrite.changes.reduced_gradients import place_gradients
 from slapo_rewrite.changes.regions import ForkRegion
+from slapo_rewrite.changes.sizes import place_full_sizes, place_sizes, place_statistic
 from slapo_rewrite.changes.state import ModuleState, Sync
+from slapo_rewrite.changes.sync import place_syncs
+from slapo_rewrite.changes.vocab_parallel_loss import place_loss
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.edit.collect import collect
 from slapo_rewrite.edit.infer import Inference, named
 from slapo_rewrite.edit.layers import choose_layer, done_inside
 from slapo_rewrite.edit.settle import settle
@@ -156,7 +163,7 @@ class _Lowering:
         self.states, inferred = named(self.states, self.number)
         with reduced():
             asked = self._asked()
-            collect(self.tree, self.states, asked, followed, self.files, self.before)
+            self._place(asked, followed)
             for draw, world in out_of_step(self.tree, asked, followed):
                 self._warn_of(draw, world)
             for way, place in followed.unfollowed:
@@ -164,6 +171,47 @@ class _Lowering:
                 self.warnings.append(f"{where}not followed: {way}")
             edits = settle(self.tree, self.files, self.line_length)
         return Lowered(self.files, edits, inferred, self.warnings)
+
+    def _place(self, asked: ShardingRequest, followed: ShardingResult) -> None:
+        """Has each change placed, those that were asked for and those that follow from them."""
+        to = Placement(self.tree, self.states, self.files, followed)
+        layers, parameters = asked.layers, asked.parameters
+        for path, state in self.states.items():
+            node = self.tree.nodes[path]
+            _check_called(path, state)
+            if path in layers:
+                place_layer(to, node, layers[path])
+            if state.replacement:
+                place_replacement(to, node, layers.get(path))
+            for shard in state.shards if path in parameters else ():
+                place_shard(to, node, shard)
+            place_syncs(to, node, asked.borders.get(path, ()), path in layers)
+            if state.decompose:
+                place_decomposed(to, node, layers.get(path))
+            for change, cause in state.asks(Requested):
+                change.place(to, node, cause)
+        owners = self._owners(asked)
+        holders = _holders(self.tree, owners)
+        place_sizes(to, owners, holders)
+        place_gradients(to, owners, holders)
+        for loss in followed.losses.values():
+            place_loss(to, loss)
+        for statistic in followed.statistics:
+            place_statistic(to, statistic)
+        for path, layer in layers.items():
+            place_full_sizes(to, self.tree.nodes[path], layer)
+        cuts = (state.cut.cause for state in self.states.values() if state.cut)
+        keep_all_treatments(self.tree, self.files, (*self.before, *cuts))
+
+    def _owners(self, asked: ShardingRequest) -> dict[str, list[Directive]]:
+        """The modules that hold what is sharded, with who asked for that."""
+        owners: dict[str, list[Directive]] = {}
+        for path in (*asked.layers, *asked.parameters):
+            node = self.tree.nodes[path]
+            owner = node.owner if path in asked.layers else node
+            if owner is not None:
+                owners.setdefault(owner.path, []).extend(s.cause for s in self.states[path].shards)
+        return owners
 
     def _asked(self) -> ShardingRequest:
         layers, parameters = self._layers_and_parameters()
@@ -374,6 +422,30 @@ class _Lowering:
             if causes:
                 return causes[0].at
         return None
+
+
+def _check_called(path: str, state: ModuleState) -> None:
+    """What happens when a module is called cannot be asked of one that is not."""
+    asked = [s.cause for s in (*state.syncs, state.decompose) if s]
+    asked += [cause for change, cause in state.asks(Requested) if change.is_called]
+    if state.inlined and asked:
+        raise errors.ConflictingEdits(
+            f"`{path}` is inlined, so it is not called any more",
+            at=asked[0].at,
+            cause=state.inlined.cause,
+            hint="schedule what it holds, or the module that calls it",
+        )
+
+
+def _holders(tree: Tree, owners: Mapping[str, list[Directive]]) -> dict[str, Node]:
+    """For every module below sharded parameters or with some: the nearest that has them."""
+    found: dict[str, Node] = {}
+    for path, node in tree.nodes.items():
+        if path in owners:
+            found[path] = node
+        elif node.parent is not None and node.parent.path in found:
+            found[path] = found[node.parent.path]
+    return found
 
 
 def _needs_following(asked: ShardingRequest) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.late import Late, names_read
+from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.state import Shard
 from slapo_rewrite.model.join import Sources, size_at
 from slapo_rewrite.model.layers import Written
@@ -45,7 +46,7 @@ class _Block:
     meaning: _Sum
 
 
-class BlockWriter:
+class _BlockWriter:
     """Writes the sizes of the blocks of one tensor.
 
     Args:
@@ -242,7 +243,28 @@ class BlockWriter:
         return self._blocks(_factors(_written(_plus(end, start, -1))) for start, end in pairs)
 
 
-def fixed(shard: Shard, full: int) -> int | Blocks:
+def place_blocks(
+    to: Placement, node: Node, shard: Shard, site: Site | None, size: ast.expr | None
+) -> int | Written | Blocks:
+    """How the blocks of a tensor are written at its site, or in its own class.
+
+    Args:
+        to: Has the files and what follows from the sharded sizes.
+        node: The layer, or the module whose own parameter it is.
+        shard: What was asked.
+        site: Where it is made; None where a class of its own makes it.
+        size: The expression there for the size of the axis.
+    """
+    full = getattr(node.live, shard.name).shape[shard.axis]
+    if site is None:
+        return _fixed(shard, full)
+    classes = to.files.of_file(site.file).classes
+    cuts = [(place, number) for path, place, number in to.followed.cuts if path == node.path]
+    writer = _BlockWriter(to.files.sources, classes, node, site)
+    return writer.parts(shard, full, size, sorted(cuts, key=lambda cut: cut[0].line))
+
+
+def _fixed(shard: Shard, full: int) -> int | Blocks:
     """What is given for `parts` where no names are known: a number of blocks, or their sizes."""
     return len(shard.parts) if _is_number(shard) else Blocks(_sizes(shard, full))
 

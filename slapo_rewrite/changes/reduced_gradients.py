@@ -12,51 +12,44 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.bases import DeriveFrom
 from slapo_rewrite.changes.change_set import own_copy
 from slapo_rewrite.changes.construction import UseParallelLayer
-from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
+from slapo_rewrite.changes.output_files import OutputFile
 from slapo_rewrite.changes.parameters import ReduceParameterGradient
+from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtBase, AtReads
 from slapo_rewrite.changes.reads import is_question, values_read
-from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.layers import SUMMING, summing_base
-from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.sharding import Reading, ShardingResult
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.sharding import Reading
 
 Causes = tuple[Directive, ...]
 
 
-class Gradients:
-    """Adds to the files where gradients are added up.
+def place_gradients(
+    to: Placement, owners: Mapping[str, list[Directive]], holders: Mapping[str, Node]
+) -> None:
+    """Adds up the gradients of every whole parameter that meets parts, wherever its like does.
 
     Args:
-        tree: The module tree.
-        states: What was asked of each module path.
-        files: Take the changes.
-        followed: Says which parameters meet parts, and where they are read.
-    """
+        to: Takes the changes; says which parameters meet parts, and where they are read.
+        owners: The directives behind what is sharded, by the module that has it.
+        holders: The nearest of these modules, by the path of every module below one.
 
-    def __init__(
-        self,
-        tree: Tree,
-        states: Mapping[str, ModuleState],
-        files: OutputFiles,
-        followed: ShardingResult,
-    ) -> None:
-        self.tree, self.states, self.files, self.followed = tree, states, files, followed
+    Raises:
+        RewriteError: There is no place for it.
+    """
+    _Gradients(to).share(owners, holders)
+
+
+class _Gradients:
+    def __init__(self, to: Placement) -> None:
+        self.tree, self.states, self.files = to.tree, to.states, to.files
+        self.followed = to.followed
         self.readings: dict[tuple[str, str], list[Reading]] = {}
-        for reading in sorted(followed.readings, key=str):
+        for reading in sorted(self.followed.readings, key=str):
             self.readings.setdefault((reading.path, reading.name), []).append(reading)
 
     def share(self, owners: Mapping[str, list[Directive]], holders: Mapping[str, Node]) -> None:
-        """Adds up the gradients of every parameter that meets parts, wherever its like does.
-
-        Args:
-            owners: The directives behind what is sharded, by the module that has it.
-            holders: The nearest of them, by module path.
-
-        Raises:
-            RewriteError: There is no place for it.
-        """
         for (path, name), source in sorted(self.followed.shared.items()):
             causes = self._causes_of(source) or merged_causes(*owners.values())
             for reading in self.readings.get((path, name), ()):
