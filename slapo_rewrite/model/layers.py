@@ -108,7 +108,10 @@ MULTIPLIED = {
 }
 
 # The layers that can be split in units.
-IN_UNITS = {"ColumnParallelLinear", "ColumnParallelConv1D"}
+IN_UNITS = {
+    *("ColumnParallelLinear", "ColumnParallelConv1D"),
+    *("ColumnParallelConv1d", "ColumnParallelConv2d"),
+}
 
 # The attribute that is this rank's share on a layer, and the one that has the whole size, if any.
 SHARES: dict[str, tuple[str, str | None]] = {

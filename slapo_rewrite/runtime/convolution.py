@@ -43,6 +43,7 @@ class ColumnParallelConvolution(nn.Module):
         out_channels: F, of the whole layer; the attribute of that name is F'.
         args: The further arguments of the torch class.
         parts: Blocks packed along the output, as in `block_sizes`.
+        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce_input_gradient: Sum the input's gradient over the ranks. Off where
             that is done once for several layers.
         gather_output: Return (B, F, *S) on every rank.
@@ -55,11 +56,12 @@ class ColumnParallelConvolution(nn.Module):
         out_channels: int,
         *args: Any,
         parts: Parts = 1,
+        multiple_of: int = 0,
         reduce_input_gradient: bool = True,
         gather_output: bool = False,
         **kwargs: Any,
     ) -> None:
-        shard = Shard(0, block_sizes(out_channels, parts))
+        shard = Shard(0, block_sizes(out_channels, parts), multiple_of)
         super().__init__(in_channels, shard.local_size(), *args, **kwargs)
         refuse_groups(self)
         self.reduce_input_gradient = reduce_input_gradient
@@ -182,7 +184,7 @@ class GroupParallelConvolution(nn.Module):
             bias,
             **kwargs,
         )
-        shard = Shard(0, (out_channels,), out_channels // groups)
+        shard = Shard(0, (out_channels,), 0 if single else out_channels // groups)
         self.output_shard = replace(shard, axis=1) if gather_output else None
         record_shard(self, "weight", shard)
         if bias:

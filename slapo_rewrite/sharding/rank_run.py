@@ -30,6 +30,7 @@ from slapo_rewrite.sharding.types import (
     Diverged,
     MissingCollective,
 )
+from slapo_rewrite.sharding.units import note_even
 
 # Operations that are given sizes, which may be this rank's, and how many arguments from the first
 # on they are; all numbers that any other is given are values.
@@ -414,6 +415,9 @@ def _hand_on(
     made = tuple(_sizes(given)) if name in _CONSTANT or name in _REPEATING else ()
     if name in _REPEATING and run.flow.of(inputs[0]).kind == SHARD:
         _note_repeats(run, name, inputs[0], given)
+        for axis in run.split_axes(inputs[0]) if name == "repeat_interleave" else ():
+            if entry.outputs[0][axis : axis + 1] != entry.inputs[0][axis : axis + 1]:
+                note_even(run, inputs[0], axis)
     for tensor in inputs:
         made += run.made_with.get(id(tensor), ())
     origin = _origin(run, name, inputs)

@@ -18,7 +18,7 @@ from slapo_rewrite.sharding.run import Run
 from slapo_rewrite.sharding.sizes import Attribute, Shape, groups, numbers, product
 from slapo_rewrite.sharding.trace import Entry
 from slapo_rewrite.sharding.types import CannotFollow, Indivisible
-from slapo_rewrite.sharding.units import note_unit, single_head
+from slapo_rewrite.sharding.units import note_even, note_unit, single_head
 
 
 def view(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
@@ -196,6 +196,8 @@ def _regrouped(
             continue
         if len(set(packed)) > 1:
             raise _not_in_parts(run, tensor, packed)
+        if product(whole_in[i] for i in ins) > whole_in[axis]:
+            note_even(run, tensor, axis)
         chosen, outer = _factor(run, tensor, outs, whole_out, ahead * len(packed))
         rest = product(whole_in[i] for i in ins) // whole_out[chosen]
         now = product(here[i] for i in ins)

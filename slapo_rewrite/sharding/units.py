@@ -1,5 +1,8 @@
 """In which units a layer has to be split: heads that are counted, or whose size is given.
 
+Where each of a layer's features becomes several, as heads of one feature do that are repeated, the
+ranks must have as many of them: their shares of other layers are not told in the same proportion.
+
 A layer's features are regrouped in heads after it. A rank must have whole ones, and where the
 number of heads is no attribute, which refuses what it does not divide, the layer has to know: a
 number that `forward` makes of the tensor's own size would only be rounded.
@@ -20,6 +23,21 @@ from slapo_rewrite.sharding.places import calling_frame, place_of, text_at
 from slapo_rewrite.sharding.run import Run
 from slapo_rewrite.sharding.sizes import Shape
 from slapo_rewrite.sharding.types import CannotFollow, LayerKey, layer_key
+
+EVEN = Unit("1", 1)
+
+
+def note_even(run: Run, tensor: torch.Tensor, axis: int) -> None:
+    """Notes that the layer whose part a tensor is must give every rank as much of an axis.
+
+    Args:
+        run: The run.
+        tensor: Of which each element along the axis becomes several.
+        axis: The axis.
+    """
+    node = run.tree.nodes.get(run.flow.of(tensor).source or "")
+    if node is not None and run.whole_shape(tensor)[axis] not in run.followed.even:
+        run.followed.units.setdefault(layer_key(node), EVEN)
 
 
 def note_unit(
@@ -49,6 +67,8 @@ def note_unit(
         return
     size, count, node = sizes[inner[0]], sizes[chosen], run.tree.nodes[path]
     key, attribute = layer_key(node), head_of(run, tensor, size)
+    if run.followed.units.get(key) == EVEN:
+        del run.followed.units[key]
     if attribute is not None:
         run.followed.heads[key] = attribute
     if run.wanted.sizes & set(getattr(count, "attributes", ())) or int(size) != whole[inner[0]]:

@@ -190,3 +190,21 @@ def test_numbers(folder, world):
     for words in run(check, world, folder):
         assert world < 4 or "3 does not divide over 4 ranks" in words
         assert world == 1 or "this convolution has 2 groups" in words
+
+
+def test_channels_that_are_flattened_with_their_places_are_split_evenly(tmp_path):
+    source = """\
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Conv1d(8, 10, 3, padding=1)
+        self.down = nn.Linear(60, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu().flatten(1))
+"""
+    schedule = (
+        's["up"].shard(["weight", "bias"], 0); s["down"].shard("weight", 1); s.infer_sync()\n'
+    )
+    output = rewritten(tmp_path, HEAD + source, SIGNALS + f"    {schedule}")
+    assert "ColumnParallelConv1d(8, 10, 3, padding=1, multiple_of=1)" in changed_lines(output)

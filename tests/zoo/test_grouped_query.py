@@ -146,6 +146,72 @@ def test_what_cannot_be_repeated_less_often_is_not_replicated(tmp_path):
     assert not any("KeyValueParallelLinear" in line for line in added)
 
 
+OF_ONE_FEATURE = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.kv, self.size = 24, 4, 1
+        self.q, self.k, self.v = nn.Linear(32, 24), nn.Linear(32, 4), nn.Linear(32, 4)
+        self.o = nn.Linear(24, 32)
+
+    def forward(self, x):
+        b, t = x.shape[:2]
+        n = self.heads // self.kv
+        BODY
+        return self.o(y)
+"""
+OF_ONE_SCHEDULE = (
+    SCHEDULE[: SCHEDULE.index("def schedule")]
+    + """\
+def schedule(s):
+    s["{q,k,v}"].shard(["weight", "bias"], axis=0)
+    s["o"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+)
+ATTENTION = """\
+q, k, v = (f(x).view(b, t, -1, self.size).transpose(1, 2) for f in (self.q, self.k, self.v))
+        k, v = REPEATED
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)"""
+OF_ALL = "(z{} for z in (k, v))"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ATTENTION.replace("REPEATED", OF_ALL.format(".repeat_interleave(n, dim=1)")),
+        ATTENTION.replace(
+            "REPEATED",
+            OF_ALL.format(
+                "[:, :, None].expand(b, z.size(1), n, t, self.size).reshape(b, -1, t, 1)"
+            ),
+        ),
+        ATTENTION.replace(
+            "REPEATED", OF_ALL.format(".unsqueeze(2).repeat(1, 1, n, 1, 1).flatten(1, 2)")
+        ),
+        ATTENTION.replace("REPEATED", "k, v").replace("(q, k, v)", "(q, k, v, enable_gqa=True)"),
+        "y = self.q(x) * (self.k(x) + self.v(x)).repeat_interleave(n, -1)",
+        "y = self.q(x) * torch.stack([self.k(x) + self.v(x)] * n, -1).flatten(-2)",
+    ],
+)
+def test_what_is_repeated_is_split_evenly_or_not_at_all(tmp_path, body):
+    """Shares of 2, 1 and 1 heads, repeated, would meet shares of 8 query heads."""
+    case = Case(OF_ONE_FEATURE.replace("BODY", body), OF_ONE_SCHEDULE)
+    prepare(tmp_path, {"few": case})
+    module = modules(tmp_path, "few", case)[1]
+    parallel = importlib.import_module("few_out.tensor_parallel")
+    words = (
+        "4 does not divide over 3 ranks; the largest tensor-parallel size below 3 that fits is 2"
+    )
+    with parallel.world_of(3), pytest.raises(ValueError, match=words):
+        module.Model()
+
+
 def check_layer():
     world = tp.world_size()
     torch.manual_seed(0)

@@ -107,16 +107,16 @@ def part_size(size: int, multiple_of: int = 1) -> int:
     return size // world
 
 
-def part_sizes(size: int, multiple_of: int = 1) -> list[int]:
+def part_sizes(size: int, multiple_of: int = 0) -> list[int]:
     """Every rank's share of `size`: as even as possible, the larger shares first.
 
-    Shares in units of `multiple_of` greater than one must be even.
+    Shares in units of `multiple_of` must be even.
 
     Raises:
         ValueError: `size` cannot be shared by this many ranks.
     """
     world = world_size()
-    if multiple_of > 1:
+    if multiple_of:
         return [part_size(size, multiple_of)] * world
     if size < world:
         raise ValueError(
@@ -160,13 +160,13 @@ class Shard:
         axis: The axis that is divided.
         blocks: Full sizes of the blocks packed along the axis, ordinarily one. Every
             rank holds a part of each block.
-        multiple_of: Parts are multiples of this, a head's size for instance.
+        multiple_of: What equal parts are multiples of, a head say; 0: they may differ.
         ranks: The group, as it was named when this was made.
     """
 
     axis: int
     blocks: tuple[int, ...]
-    multiple_of: int = 1
+    multiple_of: int = 0
     ranks: tuple[int, ...] = field(default_factory=lambda: _ranks, compare=False)
 
     def check_group(self) -> None:
@@ -627,7 +627,7 @@ def shard_parameter(
     axis: int,
     *,
     parts: Parts = 1,
-    multiple_of: int = 1,
+    multiple_of: int = 0,
 ) -> None:
     """Cuts the parameter or buffer `module.<name>` down to this rank's part.
 
@@ -636,7 +636,7 @@ def shard_parameter(
         name: Its name there.
         axis: The axis to divide.
         parts: Blocks packed along the axis, as in `block_sizes`.
-        multiple_of: Parts are multiples of this.
+        multiple_of: What equal parts are multiples of; 0: they may differ.
     """
     tensor = getattr(module, name)
     axis = axis % tensor.dim()
@@ -681,7 +681,7 @@ class ColumnParallelLinear(nn.Linear):
         device: Where the parameters are made.
         dtype: Their type.
         parts: Blocks packed along the output, as in `block_sizes`.
-        multiple_of: A rank's share of a block is a multiple of this.
+        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce_input_gradient: Sum the input's gradient over the ranks. Off where
             that is done once for several layers.
         gather_output: Return (..., F) on every rank.
@@ -698,7 +698,7 @@ class ColumnParallelLinear(nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         parts: Parts = 1,
-        multiple_of: int = 1,
+        multiple_of: int = 0,
         reduce_input_gradient: bool = True,
         gather_output: bool = False,
     ) -> None:
@@ -739,7 +739,7 @@ class RowParallelLinear(nn.Linear):
         device: Where the parameters are made.
         dtype: Their type.
         parts: Blocks packed along the input, as in `block_sizes`.
-        multiple_of: A rank's share of a block is a multiple of this.
+        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce: Adds up the ranks' partial outputs, and the bias to the sum.
     """
 
@@ -752,7 +752,7 @@ class RowParallelLinear(nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         parts: Parts = 1,
-        multiple_of: int = 1,
+        multiple_of: int = 0,
         reduce: Reduction = sum_now,
     ) -> None:
         shard = Shard(1, block_sizes(in_features, parts), multiple_of)

@@ -30,7 +30,7 @@ class ColumnParallelConv1D(Conv1D):
         nf: F, of the whole layer; the attribute of that name is F'.
         nx: D.
         parts: Blocks packed along the output, as in `block_sizes`.
-        multiple_of: A rank's share of a block is a multiple of this.
+        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce_input_gradient: Sum the input's gradient over the ranks. Off where
             that is done once for several layers.
         gather_output: Return (..., F) on every rank.
@@ -42,7 +42,7 @@ class ColumnParallelConv1D(Conv1D):
         nx: int,
         *,
         parts: Parts = 1,
-        multiple_of: int = 1,
+        multiple_of: int = 0,
         reduce_input_gradient: bool = True,
         gather_output: bool = False,
     ) -> None:
@@ -68,7 +68,7 @@ class RowParallelConv1D(Conv1D):
         nf: F.
         nx: D, of the whole layer; the attribute of that name is D'.
         parts: Blocks packed along the input, as in `block_sizes`.
-        multiple_of: A rank's share of a block is a multiple of this.
+        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce: Adds up the ranks' partial outputs, and the bias to the sum.
     """
 
@@ -78,7 +78,7 @@ class RowParallelConv1D(Conv1D):
         nx: int,
         *,
         parts: Parts = 1,
-        multiple_of: int = 1,
+        multiple_of: int = 0,
         reduce: Reduction = sum_now,
     ) -> None:
         shard = Shard(0, block_sizes(nx, parts), multiple_of)
