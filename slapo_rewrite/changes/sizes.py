@@ -96,7 +96,8 @@ class ChangeArgument(Change):
 
     Attributes:
         template: How, with `{argument}` for what stands there and `{part_size}` for that function.
-        index: Which argument of the call it is, and which element of that.
+        index: Which argument of the call it is, and which element of that; from the end where it is
+            negative.
     """
 
     template: str
@@ -155,19 +156,12 @@ class ChangeArgument(Change):
         if len(arguments) == len(self.index) == 1:
             alone = arguments[0]
             arguments = alone.elts if isinstance(alone, (ast.Tuple, ast.List)) else arguments
-        first = self.index[0]
-        starred = any(isinstance(a, ast.Starred) for a in arguments)
-        if starred or not isinstance(first, int) or first >= len(arguments):
-            return None, False
-        argument = arguments[first]
-        if len(self.index) == 1:
+        argument = _element(arguments, self.index[0])
+        if len(self.index) == 1 or argument is None:
             return argument, False
         if not isinstance(argument, (ast.Tuple, ast.List)):
             return argument, True
-        second = self.index[1]
-        if not isinstance(second, int) or any(isinstance(a, ast.Starred) for a in argument.elts):
-            return None, False
-        return argument.elts[second], False
+        return _element(argument.elts, self.index[1]), False
 
     def _written(
         self,
@@ -249,6 +243,14 @@ class ParallelNormStatistic(Change):
             cause=causes,
             hint="write it as a method of the tensor, `x.mean(-1)`",
         )
+
+
+def _element(elements: Sequence[ast.expr], index: int | str) -> ast.expr | None:
+    """An element by its number; None where a starred one may hold it, or is counted on the way."""
+    if not isinstance(index, int) or not -len(elements) <= index < len(elements):
+        return None
+    counted = elements[index:] if index < 0 else elements[: index + 1]
+    return None if any(isinstance(e, ast.Starred) for e in counted) else elements[index]
 
 
 def _attribute(asked: Asked) -> str:

@@ -30,7 +30,7 @@ def view(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     if not sizes or not all(isinstance(s, int) for s in sizes) or entry.inputs[0] == here:
         return args, kwargs, None
     shape, blocks = _regrouped(run, tensor, entry.inputs[0], entry.outputs[0], sizes)
-    return (tensor, tuple(_fitted(run, tensor, sizes, shape, first=0))), {}, blocks
+    return (tensor, tuple(_fitted(run, tensor, sizes, shape))), {}, blocks
 
 
 def _integer(size: Any) -> Any:
@@ -49,7 +49,7 @@ def unflatten(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     around = [*tensor.shape[:axis], *sizes, *tensor.shape[axis + 1 :]]
     shape, blocks = _regrouped(run, tensor, entry.inputs[0], entry.outputs[0], around)
     inner = shape[axis : axis + len(sizes)]
-    _fitted(run, tensor, sizes, inner, first=None, argument=1)
+    _fitted(run, tensor, sizes, inner, argument=1)
     return (tensor, axis, inner), {}, blocks
 
 
@@ -71,7 +71,7 @@ def expand(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
         size = sizes[ahead + axis] if sizes else -1
         if whole == here or size in (-1, here):
             continue
-        change(run, tensor, size, here, (ahead + axis,), INFERRED, "this expands to")
+        change(run, tensor, size, here, (axis - tensor.dim(),), INFERRED, "this expands to")
         sizes[ahead + axis] = here
     return (tensor, *sizes), {}, None
 
@@ -147,15 +147,24 @@ def _fitted(
     tensor: torch.Tensor,
     sizes: list[int],
     wanted: list[int],
-    first: int | None,
-    argument: int = 0,
+    argument: int | None = None,
 ) -> list[int]:
-    """The sizes with those changed in the source that do not fit."""
+    """The sizes with those changed in the source that do not fit.
+
+    Args:
+        run: The run.
+        tensor: What is reshaped.
+        sizes: The sizes that are given.
+        wanted: Those that a rank must give.
+        argument: The argument that they are a list in; None where they are the arguments.
+    """
     fitted = list(sizes)
     for axis, (size, want) in enumerate(zip(sizes, wanted, strict=True)):
         if size in (-1, want):
             continue
-        index = (axis,) if first is not None else (argument, axis)
+        # Counted from the end: `view(*shape, heads, size)` may give several sizes as one argument.
+        number = axis - len(sizes)
+        index = (number,) if argument is None else (argument, number)
         template = INFERRED
         place = run.editable_place()
         taken = any(c.place == place and c.index != index for c in run.followed.arguments)

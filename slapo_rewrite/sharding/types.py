@@ -142,8 +142,9 @@ class ArgumentChange:
 
     Attributes:
         place: The call, or the subscript.
-        index: Which argument: its number, and further ones into a list; for a subscript the axis's
-            number and `start` or `stop`; `call` for all but the first, where a layer is called.
+        index: Which argument: its number, and further ones into a list, from the end where they
+            are negative; for a subscript the axis's number and `start` or `stop`; `call` for all
+            but the first, where a layer is called.
         template: How it is written, with `{argument}` for what stands there and `{part_size}` for
             that function; the layer that is called.
         source: The layer whose output has the size.

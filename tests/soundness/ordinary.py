@@ -118,6 +118,13 @@ ORDINARY = {
         "up weight,bias 0; down weight 1",
     ),
     "attention": block(QKV, HEADS + SDPA + MERGE, ATTENTION),
+    "attention, literal sizes behind a star": block(
+        QKV,
+        HEADS.replace("b, t, _ = x.shape", "shape = x.shape[:-1]").replace(
+            "b, t, self.heads, self.size", "*shape, 12, 2"
+        ) + SDPA + "return self.o(y.transpose(1, 2).reshape((*shape, 24)))",
+        ATTENTION,
+    ),
     "attention, softmax": block(QKV, HEADS + SCORES + "y = a.softmax(-1) @ v\n" + MERGE, ATTENTION),
     "attention, causal": block(
         QKV,
