@@ -13,7 +13,7 @@ from slapo_rewrite.changes.construction import UseParallelLayer, UseSubclass
 from slapo_rewrite.changes.places import AtSite, Place
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model import construction
-from slapo_rewrite.model.join import Sources, find_site, resolve, resolve_callee
+from slapo_rewrite.model.join import Sources, find_site, resolve
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.source.index import SourceFile
@@ -124,12 +124,9 @@ class ChangeSet:
 
     def _check_callee(self, site: Site, node: Node, causes: tuple[Directive, ...]) -> None:
         """A layer takes the place of a call of its own class, whose arguments it knows."""
-        if site.callee is not None:
-            name = self.file.qualified(site.callee) or ""
-            if _ends_with(name, node.cls.__name__):
-                return
-            if resolve_callee(self.sources, site, node) is node.cls:
-                return
+        called = self.class_called(site, node)
+        if called is not None and called is not getattr(site.callee, "value", None):
+            return
         raise errors.UnfollowableConstruction(
             f"`{node.path}` is a {node.cls.__name__}, but is not made by a call of that class here",
             at=self.file.at(site.value),
@@ -139,7 +136,11 @@ class ChangeSet:
 
     def class_called(self, site: Site, node: Node) -> ast.expr | None:
         """What names a module's class where it is made: by calling the class, or a method of it."""
-        for named in (site.callee, getattr(site.callee, "value", None)):
+        made = site.partial
+        names = (
+            [site.callee, getattr(site.callee, "value", None)] if made is None else made.args[:1]
+        )
+        for named in names:
             if not isinstance(named, ast.Name | ast.Attribute | ast.Subscript):
                 continue
             live = resolve(self.sources, named, site, node)
@@ -147,7 +148,7 @@ class ChangeSet:
                 live = construction.value_of(named.id, site.file, site.value, node.live)
             name = self.file.qualified(named) or ""
             # Where the source was changed, the class is another one of its name.
-            same = live is None or getattr(live, "__name__", "") == node.cls.__name__
+            same = live is None or (isinstance(live, type) and live.__name__ == node.cls.__name__)
             if live is node.cls or (same and _ends_with(name, node.cls.__name__)):
                 return named
         return None
@@ -168,7 +169,7 @@ class ChangeSet:
         """Refuses constructor arguments that the sharded layer has no equal for."""
         if not layer.arguments or not isinstance(site.value, ast.Call):
             return
-        for keyword in site.value.keywords:
+        for keyword in site.arguments[1]:
             if keyword.arg is not None and keyword.arg not in layer.arguments:
                 raise errors.Unsupported(
                     f"a sharded layer does not take the argument `{keyword.arg}`",

@@ -119,10 +119,9 @@ class UseParallelLayer(Construction):
     ) -> cst.BaseExpression:
         """The layer with the original's arguments, and its own."""
         self.check_called(site, text, causes)
-        assert isinstance(original, cst.Call)
         name = self.subclass or text.imports.helper(self.layer.module, self.layer.name, causes)
         keywords = layer_keywords(self.layer, site, text, causes)
-        return with_keywords(with_callee(original, name), keywords)
+        return with_keywords(_call(original, name, site), keywords)
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ class ReplaceModule(Construction):
         else:
             hint = 'give the new module\'s own constructor arguments: replace(..., args="...")'
             self.check_called(site, text, causes, None if elsewhere else hint)
-            made = with_callee(_call_of(original), self._name(text, causes))
+            made = _call(original, self._name(text, causes), site)
         return with_keywords(_call_of(made), keywords)
 
     def _name(self, text: ClassText, causes: Causes) -> str:
@@ -218,7 +217,7 @@ class UseSubclass(Construction):
     ) -> cst.BaseExpression:
         """A call of the subclass, or of a method of it."""
         self.check_called(site, text, causes)
-        if any(isinstance(s.value, ast.Call) for s in assigned(site)):
+        if site.partial is None and any(isinstance(s.value, ast.Call) for s in assigned(site)):
             raise errors.UnfollowableConstruction(
                 f"elements of `{site.path}` differ, and what is called here is not "
                 f"`{self.original}` itself",
@@ -231,7 +230,7 @@ class UseSubclass(Construction):
             meaning = text.file.qualified(callee.value) or ""
             if meaning.rpartition(".")[2] == self.original:
                 name = f"{name}.{callee.attr}"  # another way to make one
-        return with_callee(_call_of(original), name)
+        return _call(original, name, site)
 
     def _reference(self, text: ClassText, causes: Causes) -> str:
         return (
@@ -291,6 +290,17 @@ def _unit(unit: Unit, site: Site, text: ClassText, causes: Causes) -> str:
 def assigned(site: Site) -> list[ast.Assign]:
     """The assignments of the variable that holds the class that a site calls."""
     return [statement for statement in site.variable if isinstance(statement, ast.Assign)]
+
+
+def _call(original: cst.BaseExpression, callee: str, site: Site) -> cst.Call:
+    """A call of another class with what the original's gets, by a `partial` too."""
+    made = with_callee(_call_of(original), callee)
+    if site.partial is None:
+        return made
+    args, keywords = site.arguments
+    before = [cst.Arg(parsed(ast.unparse(a))) for a in args if a in site.partial.args]
+    added = [(str(k.arg), ast.unparse(k.value)) for k in keywords if k in site.partial.keywords]
+    return with_keywords(made.with_changes(args=[*before, *made.args]), added)
 
 
 def _call_of(node: cst.BaseExpression) -> cst.Call:

@@ -32,7 +32,6 @@ __all__ = [
     "is_looked_up",
     "looked_up",
     "resolve",
-    "resolve_callee",
     "size_at",
 ]
 
@@ -55,11 +54,6 @@ def find_parameter_site(sources: Sources, node: Node, name: str) -> Site:
         UnfollowableConstruction: No site, or no single one, can be named.
     """
     return _Search(sources).parameter(node, name)
-
-
-def resolve_callee(sources: Sources, site: Site, node: Node) -> object | None:
-    """The object that a site calls to make this module; None where that cannot be told."""
-    return resolve(sources, site.callee, site, node) if site.callee is not None else None
 
 
 def resolve(sources: Sources, expr: ast.expr, site: Site, node: Node) -> object | None:
@@ -430,7 +424,7 @@ class _Search:
             raise Unknown  # behind a call of `super().__init__`
         site = self.module(holder)
         constructor = maker.constructor
-        if constructor is None or not isinstance(site.value, ast.Call):
+        if constructor is None or not isinstance(site.value, ast.Call) or site.partial is not None:
             raise Unknown
         given = argument_of(constructor, site.value, name)
         if given is None:

@@ -52,7 +52,7 @@ def built_in_place(
         expression = ast.parse(f"{_NEW}({arguments})", mode="eval")
     elif isinstance(site.value, ast.Call) and site.kind not in ("helper", "factory"):
         new = ast.Name(_NEW, ast.Load())
-        call = ast.Call(new, site.value.args, site.value.keywords)
+        call = ast.Call(new, *site.arguments)
         expression = ast.fix_missing_locations(ast.Expression(ast.copy_location(call, site.value)))
     else:
         raise CannotBuild("the original is not made by a call that names its class")

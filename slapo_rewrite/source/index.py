@@ -186,6 +186,10 @@ class SourceFile:
             return None
         return ".".join([head, *reversed(tail)])
 
+    def binding(self, name: str) -> list[ast.stmt]:
+        """The statements that bind a name, in whichever scope, but for functions and imports."""
+        return [s for s in self.statements if name in _bound(s)]
+
     def method(self, class_name: str, method_name: str) -> ast.FunctionDef | None:
         """A method in the class's own body; of several with that name, the one Python calls."""
         return next((m for m in reversed(self.methods(class_name)) if m.name == method_name), None)

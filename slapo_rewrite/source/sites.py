@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -70,6 +71,51 @@ class Site:
     def callee(self) -> ast.expr | None:
         """What is called to make it; None where the expression is not a call."""
         return self.value.func if isinstance(self.value, ast.Call) else None
+
+    @functools.cached_property
+    def partial(self) -> ast.Call | None:
+        """What is called, where that is `partial(Class, ...)` of constants, or a name for it."""
+        if {"functools", "functools.partial"}.isdisjoint(self.file.imports.values()):
+            return None
+        found = self.callee
+        if isinstance(found, ast.Name):
+            found = self._named(found.id)
+        if (
+            not isinstance(found, ast.Call)
+            or not found.args
+            or not isinstance(self.value, ast.Call)
+        ):
+            return None
+        given = [*found.args[1:], *(k.value for k in found.keywords)]
+        plain = all(isinstance(each, ast.Constant) for each in given)
+        plain &= all(k.arg is not None for k in [*found.keywords, *self.value.keywords])
+        is_partial = self.file.qualified(found.func) == "functools.partial"
+        return found if plain and is_partial else None
+
+    def _named(self, name: str) -> ast.expr | None:
+        """What a name is given, where one statement of the function, or else of the file, does."""
+        bound: tuple[ast.stmt, ...] = self.variable
+        if not bound:
+            if any(isinstance(n, ast.arg) and n.arg == name for n in ast.walk(self.function.args)):
+                return None
+            bound = tuple(self.file.binding(name))
+            if any(statement not in self.file.tree.body for statement in bound):
+                return None
+        match bound:
+            case [ast.Assign(targets=[ast.Name()], value=value)]:
+                return value
+        return None
+
+    @property
+    def arguments(self) -> tuple[list[ast.expr], list[ast.keyword]]:
+        """What the class gets, by place and by name; what a `partial` of it gives included."""
+        assert isinstance(self.value, ast.Call)
+        args, keywords = self.value.args, self.value.keywords
+        if (made := self.partial) is not None:
+            given = {keyword.arg for keyword in keywords}
+            args = [*made.args[1:], *args]
+            keywords = [*keywords, *(k for k in made.keywords if k.arg not in given)]
+        return args, keywords
 
     @property
     def guards(self) -> tuple[tuple[ast.expr, bool], ...]:

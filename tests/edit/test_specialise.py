@@ -443,3 +443,44 @@ def schedule(s):
     prepare(tmp_path, case)
     run(compare, 2, tmp_path, case)
     assert "ReplicatedLayerNorm(4)" in (tmp_path / "counted_out/counted_original.py").read_text()
+
+
+PARTIAL = """\
+from functools import partial
+
+from torch import nn
+
+Linear = partial(nn.Linear, 8, bias=False)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Linear(8) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "made"),
+    [
+        ("", "", "CheckpointedLinear(8, 8, bias=False) if i < 2 else Linear(8)"),
+        ("Linear(8)", "Linear(8, bias=True)", "CheckpointedLinear(8, 8, bias=True) if i < 2"),
+        ("Linear = partial", "flag = False\nLinear = partial", "CheckpointedLinear(8, 8, bias=F"),
+        ("bias=False", "bias=str() == 'a'", None),
+        ("Linear(8)", "Linear(8, **{})", None),
+        ("class Model", "if nn:\n    Linear = partial(nn.Linear, 8)\n\n\nclass Model", None),
+    ],
+)
+def test_a_partial_of_a_class_gives_the_subclass_what_it_gives(old, new, made, tmp_path):
+    schedule = "def model(m):\n    return m.Model()\n\n\ndef schedule(s):\n"
+    schedule += '    s["layers"][:2].checkpoint()\n'
+    source = PARTIAL.replace(old, new)
+    if made is None:
+        assert "write the construction out" in refused(tmp_path, source, schedule, "SR103")
+        return
+    assert made in changed_lines(rewritten(tmp_path, source, schedule))

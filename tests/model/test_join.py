@@ -18,7 +18,7 @@ from slapo_rewrite.model.join import (
     Sources,
     find_parameter_site,
     find_site,
-    resolve_callee,
+    resolve,
 )
 from slapo_rewrite.model.tree import Tree, build_model
 from slapo_rewrite.source.index import SourceFile
@@ -598,8 +598,9 @@ def test_sources_read_each_file_once(tmp_path):
     assert joined.sources.file_of(dict) is None
 
 
-def test_the_callee_is_resolved_for_one_instance(tmp_path):
+def test_what_is_called_is_resolved_for_one_instance(tmp_path):
     joined = join(tmp_path, SNIPPETS["classes out of variables"])
     for path in ("a", "b", "c"):
-        node = joined.tree.nodes[path]
-        assert resolve_callee(joined.sources, joined.site(path), node) is node.cls
+        node, site = joined.tree.nodes[path], joined.site(path)
+        assert site.callee is not None
+        assert resolve(joined.sources, site.callee, site, node) is node.cls

@@ -139,6 +139,23 @@ WHOLE_MODELS = {
             'torch.einsum("bsd,de->bse", h, self.b)',
         )
     },
+    "B1 a name that is spelled like a class": Pair(
+        net(
+            """
+Linear = lambda *sizes: nn.Linear(*sizes, bias=False)
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Linear(8, 24), Linear(24, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+"""
+        ),
+        sharded("up", "down").replace('["weight", "bias"]', '"weight"'),
+    ),
     "C1 a grouped convolution": Pair(
         net(GROUPED_CONVOLUTION),
         schedule_text(

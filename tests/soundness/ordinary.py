@@ -84,6 +84,12 @@ ORDINARY = {
     "mlp, in place": block(
         UP_DOWN, "h = self.up(x)\nh.mul_(0.5)\nh = F.relu(h, inplace=True)\nreturn self.down(h)", FEED_FORWARD
     ),
+    "mlp, of a partial": block(
+        "Rows = partial(nn.Linear, 24)\nself.up, self.down = Linear(8, 24), Rows(8, bias=False)",
+        "return self.down(F.gelu(self.up(x)))",
+        "up weight 0; down weight 1",
+        top="from functools import partial\n\nLinear = partial(nn.Linear, bias=False)\n\n",
+    ),
     "mlp, checkpointed": block(
         UP_DOWN,
         "return self.down(F.gelu(self.up(x)))",
