@@ -65,8 +65,22 @@ class Placement:
         return caller, relative
 
     def calling(self, node: Node) -> tuple[OutputFile, Node, str]:
-        """Likewise, with the file in which that module computes."""
+        """Likewise, with the file in which that module computes.
+
+        Raises:
+            Unsupported: It is called by another name too, where it would not change.
+        """
         caller, relative = self.caller(node)
+        for other in self.tree.nodes.values():
+            if other.live is node.live and other is not node:
+                outer, name = self.caller(other)
+                if outer.live is not caller.live or name != relative:
+                    raise errors.Unsupported(
+                        f"`{node.path}` is `{other.path}` too, and this is written where "
+                        f"`self.{relative}` is called",
+                        at=self.states[node.path].causes()[0].at,
+                        hint="put it on a module around the calls, or call the module by one name",
+                    )
         return self.files.computing(caller.cls) or self.home(caller), caller, relative
 
     def home(self, node: Node) -> OutputFile:

@@ -54,11 +54,13 @@ def _lowest_first(tree: Tree) -> list[tuple[type, list[Node]]]:
     by_class: dict[type, list[Node]] = {}
     heights: dict[str, int] = {}
     height_of: dict[type, int] = {}
+    first = {id(node.live): path for path, node in reversed(tree.nodes.items())}
     for path in reversed(tree.nodes):
         node = tree.nodes[path]
         heights[path] = 1 + max((heights[c.path] for c in node.children.values()), default=0)
         height_of[node.cls] = max(height_of.get(node.cls, 0), heights[path])
-        by_class.setdefault(node.cls, []).append(node)
+        if first[id(node.live)] == path:  # a further name has no class of its own
+            by_class.setdefault(node.cls, []).append(node)
     for nodes in by_class.values():
         nodes.reverse()
     return [(cls, by_class[cls]) for cls in sorted(by_class, key=lambda c: height_of[c])]
@@ -176,8 +178,10 @@ class _Settling:
         """Modules that one line makes can only be changed all in the same way."""
         made = self.changes.made.get((node.path, place), {})
         alike = [c for c in owned(node) if self.changes.place_of(c) == place]
-        if made and len({made.get(c.path) for c in alike}) > 1:
-            other = next(c for c in alike if made.get(c.path) != made.get(child.path))
+        what = {id(c.live): made[c.path] for c in alike if c.path in made}
+        if made and len({what.get(id(c.live)) for c in alike}) > 1:
+            mine = what.get(id(child.live))
+            other = next(c for c in alike if what.get(id(c.live)) != mine)
             causes = self.changes.causes[node.path][place]
             raise errors.UnfollowableConstruction(
                 f"`{other.path}` and `{child.path}` are made by one line, and are scheduled "

@@ -42,7 +42,8 @@ def follow_ties(tree: Tree, states: dict[str, ModuleState]) -> None:
                         cause=first.cause,
                     )
             for node, name in members:
-                if not any(s.name == name for s in _shards(states, node)):
+                has_own = all(node.live is not other.live for other, _ in sharded)
+                if has_own and not any(s.name == name for s in _shards(states, node)):
                     states[node.path] = _tied(node, states.get(node.path, EMPTY), name, first)
                     changed = True
 

@@ -38,6 +38,12 @@ class Representatives:
                     below = self._asked.setdefault(node.path, [])
                     below.append((path[len(node.path) :], number))
                 node = node.parent
+        # What another module holds too is no element like others.
+        holders: dict[int, set[int]] = {}
+        for node in tree.nodes.values():
+            if node.parent is not None and next(node.live.parameters(), None) is not None:
+                holders.setdefault(id(node.live), set()).add(id(node.parent.live))
+        self._shared = {live for live, above in holders.items() if len(above) > 1}
         self._kept: dict[str, Node] = {}
         self._elements: dict[str, dict[str, Node]] = {}
         self._keep(tree.root)
@@ -49,7 +55,8 @@ class Representatives:
             groups: dict[Any, list[Node]] = {}
             for child in children.values():
                 below = tuple(sorted(self._asked.get(child.path, ())))
-                groups.setdefault((child.kind, below), []).append(child)
+                is_shared = any(id(inner.live) in self._shared for inner in child.walk())
+                groups.setdefault((child.kind, below, is_shared and child.path), []).append(child)
             children = {group[0].name: group[0] for group in groups.values()}
             self._elements[node.path] = children
             for group in groups.values():

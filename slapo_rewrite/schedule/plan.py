@@ -74,6 +74,8 @@ class Plan:
             The answer, where the primitive is a question; None otherwise.
         """
         at = self.schedule.caller()
+        if not isinstance(primitive, Question):
+            nodes = self._first_named(nodes)
         directive = Directive(
             len(self.directives),
             primitive.name,
@@ -119,6 +121,12 @@ class Plan:
             self._grafted.append((primitive, call, list(grafts)))
             self._graft(grafts)
         return None
+
+    def _first_named(self, nodes: list[Node]) -> list[Node]:
+        """The nodes, each by the first name of its module: what is asked of one, is of all."""
+        named = ([node, *self.sources.same_live(node)] for node in nodes)
+        first = (min(group, key=lambda n: self.order[n.path]) for group in named)
+        return list({node.path: node for node in first}.values())
 
     def _graft(self, grafts: Mapping[str, Any]) -> None:
         """Puts other modules into the tree."""

@@ -42,8 +42,10 @@ def installed(run: Run, device: torch.device) -> Iterator[None]:
     undo: list[Callable[[], None]] = []
     try:
         with device:
+            places = _places(run)
             for path, layer in run.asked.layers.items():
-                _install_layer(run, run.tree.nodes[path], layer, undo)
+                node = run.tree.nodes[path]
+                _install_layer(run, node, layer, places.get(id(node.live), []), undo)
             for path, shards in run.asked.parameters.items():
                 _install_parameters(run, run.tree.nodes[path], shards, undo)
         for path, borders in run.asked.borders.items():
@@ -92,11 +94,23 @@ def _watch_functions(run: Run, undo: list[Callable[[], None]]) -> None:
     undo.append(lambda: setattr(function, "apply", plain))
 
 
-def _install_layer(run: Run, node: Node, layer: Layer, undo: list[Callable[[], None]]) -> None:
-    parent = node.parent
-    assert parent is not None
-    name = next((n for n, m in parent.live._modules.items() if m is node.live), None)
-    if name is None:  # left out of a shortened list
+def _places(run: Run) -> dict[int, list[tuple[dict[str, nn.Module | None], str]]]:
+    """Where each module is held, by its identity: the modules of what holds it, and the name."""
+    found: dict[int, list[tuple[dict[str, nn.Module | None], str]]] = {}
+    for modules in {id(n.live): n.live._modules for n in run.tree.nodes.values()}.values():
+        for name, module in modules.items():
+            found.setdefault(id(module), []).append((modules, name))
+    return found
+
+
+def _install_layer(
+    run: Run,
+    node: Node,
+    layer: Layer,
+    places: list[tuple[dict[str, nn.Module | None], str]],
+    undo: list[Callable[[], None]],
+) -> None:
+    if not places:  # left out of a shortened list
         return
     _check_hooks(node)
     head = dict(run.wanted.replicated).get(layer_key(node))
@@ -111,9 +125,9 @@ def _install_layer(run: Run, node: Node, layer: Layer, undo: list[Callable[[], N
     run.layers.append(new)
     if is_linear(node.live):
         run.linear.append(new)
-    modules, old = parent.live._modules, node.live
-    modules[name] = new
-    undo.append(lambda: modules.__setitem__(name, old))
+    for modules, name in places:
+        modules[name] = new
+        undo.append(functools.partial(modules.__setitem__, name, node.live))
     _know_tensors(run, node, layer, new)
 
 

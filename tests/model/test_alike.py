@@ -53,6 +53,15 @@ def test_what_is_asked_of_an_inner_module_tells_elements_apart():
     assert alike.siblings["layers.1"] == ("1", "2")
 
 
+def test_an_element_that_has_another_name_stands_for_itself():
+    with torch.device("meta"), recorded():
+        net = Net(4)
+        net.last = net.layers[2]
+        alike = Representatives(Tree(net), {})
+    assert alike.siblings["layers.0"] == ("0", "1", "3")
+    assert alike.siblings["layers.2"] == ("2",)
+
+
 def test_everything_is_put_back():
     tree, alike = made(3)
     paths, children = list(tree.nodes), list(tree.nodes["layers"].children)

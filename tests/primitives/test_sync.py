@@ -448,3 +448,39 @@ def test_a_first_tensor_that_is_not_written_out(tmp_path):
     )
     text = refused(tmp_path, source, given.schedule, "SR305")
     assert "returns its first tensor inside of something that is not written out here" in text
+
+
+@pytest.mark.parametrize("name", ["norm", "again"])
+def test_calls_by_two_names(name, tmp_path):
+    source = """\
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.again = self.norm
+
+    def forward(self, x):
+        return self.norm(self.up(x)) + self.again(self.up(x + 1))
+"""
+    schedule = f"""\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {{"x": torch.randn(2, 8)}}
+
+
+def schedule(s):
+    s["up"].shard(["weight", "bias"], 0)
+    s["up"].sync("bwd_post", "all_reduce")
+    s["{name}"].sync("fwd_pre", "all_gather", axis=-1)
+"""
+    words = refused(tmp_path, source, schedule, "SR305")
+    assert "`norm` is `again` too, and this is written where `self.norm` is called" in words

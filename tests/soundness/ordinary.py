@@ -90,6 +90,18 @@ ORDINARY = {
         "up weight 0; down weight 1",
         top="from functools import partial\n\nLinear = partial(nn.Linear, bias=False)\n\n",
     ),
+    "one layer by two names": block(
+        UP_DOWN + "\nself.again = self.up",
+        "return self.down(F.gelu(self.up(x)) * self.again(x + 1))",
+        "again weight,bias 0; down weight 1",
+    ),
+    "a block of a list by another name": block(
+        "self.blocks = nn.ModuleList(Block() for _ in range(3))\nself.last = self.blocks[2]",
+        "return self.last(self.blocks[0](x))",
+        "{last,blocks.*}.up weight,bias 0; blocks.*.down weight 1",
+        top=f"class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        f"        {UP_DOWN}\n\n    def forward(self, x):\n        return self.down(F.silu(self.up(x)))\n\n",
+    ),
     "mlp, checkpointed": block(
         UP_DOWN,
         "return self.down(F.gelu(self.up(x)))",
