@@ -78,6 +78,14 @@ def _rewrite(arguments: list[str]) -> int:
     parser.add_argument(
         "--single-file", action="store_true", help="one module instead of a package"
     )
+    parser.add_argument(
+        "--with",
+        dest="further",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="add a further helper: load_pretrained, save_pretrained, build_deferred (repeatable)",
+    )
     parser.add_argument("--merge", action="store_true", help="carry hand edits in OUT over")
     parser.add_argument("--force", action="store_true", help="overwrite hand edits in OUT")
     parser.add_argument("--version", action="version", version=f"slapo-rewrite {__version__}")
@@ -91,7 +99,11 @@ def _rewrite(arguments: list[str]) -> int:
 
     with _working(f"rewriting {options.source}"):
         output = rewrite(
-            options.source, options.schedule, options.set, single_file=options.single_file
+            options.source,
+            options.schedule,
+            options.set,
+            single_file=options.single_file,
+            further=options.further,
         )
     for warning in output.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -191,7 +203,8 @@ def _check(options: argparse.Namespace) -> int:
         print(f"not current: {error.message}")
         return NO
     given = dict(item.split("=", 1) for item in options.set if "=" in item)
-    if record.is_current(out, content, source, schedule, given, options.single_file):
+    further = sorted(set(options.further))
+    if record.is_current(out, content, source, schedule, given, options.single_file, further):
         print(f"{out} is current")
         return DONE
     from slapo_rewrite.emit.rewrite import rewrite
@@ -199,10 +212,14 @@ def _check(options: argparse.Namespace) -> int:
 
     with _working(f"rewriting {options.source}"):
         output = rewrite(
-            options.source, options.schedule, options.set, single_file=options.single_file
+            options.source,
+            options.schedule,
+            options.set,
+            single_file=options.single_file,
+            further=options.further,
         )
     wrong = matches(out, output.files)
-    for reason in record.reasons(content, source, schedule, given) if wrong else ():
+    for reason in record.reasons(content, source, schedule, given, further) if wrong else ():
         print(reason)
     print(f"not current: {', '.join(wrong)}" if wrong else f"{out} is current")
     return NO if wrong else DONE

@@ -24,15 +24,19 @@ class Made:
 
     folder: Path
 
-    def __call__(self, source: str, schedule: str, settings: Sequence[str] = ()) -> Output:
+    def __call__(
+        self, source: str, schedule: str, settings: Sequence[str] = (), *further: str
+    ) -> Output:
         """The output; it is the caller's own."""
-        name = hashlib.sha256(repr((source, schedule, list(settings))).encode()).hexdigest()
+        name = hashlib.sha256(
+            repr((source, schedule, list(settings), further)).encode()
+        ).hexdigest()
         kept = self.folder / name
         with open(kept.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
             if not kept.exists():
                 with contextlib.chdir(ROOT):
-                    made = rewrite(source, schedule, settings)
+                    made = rewrite(source, schedule, settings, further=further)
                 kept.write_bytes(pickle.dumps(made))
         output: Output = pickle.loads(kept.read_bytes())
         return output

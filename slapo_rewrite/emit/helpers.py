@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import black
@@ -33,8 +33,8 @@ RUNTIME_ORDER = (
     "convolution",
     "normalization",
     "weights",
-    "delayed",
     "loading",
+    "deferred_init",
     "pretrained",
     "stages",
     "checkpoints",
@@ -48,12 +48,33 @@ SURFACE = {
     "loading": {
         "build",
         "full_state_dict",
-        "load_pretrained",
-        "save_pretrained",
         "to_full",
         "to_local",
     },
 }
+# What is added where it is asked for, and the helper module that has it.
+OPTIONAL = {
+    "build_deferred": "deferred_init",
+    "load_pretrained": "loading",
+    "save_pretrained": "loading",
+}
+
+
+def optional_helpers(names: Iterable[str]) -> dict[str, set[str]]:
+    """The helpers of these names, by the module that has them.
+
+    Raises:
+        UsageError: There is none of a name.
+    """
+    found: dict[str, set[str]] = {}
+    for name in names:
+        if name not in OPTIONAL:
+            raise errors.UsageError(
+                f"there is no further helper `{name}`",
+                hint=errors.did_you_mean(name, OPTIONAL) or f"there are {', '.join(OPTIONAL)}",
+            )
+        found.setdefault(OPTIONAL[name], set()).add(name)
+    return found
 
 
 def helper_files(
@@ -141,8 +162,10 @@ def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, P
         for module, names in found[MODULES].helpers.items():
             wanted.setdefault(module, set()).update(names)
     _close(wanted)
-    if "weights" in wanted or _shards_something(wanted.get("tensor_parallel", set())):
-        wanted["loading"] = set(SURFACE["loading"])
+    if {"weights", "loading"} & wanted.keys() or _shards_something(
+        wanted.get("tensor_parallel", set())
+    ):
+        wanted.setdefault("loading", set()).update(SURFACE["loading"])
         if _shards_something(wanted.get("tensor_parallel", set())):
             wanted["tensor_parallel"].add("clip_grad_norm_")
         _close(wanted)

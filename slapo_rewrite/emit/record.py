@@ -67,6 +67,7 @@ def written(
     changes: Mapping[str, Iterable[Change]],
     helpers: Mapping[str, Iterable[Directive]],
     single_file: bool,
+    further: Iterable[str],
     copies: Mapping[str, SourceFile],
     rules: Mapping[int, Iterable[Mapping[str, object]]],
     own: Mapping[str, Path],
@@ -83,6 +84,7 @@ def written(
         changes: Lines of the rewritten files, with what caused them.
         helpers: Helper files, with what caused them.
         single_file: Whether the helpers are part of the model file.
+        further: The further helpers that were asked for.
         copies: The other files that are rewritten, by their names in the output.
         rules: What became of the rules that a directive asked for, by its number.
         own: The user's modules that source and schedule import, by their names.
@@ -102,6 +104,7 @@ def written(
         "knobs": {name: knobs[name] for name in sorted(knobs)},
         "set": dict(sorted(given.items())),
         "single_file": single_file,
+        **({"with": sorted(further)} if further else {}),
         "packages": packages(project, own),
         **({"copies": copied(copies)} if copies else {}),
         "depends": depends(project, copies, own),
@@ -213,6 +216,7 @@ SHAPE: Any = {
     "tool?": {"digest?": str},
     "set?": {"*": str},
     "single_file?": bool,
+    "with?": [str],
     "packages?": {"*": str},
     "copies?": {"*": {"module": str, "sha256": str}},
     "depends?": {"*": str},
@@ -387,6 +391,7 @@ def is_current(
     schedule: Path,
     knobs: Mapping[str, str],
     single_file: bool,
+    further: Iterable[str] = (),
 ) -> bool:
     """Whether nothing that went into an output has changed, nor what came out, by hashes.
 
@@ -397,8 +402,11 @@ def is_current(
         schedule: The schedule file.
         knobs: The knobs given on the command line, as text.
         single_file: Whether the helpers are to be part of the model file.
+        further: The further helpers that are asked for.
     """
     if content.get("single_file", False) != single_file:
+        return False
+    if content.get("with", []) != sorted(further):
         return False
     if content.get("tool", {}).get("digest") != tool_digest():
         return False
@@ -434,10 +442,17 @@ def _module_digest(name: str, source: Path, schedule: Path) -> str | None:
 
 
 def reasons(
-    content: Mapping[str, Any], source: Path, schedule: Path, knobs: Mapping[str, str]
+    content: Mapping[str, Any],
+    source: Path,
+    schedule: Path,
+    knobs: Mapping[str, str],
+    further: Iterable[str] = (),
 ) -> list[str]:
     """What has changed since an output was written, in words."""
     found = []
+    if content.get("with", []) != sorted(further):
+        named = [", ".join(names) or "none" for names in (content.get("with", []), sorted(further))]
+        found.append(f"further helpers were {named[0]}, and are {named[1]}")
     if content["source"]["sha256"] != digest(source.read_bytes()):
         found.append(f"the source {content['source']['name']} has changed")
     if content["schedule"]["sha256"] != digest(schedule.read_bytes()):

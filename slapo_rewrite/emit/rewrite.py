@@ -31,7 +31,7 @@ from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.copies import Copies
 from slapo_rewrite.emit.failures import Causes
-from slapo_rewrite.emit.helpers import helper_files, inlined_helpers
+from slapo_rewrite.emit.helpers import helper_files, inlined_helpers, optional_helpers
 from slapo_rewrite.emit.inputs import is_own, own_modules
 from slapo_rewrite.emit.parts import check_parts
 from slapo_rewrite.emit.stages import stage_files
@@ -170,7 +170,12 @@ class Project:
 
 
 def rewrite(
-    source: str, schedule: str, settings: Sequence[str] = (), *, single_file: bool = False
+    source: str,
+    schedule: str,
+    settings: Sequence[str] = (),
+    *,
+    single_file: bool = False,
+    further: Sequence[str] = (),
 ) -> Output:
     """Carries out a schedule on a source file; writes nothing.
 
@@ -179,15 +184,17 @@ def rewrite(
         schedule: A file, or the name of a schedule that ships with the tool.
         settings: Knobs, as `name=value`.
         single_file: Put the helpers into the model file, instead of a package around it.
+        further: Names of helpers to be added that are left out otherwise.
 
     Raises:
         RewriteError: Something in the source, the schedule or the knobs is wrong.
     """
+    optional = optional_helpers(further)
     project = Project(source, schedule)
     original = project.module
     try:
         with project.placed("schedule"):
-            return carry_out(project, settings, single_file, original)
+            return carry_out(project, settings, single_file, optional, original)
     finally:
         # While the schedule changed the source, its name stood for what it was changed to.
         sys.modules[project.original.name] = original
@@ -207,7 +214,11 @@ def collector_paused() -> Iterator[None]:
 
 @collector_paused()
 def carry_out(
-    project: Project, settings: Sequence[str], single_file: bool, original: types.ModuleType
+    project: Project,
+    settings: Sequence[str],
+    single_file: bool,
+    optional: Mapping[str, set[str]],
+    original: types.ModuleType,
 ) -> Output:
     """Carries out the schedule of a project, as `rewrite` does.
 
@@ -215,6 +226,7 @@ def carry_out(
         project: The project.
         settings: Knobs, as `name=value`.
         single_file: Whether the helpers go into the model file.
+        optional: Further helpers, by the module that has them.
         original: The module of the source as it was before the schedule ran.
     """
     with project.timed("rewrite"):
@@ -271,6 +283,8 @@ def carry_out(
         if single_file:
             check_single(copies, lowered.edits)
         used = used_helpers(copies, outputs)
+        for module, names in optional.items():
+            used.setdefault(module, set()).update(names)
         inlined = inlined_helpers(used, definitions, project.file) if single_file and used else None
         texts: dict[str, str] = {}
         changes: dict[str, list[Change]] = {}
@@ -346,6 +360,7 @@ def carry_out(
             changes,
             by_file,
             single_file,
+            [name for names in optional.values() for name in names],
             {copies.name(f): f for f in copies.files.values() if f is not project.file},
             plan.notes,
             users,

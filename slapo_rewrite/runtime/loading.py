@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .delayed import Recording, default_generator
 from .tensor_parallel import (
     Shard,
     gather_parts,
@@ -107,37 +106,40 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def build(make: Callable[[], nn.Module]) -> nn.Module:
     """The model that `make()` returns, initialised alike at every world size.
 
-    Each rank draws the weights of the whole model, one tensor at a time, and keeps its
-    part of each, so the ranks must be seeded alike and none holds more than its own
-    model and one full tensor. To start from a checkpoint use `load_pretrained`.
+    Each rank makes the whole model as well, draws its weights bit for bit as one process
+    does, and keeps its part of each, so the ranks must be seeded alike.
 
     Raises:
         ValueError: The ranks are seeded otherwise, or the default device is the meta
             device, which holds no weights.
     """
+    check_seeds()
+    if world_size() == 1:
+        return make()
+    device = torch.get_default_device()
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type):
+        model = make()
+    with world_of(1):
+        whole = make().state_dict()
+    take_parts(model, whole.__getitem__)
+    return model
+
+
+def check_seeds() -> None:
+    """Refuses ranks that would draw other weights than one process does.
+
+    Raises:
+        ValueError: They are seeded otherwise, or draw nothing on the meta device.
+    """
     device = torch.get_default_device()
     if device.type == "meta":
         raise ValueError("weights cannot be made on the meta device: leave it")
     if world_size() == 1:
-        return make()
-    generator = default_generator(device)
-    state = generator.get_state()
-    check_alike(state)
-    model = make()
-    generator.set_state(state)
-    take_parts(model, make)
-    return model
-
-
-def check_alike(state: Tensor) -> None:
-    """Refuses ranks whose random numbers are others.
-
-    Raises:
-        ValueError: They are.
-    """
-    words = (
-        torch.arange(1, state.numel() + 1) * state.cpu()
-    )  # a checksum of their order
+        return
+    random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    state = random.get_rng_state().cpu()
+    words = torch.arange(1, state.numel() + 1) * state  # a checksum of their order
     sums = gather_parts(words.sum().reshape(1), 0, [1] * world_size())
     if any(total != sums[0] for total in sums):
         raise ValueError(
@@ -146,19 +148,17 @@ def check_alike(state: Tensor) -> None:
         )
 
 
-def take_parts(model: nn.Module, make: Callable[[], nn.Module]) -> None:
-    """Gives a model its parts of the weights that the whole model draws.
+def take_parts(model: nn.Module, whole: Callable[[str], Tensor]) -> None:
+    """Gives a model its parts of the whole model's weights.
 
     Args:
         model: The model, or a part of it; its weights are filled in place.
-        make: Makes the model, which is whole where this calls it.
+        whole: Gives a tensor of the whole model's by its name.
     """
-    with world_of(1), Recording(torch.get_default_device()) as recording:
-        whole = make().state_dict()
     divided, filled = shards(model), set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in filled:
-            full = recording.value(whole[name])
+            full = whole(name)
             tensor.data.copy_(divided[name].cut(full) if name in divided else full)
             del full  # before the next one is worked out
             filled.add(id(tensor))

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.nn.parallel import DistributedDataParallel
 
-from .delayed import default_generator
+from .deferred_init import default_generator
 from .recomputation import EarlierBuffers
 
 

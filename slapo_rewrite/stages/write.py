@@ -561,7 +561,7 @@ def read_checkpoint(folder, *args, tag=None, **kwargs):
         """The names that it uses of each helper module."""
         stages = {"check_ties", "gathered", "has_place", "keep"}
         stages |= {"check_settings"} if self.settings else set()
-        found = {"stages": stages, "delayed": {"Recording"}}
+        found = {"stages": stages, "deferred_init": {"Recording"}}
         if self.has_shards:
             found["tensor_parallel"] = {"set_group"}
         if self.gathers:

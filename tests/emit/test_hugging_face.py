@@ -18,6 +18,7 @@ from slapo_rewrite.schedule.load import ScheduleFile
 from tests.marks import long
 from tests.processes import run
 
+FILES = ("load_pretrained", "save_pretrained")
 CASES = {
     "bert": "BertForMaskedLM",
     "gpt2": "GPT2LMHeadModel",
@@ -33,9 +34,12 @@ def outputs(tmp_path_factory, made) -> Path:
     folder = tmp_path_factory.mktemp("outputs")
     for name in CASES:
         source = f"transformers.models.{name}.modeling_{name}"
-        write(folder / f"{name}_out", made(source, name, ["ckpt_ratio=0.5"]).files)
+        write(folder / f"{name}_read", made(source, name, ["ckpt_ratio=0.5"], *FILES).files)
         if name in GENERATING:
-            write(folder / f"{name}_split_out", made(source, name, ["parallel_loss=true"]).files)
+            write(
+                folder / f"{name}_split_read",
+                made(source, name, ["parallel_loss=true"], *FILES).files,
+            )
         torch.manual_seed(0)
         original = ScheduleFile.load(name).module.verify_model(importlib.import_module(source))
         with torch.no_grad():  # such that what is generated varies
@@ -65,7 +69,7 @@ def generated(name: str, model) -> list[torch.Tensor]:
 def load_module(folder: Path, name: str, file: str):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    return importlib.import_module(f"{name}_out.{file}")
+    return importlib.import_module(f"{name}_read.{file}")
 
 
 def same(actual, expected) -> None:

@@ -26,7 +26,6 @@ NAMES = {
     "net.py": "net.py",
     "loading.py": "loading_model.py",
     "tensor_parallel.py": "tensor_parallel_model.py",
-    "delayed.py": "delayed_model.py",
     "modules.py": "modules_model.py",
     "kernels.py": "kernels_model.py",
     "pipeline.py": "pipeline_model.py",

@@ -17,6 +17,7 @@ from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.schedule.load import ScheduleFile
 
+FILES = ("load_pretrained", "save_pretrained")
 BERT = '''\
 import torch
 from torch import nn
@@ -119,7 +120,9 @@ def folder(tmp_path_factory) -> Path:
     """A rewritten BERT, and checkpoints of the original: in one file and in several."""
     folder = tmp_path_factory.mktemp("pretrained")
     (folder / "packed.py").write_text(BERT)
-    output = rewrite("transformers.models.bert.modeling_bert", str(folder / "packed.py"), [])
+    output = rewrite(
+        "transformers.models.bert.modeling_bert", str(folder / "packed.py"), further=FILES
+    )
     write(folder / "packed_bert", output.files)
     torch.manual_seed(0)
     original = transformers.BertForMaskedLM(CONFIG)
@@ -248,7 +251,7 @@ def rewritten(folder: Path, name: str, model: str, schedule: str) -> Path:
     """The output folder `name`, which can be imported."""
     (folder / "schedule.py").write_text(schedule)
     source = f"transformers.models.{model}.modeling_{model}"
-    output = rewrite(source, str(folder / "schedule.py"), [])
+    output = rewrite(source, str(folder / "schedule.py"), further=FILES)
     write(folder / name, output.files)
     return folder / name
 

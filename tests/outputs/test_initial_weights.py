@@ -1,4 +1,4 @@
-"""Slapo's delayed initialisation, on source: ranks get parts of what one construction gives."""
+"""Slapo's deferred initialisation, on source: ranks get parts of what one construction gives."""
 
 from __future__ import annotations
 

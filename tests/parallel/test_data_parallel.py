@@ -35,7 +35,13 @@ def folder(tmp_path_factory) -> Path:
     """Where the rewritten GPT lies, with its head's vocabulary in parts that are not even."""
     made: Path = tmp_path_factory.mktemp("outputs")
     schedule = str(MODELS / "gpt_schedule.py")
-    write(made / "gpt_out", rewrite(str(MODELS / "gpt.py"), schedule, ["ckpt_ratio=0.5"]).files)
+    files = rewrite(
+        str(MODELS / "gpt.py"),
+        schedule,
+        ["ckpt_ratio=0.5"],
+        further=["save_pretrained", "load_pretrained"],
+    ).files
+    write(made / "gpt_out", files)
     return made
 
 

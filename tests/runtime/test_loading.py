@@ -11,6 +11,7 @@ from torch import nn
 
 from slapo_rewrite.runtime import loading
 from slapo_rewrite.runtime import tensor_parallel as tp
+from slapo_rewrite.runtime.deferred_init import build_deferred
 from tests.marks import long
 from tests.processes import run
 
@@ -179,12 +180,12 @@ def test_between_full_and_local(world):
     run(run_all, world)
 
 
-def check_build_is_alike():
+def check_build_is_alike(build):
     torch.manual_seed(5)
     whole = Model(whole=True)
     after = torch.rand(3)
     torch.manual_seed(5)
-    model = loading.build(lambda: Model(whole=False))
+    model = build(lambda: Model(whole=False))
     assert torch.equal(torch.rand(3), after), "random numbers go on as after the whole model"
     full = loading.full_state_dict(model)
     assert full.keys() == whole.state_dict().keys()
@@ -198,6 +199,8 @@ def check_seeds():
     if tp.world_size() > 1:
         with pytest.raises(ValueError, match="must be seeded alike"):
             loading.build(lambda: Model(whole=False))
+        with pytest.raises(ValueError, match="must be seeded alike"):
+            build_deferred(lambda: Model(whole=False))
 
 
 def check_load_pretrained(folder):
@@ -257,16 +260,17 @@ def check_build_holds_a_part():
         return nn.Sequential(*(tp.RowParallelLinear(width, width) for _ in range(number)))
 
     torch.manual_seed(0)
-    loading.build(lambda: make(8, 1))
+    build_deferred(lambda: make(8, 1))
     before = largest_use()
-    model = loading.build(lambda: make(width, number))
+    model = build_deferred(lambda: make(width, number))
     used = (largest_use() - before) / (4 * width**2)  # in layers
     own = sum(p.nbytes for p in model.parameters()) / (4 * width**2)
     assert used < own + 2 < number, (used, own)
 
 
 def check_starting(folder):
-    check_build_is_alike()
+    for build in (loading.build, build_deferred):
+        check_build_is_alike(build)
     check_seeds()
     check_load_pretrained(folder)
     check_save_pretrained(folder / "saved")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_rewrite.runtime.delayed import Recording
+from slapo_rewrite.runtime.deferred_init import Recording
 from slapo_rewrite.runtime.stages import (
     check_layout,
     check_settings,

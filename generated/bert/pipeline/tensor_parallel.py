@@ -80,12 +80,6 @@ def rank() -> int:
     return dist.get_rank(_group) if dist.is_initialized() else 0
 
 
-def wait_for_group() -> None:
-    """Returns when every rank of the group has come here."""
-    if world_size() > 1:
-        dist.barrier(group=_group)
-
-
 def part_size(size: int, multiple_of: int = 1) -> int:
     """This rank's share of `size`, which must divide evenly in units of `multiple_of`.
 
@@ -322,7 +316,8 @@ def record_shard(module: Any, name: str, shard: Shard) -> None:
     if world_size() > 1 and is_inside_method("from_pretrained"):
         raise RuntimeError(
             "`from_pretrained` reads whole tensors, and this rank holds parts: build the "
-            "model and use `loading.load_pretrained(model, path)`"
+            "model and use `loading.load_pretrained(model, path)`, which is there if the "
+            "model was rewritten `--with load_pretrained`"
         )
     if world_size() > 1:
         watch_registrations()
@@ -492,8 +487,9 @@ def _refuse_to_save_parts(*_: object) -> None:
     """
     if world_size() > 1 and is_inside_method("save_pretrained"):
         raise RuntimeError(
-            "`model.save_pretrained` would write this rank's parts only: "
-            "use `loading.save_pretrained(model, path)`, on every rank"
+            "`model.save_pretrained` would write this rank's parts only: use "
+            "`loading.save_pretrained(model, path)` on every rank, which is there if the "
+            "model was rewritten `--with save_pretrained`"
         )
 
 

@@ -1,26 +1,14 @@
 # Written by slapo-rewrite 0.1.0 for modeling_bert.py; rewrite.json says from what.
 """Between the original's full tensors and the parts that this rank holds."""
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from .delayed import Recording, default_generator
-from .tensor_parallel import (
-    Shard,
-    gather_parts,
-    parts_in,
-    wait_for_group,
-    world_of,
-    world_size,
-)
+from .tensor_parallel import Shard, gather_parts, parts_in, world_of, world_size
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
@@ -108,37 +96,40 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def build(make: Callable[[], nn.Module]) -> nn.Module:
     """The model that `make()` returns, initialised alike at every world size.
 
-    Each rank draws the weights of the whole model, one tensor at a time, and keeps its
-    part of each, so the ranks must be seeded alike and none holds more than its own
-    model and one full tensor. To start from a checkpoint use `load_pretrained`.
+    Each rank makes the whole model as well, draws its weights bit for bit as one process
+    does, and keeps its part of each, so the ranks must be seeded alike.
 
     Raises:
         ValueError: The ranks are seeded otherwise, or the default device is the meta
             device, which holds no weights.
     """
+    check_seeds()
+    if world_size() == 1:
+        return make()
+    device = torch.get_default_device()
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type):
+        model = make()
+    with world_of(1):
+        whole = make().state_dict()
+    take_parts(model, whole.__getitem__)
+    return model
+
+
+def check_seeds() -> None:
+    """Refuses ranks that would draw other weights than one process does.
+
+    Raises:
+        ValueError: They are seeded otherwise, or draw nothing on the meta device.
+    """
     device = torch.get_default_device()
     if device.type == "meta":
         raise ValueError("weights cannot be made on the meta device: leave it")
     if world_size() == 1:
-        return make()
-    generator = default_generator(device)
-    state = generator.get_state()
-    check_alike(state)
-    model = make()
-    generator.set_state(state)
-    take_parts(model, make)
-    return model
-
-
-def check_alike(state: Tensor) -> None:
-    """Refuses ranks whose random numbers are others.
-
-    Raises:
-        ValueError: They are.
-    """
-    words = (
-        torch.arange(1, state.numel() + 1) * state.cpu()
-    )  # a checksum of their order
+        return
+    random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    state = random.get_rng_state().cpu()
+    words = torch.arange(1, state.numel() + 1) * state  # a checksum of their order
     sums = gather_parts(words.sum().reshape(1), 0, [1] * world_size())
     if any(total != sums[0] for total in sums):
         raise ValueError(
@@ -147,270 +138,17 @@ def check_alike(state: Tensor) -> None:
         )
 
 
-def take_parts(model: nn.Module, make: Callable[[], nn.Module]) -> None:
-    """Gives a model its parts of the weights that the whole model draws.
+def take_parts(model: nn.Module, whole: Callable[[str], Tensor]) -> None:
+    """Gives a model its parts of the whole model's weights.
 
     Args:
         model: The model, or a part of it; its weights are filled in place.
-        make: Makes the model, which is whole where this calls it.
+        whole: Gives a tensor of the whole model's by its name.
     """
-    with world_of(1), Recording(torch.get_default_device()) as recording:
-        whole = make().state_dict()
     divided, filled = shards(model), set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in filled:
-            full = recording.value(whole[name])
+            full = whole(name)
             tensor.data.copy_(divided[name].cut(full) if name in divided else full)
             del full  # before the next one is worked out
             filled.add(id(tensor))
-
-
-def load_pretrained(
-    model: nn.Module, path: str | Path, strict: bool = True
-) -> tuple[list[str], list[str]]:
-    """Reads a safetensors checkpoint, each rank only its parts.
-
-    Args:
-        model: The model; its parameters are filled in place.
-        path: A `.safetensors` file, or a folder with one or with an index of several.
-        strict: The checkpoint must have the model's tensors and no others. Otherwise
-            tensors that are not in it stay as they are.
-
-    Returns:
-        The names that the checkpoint lacks, and those that the model lacks.
-
-    Raises:
-        KeyError: `strict`, and the checkpoint and the model differ in their names.
-        ValueError: A tensor does not have the size that the model was made for, or the
-            model is on the meta device and so has no memory to be filled.
-    """
-    divided, stored = shards(model), stored_tensors(Path(path))
-    own = model.state_dict(keep_vars=True)
-    originals: Mapping[str, Tensor] = own
-    for prefix, weight_map in weight_maps(model).items():
-        originals = weight_map.originals(originals, prefix)
-    base = getattr(model, "base_model_prefix", "")
-    names = checkpoint_names(originals, set(stored), base)
-    loaded = {id(originals[name]) for name in names}
-    missing = [
-        n for n, t in originals.items() if n not in names and id(t) not in loaded
-    ]
-    unexpected = sorted(set(stored) - set(names.values()))
-    if strict and (missing or unexpected):
-        hint = (
-            "; if transformers converts this checkpoint as it reads it, have it write the "
-            "converted one: `save_pretrained(path, save_original_format=False)`"
-        )
-        raise KeyError(
-            f"missing: {missing}; in the checkpoint only: {unexpected}"
-            f"{hint if missing and unexpected and base else ''}"
-        )
-    found: Mapping[str, Any] = {n: Stored(stored[c], c) for n, c in names.items()}
-    for prefix, weight_map in weight_maps(model).items():
-        found = weight_map.found(found, prefix)
-    for name, tensor in own.items():
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device: build the model on another"
-            )
-        if name in found:
-            part = read_part(found[name], divided.get(name))
-            if part.shape != tensor.shape:
-                raise ValueError(
-                    f"{name} is {list(part.shape)} in the checkpoint and "
-                    f"{list(tensor.shape)} in the model"
-                )
-            tensor.data.copy_(part)
-    return missing, unexpected
-
-
-def stored_tensors(path: Path) -> dict[str, Path]:
-    """Which file holds each tensor of a checkpoint."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        by_name = json.loads(index.read_text())["weight_map"]
-        return {name: path / file for name, file in by_name.items()}
-    file = path / "model.safetensors" if path.is_dir() else path
-    with open_checkpoint(file) as tensors:
-        return dict.fromkeys(tensors.keys(), file)
-
-
-def open_checkpoint(file: Path) -> Any:
-    """Opens a safetensors file, whose tensors are read when they are asked for."""
-    from safetensors import safe_open
-
-    return safe_open(file, framework="pt")
-
-
-def checkpoint_names(
-    own: Mapping[str, Tensor], stored: set[str], prefix: str
-) -> dict[str, str]:
-    """The checkpoint's name of each of the model's tensors.
-
-    A tensor that is not there is left out: it may be tied to another that is. A
-    checkpoint of the model without its head lacks the prefix, and one with a head has
-    it where the model has none.
-    """
-    names = {}
-    for name in own:
-        forms = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-        found = next((form for form in forms if form in stored), None)
-        if found is not None:
-            names[name] = found
-    return names
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of a checkpoint, of which no more is read than is asked for."""
-
-    file: Path
-    name: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        with open_checkpoint(self.file) as tensors:
-            return tuple(tensors.get_slice(self.name).get_shape())
-
-    def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
-        with open_checkpoint(self.file) as tensors:
-            part: Tensor = (
-                tensors.get_slice(self.name)[slices]
-                if slices
-                else tensors.get_tensor(self.name)
-            )
-            return part
-
-
-def read_part(stored: Any, shard: Shard | None) -> Tensor:
-    """One tensor of a checkpoint, or this rank's part of it.
-
-    Raises:
-        ValueError: The tensor is not as long as the model's whole one.
-    """
-    slices = [slice(0, size) for size in stored.shape]
-    if shard is None:
-        whole: Tensor = stored[tuple(slices)]
-        return whole
-    size = stored.shape[shard.axis]
-    if size != shard.full_size():
-        raise ValueError(
-            f"{stored.name} is {size} long in the checkpoint, not {shard.full_size()}"
-        )
-    pieces = []
-    for start, stop in shard.ranges():
-        slices[shard.axis] = slice(start, stop)
-        pieces.append(stored[tuple(slices)])
-    return torch.cat(pieces, shard.axis)
-
-
-def save_pretrained(
-    model: nn.Module, path: str | Path, max_shard_size: int = 5 * 10**9
-) -> None:
-    """Writes the original's checkpoint, as its `save_pretrained` would in one process.
-
-    Every rank calls it. The first process writes, and holds the full tensors of one
-    file at a time; what is tied is written once.
-
-    Args:
-        model: The model; one of Hugging Face has its configuration written as well.
-        path: The folder.
-        max_shard_size: Bytes of tensors in one file. A larger tensor has its own.
-    """
-    path = Path(path)
-    divided, own = shards(model), saved_tensors(model)
-    files = checkpoint_files(own, divided, tuple(weight_maps(model)), max_shard_size)
-    by_name: dict[str, str] = {}
-    writes = not dist.is_initialized() or dist.get_rank() == 0
-    if writes:
-        prepare_folder(model, path)
-    for file, names in files.items():
-        tensors = {}
-        for name in names:
-            full = gathered(own[name].detach(), divided.get(name))
-            if writes:
-                tensors[name] = full.cpu().contiguous()
-            del full
-        if writes:
-            tensors = under_original_names(model, tensors)
-            by_name |= dict.fromkeys(tensors, file)
-            write_checkpoint(tensors, path / file)
-    if writes and len(files) > 1:
-        index = {
-            "metadata": {
-                "total_size": sum(size_in_bytes(own[n], divided.get(n)) for n in own)
-            },
-            "weight_map": by_name,
-        }
-        (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    wait_for_group()
-
-
-def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds: a tied tensor stands under the first of its names."""
-    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    by_tensor: dict[int, str] = {}
-    own = model.state_dict(keep_vars=True)
-    for name, tensor in own.items():
-        if name not in left_out:
-            by_tensor.setdefault(id(tensor), name)
-    return {name: own[name] for name in by_tensor.values()}
-
-
-def size_in_bytes(part: Tensor, shard: Shard | None) -> int:
-    """How large the full tensor is."""
-    size = part.numel() * part.element_size()
-    return size if shard is None else size // shard.local_size() * shard.full_size()
-
-
-def checkpoint_files(
-    own: Mapping[str, Tensor],
-    divided: Mapping[str, Shard],
-    together: tuple[str, ...],
-    max_shard_size: int,
-) -> dict[str, list[str]]:
-    """Which tensors each file of a checkpoint holds.
-
-    Args:
-        own: The tensors.
-        divided: How those are divided that are.
-        together: Prefixes of names that belong in one file.
-        max_shard_size: Bytes of tensors in one file.
-    """
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, tensor in own.items():
-        size = size_in_bytes(tensor, divided.get(name))
-        begun = groups[-1] and any(
-            name.startswith(p) and groups[-1][-1].startswith(p) for p in together
-        )
-        if groups[-1] and filled + size > max_shard_size and not begun:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {
-        f"model-{number:05}-of-{len(groups):05}.safetensors": names
-        for number, names in enumerate(groups, 1)
-    }
-
-
-def prepare_folder(model: nn.Module, path: Path) -> None:
-    """Makes the folder, takes out an earlier checkpoint and writes the configuration."""
-    path.mkdir(parents=True, exist_ok=True)
-    save: Any = getattr(model, "save_pretrained", None)
-    if save is not None:
-        save(path, state_dict={})  # all but the weights
-    for pattern in ("model.safetensors*", "model-*-of-*.safetensors"):
-        for file in path.glob(pattern):
-            file.unlink()
-
-
-def write_checkpoint(tensors: dict[str, Tensor], file: Path) -> None:
-    """Writes a safetensors file."""
-    from safetensors.torch import save_file
-
-    save_file(tensors, file, metadata={"format": "pt"})

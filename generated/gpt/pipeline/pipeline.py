@@ -8,7 +8,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch.nn import functional as F
 
 from .checkpoints import joined, layer_files, write_parts
-from .delayed import Recording
+from .deferred_init import Recording
 from .gpt import GPT
 from .loading import full_state_dict
 from .stages import (

@@ -9,7 +9,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import slice_logits_to_keep
 
 from .checkpoints import joined, layer_files, write_parts
-from .delayed import Recording
+from .deferred_init import Recording
 from .loading import full_state_dict
 from .modeling_llama import LlamaForCausalLM
 from .stages import (

@@ -7,7 +7,7 @@ import torch
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import slice_logits_to_keep
 
-from .delayed import Recording
+from .deferred_init import Recording
 from .loading import full_state_dict
 from .modeling_llama import LlamaForCausalLM
 from .stages import check_ties, draw_parts, gathered, has_place, keep

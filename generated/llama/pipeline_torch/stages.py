@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .delayed import Recording
-from .loading import take_parts
+from .deferred_init import Recording, take_drawn
 from .tensor_parallel import world_size
 
 
@@ -115,7 +114,7 @@ def draw_parts(
     """
     if world_size() > 1:
         recording.generator.set_state(recording.start)
-        take_parts(stage, make)
+        take_drawn(stage, make)
 
 
 def has_place(model: nn.Module, name: str) -> bool:

@@ -9,7 +9,7 @@ from torch.nn import CrossEntropyLoss
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from .checkpoints import joined, layer_files, write_parts
-from .delayed import Recording
+from .deferred_init import Recording
 from .loading import full_state_dict
 from .modeling_t5 import T5ForConditionalGeneration
 from .stages import (

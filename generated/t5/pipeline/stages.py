@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .delayed import Recording
-from .loading import take_parts
+from .deferred_init import Recording, take_drawn
 from .tensor_parallel import world_size
 
 
@@ -143,7 +142,7 @@ def draw_parts(
     """
     if world_size() > 1:
         recording.generator.set_state(recording.start)
-        take_parts(stage, make)
+        take_drawn(stage, make)
 
 
 def check_layout(count: int, num_stages: int | None, topology: Any) -> None:

@@ -1,5 +1,6 @@
-# Written by slapo-rewrite 0.1.0 for modeling_t5.py; rewrite.json says from what.
 """Building a model without memory, and working out its tensors one at a time.
+
+`build_deferred` does what `loading.build` does, in less memory.
 
 A constructor that runs inside a `Recording` gets tensors on the meta device. Every
 operation that gives them values is noted, and is carried out when they are asked for.
@@ -10,10 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .loading import check_seeds, take_parts
+from .tensor_parallel import world_of, world_size
 
 META = torch.device("meta")
 # What these leave in a tensor does not depend on what it held before.
@@ -285,3 +289,37 @@ def written_to(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
             given = args[number] if number < len(args) else kwargs.get(argument.name)
             found += tensors_in(given)
     return found
+
+
+def build_deferred(make: Callable[[], nn.Module]) -> nn.Module:
+    """The model that `make()` returns, initialised alike at every world size.
+
+    Each rank draws the weights of the whole model bit for bit as one process does, one
+    tensor at a time, and keeps its part of each: none holds more than its own model and
+    one full tensor. To start from a checkpoint none of it is needed.
+
+    Raises:
+        ValueError: The ranks are seeded otherwise, or the default device is the meta
+            device, which holds no weights.
+    """
+    check_seeds()
+    if world_size() == 1:
+        return make()
+    generator = default_generator(torch.get_default_device())
+    state = generator.get_state()
+    model = make()
+    generator.set_state(state)
+    take_drawn(model, make)
+    return model
+
+
+def take_drawn(model: nn.Module, make: Callable[[], nn.Module]) -> None:
+    """Gives a model its parts of the weights that the whole model draws.
+
+    Args:
+        model: The model, or a part of it; its weights are filled in place.
+        make: Makes the model, which is whole where this calls it.
+    """
+    with world_of(1), Recording(torch.get_default_device()) as recording:
+        whole = make().state_dict()
+    take_parts(model, lambda name: recording.value(whole[name]))

@@ -1,5 +1,7 @@
-# Written by slapo-rewrite 0.1.0 for modeling_t5.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.1.0 for modeling_bert.py; rewrite.json says from what.
 """Building a model without memory, and working out its tensors one at a time.
+
+`build_deferred` does what `loading.build` does, in less memory.
 
 A constructor that runs inside a `Recording` gets tensors on the meta device. Every
 operation that gives them values is noted, and is carried out when they are asked for.
@@ -10,10 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .loading import take_parts
+from .tensor_parallel import world_of
 
 META = torch.device("meta")
 # What these leave in a tensor does not depend on what it held before.
@@ -285,3 +290,15 @@ def written_to(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
             given = args[number] if number < len(args) else kwargs.get(argument.name)
             found += tensors_in(given)
     return found
+
+
+def take_drawn(model: nn.Module, make: Callable[[], nn.Module]) -> None:
+    """Gives a model its parts of the weights that the whole model draws.
+
+    Args:
+        model: The model, or a part of it; its weights are filled in place.
+        make: Makes the model, which is whole where this calls it.
+    """
+    with world_of(1), Recording(torch.get_default_device()) as recording:
+        whole = make().state_dict()
+    take_parts(model, lambda name: recording.value(whole[name]))

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from slapo_rewrite.runtime.delayed import Recording
+from slapo_rewrite.runtime.deferred_init import Recording
 from tests.models import gpt
 
 
