@@ -118,10 +118,10 @@ class RowParallelConvolution(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps (B, C', *S) to (B, F, *S), added up as `reduce` does it."""
+        check_parts(self)
         if world_size() == 1:
             whole: Tensor = super().forward(input)
             return whole
-        check_parts(self)
         convolve: Any = self._conv_forward
         y: Tensor = convolve(input, self.weight, None)
         bias = self.bias

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from slapo_rewrite.model.meta_device import pretend_world
 from slapo_rewrite.runtime import tensor_parallel as tp
 from slapo_rewrite.runtime.conv1d import ColumnParallelConv1D, RowParallelConv1D
 from slapo_rewrite.runtime.loading import to_full
@@ -601,17 +602,26 @@ def check_two_models_with_groups_of_their_own(own):
     """Each runs while its group is named; what is under way keeps its group."""
     whole, layer = pair(nn.Linear(4, 4), tp.ColumnParallelLinear(4, 4))
     x = leaf(3, 4)
+    rows = tp.RowParallelLinear(4, 4)
     y = layer(x).square().sum()
-    tp.set_group(None)
-    for use in (lambda: layer(x), lambda: to_full(layer, layer.state_dict())):
-        with pytest.raises(RuntimeError, match="call `set_group` with its own group"):
-            use()
-    other = pair(nn.Linear(4, 4), tp.ColumnParallelLinear(4, 4))[1]
-    assert other.weight.shape[0] == 1
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    for group, ranks in ((None, 4), (alone, 1)):
+        tp.set_group(group)
+        words = f"in a tensor-parallel group of 2, and another of {ranks} is named now: call `set_g"
+        for use in (
+            lambda: layer(x),
+            lambda: rows(x[:, :2]),
+            lambda: to_full(layer, layer.state_dict()),
+        ):
+            with pytest.raises(RuntimeError, match=words):
+                use()
+        other = pair(nn.Linear(4, 4), tp.ColumnParallelLinear(4, 4))[1]
+        assert other.weight.shape[0] == 4 // ranks
     y.backward()
     want = torch.autograd.grad(whole(x).square().sum(), x)[0]
     close(x.grad, want)
     tp.set_group(own)
+    close(layer(x), whole(x).chunk(2, -1)[tp.rank()])
     close(to_full(layer, layer.state_dict())["weight"], whole.weight)
 
 
@@ -632,6 +642,16 @@ def test_group_smaller_than_the_world():
 
 
 # Without processes ----------------------------------------------------------------------------
+
+
+def test_a_model_that_is_older_than_the_group():
+    """Its layers are whole, and would be taken for parts."""
+    layer = tp.RowParallelLinear(4, 4)
+    with (
+        pretend_world(2),
+        pytest.raises(RuntimeError, match="`init_process_group` before it is built"),
+    ):
+        layer(torch.ones(2, 4))
 
 
 @pytest.fixture
@@ -731,6 +751,7 @@ def test_uneven_sizes_put_the_larger_first(world_of):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_blocks_are_cut_one_by_one(world_of, world):
     full = torch.arange(3 * 12 * 2).view(3, 12, 2)
+    world_of(world)
     shard = tp.Shard(1, (8, 4))
     parts = []
     for rank in range(world):

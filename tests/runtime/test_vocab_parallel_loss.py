@@ -20,8 +20,11 @@ from slapo_rewrite.runtime.vocab_parallel_loss import (
 from tests.processes import run
 
 VOCABULARY = 203  # no world size divides it
-SHARD = tp.Shard(1, (VOCABULARY,))
-LAST = tp.Shard(-1, (VOCABULARY,))
+
+
+def divided(axis: int = -1) -> tp.Shard:
+    """How logits are divided over the ranks that there are."""
+    return tp.Shard(axis, (VOCABULARY,))
 
 
 def seeded(*shape: int) -> torch.Tensor:
@@ -60,7 +63,7 @@ def check_settings():
         logits = seeded(*shape[:1], VOCABULARY, *shape[1:])
         targets = classes(*shape) if shape else torch.tensor(7)
         options = {"reduction": reduction, "label_smoothing": smoothing}
-        shard = SHARD if shape else LAST
+        shard = divided(1 if shape else -1)
         agree(
             logits,
             shard,
@@ -73,13 +76,13 @@ def check_settings():
     criterion = nn.CrossEntropyLoss(uneven, ignore_index=5, label_smoothing=0.2)
     agree(
         seeded(8, VOCABULARY),
-        LAST,
+        divided(),
         lambda x: criterion(x, targets),
         lambda x: vocab_parallel_criterion(criterion, x, targets, vocab_size=VOCABULARY),
     )
     agree(
         seeded(8, VOCABULARY).bfloat16(),
-        LAST,
+        divided(),
         lambda x: F.cross_entropy(x, targets),
         lambda x: vocab_parallel_cross_entropy(x, targets, vocab_size=VOCABULARY),
         exactness=1e-2,
@@ -95,24 +98,24 @@ def check_transformers():
         ):
             agree(
                 logits.clone(),
-                LAST,
+                divided(),
                 lambda x, f=theirs, n=items: f(x, labels, VOCABULARY, n, unknown=1),
                 lambda x, f=ours, n=items: f(x, labels, VOCABULARY, n, unknown=1),
                 exactness=1e-5,
             )
     agree(
         logits.clone(),
-        LAST,
+        divided(),
         lambda x: loss_utils.ForCausalLMLoss(x, None, VOCABULARY, shift_labels=labels),
         lambda x: causal_lm_loss(x, None, VOCABULARY, shift_labels=labels),
         exactness=1e-5,
     )
     # Gradients accumulated over batches of unequal numbers of labels are those of one batch.
     count = (labels[:, 1:] != -100).sum()
-    batch = LAST.cut(logits).requires_grad_()
+    batch = divided().cut(logits).requires_grad_()
     one = causal_lm_loss(batch, labels, VOCABULARY)
     one.backward()
-    batches = LAST.cut(logits).requires_grad_()
+    batches = divided().cut(logits).requires_grad_()
     two = [
         causal_lm_loss(batches[rows], labels[rows], VOCABULARY, num_items_in_batch=count)
         for rows in (slice(0, 1), slice(1, 4))
@@ -124,7 +127,7 @@ def check_transformers():
 
 def check_refusals():
     logits, targets = seeded(8, VOCABULARY), classes(8)
-    part = LAST.cut(logits)
+    part = divided().cut(logits)
 
     def loss(x, t):
         return vocab_parallel_cross_entropy(x, t, vocab_size=VOCABULARY)

@@ -155,13 +155,15 @@ class Shard:
         blocks: Full sizes of the blocks packed along the axis, ordinarily one. Every
             rank holds a part of each block.
         multiple_of: What equal parts are multiples of, a head say; 0: they may differ.
-        ranks: The group, as it was named when this was made.
+        group: How many ranks there were when this was made, and which the group had.
     """
 
     axis: int
     blocks: tuple[int, ...]
     multiple_of: int = 0
-    ranks: tuple[int, ...] = field(default_factory=lambda: _ranks, compare=False)
+    group: tuple[int, tuple[int, ...]] = field(
+        default_factory=lambda: (world_size(), _ranks), compare=False
+    )
 
     def check_group(self) -> None:
         """Refuses another group than the one that the tensor is divided over.
@@ -169,10 +171,11 @@ class Shard:
         Raises:
             RuntimeError: It is another.
         """
-        if self.ranks != _ranks and _supposed is None:
+        if self.group != (world_size(), _ranks) and _supposed is None:
             raise RuntimeError(
-                "this model was built in another tensor-parallel group than the one that "
-                "is named now: call `set_group` with its own group before it runs"
+                f"this model was built in a tensor-parallel group of {self.group[0]}, and "
+                f"another of {world_size()} is named now: call `set_group` with its own "
+                "group before it runs, and `init_process_group` before it is built"
             )
 
     def full_size(self) -> int:
@@ -216,6 +219,7 @@ class Shard:
 
     def gather(self, part: Tensor) -> Tensor:
         """The full tensor, on every rank, from the parts that the ranks hold."""
+        self.check_group()
         if world_size() == 1:
             return part
         sizes = [sum(pieces) for pieces in self.sizes()]
@@ -419,9 +423,9 @@ def check_parts(layer: Any) -> None:
     Raises:
         RuntimeError: It is so.
     """
+    layer.sharded_parameters["weight"].check_group()
     if world_size() == 1 or _supposed is not None:
         return
-    layer.sharded_parameters["weight"].check_group()
     weight = layer.weight.detach()
     known = layer.parts_differ or weight.is_meta or hasattr(weight, "full_tensor")
     if known or torch.compiler.is_compiling() or dist.get_backend(_group) == "fake":
@@ -733,9 +737,9 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps (..., D') to (..., F), added up as `reduce` does it."""
+        check_parts(self)
         if world_size() == 1:
             return super().forward(input)
-        check_parts(self)
         return self.reduce(nn.functional.linear(input, self.weight), self.bias)
 
 
@@ -780,9 +784,9 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Looks up ids; what the ranks find is added up as `reduce` does it."""
+        check_parts(self)
         if world_size() == 1:
             return super().forward(input)
-        check_parts(self)
         end_id = self.first_id + self.weight.shape[0]
         # Ids that no rank holds are not masked: they fail as in `nn.Embedding`.
         elsewhere = (input >= 0) & (input < self.first_id)

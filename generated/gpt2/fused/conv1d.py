@@ -88,7 +88,7 @@ class RowParallelConv1D(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., D') to (..., F), added up as `reduce` does it."""
+        check_parts(self)
         if world_size() == 1:
             return super().forward(x)
-        check_parts(self)
         return self.reduce(x @ self.weight, self.bias)
