@@ -115,8 +115,8 @@ _TELLING = {
 REDUCE = 'add it up: .sync("fwd_post", "all_reduce")'
 COVER = (
     'add it up: .sync("bwd_post", "all_reduce") on a module that is given the value; where there '
-    "is none, make one that computes this (for `x @ self.embedding.weight.T` a linear layer that "
-    "shares the weight)"
+    "is none, make one that computes this (for `x @ self.embedding.weight.T` a linear layer "
+    "without bias, and `self.head.weight = self.embedding.weight` below it)"
 )
 
 

@@ -135,3 +135,75 @@ def test_explain_says_what_was_inferred(tmp_path):
         "bwd_post all_reduce",
         "fwd_post all_reduce",
     ]
+
+
+LOOKED_UP = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, vocabulary=24, width=8):
+        super().__init__()
+        self.emb = nn.Embedding(vocabulary, width)
+        self.up = nn.Linear(width, width)
+        HEAD
+
+    def forward(self, ids):
+        x = self.up(self.emb(ids)).tanh()
+        return LOGITS
+"""
+OF_IDS = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"ids": torch.arange(12).view(3, 4)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["emb"].shard("weight", axis=0)
+    s.infer_sync()
+"""
+
+
+@pytest.mark.parametrize("logits", ["x @ self.emb.weight.T", "F.linear(x, self.emb.weight)"])
+def test_the_hint_at_a_table_that_is_multiplied_by_is_right(tmp_path, logits):
+    text = refused(
+        tmp_path, LOOKED_UP.replace("HEAD", "").replace("LOGITS", logits), OF_IDS, "SR104"
+    )
+    assert (
+        "a linear layer without bias, and `self.head.weight = self.embedding.weight` below" in text
+    )
+    head = "self.head = nn.Linear(width, vocabulary, bias=False)"
+    tied = f"{head}\n        self.head.weight = self.emb.weight"
+    source = LOOKED_UP.replace("HEAD", tied).replace("LOGITS", "self.head(x)")
+    model = texts(rewritten(tmp_path, source, OF_IDS))["model"]
+    assert "width, vocabulary, bias=False, gather_output=True" in model
+    assert "self.emb = VocabParallelEmbedding(vocabulary, width)" in model
+
+
+def test_a_module_that_is_given_the_table_says_where_its_parts_are_joined(tmp_path):
+    source = LOOKED_UP.replace("HEAD", "self.head = Head()").replace(
+        "LOGITS", "self.head(x, self.emb)"
+    )
+    source += """
+
+class Head(nn.Module):
+    def forward(self, x, emb):
+        return x @ emb.weight.T
+"""
+    text = refused(tmp_path, source, OF_IDS, "SR104")
+    line = '.sync("fwd_post", "all_gather", axis=-1)'
+    assert f"gather it: {line} on the module that makes it" in text
+    model = texts(rewritten(tmp_path, source, OF_IDS + f'    s["head"]{line}\n'))["model"]
+    assert "x = all_reduce_gradient(x)\n        return all_gather(x @ emb.weight.T)" in model
