@@ -42,7 +42,7 @@ class ChangeSet:
     indices: IndexSets = field(default_factory=IndexSets)
     by_path: dict[str, dict[Place, Change]] = field(default_factory=dict)
     causes: dict[str, dict[Place, tuple[Directive, ...]]] = field(default_factory=dict)
-    made: dict[tuple[str, Place], dict[str, Change]] = field(default_factory=dict)
+    made: dict[tuple[str, AtSite], dict[str, Change]] = field(default_factory=dict)
 
     def add(self, path: str, place: Place, change: Change, causes: tuple[Directive, ...]) -> None:
         """Adds a change, and the causes to those that the place has."""
@@ -63,7 +63,7 @@ class ChangeSet:
                 at=site.file.at(site.value),
                 cause=causes,
                 hint=own_copy(site.class_name, self.file)
-                if _stands_in_its_class(site)
+                if stands_in_its_class(site)
                 else f"let {self.file.path.name} make it: a call of its class for each",
             )
         assert node.owner is not None
@@ -74,7 +74,7 @@ class ChangeSet:
         start = self.file.span(site.value)[0]
         self.sites[start] = site
         # Where a place outside of loops puts its module may differ between instances.
-        index = _index(site.path, node.relative) if site.loops else ""
+        index = _index(site.path, node.relative) if is_counted(site) else ""
         for each in self._indices(site, node) if index else (index,):
             self.indices.add(start, each)
         return AtSite(start, index)
@@ -207,7 +207,14 @@ def own_copy(name: str, into: SourceFile) -> str:
     return f"copy class `{name}` into {into.path.name}, and make of the copy what is made of it now"
 
 
-def _stands_in_its_class(site: Site) -> bool:
+def is_counted(site: Site) -> bool:
+    """Whether a loop makes several there: one beside it, not around the calls of its function."""
+    if stands_in_its_class(site):
+        return bool(site.loops)
+    return any(loop.node in ast.walk(site.function) for loop in site.loops)
+
+
+def stands_in_its_class(site: Site) -> bool:
     """Whether a construction is written in the class that it is for, and not in a function."""
     cls = site.file.classes.get(site.class_name)
     return cls is None or cls.lineno <= site.value.lineno <= (cls.end_lineno or cls.lineno)

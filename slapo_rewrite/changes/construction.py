@@ -93,7 +93,9 @@ class Construction(Change):
         Raises:
             UnfollowableConstruction: It is not.
         """
-        odd = site.kind in ("argument", "alias", "helper", "factory")
+        odd = site.kind in ("argument", "alias", "factory") or (
+            site.kind == "helper" and (bool(site.inner) or isinstance(self, ReplaceModule))
+        )
         if odd or not isinstance(site.value, ast.Call):
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is not made by a call that names its class",

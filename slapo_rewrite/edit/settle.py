@@ -13,7 +13,8 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import FORK, RECOMPUTE, WRAPPERS
-from slapo_rewrite.changes.change_set import owned
+from slapo_rewrite.changes.change import Change
+from slapo_rewrite.changes.change_set import owned, stands_in_its_class
 from slapo_rewrite.changes.class_writer import ClassWriter
 from slapo_rewrite.changes.definition import Definition, merged, shared_changes
 from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
@@ -23,6 +24,7 @@ from slapo_rewrite.directive import merged_causes
 from slapo_rewrite.edit.variants import Variants
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.source.sites import Site
 
 
 def settle(tree: Tree, files: OutputFiles, line_length: int) -> dict[str, list[Edit]]:
@@ -168,6 +170,8 @@ class _Settling:
                 place = self.changes.note(site, child)
                 if place in present:
                     self._check_made_alike(node, place, child)
+                if not stands_in_its_class(site):
+                    self._check_function(site, place, child)
                 present.update(self.changes.alike(place, child))
         for start, site in self.changes.sites.items():
             if site.kind in ("parameter", "buffer") and site.path in node.parameters:
@@ -190,6 +194,29 @@ class _Settling:
                 cause=causes,
                 hint="give each a line of its own",
             )
+
+    def _check_function(self, site: Site, place: AtSite, child: Node) -> None:
+        """What a function makes, for whichever module, changes in one way."""
+        nodes = self.tree.nodes
+        here: dict[int, Change] = {}
+        for (_, at), changes in self.changes.made.items():
+            if at == place:
+                here |= {id(nodes[path].live): change for path, change in changes.items()}
+        if not here:
+            return
+        for other in nodes.values():
+            if other.owner is None or here.get(id(other.live)) == here.get(id(child.live)):
+                continue
+            if self.changes.place_of(other) == place:
+                owner, asked = next(each for each in self.changes.made if each[1] == place)
+                raise errors.UnfollowableConstruction(
+                    f"`{site.function.name}` makes `{child.path}` and `{other.path}`, which are "
+                    "scheduled differently",
+                    at=self.file.at(site.value),
+                    cause=self.changes.causes[owner][asked],
+                    hint="schedule all that it makes alike, or write the construction out where "
+                    "they differ",
+                )
 
 
 def _each_once(edits: list[Edit]) -> list[Edit]:

@@ -484,3 +484,52 @@ def test_a_partial_of_a_class_gives_the_subclass_what_it_gives(old, new, made, t
         assert "write the construction out" in refused(tmp_path, source, schedule, "SR103")
         return
     assert made in changed_lines(rewritten(tmp_path, source, schedule))
+
+
+FUNCTION = """\
+from torch import nn
+
+
+def wide(n):
+    return nn.Linear(n, n)
+
+
+class Other(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = wide(8)
+
+    def forward(self, x):
+        return self.up(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.other, self.layers = Other(), nn.ModuleList([wide(8) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.other(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("selected", "words"),
+    [
+        ('s["{layers.*,other.up}"]', None),
+        ('s["layers.*"]', "`layers.0` and `other.up`, which are scheduled"),
+        ('s["other.up"]', "`other.up` and `layers.0`, which are scheduled"),
+        ('s["{layers.0,other.up}"]', "`wide` makes"),
+    ],
+)
+def test_what_a_function_makes_changes_alike_or_not_at_all(selected, words, tmp_path):
+    schedule = (
+        f"def model(m):\n    return m.Model()\n\n\ndef schedule(s):\n    {selected}.checkpoint()\n"
+    )
+    if words is not None:
+        assert words in refused(tmp_path, FUNCTION, schedule, "SR103")
+        return
+    changed = changed_lines(rewritten(tmp_path, FUNCTION, schedule))
+    assert "+    return CheckpointedLinear(n, n)\n" in changed and changed.count("-") == 1

@@ -102,6 +102,13 @@ ORDINARY = {
         top=f"class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         f"        {UP_DOWN}\n\n    def forward(self, x):\n        return self.down(F.silu(self.up(x)))\n\n",
     ),
+    "layers that functions make": block(
+        "self.up, self.down = wide(8), nn.Linear(24, 8)\nself.net = net(8)",
+        "return self.down(F.gelu(self.up(x))) + self.net(x)",
+        "{up,net.0} weight,bias 0; {down,net.2} weight 1",
+        top="def wide(n):\n    layer = nn.Linear(n, 3 * n)\n    return layer\n\n\n"
+        "def net(n):\n    return nn.Sequential(nn.Linear(n, 2 * n), nn.ReLU(), nn.Linear(2 * n, n))\n\n",
+    ),
     "mlp, checkpointed": block(
         UP_DOWN,
         "return self.down(F.gelu(self.up(x)))",
