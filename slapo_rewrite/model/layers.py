@@ -111,6 +111,7 @@ MULTIPLIED = {
 IN_UNITS = {
     *("ColumnParallelLinear", "ColumnParallelConv1D"),
     *("ColumnParallelConv1d", "ColumnParallelConv2d"),
+    "ColumnParallelEmbedding",
 }
 
 # The attribute that is this rank's share on a layer, and the one that has the whole size, if any.

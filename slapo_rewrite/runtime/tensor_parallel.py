@@ -956,6 +956,7 @@ class ColumnParallelEmbedding(nn.Embedding):
         padding_idx: The id whose row gets no gradient.
         device: Where the table is made.
         dtype: Its type.
+        multiple_of: What equal shares are multiples of; 0: they may differ.
         gather_output: Return (B, T, D) on every rank.
     """
 
@@ -967,9 +968,10 @@ class ColumnParallelEmbedding(nn.Embedding):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        multiple_of: int = 0,
         gather_output: bool = False,
     ) -> None:
-        shard = Shard(1, (embedding_dim,))
+        shard = Shard(1, (embedding_dim,), multiple_of)
         size = shard.local_size()
         super().__init__(num_embeddings, size, padding_idx, device=device, dtype=dtype)
         self.output_shard = replace(shard, axis=-1) if gather_output else None

@@ -31,6 +31,7 @@ from slapo_rewrite.sharding.run import Run
 from slapo_rewrite.sharding.sizes import Shape
 from slapo_rewrite.sharding.trace import layer_call
 from slapo_rewrite.sharding.types import SPOKEN, Indivisible, MissingCollective, ModuleBoundary
+from slapo_rewrite.sharding.units import note_even
 
 # What a size must be a multiple of for its parts to be taken as even ones.
 EVEN = 8
@@ -288,7 +289,10 @@ class _Crossing:
                 "them can gather each for itself",
                 hint,
             )
-        if size % EVEN and not self._was_scattered():
+        if self._was_scattered():
+            return
+        note_even(self.run, self.tensor, axis)  # for a world of 3, say
+        if size % EVEN:
             raise self._misuse(
                 f"{self.value} has {size} features, which not every world size divides: only the "
                 "layer that makes it can gather uneven parts",

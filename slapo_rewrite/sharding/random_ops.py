@@ -70,6 +70,7 @@ def out_of_step(
         unit = followed.units.get(layer_key(node))
         if (
             unit is not None
+            and unit.size
             and node.owner is not None
             and layer_key(node) not in followed.replicated
         ):

@@ -119,7 +119,48 @@ class Inner(nn.Module):
         ids = (x[..., 0] * 100).long().abs() % 24
         return self.e(ids), self.e.weight.square().mean()
 """
+GATHERED_FEATURES = """
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(24, 8)
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x):
+        h = self.emb((x[..., 0] * 100).long().abs() % 24)
+        return self.down(self.up(h).relu())
+"""
+HEADS_OF_ONE_FEATURE = """
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.size = 24 // 24
+        self.q, self.k, self.v = (nn.Linear(8, 24, bias=False) for _ in range(3))
+        self.o = nn.Linear(24, 8)
+
+    def forward(self, x):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        q = q.unflatten(2, (-1, self.size)).transpose(1, 2)
+        k = k.unflatten(2, (-1, self.size)).transpose(1, 2)
+        v = v.unflatten(2, (-1, self.size)).transpose(1, 2)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+"""
 WHOLE_MODELS = {
+    "gathered features": Pair(
+        net(GATHERED_FEATURES),
+        sharded(
+            "up",
+            "down",
+            more=(
+                's["inner.emb"].shard("weight", 1)',
+                's["inner.emb"].sync("fwd_post", "all_gather", axis=2)',
+            ),
+        ),
+    ),
+    "heads of one feature": Pair(
+        net(HEADS_OF_ONE_FEATURE).replace("for _ in range(3)", "for _ in 'qkv'"),
+        sharded("q", "k", "v", "o").replace('["weight", "bias"]', '"weight"'),
+    ),
     "A1 heads of a subclass": HEADS_OF_A_SUBCLASS,
     "A2 tiled queries": Pair(net(TILED_QUERIES), sharded("q", "k", "v", "o")),
     "A3 an embedding's weight": Pair(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.marks import long
-from tests.soundness.cases import cases
+from tests.soundness.cases import WHOLE_MODELS, cases
 from tests.soundness.fuzz import GENERATORS
 from tests.soundness.ordinary import ORDINARY
 from tests.soundness.pairs import DEFECTS, REFUSED, RIGHT, WARNED, Judge
@@ -31,7 +31,8 @@ def ranks():
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_wrong_is_refused_or_right(ranks, name):
-    verdict = Judge(ranks, worlds=(2, 4))(CASES[name])
+    worlds = (2, 3, 4) if name in WHOLE_MODELS else (2, 4)
+    verdict = Judge(ranks, worlds)(CASES[name])
     assert verdict.kind in (RIGHT, REFUSED, WARNED), f"{verdict.kind}\n{verdict.text}"
 
 
