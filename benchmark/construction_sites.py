@@ -58,7 +58,7 @@ def build(model_type: str, name: str, layers: int | None) -> tuple[Any, Any]:
     import torch
     import transformers
 
-    from slapo_rewrite.model import construction
+    from slapo_rewrite.model import construction_calls
 
     cls = getattr(transformers, name)
     config = (cls.config_class or transformers.CONFIG_MAPPING[model_type])()
@@ -67,17 +67,17 @@ def build(model_type: str, name: str, layers: int | None) -> tuple[Any, Any]:
             if layers is not None and isinstance(getattr(part, key, None), int):
                 setattr(part, key, layers)
     stacks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-    with torch.device("meta"), construction.recorded(stacks):
+    with torch.device("meta"), construction_calls.recorded(stacks):
         return cls(config), stacks
 
 
 def measure(model_type: str, name: str, layers: int | None) -> dict[str, Any]:
     """How many modules a model has, of how many the site is found, and why not of the others."""
     from slapo_rewrite import errors
-    from slapo_rewrite.model import construction
+    from slapo_rewrite.code.file import SourceFile
+    from slapo_rewrite.model import construction_calls
     from slapo_rewrite.model.join import Sources, find_site
     from slapo_rewrite.model.tree import Tree
-    from slapo_rewrite.source.index import SourceFile
 
     started = time.perf_counter()
     try:
@@ -102,7 +102,7 @@ def measure(model_type: str, name: str, layers: int | None) -> dict[str, Any]:
             stack = stacks.get(node.live)
             if stack is None:
                 seen["unseen"] += 1
-            elif construction.depth(site.file, site.value, stack) is not None:
+            elif construction_calls.depth(site.file, site.value, stack) is not None:
                 seen["agree"] += 1
             else:
                 seen["disagree"] += 1
@@ -112,7 +112,7 @@ def measure(model_type: str, name: str, layers: int | None) -> dict[str, Any]:
             missed.append((node.path, reason, str(error.at)))
     joined = time.perf_counter()
     told = Sources(file)
-    with construction.known(stacks):
+    with construction_calls.known(stacks):
         found_with = sum(is_found(told, n) for n in tree.nodes.values() if n.parent is not None)
     return {
         "modules": len(tree.nodes) - 1,

@@ -23,7 +23,7 @@ from slapo_rewrite.model.costs import Cost
 from slapo_rewrite.simulate.balance import stage_ends
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.pipeline import Stage, Step, simulate
-from slapo_rewrite.simulate.stages import (
+from slapo_rewrite.simulate.stage_costs import (
     Device,
     Split,
     forward_seconds,

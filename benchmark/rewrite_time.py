@@ -73,8 +73,8 @@ def measure_floor(model: str) -> dict[str, float]:
     import black
     import libcst
 
+    from slapo_rewrite.code.file import locate
     from slapo_rewrite.emit.rewrite import line_length
-    from slapo_rewrite.source.index import locate
 
     text = locate(source(model))[0].read_text(encoding="utf-8")
     start = time.process_time()

@@ -29,7 +29,7 @@ from benchmark.counted import ATTENTION, Call, count
 from benchmark.steps import STEPS, Step
 from slapo_rewrite.emit.rewrite import Output, rewrite
 from slapo_rewrite.schedule.load import ScheduleFile
-from slapo_rewrite.verify.imports import import_output
+from slapo_rewrite.verify.isolated_imports import import_output
 
 NAME = "traffic"
 BAR = 0.8  # of the way from SDPA to the floor

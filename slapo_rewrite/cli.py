@@ -191,9 +191,9 @@ def _check_combination(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     """Answers from hashes where nothing changed, without importing torch."""
+    from slapo_rewrite.code.file import locate as locate_source
     from slapo_rewrite.emit import record
     from slapo_rewrite.schedule.load import locate as locate_schedule
-    from slapo_rewrite.source.index import locate as locate_source
 
     out = options.output
     source, schedule = locate_source(options.source)[0], locate_schedule(options.schedule)
@@ -273,7 +273,7 @@ def _explain(arguments: list[str]) -> int:
         "place", metavar="FILE:LINE", nargs="?", help="one line; without it, every change"
     )
     options = parser.parse_args(arguments)
-    from slapo_rewrite.emit.explain import explain
+    from slapo_rewrite.emit.explanation import explain
 
     _tidy(options.out)
     print(explain(options.out, options.place))

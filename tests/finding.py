@@ -8,12 +8,12 @@ import sys
 import textwrap
 from pathlib import Path
 
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Tree, build_model
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection
-from slapo_rewrite.source.index import SourceFile
 
 HEAD = """\
 import math

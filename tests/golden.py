@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from slapo_rewrite.code.file import SourceFile, locate
 from slapo_rewrite.code.splice import apply_edits
 from slapo_rewrite.emit import record
-from slapo_rewrite.emit.copies import absolute_imports
 from slapo_rewrite.emit.rewrite import Output, rewrite
-from slapo_rewrite.source.index import SourceFile, locate
+from slapo_rewrite.emit.sibling_files import absolute_imports
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "generated"

@@ -14,10 +14,10 @@ import pytest
 import transformers
 
 from slapo_rewrite.cli import main
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import apply_edits
-from slapo_rewrite.emit.copies import absolute_imports
 from slapo_rewrite.emit.rewrite import Output, check_text, rewrite
-from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.emit.sibling_files import absolute_imports
 from tests.marks import long
 
 ROOT = Path(__file__).parents[1]

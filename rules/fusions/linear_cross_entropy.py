@@ -22,9 +22,9 @@ from slapo_rewrite.fusion import (
     labels_of,
     loss_of,
 )
+from slapo_rewrite.patterns.replacement import text_of
 from slapo_rewrite.patterns.search import CallSite
-from slapo_rewrite.patterns.standing import text_of
-from slapo_rewrite.patterns.values import Value, described
+from slapo_rewrite.patterns.value_graph import Value, described
 from slapo_rewrite.runtime.kernels.linear_cross_entropy import (
     causal_lm_linear_cross_entropy,
     linear_cross_entropy,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from slapo_rewrite.fusion import BY_OPERATIONS, Example, Numerics, Packing, Refusal
 from slapo_rewrite.patterns.search import Match
-from slapo_rewrite.patterns.values import Graph, Value
+from slapo_rewrite.patterns.value_graph import Graph, Value
 
 MODEL = """\
 from torch import nn

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from slapo_rewrite.fusion import BY_OPERATIONS, Example, Numerics, Packing, Refusal
 from slapo_rewrite.patterns.search import Match
-from slapo_rewrite.patterns.values import Graph
+from slapo_rewrite.patterns.value_graph import Graph
 
 _ROLE = re.compile(r"(query|key|value|q|k|v)(_proj|_lin|_layer)?")
 

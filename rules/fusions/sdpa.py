@@ -25,7 +25,7 @@ from slapo_rewrite.fusion import (
     Rule,
     Twice,
 )
-from slapo_rewrite.patterns.values import Value, reached
+from slapo_rewrite.patterns.value_graph import Value, reached
 
 
 def scaled(q: Tensor, k: Tensor, scale: Any) -> Tensor:

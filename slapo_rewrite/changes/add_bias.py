@@ -10,6 +10,7 @@ import libcst as cst
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import WrapForward
+from slapo_rewrite.changes.border_syncs import calls
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective
@@ -17,7 +18,6 @@ from slapo_rewrite.changes.imports import Function, Imports
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtCalls
 from slapo_rewrite.changes.state import Decompose
-from slapo_rewrite.changes.sync import calls
 from slapo_rewrite.code.build import call, expression
 from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.directive import merged_causes

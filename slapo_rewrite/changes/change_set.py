@@ -11,13 +11,13 @@ from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import IndexSets
 from slapo_rewrite.changes.construction import UseParallelLayer, UseSubclass
 from slapo_rewrite.changes.places import AtSite, Place
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Directive, merged_causes
-from slapo_rewrite.model import construction
+from slapo_rewrite.model import construction_calls
+from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import Sources, find_site, resolve
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.source.index import SourceFile
-from slapo_rewrite.source.sites import Site
 
 
 @dataclass
@@ -145,7 +145,7 @@ class ChangeSet:
                 continue
             live = resolve(self.sources, named, site, node)
             if live is None and isinstance(named, ast.Name):
-                live = construction.value_of(named.id, site.file, site.value, node.live)
+                live = construction_calls.value_of(named.id, site.file, site.value, node.live)
             name = self.file.qualified(named) or ""
             # Where the source was changed, the class is another one of its name.
             same = live is None or (isinstance(live, type) and live.__name__ == node.cls.__name__)

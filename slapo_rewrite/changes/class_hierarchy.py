@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator, Mapping
 
 from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.names import module_paths
-from slapo_rewrite.source.index import SourceFile
-from slapo_rewrite.source.sites import Site
+from slapo_rewrite.model.construction_sites import Site
 
 # A call or subscript, with the method that it stands in.
 Found = tuple[ast.FunctionDef, ast.Call | ast.Subscript]

@@ -16,7 +16,7 @@ from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.edit import Edit
 from slapo_rewrite.code.lines import Causes, Line, Lines
 from slapo_rewrite.code.splice import Edit as TextEdit
-from slapo_rewrite.source.sites import Site
+from slapo_rewrite.model.construction_sites import Site
 
 
 class IndexSets:

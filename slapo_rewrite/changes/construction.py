@@ -28,9 +28,9 @@ from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.text import condition
 from slapo_rewrite.directive import merged_causes
+from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.layers import Layer, Unit
 from slapo_rewrite.runtime.weights import Weight
-from slapo_rewrite.source.sites import Site
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import types
 from dataclasses import dataclass, replace
 
 from slapo_rewrite import errors, runtime
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.layers import Layer
-from slapo_rewrite.source.index import SourceFile
 
 CHECKPOINT = "torch.utils.checkpoint"
 

@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Iterator
 
 from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.syntax import position
 from slapo_rewrite.code.text import simple_statements
-from slapo_rewrite.source.index import SourceFile
-from slapo_rewrite.source.syntax import position
 
 # What may be called a second time: nothing changes by it.
 _PURE = {"getattr", "hasattr", "int", "float", "len", "max", "min", "round", "abs", "sum", "bool"}

@@ -18,10 +18,10 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.change_set import ChangeSet
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.model.join import Sources, find_site
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding import Place
-from slapo_rewrite.source.index import SourceFile
 
 # The names of helper modules, which lie in the output folder as well.
 _RESERVED = {p.stem for p in (Path(__file__).parents[1] / "runtime").glob("*")}

@@ -19,13 +19,13 @@ from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.late import Late, names_read
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.state import Shard
+from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import Sources, size_at
 from slapo_rewrite.model.layers import Written
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.tensor_parallel import Blocks
 from slapo_rewrite.sharding import Place
-from slapo_rewrite.sharding.packing import reduced
-from slapo_rewrite.source.sites import Site
+from slapo_rewrite.sharding.packed_parts import reduced
 
 # A sum of products of names: how often each is in it.
 _Sum = Counter[tuple[str, ...]]

@@ -14,12 +14,12 @@ from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.places import AtNode, AtParameter, BehindSite
 from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.code.subgraphs import Calls, called_names, find_calls
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding import Place as FollowedPlace
 from slapo_rewrite.sharding import ShardingResult
-from slapo_rewrite.source.calls import Calls, called_names, find_calls
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.save_policy import Kept
 from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.subgraphs import change_of_given
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.source.calls import change_of_given
 
 # Methods that a run of the model does not call.
 CONSTRUCTING = ("__init__", "reset_parameters", "_init_weights", "init_weights")

@@ -22,13 +22,13 @@ from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.layout import at_column, formatted
 from slapo_rewrite.code.lines import Causes, past_comment, written
+from slapo_rewrite.code.liveness import local_names, part_of
 from slapo_rewrite.code.splice import apply_edits, moved
+from slapo_rewrite.code.subgraphs import Calls, called_names, obstacle
 from slapo_rewrite.code.text import within
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.source.calls import Calls, called_names, obstacle
-from slapo_rewrite.source.liveness import local_names, part_of
 
 MAX_NAME = 40
 

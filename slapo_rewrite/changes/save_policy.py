@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slapo_rewrite.changes.imports import Function, Imports
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.model.operations import operations
+from slapo_rewrite.model.operation_names import operations
 
 # What recomputation keeps: results of these operations, or what a policy says.
 Kept = tuple[str, ...] | Function | None

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import Recompute
+from slapo_rewrite.changes.border_syncs import SyncInput, SyncOutput
 from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.collective import through
 from slapo_rewrite.changes.imports import CHECKPOINT, Imports
 from slapo_rewrite.changes.save_policy import buffers_context, context
-from slapo_rewrite.changes.sync import SyncInput, SyncOutput
 from slapo_rewrite.code.arguments import Signature, all_arguments, parameters, passed_on
 from slapo_rewrite.code.build import code
 from slapo_rewrite.code.dataflow import bound_in, read_in

@@ -20,7 +20,7 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from slapo_rewrite.code.build import bare, code, fitting, parsed
-from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.code.file import SourceFile
 
 Span = tuple[int, int]
 # White space and comments at the beginning and at the end of what stands in parentheses.

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.edit import Edit, Written, edited
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.directive import Directive, merged_causes
-from slapo_rewrite.source.index import SourceFile
 
 Causes = tuple[Directive, ...]
 

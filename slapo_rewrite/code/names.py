@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from slapo_rewrite.code.arguments import first_parameter
-from slapo_rewrite.source.syntax import assignments
+from slapo_rewrite.code.syntax import assignments
 
 
 def module_paths(expr: ast.expr, method: ast.FunctionDef) -> tuple[str, ...]:

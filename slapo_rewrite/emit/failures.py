@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.file import lines_of
 from slapo_rewrite.code.splice import Change
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit.helpers import MODULES
 from slapo_rewrite.model.emitted import FailedOutput
-from slapo_rewrite.source.index import lines_of
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 import black
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.emit import kernels
-from slapo_rewrite.emit.pick import Library, Picked, bound_names, import_groups
+from slapo_rewrite.emit.used_definitions import Library, Picked, bound_names, import_groups
 from slapo_rewrite.schedule.load import ScheduleFile
-from slapo_rewrite.source.index import SourceFile
 
 # Where the schedule's own classes and functions go.
 MODULES = "modules"

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slapo_rewrite import errors
+from slapo_rewrite.bundle import rules_folder
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
-from slapo_rewrite.source.bundle import rules_folder
-from slapo_rewrite.source.index import SourceFile
 
 if TYPE_CHECKING:
     from slapo_rewrite.emit.rewrite import Project

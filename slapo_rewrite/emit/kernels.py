@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from slapo_rewrite.emit.pick import LINE_LENGTH, Library, Picked, import_groups
+from slapo_rewrite.emit.used_definitions import LINE_LENGTH, Library, Picked, import_groups
 
 FOLDER = Path(__file__).resolve().parents[1] / "runtime" / "kernels"
 

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import __version__, errors
+from slapo_rewrite.bundle import rules_folder
 from slapo_rewrite.code.splice import Change
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit import inputs
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
-from slapo_rewrite.source.bundle import rules_folder
 
 if TYPE_CHECKING:
+    from slapo_rewrite.code.file import SourceFile
     from slapo_rewrite.emit.rewrite import Project
-    from slapo_rewrite.source.index import SourceFile
 
 NAME = "rewrite.json"
 

@@ -22,19 +22,20 @@ from typing import Any
 from slapo_rewrite import __version__, errors, primitives
 from slapo_rewrite.changes.imports import Reference
 from slapo_rewrite.changes.output_files import OutputFiles
+from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.code.file import SourceFile, lines_of, locate
 from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.code.splice import Change, Edit, apply_edits
 from slapo_rewrite.directive import Directive, merged_causes
-from slapo_rewrite.edit.lower import lower
-from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.emit import record
-from slapo_rewrite.emit.copies import Copies
 from slapo_rewrite.emit.failures import Causes
 from slapo_rewrite.emit.helpers import helper_files, inlined_helpers, optional_helpers
 from slapo_rewrite.emit.inputs import is_own, own_modules
-from slapo_rewrite.emit.parts import check_parts
-from slapo_rewrite.emit.stages import stage_files
+from slapo_rewrite.emit.pipeline_file import stage_files
+from slapo_rewrite.emit.shard_check import check_parts
+from slapo_rewrite.emit.sibling_files import Copies
+from slapo_rewrite.lowering.lower import lower
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted, imported
 from slapo_rewrite.model.join import Sources
@@ -44,7 +45,6 @@ from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection
-from slapo_rewrite.source.index import SourceFile, lines_of, locate
 from slapo_rewrite.stages.program import Cut
 
 

@@ -1,10 +1,10 @@
 """Computations that take the place of others: rules, and how what they say becomes source."""
 
-from slapo_rewrite.edit.examples import Example, Refusal
+from slapo_rewrite.examples import Example, Refusal
 from slapo_rewrite.fusion.engine import Calling, Renamed, Spread
-from slapo_rewrite.fusion.forks import Fork, fork_of
-from slapo_rewrite.fusion.heads import SHIFTS, Declined, head_of, labels_of, loss_of
-from slapo_rewrite.fusion.packing import Packing
+from slapo_rewrite.fusion.horizontal_fusion import Packing
+from slapo_rewrite.fusion.lm_head import SHIFTS, Declined, head_of, labels_of, loss_of
+from slapo_rewrite.fusion.logits_free_loss import Fork, fork_of
 from slapo_rewrite.fusion.rule import (
     BY_KERNEL,
     BY_OPERATIONS,

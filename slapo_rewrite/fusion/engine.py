@@ -13,27 +13,27 @@ from slapo_rewrite.changes.change_set import ChangeSet
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
+from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.code.facts import dotted
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.lines import Lines, written
 from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.edit.settle import settle
-from slapo_rewrite.fusion.places import Writing, replacements
-from slapo_rewrite.fusion.sharing import Sharing
-from slapo_rewrite.fusion.spelling import Speller
-from slapo_rewrite.model.facts import method_of
+from slapo_rewrite.fusion.method_users import Sharing
+from slapo_rewrite.fusion.replacements import Writing, replacements
+from slapo_rewrite.fusion.spelled_names import Speller
+from slapo_rewrite.lowering.specialize import settle
 from slapo_rewrite.model.join import is_looked_up
+from slapo_rewrite.model.node_facts import method_of
 from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.patterns.operations import by_module
+from slapo_rewrite.patterns.canonical_ops import by_module
+from slapo_rewrite.patterns.replacement import Replaced
 from slapo_rewrite.patterns.search import Match
-from slapo_rewrite.patterns.standing import Replaced
-from slapo_rewrite.patterns.values import Value
-from slapo_rewrite.source.facts import dotted
-from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.patterns.value_graph import Value
 
 
 class Expression(Protocol):

@@ -8,8 +8,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from slapo_rewrite.bundle import rules_folder
 from slapo_rewrite.fusion.rule import Rule
-from slapo_rewrite.source.bundle import rules_folder
 
 PACKAGE = "slapo_rewrite.rules.fusions"
 

@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from slapo_rewrite.edit.examples import Example, Refusal
+from slapo_rewrite.code.facts import dotted
+from slapo_rewrite.examples import Example, Refusal
 from slapo_rewrite.fusion.engine import Calling, Renamed, Spread
-from slapo_rewrite.model.facts import method_of
 from slapo_rewrite.model.layers import MULTIPLIED, qualified
+from slapo_rewrite.model.node_facts import method_of
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import beyond_forward
 from slapo_rewrite.patterns.search import Match
-from slapo_rewrite.patterns.values import Graph, Value
-from slapo_rewrite.source.facts import dotted
+from slapo_rewrite.patterns.value_graph import Graph, Value
 
 
 class Numerics(enum.Enum):

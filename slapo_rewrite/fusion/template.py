@@ -12,9 +12,9 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import Signature
 from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.evaluate import Constant
+from slapo_rewrite.code.facts import Resolver, live_names
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.patterns.pattern import located, names_around
-from slapo_rewrite.source.facts import Resolver, live_names
-from slapo_rewrite.source.index import SourceFile
 
 # Gives the text for a dotted name, `torch.nn.functional.gelu`.
 Speller = Callable[[str], str]

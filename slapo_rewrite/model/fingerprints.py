@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from slapo_rewrite.code.evaluate import is_plain
+from slapo_rewrite.code.facts import dotted
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import HOOKS
-from slapo_rewrite.source.facts import dotted
 
 
 class Fingerprints:

@@ -16,13 +16,13 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import argument_of
 from slapo_rewrite.code.dataflow import names_in
-from slapo_rewrite.model import construction, evaluate
-from slapo_rewrite.model.evaluate import Evaluator, Scene, Unknown
+from slapo_rewrite.code.syntax import assignments
+from slapo_rewrite.model import constructed_values, construction_calls
+from slapo_rewrite.model.constructed_values import Evaluator, Scene, Unknown
+from slapo_rewrite.model.construction_sites import Site
+from slapo_rewrite.model.constructor_values import Frame
 from slapo_rewrite.model.sources import Level, Sources
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.source.sites import Site
-from slapo_rewrite.source.syntax import assignments
-from slapo_rewrite.source.values import Frame
 
 __all__ = [
     "Sources",
@@ -98,7 +98,7 @@ def looked_up(sources: Sources, node: Node, root: str | None) -> bool:
         root is not None
         and root.partition(".")[0] not in {"torch", *sys.stdlib_module_names}
         and names_in(site.value).isdisjoint(c.__name__ for c in node.cls.__mro__)
-        and bool(construction.stack_of(node.live))
+        and bool(construction_calls.stack_of(node.live))
     )
 
 
@@ -311,7 +311,7 @@ class _Search:
         owner = node.owner
         near = self.sources.maker(owner.cls).near(node.relative) if owner else []
         named = found.site if found is not None else near[-1] if near else None
-        places = [construction.place(construction.stack_of(node.live))]
+        places = [construction_calls.place(construction_calls.stack_of(node.live))]
         places.append(named.file.at(named.value, "named here") if named else None)
         if places == [None, None] and owner is not None:
             places += [f.at(f.classes[name]) for f, name in self.sources.classes(owner.cls)[:1]]
@@ -363,7 +363,7 @@ class _Search:
         try:
             return evaluator.evaluate(expr)
         except Unknown:
-            names = construction.scope_at(site.file, site.value, node.live)
+            names = construction_calls.scope_at(site.file, site.value, node.live)
             if names is None or not self._remembers:
                 raise
             return evaluator.evaluate(expr, names)
@@ -378,7 +378,7 @@ class _Search:
             frame=frame or site.frame,
             argument=partial(self._argument_value, holder, level),
             stored=maker.stored(level) if level else {},
-            elements=evaluate.iterations(
+            elements=constructed_values.iterations(
                 site.loops, [int(n) for n in candidate.numbers if n.isdecimal()]
             ),
             hidden=frozenset({site.path.partition(".")[0]}),
@@ -470,16 +470,16 @@ def _assigned(site: Site, name: str) -> Site:
 
 def _passed(candidates: list[_Candidate], node: Node) -> _Candidate | None:
     """The candidate that Python passed through when it made the module, if that was noted."""
-    stack = construction.stack_of(node.live)
-    depths = [(construction.depth(c.site.file, c.site.value, stack), c) for c in candidates]
+    stack = construction_calls.stack_of(node.live)
+    depths = [(construction_calls.depth(c.site.file, c.site.value, stack), c) for c in candidates]
     found = [(depth, c) for depth, c in depths if depth is not None]
     return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def _missed(candidate: _Candidate, node: Node) -> bool:
     """Whether Python is known not to have passed through a candidate."""
-    site, stack = candidate.site, construction.stack_of(node.live)
-    return site.kind not in _REFERENCES and construction.passes_through(site.file, stack)
+    site, stack = candidate.site, construction_calls.stack_of(node.live)
+    return site.kind not in _REFERENCES and construction_calls.passes_through(site.file, stack)
 
 
 def _numbered(candidate: _Candidate) -> bool:

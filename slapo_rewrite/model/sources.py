@@ -15,11 +15,11 @@ from typing import Any
 from torch import nn
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.model.construction_sites import Site, find_later_sites, find_sites
+from slapo_rewrite.model.constructor_values import Frame
 from slapo_rewrite.model.fingerprints import Fingerprints
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.source.index import SourceFile
-from slapo_rewrite.source.sites import Site, find_later_sites, find_sites
-from slapo_rewrite.source.values import Frame
 
 # How a class puts something into a module that another class made, and not into a list of its own.
 _DEEP_KINDS = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_rewrite.model import construction
+from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.join import Sources, find_site
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.weights import Original, Weight
@@ -44,8 +44,8 @@ def built_in_place(
         UnfollowableConstruction: The original's construction site cannot be found.
     """
     site = find_site(sources, node)
-    number = construction.depth(site.file, site.value, construction.stack_of(node.live))
-    scope = None if number is None else construction.scope_of(node.live, number)
+    number = construction_calls.depth(site.file, site.value, construction_calls.stack_of(node.live))
+    scope = None if number is None else construction_calls.scope_of(node.live, number)
     if scope is None:
         raise CannotBuild("what its constructor gets is not known")
     if arguments is not None:
@@ -68,7 +68,7 @@ def built_in_place(
 
     code = compile(expression, "<replace>", "eval")
     try:
-        with torch.device("meta"), torch.no_grad(), construction.recorded():
+        with torch.device("meta"), torch.no_grad(), construction_calls.recorded():
             module = eval(code, {**scope, _NEW: bound})
     except CannotBuild:
         raise

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from slapo_rewrite import errors
-from slapo_rewrite.model import construction
+from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.meta_device import WithoutFills
 
 # How many of the calls that led to a module tell where it was made.
@@ -35,8 +35,8 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
         ModelError: It raises, or returns something that is not a module.
     """
     try:
-        construction.forget()
-        with torch.device("meta"), WithoutFills(), torch.no_grad(), construction.recorded():
+        construction_calls.forget()
+        with torch.device("meta"), WithoutFills(), torch.no_grad(), construction_calls.recorded():
             model = make(module)
     except errors.RewriteError:
         raise
@@ -166,7 +166,7 @@ class Tree:
         for path, live in modules.items():
             self._tie_again(path, live)
             node = self.nodes[path]
-            construction.stand_in(live, node.live)
+            construction_calls.stand_in(live, node.live)
             assert node.parent is not None
             node.parent.live._modules[node.name] = live
             node.live, node.cls, node.children = live, type(live), {}
@@ -218,7 +218,7 @@ class Tree:
         own = node.live._parameters
         shapes = tuple([(n, p.shape) for n, p in own.items() if p is not None]) if own else ()
         below = tuple([(n, c.kind) for n, c in node.children.items()])
-        key = (node.cls, shapes, construction.stack_of(node.live)[:CALLS], below)
+        key = (node.cls, shapes, construction_calls.stack_of(node.live)[:CALLS], below)
         return self._kinds.setdefault(key, len(self._kinds))
 
 
@@ -230,7 +230,7 @@ def _check_sizes(node: Node) -> None:
     """
     tensors = {**node.live._parameters, **node.live._buffers}
     if any(tensor is not None and is_lazy(tensor) for tensor in tensors.values()):
-        place = construction.place(construction.stack_of(node.live))
+        place = construction_calls.place(construction_calls.stack_of(node.live))
         raise errors.ModelError(
             f"`{node.path}` is a {node.cls.__name__}, which has no sizes before it is called",
             at=place,

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from slapo_rewrite.patterns.branches import way_hint
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.patterns.code_sinking import way_hint
 from slapo_rewrite.patterns.pattern import Pattern
-from slapo_rewrite.patterns.values import Graph, Value, described, equal, region
-from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.patterns.value_graph import Graph, Value, described, equal, region
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import all_arguments
-from slapo_rewrite.patterns.flow import graph_of
-from slapo_rewrite.patterns.values import Graph, Value, described, reached, walk
-from slapo_rewrite.source.facts import Facts, NoFacts, live_names
-from slapo_rewrite.source.index import SourceFile, read_once
+from slapo_rewrite.code.facts import Facts, NoFacts, live_names
+from slapo_rewrite.code.file import SourceFile, read_once
+from slapo_rewrite.patterns.graph_of_function import graph_of
+from slapo_rewrite.patterns.value_graph import Graph, Value, described, reached, walk
 
 _REFUSED = {
     ast.Lambda: "a lambda",

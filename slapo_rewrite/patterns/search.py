@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import overload
 
 from slapo_rewrite import errors
-from slapo_rewrite.patterns.branches import Drawn
-from slapo_rewrite.patterns.flow import chain_graph, graph_of
+from slapo_rewrite.code.facts import Facts, NoFacts, Property, Submodule
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.patterns.code_sinking import Drawn
+from slapo_rewrite.patterns.graph_of_function import chain_graph, graph_of
+from slapo_rewrite.patterns.legality import Judge
 from slapo_rewrite.patterns.matching import Matcher, Pairing, Spot, Stop, outermost
 from slapo_rewrite.patterns.pattern import Pattern
-from slapo_rewrite.patterns.places import Judge
-from slapo_rewrite.patterns.standing import Replaced, places, text_of
-from slapo_rewrite.patterns.values import Graph, Value
-from slapo_rewrite.source.facts import Facts, NoFacts, Property, Submodule
-from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.patterns.replacement import Replaced, places, text_of
+from slapo_rewrite.patterns.value_graph import Graph, Value
 
 SEQUENTIAL = "torch.nn.Sequential"
 

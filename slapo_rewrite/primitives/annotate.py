@@ -8,7 +8,7 @@ import keyword
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.annotate import Annotate as Change
+from slapo_rewrite.changes.parameter_attributes import Annotate as Change
 from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (

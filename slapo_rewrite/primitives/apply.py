@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.code.text import with_wildcards
-from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.fusion.branches import given_for
 from slapo_rewrite.fusion.engine import Engine
-from slapo_rewrite.fusion.looking import below, look, nearest_miss
-from slapo_rewrite.fusion.packed import packed
-from slapo_rewrite.fusion.packing import Packing, beside
+from slapo_rewrite.fusion.fused_module import packed
+from slapo_rewrite.fusion.horizontal_fusion import Packing, beside
+from slapo_rewrite.fusion.known_branches import given_for
+from slapo_rewrite.fusion.match_rules import below, look, nearest_miss
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.fusion.rule import Rule
 from slapo_rewrite.model.tree import Node

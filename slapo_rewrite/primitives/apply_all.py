@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 
+from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleState
-from slapo_rewrite.edit.rewritten import Rewrite
-from slapo_rewrite.fusion.branches import given_for
 from slapo_rewrite.fusion.engine import Claim, Engine, Left
-from slapo_rewrite.fusion.looking import Looked, below, look
+from slapo_rewrite.fusion.known_branches import given_for
+from slapo_rewrite.fusion.match_rules import Looked, below, look
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.apply import GATED, MODEL

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.placement import Subgraph
+from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import Decompose, ModuleState
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.edit.examples import Example as Example
-from slapo_rewrite.edit.examples import Refusal as Refusal
-from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.errors import Span
+from slapo_rewrite.examples import Example as Example
+from slapo_rewrite.examples import Refusal as Refusal
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
 

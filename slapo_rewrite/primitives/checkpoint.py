@@ -11,7 +11,7 @@ from slapo_rewrite.changes.around_forward import Recompute
 from slapo_rewrite.changes.regions import RecomputeRegion
 from slapo_rewrite.changes.save_policy import Kept
 from slapo_rewrite.changes.state import ModuleState
-from slapo_rewrite.model.operations import UnknownOperation, operations
+from slapo_rewrite.model.operation_names import UnknownOperation, operations
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,

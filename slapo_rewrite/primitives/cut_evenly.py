@@ -13,7 +13,7 @@ from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Example, Refusal, signature_of
 from slapo_rewrite.primitives.cut_pipeline_stage import MODEL, STACK, CutPipelineStage
 from slapo_rewrite.simulate.balance import stage_ends
-from slapo_rewrite.simulate.stages import Device, step_seconds
+from slapo_rewrite.simulate.stage_costs import Device, step_seconds
 
 MEASURES = ("cost", "layers", "parameters")
 

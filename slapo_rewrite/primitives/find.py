@@ -9,8 +9,8 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import ModuleState
-from slapo_rewrite.fusion import branches
-from slapo_rewrite.fusion.looking import pattern_for, scopes_for
+from slapo_rewrite.fusion import known_branches
+from slapo_rewrite.fusion.match_rules import pattern_for, scopes_for
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import (
@@ -262,7 +262,7 @@ def found(call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> M
     """The matches of a call's pattern in all selected modules."""
     sources, at, wanted = call.sources, call.directive.at, call.arguments["pattern"]
     where = call.arguments.get("where")
-    given = branches.given_for(call.arguments.get("concrete_args"), nodes, at)
+    given = known_branches.given_for(call.arguments.get("concrete_args"), nodes, at)
     for node in nodes:
         _check_original(node, states, at)
     if (wanted is None) is (where is None):
@@ -280,7 +280,7 @@ def found(call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> M
         return _by_path(wanted, nodes, sources, at)
     pattern = pattern_for(wanted, sources, at)
     by_path = {node.path: node for node in nodes}
-    return branches.find(pattern, scopes_for(nodes, sources), by_path, sources, given)
+    return known_branches.find(pattern, scopes_for(nodes, sources), by_path, sources, given)
 
 
 def _by_path(regex: str, nodes: list[Node], sources: Sources, at: errors.Span | None) -> Matches:

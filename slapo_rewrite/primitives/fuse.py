@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleState
-from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.fusion.engine import Calling, Claim, Engine
-from slapo_rewrite.fusion.looking import look, scopes_for
-from slapo_rewrite.fusion.moved import moved
+from slapo_rewrite.fusion.extract_function import moved
+from slapo_rewrite.fusion.match_rules import look, scopes_for
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match

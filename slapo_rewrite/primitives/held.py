@@ -9,11 +9,11 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import Function
+from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleState
-from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.fusion.engine import Engine
-from slapo_rewrite.fusion.packed import Packed, packed
-from slapo_rewrite.fusion.spelling import SCHEDULE
+from slapo_rewrite.fusion.fused_module import Packed, packed
+from slapo_rewrite.fusion.spelled_names import SCHEDULE
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match, Matches
 from slapo_rewrite.primitives.base import Call

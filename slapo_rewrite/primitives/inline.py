@@ -8,16 +8,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import Inlined, ModuleState
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.inlining import inline_edits
 from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.code.splice import Edit
-from slapo_rewrite.edit.inline import inline_edits
-from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import check_uncalled
 from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
 from slapo_rewrite.primitives.shard import MODEL as PLAIN
-from slapo_rewrite.source.index import SourceFile
 
 BLOCK = """\
 import torch

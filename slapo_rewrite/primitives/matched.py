@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleState
 from slapo_rewrite.code.text import with_wildcards
-from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.fusion.engine import Calling, Claim, Engine, Left
-from slapo_rewrite.fusion.looking import Looked, spots
+from slapo_rewrite.fusion.match_rules import Looked, spots
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match, Miss
 from slapo_rewrite.primitives.base import Call, function_of

@@ -6,7 +6,7 @@ import inspect
 import textwrap
 
 from slapo_rewrite import errors, primitives
-from slapo_rewrite.edit.examples import Example
+from slapo_rewrite.examples import Example
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.fusion.rule import Rule
 

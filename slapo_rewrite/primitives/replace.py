@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import WrapForward
 from slapo_rewrite.changes.imports import Function
+from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleState, Replacement
-from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.model.substitute import (
     CannotBuild,
     Misfit,

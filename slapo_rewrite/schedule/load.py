@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.bundle import rules_folder
+from slapo_rewrite.code.file import lines_of
 from slapo_rewrite.errors import Span
-from slapo_rewrite.source.bundle import rules_folder
-from slapo_rewrite.source.index import lines_of
 
 # What the schedule file is called as a module.
 MODULE = "schedule_file"

@@ -8,9 +8,9 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import WrapForward
+from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import EMPTY, ModuleState
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.edit.rewritten import Rewrite
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree

@@ -12,8 +12,8 @@ place of a model that does not run without values, its small twin is followed.
 
 from slapo_rewrite.sharding.propagate import Records, propagate
 from slapo_rewrite.sharding.random_ops import out_of_step
-from slapo_rewrite.sharding.sizes import Attribute
 from slapo_rewrite.sharding.stand_in import CannotStandIn, StandIn
+from slapo_rewrite.sharding.tracked_sizes import Attribute
 from slapo_rewrite.sharding.types import (
     CALL,
     SPOKEN,

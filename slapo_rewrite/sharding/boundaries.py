@@ -18,7 +18,8 @@ from slapo_rewrite.model.layers import Split, scatters, split_of
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.tensor_parallel import ReduceScatter, sum_later, sum_now
-from slapo_rewrite.sharding.flow import (
+from slapo_rewrite.sharding.packed_parts import described, ratio_of, reduced
+from slapo_rewrite.sharding.placements import (
     PARTIAL,
     REPLICATE,
     SHARD,
@@ -26,10 +27,9 @@ from slapo_rewrite.sharding.flow import (
     State,
     gather_line,
 )
-from slapo_rewrite.sharding.packing import described, ratio_of, reduced
-from slapo_rewrite.sharding.run import Run
-from slapo_rewrite.sharding.sizes import Shape
+from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.trace import layer_call
+from slapo_rewrite.sharding.tracked_sizes import Shape
 from slapo_rewrite.sharding.types import SPOKEN, Indivisible, MissingCollective, ModuleBoundary
 from slapo_rewrite.sharding.units import note_even
 

@@ -22,11 +22,18 @@ from slapo_rewrite.model.layers import Layer, replicated
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding.boundaries import enter_border, enter_layer, leave_border, leave_layer
-from slapo_rewrite.sharding.flow import PARTIAL, REDUCE, REPLICATE, SHARD, PlacementError, State
-from slapo_rewrite.sharding.packing import ratio_of
-from slapo_rewrite.sharding.run import Run
-from slapo_rewrite.sharding.sizes import Attribute, Size
-from slapo_rewrite.sharding.spelled import forwards_watched, is_linear
+from slapo_rewrite.sharding.functional_layers import forwards_watched, is_linear
+from slapo_rewrite.sharding.packed_parts import ratio_of
+from slapo_rewrite.sharding.placements import (
+    PARTIAL,
+    REDUCE,
+    REPLICATE,
+    SHARD,
+    PlacementError,
+    State,
+)
+from slapo_rewrite.sharding.rank_state import Run
+from slapo_rewrite.sharding.tracked_sizes import Attribute, Size
 from slapo_rewrite.sharding.types import (
     Indivisible,
     MissingCollective,

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.sharding.flow import REPLICATE, SHARD, PlacementError
-from slapo_rewrite.sharding.places import calling_frame, place_of
-from slapo_rewrite.sharding.run import Run
+from slapo_rewrite.sharding.operation_places import calling_frame, place_of
+from slapo_rewrite.sharding.placements import REPLICATE, SHARD, PlacementError
+from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.types import ParallelLoss
 
 # Where the losses are that the rule `cross_entropy` puts into a model.

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from slapo_rewrite.sharding.places import place_of
-from slapo_rewrite.sharding.run import Run
+from slapo_rewrite.sharding.operation_places import place_of
+from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.types import Reading
 
 

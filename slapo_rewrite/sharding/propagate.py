@@ -17,19 +17,20 @@ from typing import Any
 
 import torch
 
+from slapo_rewrite.code.syntax import names_in_tests, names_read, sizes_in_tests
 from slapo_rewrite.model.meta_device import pretend_world
 from slapo_rewrite.model.results import result_pairs
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.sharding.arguments import INFERRED, SHARE
 from slapo_rewrite.sharding.decorated_forward import never_run, noting, wrapped_forwards
-from slapo_rewrite.sharding.flow import PARTIAL, SHARD, PlacementError, gather_line
 from slapo_rewrite.sharding.install import installed
 from slapo_rewrite.sharding.kv_replication import fewer_heads
 from slapo_rewrite.sharding.module_state import state_kept
+from slapo_rewrite.sharding.operation_places import place_in_traceback, raised_by
 from slapo_rewrite.sharding.parameter_reads import noted_readings
-from slapo_rewrite.sharding.places import place_in_traceback, raised_by
+from slapo_rewrite.sharding.placements import PARTIAL, SHARD, PlacementError, gather_line
+from slapo_rewrite.sharding.rank_arguments import INFERRED, SHARE
 from slapo_rewrite.sharding.rank_run import RankRun
-from slapo_rewrite.sharding.run import Hypothesis, Run
+from slapo_rewrite.sharding.rank_state import Hypothesis, Run
 from slapo_rewrite.sharding.trace import Trace, device_of
 from slapo_rewrite.sharding.types import (
     CannotFollow,
@@ -41,7 +42,6 @@ from slapo_rewrite.sharding.types import (
     ShardingResult,
     Way,
 )
-from slapo_rewrite.source.syntax import names_in_tests, names_read, sizes_in_tests
 
 # The runs of a whole model, by the layers that it is watched for and by the way through it.
 Records = dict[tuple[frozenset[str], Way], Trace]

@@ -21,7 +21,7 @@ from slapo_rewrite.model.layers import scatters
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.kv_replication import width
-from slapo_rewrite.sharding.run import Run
+from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.types import Draw, ShardingRequest, ShardingResult, layer_key
 
 _DROPPING = {

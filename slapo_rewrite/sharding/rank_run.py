@@ -17,12 +17,12 @@ from slapo_rewrite.model.meta_device import QUESTIONS, answer_to, carry_out, wit
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.operations import name_of, treatment
 from slapo_rewrite.sharding import losses, random_ops, reshapes, split_ops, statistics
-from slapo_rewrite.sharding.flow import PARTIAL, REDUCE, REPLICATE, SHARD, State, gather_line
-from slapo_rewrite.sharding.packing import Blocks, described, moved_axis, reduced
-from slapo_rewrite.sharding.run import Run
-from slapo_rewrite.sharding.sizes import Size, numbers, shapes
-from slapo_rewrite.sharding.spelled import spelled_call
+from slapo_rewrite.sharding.functional_layers import spelled_call
+from slapo_rewrite.sharding.packed_parts import Blocks, described, moved_axis, reduced
+from slapo_rewrite.sharding.placements import PARTIAL, REDUCE, REPLICATE, SHARD, State, gather_line
+from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.trace import Entry
+from slapo_rewrite.sharding.tracked_sizes import Size, numbers, shapes
 from slapo_rewrite.sharding.types import (
     CALL,
     ArgumentChange,

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_rewrite.sharding.arguments import INFERRED, OWN, SHARE, change
-from slapo_rewrite.sharding.packing import Blocks, described
-from slapo_rewrite.sharding.run import Run
-from slapo_rewrite.sharding.sizes import Attribute, Shape, groups, numbers, product
+from slapo_rewrite.sharding.packed_parts import Blocks, described
+from slapo_rewrite.sharding.rank_arguments import INFERRED, OWN, SHARE, change
+from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.trace import Entry
+from slapo_rewrite.sharding.tracked_sizes import Attribute, Shape, groups, numbers, product
 from slapo_rewrite.sharding.types import CannotFollow, Indivisible
 from slapo_rewrite.sharding.units import note_even, note_unit, single_head
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.sharding.arguments import SHARE, change
-from slapo_rewrite.sharding.packing import Blocks, ends_of, ratio_of, reduced
-from slapo_rewrite.sharding.run import Run
-from slapo_rewrite.sharding.sizes import Shape, Size
+from slapo_rewrite.sharding.packed_parts import Blocks, ends_of, ratio_of, reduced
+from slapo_rewrite.sharding.rank_arguments import SHARE, change
+from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.trace import Entry, key_of
+from slapo_rewrite.sharding.tracked_sizes import Shape, Size
 from slapo_rewrite.sharding.types import CannotFollow
 
 # What gives an axis in pieces, one after the other.

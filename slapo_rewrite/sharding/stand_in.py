@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.sharding.packing import ratio_of
+from slapo_rewrite.sharding.packed_parts import ratio_of
 from slapo_rewrite.sharding.propagate import Records, propagate
 from slapo_rewrite.sharding.types import (
     CannotFollow,

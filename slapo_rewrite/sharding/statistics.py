@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.sharding.flow import SHARD, PlacementError, State
-from slapo_rewrite.sharding.places import calling_frame, place_of
-from slapo_rewrite.sharding.run import Run
-from slapo_rewrite.sharding.sizes import Shape
+from slapo_rewrite.sharding.operation_places import calling_frame, place_of
+from slapo_rewrite.sharding.placements import SHARD, PlacementError, State
+from slapo_rewrite.sharding.rank_state import Run
+from slapo_rewrite.sharding.tracked_sizes import Shape
 from slapo_rewrite.sharding.types import MissingCollective, Statistic
 
 # What takes the place of an operation, and the arguments by name that it knows.

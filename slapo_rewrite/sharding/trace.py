@@ -21,8 +21,8 @@ from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.sharding.sizes import Shape, numbers, shapes
-from slapo_rewrite.sharding.spelled import forwards_watched, is_linear, spelled_call
+from slapo_rewrite.sharding.functional_layers import forwards_watched, is_linear, spelled_call
+from slapo_rewrite.sharding.tracked_sizes import Shape, numbers, shapes
 
 # Functions that make tensors from sizes or numbers.
 

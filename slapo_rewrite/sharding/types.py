@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 
 from slapo_rewrite.model.layers import Layer, Unit
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding.sizes import Attribute
+from slapo_rewrite.sharding.tracked_sizes import Attribute
 
 # A layer by the class of the module that makes it, and by its path from there.
 LayerKey = tuple[type, str]

@@ -19,9 +19,9 @@ import torch
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.model.layers import Unit
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding.places import calling_frame, place_of, text_at
-from slapo_rewrite.sharding.run import Run
-from slapo_rewrite.sharding.sizes import Shape
+from slapo_rewrite.sharding.operation_places import calling_frame, place_of, text_at
+from slapo_rewrite.sharding.rank_state import Run
+from slapo_rewrite.sharding.tracked_sizes import Shape
 from slapo_rewrite.sharding.types import CannotFollow, LayerKey, layer_key
 
 EVEN = Unit("1", 1)

@@ -6,17 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.emitted import Emitted, imported
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.source.index import SourceFile
-from slapo_rewrite.stages.flatten import Flattening
+from slapo_rewrite.stages.dry_run import Trial
 from slapo_rewrite.stages.for_torch import TorchText
-from slapo_rewrite.stages.plan import Planner, Stages, trains
-from slapo_rewrite.stages.program import ARGUMENT, Cut, divided, with_calls_apart
-from slapo_rewrite.stages.trial import Trial
-from slapo_rewrite.stages.write import (
+from slapo_rewrite.stages.inline_forward import Flattening
+from slapo_rewrite.stages.pipeline_module import (
     Text,
     check_one_group,
     check_picked,
@@ -26,6 +24,8 @@ from slapo_rewrite.stages.write import (
     shared_names,
     ties_of,
 )
+from slapo_rewrite.stages.program import ARGUMENT, Cut, divided, with_calls_apart
+from slapo_rewrite.stages.stage_inputs import Planner, Stages, trains
 
 
 def pipeline(

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slapo_rewrite.code.evaluate import Worth
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.errors import Span
-from slapo_rewrite.source.index import SourceFile
-from slapo_rewrite.stages.values import Names
+from slapo_rewrite.stages.environment import Names
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from slapo_rewrite.stages.write import Text
+from slapo_rewrite.stages.pipeline_module import Text
 
 
 class TorchText(Text):

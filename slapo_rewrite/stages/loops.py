@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 
 from slapo_rewrite.code.names import is_name, self_path
-from slapo_rewrite.stages.text import rewritten
+from slapo_rewrite.stages.written_text import rewritten
 
 
 @dataclass(frozen=True)

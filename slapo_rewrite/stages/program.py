@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.liveness import breaks, local_names, part_of
 from slapo_rewrite.code.names import self_path
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
-from slapo_rewrite.source.liveness import breaks, local_names, part_of
 from slapo_rewrite.stages.flat import Flat, Line
 from slapo_rewrite.stages.loops import loop_over, sliced
-from slapo_rewrite.stages.text import rewritten
+from slapo_rewrite.stages.written_text import rewritten
 
 # A name, and the number of the piece that gave it this value; -1 for an argument of `forward`.
 Version = tuple[str, int]

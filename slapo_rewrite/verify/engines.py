@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .figures import Named, gradients_of
-from .layout import Layout, Training
+from .rank_layout import Layout, Training
 
 MICRO_BATCHES = 4  # of a step, all replicas together, as far as they share them out evenly
 RATE, MOMENTUM = 0.05, 0.9

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slapo_rewrite.verify.layout import World, named, ranks_of
+from slapo_rewrite.verify.rank_layout import World, named, ranks_of
 from slapo_rewrite.verify.report import Failure
 
 WORKER = Path(__file__).resolve().with_name("worker.py")

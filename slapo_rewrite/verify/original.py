@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .imports import ToolBlocker, import_original, import_output, load_file, load_schedule
+from .isolated_imports import ToolBlocker, import_original, import_output, load_file, load_schedule
 from .probes import dropouts, in_float64, nudge, tie_groups, vary_constants
 
 Stage = Callable[[str], None]

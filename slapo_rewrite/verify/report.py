@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slapo_rewrite.code.text import with_wildcards
-from slapo_rewrite.verify.layout import World, listed, named, ranks_of, recorded
+from slapo_rewrite.verify.rank_layout import World, listed, named, ranks_of, recorded
 
 WIDTH = 110
 OUTPUTS = ("outputs", "loss", "outputs in eval mode", "loss in eval mode")

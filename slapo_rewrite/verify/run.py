@@ -18,7 +18,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.verify.launch import Ranks
-from slapo_rewrite.verify.layout import Layout, Training, World
+from slapo_rewrite.verify.rank_layout import Layout, Training, World
 from slapo_rewrite.verify.report import Directive, Report, merge
 
 TWIN = Path(__file__).resolve().parents[1] / "model" / "small_model.py"

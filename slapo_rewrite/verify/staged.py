@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from .engines import ENGINES, Batch, micro_batches, optimizer_of
 from .figures import Named, gradients_of
-from .layout import Layout, Training
 from .original import Original
 from .probes import dropouts
+from .rank_layout import Layout, Training
 
 STEPS = 5
 SEED = 1  # not the original's

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slapo_rewrite.code import build, edit
-from slapo_rewrite.source.index import SourceFile
+from slapo_rewrite.code.file import SourceFile
 
 WRAPPED = [
     ("y = f(x)", "x", "y = f(new(x))"),

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.emit.rewrite import idle_imports
 from slapo_rewrite.primitives.shard import MLP, MODEL
-from slapo_rewrite.source.index import SourceFile
 from tests.rewriting import changed_lines, rewritten
 
 SCHEDULE = (

@@ -11,9 +11,9 @@ import pytest
 
 from slapo_rewrite.changes.output_files import _RESERVED
 from slapo_rewrite.cli import main
+from slapo_rewrite.code.file import free_name
 from slapo_rewrite.emit.helpers import KERNELS, MODULES, RUNTIME_ORDER
 from slapo_rewrite.primitives.shard import MLP, MODEL
-from slapo_rewrite.source.index import free_name
 
 SHARDED = """\
 def schedule(s):

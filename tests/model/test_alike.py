@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from slapo_rewrite.model.construction import recorded
+from slapo_rewrite.model.construction_calls import recorded
 from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.tree import Tree
 

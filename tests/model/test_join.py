@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from slapo_rewrite import errors
-from slapo_rewrite.model import construction
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.join import (
     Sources,
     find_parameter_site,
@@ -21,7 +22,6 @@ from slapo_rewrite.model.join import (
     resolve,
 )
 from slapo_rewrite.model.tree import Tree, build_model
-from slapo_rewrite.source.index import SourceFile
 
 HERE = Path(__file__).parent
 numbers = itertools.count()
@@ -32,7 +32,7 @@ class Joined:
 
     def __init__(self, module: ModuleType, make):
         self.stacks = WeakKeyDictionary()
-        with torch.device("meta"), construction.recorded(self.stacks):
+        with torch.device("meta"), construction_calls.recorded(self.stacks):
             self.tree = Tree(make(module))
         self.sources = Sources(SourceFile.read(Path(module.__file__), module.__name__))
 
@@ -46,7 +46,7 @@ class Joined:
     def check(self, path):
         """Whether the site is where Python made the module."""
         site, stack = self.site(path), self.stacks[self.tree.nodes[path].live]
-        return construction.depth(site.file, site.value, stack) is not None
+        return construction_calls.depth(site.file, site.value, stack) is not None
 
     def check_all(self):
         paths = [p for p in self.tree.nodes if p]
@@ -418,7 +418,10 @@ class M(nn.Module):
     for number in range(20):
         node = joined.tree.nodes[f"parts.{number}.a"]
         site = find_site(joined.sources, node)
-        assert construction.depth(site.file, site.value, construction.stack_of(node.live)) == 0
+        assert (
+            construction_calls.depth(site.file, site.value, construction_calls.stack_of(node.live))
+            == 0
+        )
         lines.add(site.value.lineno)
     assert len(lines) == 3
 

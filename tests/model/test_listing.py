@@ -5,10 +5,10 @@ from pathlib import Path
 
 import transformers
 
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.listing import render_tree
 from slapo_rewrite.model.tree import Tree, build_model
-from slapo_rewrite.source.index import SourceFile
 
 
 def listing(name: str, **settings: object) -> list[str]:

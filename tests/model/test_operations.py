@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.operations import name_of, rows
-from slapo_rewrite.sharding.flow import PARTIAL, REPLICATE, SHARD, Flow, PlacementError, State
+from slapo_rewrite.sharding.placements import PARTIAL, REPLICATE, SHARD, Flow, PlacementError, State
 from slapo_rewrite.sharding.rank_run import _RULES
 
 # Several calls of what has arguments that matter; everything else is called in the first way that

@@ -15,7 +15,7 @@ from slapo_rewrite import cli
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.schedule.load import locate
-from slapo_rewrite.verify.layout import Layout, Training
+from slapo_rewrite.verify.rank_layout import Layout, Training
 from slapo_rewrite.verify.report import Report
 from slapo_rewrite.verify.run import verify
 from tests.marks import all_but, long

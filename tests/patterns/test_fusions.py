@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from slapo_rewrite.code.file import SourceFile, locate
 from slapo_rewrite.schedule.selection import Selection
-from slapo_rewrite.source.index import SourceFile, locate
 from tests.finding import selected
 
 MODELS = {

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from slapo_rewrite.code.lines import Lines, written
 from slapo_rewrite.code.splice import apply_edits
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.fusion.places import Writing, replacements
+from slapo_rewrite.fusion.replacements import Writing, replacements
 from tests.finding import forward, selection
 
 INIT = "self.norm = nn.LayerNorm(4)\nself.fc = nn.Linear(4, 4)\nself.drop = nn.Dropout(0.1)"

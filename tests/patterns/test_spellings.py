@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slapo_rewrite.model.facts import NodeFacts
-from slapo_rewrite.patterns.operations import by_module
+from slapo_rewrite.model.node_facts import NodeFacts
+from slapo_rewrite.patterns.canonical_ops import by_module
 from slapo_rewrite.patterns.search import scopes_of
 from tests.finding import HEAD, forward, selection
 

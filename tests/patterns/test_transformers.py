@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from slapo_rewrite import call_module
+from slapo_rewrite.code.file import SourceFile, locate
 from slapo_rewrite.schedule.selection import Selection
-from slapo_rewrite.source.index import SourceFile, locate
 from tests.finding import selected
 
 LAYERS = 2

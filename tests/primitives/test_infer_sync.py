@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from slapo_rewrite.edit import lower
-from slapo_rewrite.emit.explain import explain
+from slapo_rewrite.emit.explanation import explain
 from slapo_rewrite.emit.rewrite import Output, rewrite
 from slapo_rewrite.emit.write import write
+from slapo_rewrite.lowering import lower
 from tests.rewriting import refused, rewritten
 from tests.zoo.test_flow import BACKWARD, FORWARD, SCHEDULE, SOURCE
 

@@ -14,7 +14,7 @@ import torch
 from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
-from slapo_rewrite.fusion.looking import look
+from slapo_rewrite.fusion.match_rules import look
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.verify.run import verify
 from tests import finding

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from slapo_rewrite.fusion.looking import look
+from slapo_rewrite.code.file import SourceFile, locate
+from slapo_rewrite.fusion.match_rules import look
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Tree, build_model
-from slapo_rewrite.source.index import SourceFile, locate
 from tests.marks import all_but
 from tests.rewriting import rewritten
 

@@ -8,10 +8,10 @@ import json
 import torch
 
 from slapo_rewrite.cli import main
-from slapo_rewrite.emit.explain import explain
+from slapo_rewrite.emit.explanation import explain
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
-from tests.edit.test_fused import PLAIN, schedule, source
+from tests.lowering.test_fused import PLAIN, schedule, source
 from tests.rewriting import imported, rewritten
 
 

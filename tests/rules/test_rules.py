@@ -13,9 +13,9 @@ import torch
 from slapo_rewrite import errors
 from slapo_rewrite.emit.kernels import libraries
 from slapo_rewrite.fusion import Numerics, Rule, Twice
-from slapo_rewrite.fusion.looking import compiled
+from slapo_rewrite.fusion.match_rules import compiled
 from slapo_rewrite.fusion.registry import rules
-from slapo_rewrite.patterns.named import named_operations
+from slapo_rewrite.patterns.pattern_ops import named_operations
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.verify.figures import tensors_in
 from tests.rewriting import changed_lines, imported, refused, rewritten, written

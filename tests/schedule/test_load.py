@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from slapo_rewrite import errors
-from slapo_rewrite.fusion.looking import below
+from slapo_rewrite.fusion.match_rules import below
 from slapo_rewrite.schedule.load import ScheduleFile, bundled, convert, locate
 
 

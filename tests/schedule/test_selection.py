@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection
-from slapo_rewrite.source.index import SourceFile
 
 
 class Layer(nn.Module):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slapo_rewrite.simulate.balance import stage_ends
-from slapo_rewrite.simulate.stages import Device, step_seconds
+from slapo_rewrite.simulate.stage_costs import Device, step_seconds
 from tests.simulate.shapes import SHAPES
 
 

@@ -5,7 +5,7 @@ import pytest
 from slapo_rewrite.model.costs import Cost
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.pipeline import Bytes, Tie, simulate
-from slapo_rewrite.simulate.stages import Device, Split, made_of
+from slapo_rewrite.simulate.stage_costs import Device, Split, made_of
 
 DEVICE = Device(flops=100, bandwidth=10)
 COSTS = [

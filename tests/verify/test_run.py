@@ -9,7 +9,7 @@ import pytest
 
 from slapo_rewrite import errors
 from slapo_rewrite.verify import launch
-from slapo_rewrite.verify.layout import Layout
+from slapo_rewrite.verify.rank_layout import Layout
 from slapo_rewrite.verify.run import chosen, verify
 
 from . import outputs

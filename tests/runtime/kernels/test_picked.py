@@ -12,7 +12,7 @@ import pytest
 
 from slapo_rewrite.emit import kernels
 from slapo_rewrite.emit.helpers import RUNTIME
-from slapo_rewrite.emit.pick import Library
+from slapo_rewrite.emit.used_definitions import Library
 from tests.runtime.kernels.picked import ORDER, PUBLIC, one_file
 
 FILES = sorted((RUNTIME / "kernels").glob("*.py"))

@@ -1,0 +1,12 @@
+"""Where the tool's own rules and schedules lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def rules_folder() -> Path:
+    """The folder `rules`: inside the package where that is installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / "rules"
+    return inside if inside.is_dir() else package.parent / "rules"

@@ -1,0 +1,417 @@
+"""Writes a submodule's `forward` into the methods that call it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.arguments import (
+    BoundArguments,
+    Signature,
+    first_parameter,
+    given_by,
+    parameters,
+)
+from slapo_rewrite.code.build import parenthesised, reindented
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.layout import at_column
+from slapo_rewrite.code.names import module_paths
+from slapo_rewrite.code.splice import Edit, apply_edits
+from slapo_rewrite.code.text import accessor, returns, within
+from slapo_rewrite.directive import Directive
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_CLOSED = (*_SCOPES, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_TAKING_TURNS = (*_CLOSED, ast.IfExp, ast.BoolOp)
+
+
+def inline_edits(
+    file: SourceFile,
+    methods: list[ast.FunctionDef],
+    path: str,
+    forward: ast.FunctionDef,
+    cause: Directive,
+    line_length: int,
+) -> list[Edit]:
+    """The edits that put `forward` in the place of the calls of the module at a path.
+
+    Args:
+        file: The file that defines both classes.
+        methods: Those of the class that holds the module.
+        path: Of the module in it.
+        forward: The module's own.
+        cause: The directive that asks for it.
+        line_length: The file's own.
+
+    Raises:
+        Unsupported: It cannot be written there without changing what is computed.
+    """
+    body = _Body(file, path, forward, cause)
+    edits: list[Edit] = []
+    for method in methods:
+        for call in ast.walk(method):
+            meant = module_paths(call.func, method) if isinstance(call, ast.Call) else ()
+            if isinstance(call, ast.Call) and path in meant:
+                if len(meant) > 1:
+                    raise body.refused("this call is one of several modules", call)
+                text, start, end = _Site(file, body, method, call, cause).written()
+                indent = start - file.text.rindex("\n", 0, start) - 1
+                text = at_column(text, 0, indent, line_length)
+                edits.append(Edit(start, end, text, (cause,), f"`{path}` written in"))
+    if not edits:
+        raise errors.Unsupported(
+            f"no method calls `{accessor(path)}(...)`: there is no place to write its `forward` "
+            "into",
+            at=cause.at,
+            hint="a module that is called through a container or a loop is not inlined",
+        )
+    return edits
+
+
+@dataclass
+class _Body:
+    """A `forward` that is to be written elsewhere.
+
+    Attributes:
+        loads: The names that it reads.
+        stores: The names that it binds, its arguments apart.
+    """
+
+    file: SourceFile
+    path: str
+    forward: ast.FunctionDef
+    cause: Directive
+    loads: dict[str, list[ast.Name]] = field(default_factory=dict)
+    stores: dict[str, list[ast.Name]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._check()
+        body = self.forward.body
+        self.statements = body[1:] if ast.get_docstring(self.forward) is not None else body
+        self.me = first_parameter(self.forward)
+        for statement in self.statements:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name):
+                    names = self.loads if isinstance(node.ctx, ast.Load) else self.stores
+                    names.setdefault(node.id, []).append(node)
+
+    def refused(self, message: str, node: ast.AST, hint: str | None = None) -> errors.Unsupported:
+        """The error for something in the body."""
+        also = [self.cause.at] if self.cause.at else []
+        return errors.Unsupported(
+            f"`{self.path}` cannot be inlined: {message}",
+            at=self.file.at(node),
+            also=also,
+            hint=hint,
+        )
+
+    def _check(self) -> None:
+        if self.forward.decorator_list:
+            raise self.refused("its `forward` is decorated", self.forward.decorator_list[0])
+        for node in ast.walk(self.forward):
+            if isinstance(node, (ast.Yield, ast.YieldFrom, ast.Await)):
+                raise self.refused("its `forward` is a generator", node)
+            if isinstance(node, (ast.Global, ast.Nonlocal, ast.NamedExpr)):
+                raise self.refused("it binds a name in an unusual way", node)
+            if isinstance(node, _SCOPES) and node is not self.forward:
+                raise self.refused("it defines a function inside", node)
+            if isinstance(node, ast.Name) and node.id in ("super", "__class__", "locals"):
+                raise self.refused(f"it uses `{node.id}`", node)
+            private = isinstance(node, ast.Attribute) and node.attr.startswith("__")
+            if private and not ast.unparse(node).endswith("__"):
+                raise self.refused("it uses a name that is private to its class", node)
+        last = self.forward.body[-1]
+        if not isinstance(last, ast.Return) or last.value is None:
+            raise self.refused(
+                "it does not end with the `return` of a value",
+                last,
+                hint="let it bind its result to a name, and return that at the end",
+            )
+        early = [r for r in returns(self.forward) if r is not last]
+        if early:
+            raise self.refused(
+                "it returns before its end",
+                early[0],
+                hint="let it bind its result to a name, and return that at the end",
+            )
+        if self.forward.args.vararg is not None:
+            raise self.refused("it takes `*args`", self.forward)
+
+
+class _Site:
+    """One call that a body takes the place of."""
+
+    def __init__(
+        self,
+        file: SourceFile,
+        body: _Body,
+        method: ast.FunctionDef,
+        call: ast.Call,
+        cause: Directive,
+    ) -> None:
+        self.file, self.body, self.method, self.call, self.cause = file, body, method, call, cause
+        self.statement = self._statement()
+
+    def refused(self, message: str, node: ast.AST, hint: str | None = None) -> errors.Unsupported:
+        """The error for something at the call."""
+        return self.body.refused(message, node, hint)
+
+    def _statement(self) -> ast.stmt:
+        """The statement that calls; it must hold no others, and call nothing else before."""
+        holders = [
+            s for s in ast.walk(self.method) if isinstance(s, ast.stmt) and within(s, self.call)
+        ]
+        innermost = holders[-1]
+        hint = "give the call a line of its own: result = ..."
+        if not isinstance(innermost, (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)):
+            raise self.refused("it is called inside of another statement", innermost, hint)
+        for node in ast.walk(innermost):
+            if node is self.call or not within(node, self.call):
+                continue
+            if isinstance(node, _TAKING_TURNS):
+                raise self.refused("whether it is called depends on what is around", node, hint)
+        value = innermost.value
+        for node in ast.walk(value) if value is not None else ():
+            if not isinstance(node, ast.Call) or within(node, self.call) or within(self.call, node):
+                continue
+            if (node.lineno, node.col_offset) < (self.call.lineno, self.call.col_offset):
+                raise self.refused("something else is called before it here", node, hint)
+        return innermost
+
+    def written(self) -> tuple[str, int, int]:
+        """What takes the place of the statement, without indentation, and from where to where."""
+        given = self._bound()
+        names = self._names(given)
+        replaced: dict[ast.Name, str] = {}
+        lead: list[str] = []
+        for name, value in given.items():
+            self._pass(name, value, names, replaced, lead)
+        for name in (*self.body.loads, *self.body.stores):
+            for node in (*self.body.loads.get(name, ()), *self.body.stores.get(name, ())):
+                if name == self.body.me:
+                    replaced[node] = accessor(self.body.path)
+                elif name in names:
+                    replaced.setdefault(node, names[name])
+        return self._text(replaced, lead)
+
+    def _bound(self) -> dict[str, ast.expr]:
+        """What each argument of the body gets."""
+        bound = Signature.of(self.body.forward, bound=True).bind(given_by(self.call))
+        given, missing = bound.given, bound.missing
+        if bound.stars:
+            raise self.refused("it is called with `*`", self.call)
+        if bound.spread and missing:
+            raise self.refused(
+                f"`**` may give `{missing[0]}` or not", bound.spread[0], "write the argument out"
+            )
+        self._take_rest(bound)
+        for name in missing:
+            given[name] = bound.signature.defaults.get(name, self.call)
+            if not isinstance(given[name], (ast.Constant, ast.UnaryOp)):
+                raise self.refused(f"this call does not give `{name}`", self.call)
+        return given
+
+    def _take_rest(self, bound: BoundArguments[ast.expr]) -> None:
+        """What goes into the body's `**kwargs`."""
+        rest = bound.signature.options
+        if rest is None or rest not in {**self.body.loads, **self.body.stores}:
+            unused = [*bound.spread, *(value for _, value in bound.extra)]
+            if rest is None and unused:
+                raise self.refused("it is called with what it does not take", unused[0])
+            for each in unused:
+                if not isinstance(each, (ast.Name, ast.Constant, ast.Attribute)):
+                    raise self.refused("an argument that it does not use is computed", each)
+            return
+        value = bound.spread[0] if len(bound.spread) == 1 and not bound.extra else None
+        spread = {
+            id(k.value)
+            for s in self.body.statements
+            for k in (n for n in ast.walk(s) if isinstance(n, ast.keyword))
+            if k.arg is None
+        }
+        only_spread = all(id(n) in spread for n in self.body.loads.get(rest, ()))
+        if not isinstance(value, ast.Name) or not only_spread or rest in self.body.stores:
+            raise self.refused(f"what is in `{rest}` cannot be told", self.call)
+        bound.given[rest] = value
+
+    def _names(self, given: dict[str, ast.expr]) -> dict[str, str]:
+        """Other names for those of the body that mean something else in the method."""
+        here = {n.id for n in ast.walk(self.method) if isinstance(n, ast.Name)}
+        here.update(parameters(self.method))
+        bound = {
+            n.id
+            for n in ast.walk(self.method)
+            if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)
+        }.union(parameters(self.method))
+        own = {*self.body.stores, *given}
+        for name, nodes in self.body.loads.items():
+            if name not in own and name != self.body.me and name in bound:
+                raise self.refused(f"`{name}` means something else where it is called", nodes[0])
+        leaf = self.body.path.rpartition(".")[2]
+        leaf = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", leaf).lower()
+        taken = here | own | self.file.names
+        names: dict[str, str] = {}
+        for name in (*given, *self.body.stores):
+            if name in here and name not in names and self._is_needed(name, given):
+                new = f"{leaf}_{name}"
+                while new in taken:
+                    new += "_"
+                names[name] = new
+                taken.add(new)
+        return names
+
+    def _is_needed(self, name: str, given: dict[str, ast.expr]) -> bool:
+        """Whether the method still reads its own `name` once the body has begun."""
+        if any(
+            isinstance(n, (ast.For, ast.While)) and within(n, self.statement)
+            for n in ast.walk(self.method)
+        ):
+            return True
+        end = (self.statement.end_lineno or 0, self.statement.end_col_offset or 0)
+        for node in ast.walk(self.method):
+            if not (isinstance(node, ast.Name) and node.id == name):
+                continue
+            if isinstance(node.ctx, ast.Load) and (node.lineno, node.col_offset) >= end:
+                return True
+            inside = within(self.statement, node)
+            if inside and isinstance(node.ctx, ast.Load) and not within(self.call, node):
+                return True
+        return any(
+            n.id == name
+            for other, value in given.items()
+            if other != name
+            for n in ast.walk(value)
+            if isinstance(n, ast.Name)
+        )
+
+    def _pass(
+        self,
+        name: str,
+        value: ast.expr,
+        names: dict[str, str],
+        replaced: dict[ast.Name, str],
+        lead: list[str],
+    ) -> None:
+        """Puts an argument where the body reads it, or binds it to a name before."""
+        text = self.file.segment(value)
+        loads = self.body.loads.get(name, [])
+        first = self.body.statements[0]
+        stored = name in self.body.stores
+        if stored:
+            # Up to the line that binds the name anew, the body reads what it was given.
+            early = [n for n in loads if within(first, n)]
+            binds = isinstance(first, ast.Assign) and any(
+                isinstance(t, ast.Name) and t.id == name for t in first.targets
+            )
+            simple = isinstance(value, (ast.Name, ast.Constant)) or len(early) == 1
+            if binds and simple and early:
+                replaced.update({n: self._fitting(text, value, n) for n in early})
+                return
+        elif isinstance(value, (ast.Name, ast.Constant)):
+            replaced.update({n: self._fitting(text, value, n) for n in loads})
+            return
+        elif (
+            len(loads) == 1
+            and within(first, loads[0])
+            and not isinstance(first, (ast.For, ast.While, ast.If, ast.With, ast.Try))
+        ):
+            closed = [n for n in ast.walk(first) if isinstance(n, _TAKING_TURNS)]
+            if not any(within(c, loads[0]) for c in closed):
+                replaced[loads[0]] = self._fitting(text, value, loads[0])
+                return
+        elif not loads and isinstance(value, ast.Attribute):
+            return
+        target = names.get(name, name)
+        if target != text:
+            lead.append(f"{target} = {text}")
+
+    def _fitting(self, text: str, value: ast.expr, node: ast.Name) -> str:
+        """An argument's text as it can stand where a name stood."""
+        if isinstance(value, ast.Name):
+            return text
+        for statement in self.body.statements:
+            for outer in ast.walk(statement):
+                alone = isinstance(outer, (ast.Call, ast.keyword, ast.Assign, ast.Return))
+                if alone and node in ast.iter_child_nodes(outer) and "\n" not in text:
+                    return text
+        return parenthesised(text)
+
+    def _text(self, replaced: dict[ast.Name, str], lead: list[str]) -> tuple[str, int, int]:
+        file, last = self.file, self.body.statements[-1]
+        assert isinstance(last, ast.Return) and last.value is not None
+        result = self._within(replaced, *file.span(last.value))
+        begin = file.offset(self._first_line(), 0)
+        end = file.offset(last.lineno, 0)
+        text = self._within(replaced, begin, end)
+        text = reindented(text.strip(), last.col_offset, 0) if text.strip() else ""
+        lines = [*lead, *text.splitlines()]
+        start, stop = file.span(self.statement)
+        call_start, call_end = file.span(self.call)
+        plain = file.text[start:call_start], file.text[call_end:stop]
+        previous = self._renamed_result(lines, last.value, replaced, plain)
+        if previous is not None:
+            return previous, start, stop
+        if not self._stands_alone():
+            result = parenthesised(result)
+        lines += (plain[0] + result + plain[1]).splitlines()
+        return "\n".join(lines), start, stop
+
+    def _first_line(self) -> int:
+        """The line after the header or the docstring: the comments there belong to the body."""
+        body = self.body.forward.body
+        first = self.body.statements[0]
+        if first is not body[0]:
+            return (body[0].end_lineno or 0) + 1
+        line = first.lineno
+        while self.file.line(line - 1).lstrip().startswith("#"):
+            line -= 1
+        return line
+
+    def _within(self, replaced: dict[ast.Name, str], begin: int, end: int) -> str:
+        edits = []
+        for node, text in replaced.items():
+            start, stop = self.file.span(node)
+            if begin <= start and stop <= end:
+                edits.append(Edit(start - begin, stop - begin, text, (), ""))
+        return apply_edits(self.file.text[begin:end], edits)[0]
+
+    def _renamed_result(
+        self,
+        lines: list[str],
+        value: ast.expr,
+        replaced: dict[ast.Name, str],
+        around: tuple[str, str],
+    ) -> str | None:
+        """The lines, where the last of them can bind the result to the statement's own name."""
+        statement, before = self.statement, self.body.statements[-2:-1]
+        if not (
+            isinstance(value, ast.Name)
+            and isinstance(statement, (ast.Assign, ast.Return))
+            and statement.value is self.call
+            and before
+            and isinstance(before[0], ast.Assign)
+            and len(before[0].targets) == 1
+            and isinstance(before[0].targets[0], ast.Name)
+            and before[0].targets[0].id == value.id
+        ):
+            return None
+        name = replaced.get(before[0].targets[0], value.id)
+        count = (before[0].end_lineno or 0) - before[0].lineno + 1
+        for number in range(len(lines) - 1, -1, -1):
+            if lines[number].startswith(f"{name} = ") and len(lines) - number <= count + 1:
+                if self.file.line(self.body.statements[-1].lineno - 1).lstrip().startswith("#"):
+                    return None
+                bound = around[0] + lines[number].removeprefix(f"{name} = ")
+                return "\n".join([*lines[:number], bound, *lines[number + 1 :]])
+        return None
+
+    def _stands_alone(self) -> bool:
+        """Whether the call stands where any expression can."""
+        whole = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.keyword, ast.Tuple, ast.List)
+        return any(
+            self.call in ast.iter_child_nodes(node)
+            and (isinstance(node, whole) or (isinstance(node, ast.Call) and self.call in node.args))
+            for node in ast.walk(self.statement)
+        )

@@ -1,0 +1,243 @@
+"""The part of a method that makes certain calls: the smallest run of statements that holds them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from slapo_rewrite.code.liveness import blocks, statements
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of one method, and the run of statements around them.
+
+    Attributes:
+        method: The method.
+        run: Consecutive statements of one block.
+        calls: The calls, in the order of the text.
+    """
+
+    method: ast.FunctionDef
+    run: tuple[ast.stmt, ...]
+    calls: tuple[ast.Call, ...]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether this is one call in a statement that holds no others."""
+        return len(self.calls) == 1 and len(self.run) == 1 and not hasattr(self.run[0], "body")
+
+
+def called_names(method: ast.FunctionDef) -> Iterator[tuple[str, ast.Call]]:
+    """The calls of a method by name.
+
+    `self.mlp.act(x)` is `mlp.act`, `self.layer[0](x)` is `layer.0`; what does not belong to `self`
+    is called as it is written, `F.dropout` or `layer`.
+    """
+    for node in ast.walk(method):
+        if isinstance(node, ast.Call) and (name := _name(node.func)):
+            yield name, node
+
+
+def _name(function: ast.expr) -> str | None:
+    steps: list[str] = []
+    while not isinstance(function, ast.Name):
+        match function:
+            case ast.Attribute(value=value, attr=attr):
+                steps.append(attr)
+            case ast.Subscript(value=value, slice=index):
+                try:
+                    steps.append(str(ast.literal_eval(index)))
+                except ValueError:
+                    return None
+            case _:
+                return None
+        function = value
+    if function.id != "self":
+        steps.append(function.id)
+    return ".".join(reversed(steps)) or None
+
+
+def wanted_names(names: Iterable[str], wanted: str | tuple[str, ...]) -> list[str]:
+    """Those of the names that are meant: by a regular expression, or by a list of names."""
+    if isinstance(wanted, tuple):
+        return [name for name in names if name in wanted]
+    return [name for name in names if re.fullmatch(wanted, name)]
+
+
+def find_calls(method: ast.FunctionDef, wanted: str | tuple[str, ...]) -> Calls | None:
+    """The calls of a method that are meant, with the run of statements around them."""
+    found = [call for name, call in called_names(method) if wanted_names([name], wanted)]
+    if not found:
+        return None
+    found.sort(key=lambda call: (call.lineno, call.col_offset))
+    return Calls(method, tuple(_around(method.body, found)), tuple(found))
+
+
+def _around(body: list[ast.stmt], calls: list[ast.Call]) -> list[ast.stmt]:
+    """The smallest run of statements of one block that holds all calls."""
+    holding = [
+        number
+        for number, statement in enumerate(body)
+        if any(_holds(statement, call) for call in calls)
+    ]
+    run = body[holding[0] : holding[-1] + 1]
+    if len(run) == 1:
+        for block in blocks(run[0]):
+            if all(any(_holds(s, call) for s in block) for call in calls):
+                return _around(block, calls)
+    return run
+
+
+def _holds(statement: ast.stmt, call: ast.Call) -> bool:
+    first = (statement.lineno, statement.col_offset)
+    last = (statement.end_lineno or 0, statement.end_col_offset or 0)
+    return first <= (call.lineno, call.col_offset) and (
+        (call.end_lineno or 0, call.end_col_offset or 0) <= last
+    )
+
+
+# Changes of a value in place, beside methods whose names end with an underscore.
+_MUTATING = {"update", "append", "extend", "insert", "pop", "remove", "clear", "setdefault"}
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why statements cannot be a method of their own that runs twice.
+
+    Attributes:
+        node: What stands in the way.
+        words: What it does.
+        hint: What to do about it.
+    """
+
+    node: ast.stmt | ast.expr
+    words: str
+    hint: str
+
+
+def obstacle(run: tuple[ast.stmt, ...], inputs: Iterable[str]) -> Obstacle | None:
+    """The first thing in a run that leaves it, or that must not happen twice.
+
+    Args:
+        run: The statements.
+        inputs: The local names whose values come from before.
+    """
+    given = {"self", *inputs}
+    for statement in statements(run):
+        if (found := _leaving(run, statement)) or (found := _changing(statement, given)):
+            return found
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement in run:
+            # From here on the name means a value of the run's own.
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            given -= {t.id for t in targets if isinstance(t, ast.Name)}
+    return None
+
+
+def change_of_given(method: ast.FunctionDef, given: set[str]) -> Obstacle | None:
+    """The first thing in a method that changes an argument, or adds to what `self` holds.
+
+    Args:
+        method: The method.
+        given: The arguments that it must leave as they are.
+    """
+    given = set(given)
+    for statement in statements(tuple(method.body)):
+        own = {"self"} if _counts(statement) else set()
+        if found := _changing(statement, given | own):
+            return found
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            # The name means what is given, or no longer does.
+            means_it = _root(statement.value) in given and not _is_size(statement.value)
+            (given.add if means_it else given.discard)(statement.targets[0].id)
+    return None
+
+
+def _counts(statement: ast.stmt) -> bool:
+    """Whether a statement adds to an attribute, or to a list in one, that is no tensor."""
+    if isinstance(statement, ast.AugAssign):
+        return isinstance(statement.value, ast.Constant)
+    return any(
+        isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "append"
+        for n in _own_nodes(statement)
+    )
+
+
+def _is_size(value: ast.expr) -> bool:
+    """Whether an expression is a size or the like of a tensor."""
+    found = (n.attr for n in ast.walk(value) if isinstance(n, ast.Attribute))
+    return bool({"shape", "ndim", "dtype", "device"} & {*found})
+
+
+def _leaving(run: tuple[ast.stmt, ...], statement: ast.stmt) -> Obstacle | None:
+    if isinstance(statement, ast.Return) and statement is not run[-1]:
+        return Obstacle(statement, "returns from the middle", "name calls on one side of it")
+    if isinstance(statement, ast.Break | ast.Continue) and not any(
+        isinstance(loop, ast.For | ast.AsyncFor | ast.While)
+        and any(statement is inner for block in blocks(loop) for inner in statements(block))
+        for loop in statements(run)
+    ):
+        return Obstacle(statement, "leaves a loop around it", "name calls on one side of it")
+    if isinstance(statement, ast.Global | ast.Nonlocal):
+        return Obstacle(statement, "binds names elsewhere", "name calls on one side of it")
+    for node in _own_nodes(statement):
+        if isinstance(node, ast.Yield | ast.YieldFrom | ast.Await):
+            return Obstacle(node, "suspends the method", "name calls on one side of it")
+    return None
+
+
+def _changing(statement: ast.stmt, given: set[str]) -> Obstacle | None:
+    words = "changes `{}` in place, and would do so twice"
+    if isinstance(statement, ast.AugAssign) and _root(statement.target) in given:
+        shown = ast.unparse(statement.target)
+        operator = ast.unparse(statement).removeprefix(shown).split("=")[0].strip()
+        value = ast.unparse(statement.value)
+        hint = f"write `{shown} = {shown} {operator} {value}`"
+        if not isinstance(statement.target, ast.Name):
+            hint = "name calls on one side of it"
+        return Obstacle(statement, words.format(shown), hint)
+    for node in _own_nodes(statement):
+        match node:
+            case (
+                ast.Attribute(ctx=ast.Store() | ast.Del())
+                | ast.Subscript(ctx=ast.Store() | ast.Del())
+            ) if _root(node) in given:
+                return Obstacle(
+                    node, words.format(ast.unparse(node)), "name calls on one side of it"
+                )
+            case ast.Call(func=ast.Attribute(value=changed, attr=attr)) if _root(
+                changed
+            ) in given and (attr in _MUTATING or (attr.endswith("_") and not attr.endswith("__"))):
+                hint = "name calls on one side of it"
+                if attr not in _MUTATING:
+                    hint = f"call `{attr.rstrip('_')}`, or {hint}"
+                return Obstacle(node, words.format(ast.unparse(changed)), hint)
+            case ast.Call(args=[first, *_], keywords=keywords) if _root(first) in given and any(
+                k.arg == "inplace" and isinstance(k.value, ast.Constant) and k.value.value is True
+                for k in keywords
+            ):
+                return Obstacle(node, words.format(ast.unparse(first)), "take `inplace` out")
+    return None
+
+
+def _root(node: ast.expr) -> str | None:
+    """The name that an attribute or element is one of."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _own_nodes(statement: ast.stmt) -> Iterator[ast.expr]:
+    """The expressions of a statement, those of its blocks and of functions inside left out."""
+    waiting: list[ast.AST] = [statement]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.expr):
+            yield node
+        waiting += [
+            child
+            for child in ast.iter_child_nodes(node)
+            if not isinstance(child, ast.stmt | ast.Lambda | ast.excepthandler | ast.match_case)
+        ]

@@ -1,0 +1,491 @@
+"""The files that an output holds beside the model's, since they define what it changes.
+
+A file that the schedule changes is copied into the output, and so is one that has to see what
+changed: it derives a class from a changed one, makes one, or hands one on. Whatever a file of the
+output imports that a copied file defines, changed or not, it imports from the copy: within the
+output there is one class of each name, so `isinstance`, base classes and registries agree.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.changes.output_files import OutputFiles, is_torch
+from slapo_rewrite.code.dataflow import bound_in, names_in
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.splice import Change, Edit
+from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.model import construction_calls
+from slapo_rewrite.model.construction_sites import Site
+from slapo_rewrite.model.join import Sources, called_root, find_site, looked_up
+from slapo_rewrite.model.tree import Node, Tree
+
+# A definition: the module whose file holds it, and its name there; '' for the module itself.
+Target = tuple[str, str]
+
+
+class Copies:
+    """Which files are in the output, and what becomes of the imports between them.
+
+    Args:
+        sources: The files that the model's classes come from.
+        outputs: Name the files.
+        edits: What changes in each file, by its module's name; the model file is among them.
+
+    Attributes:
+        files: The files, by their modules' names, the model file first.
+    """
+
+    def __init__(
+        self, sources: Sources, outputs: OutputFiles, edits: Mapping[str, Sequence[Edit]]
+    ) -> None:
+        self.sources, self.outputs, self.edits = sources, outputs, edits
+        main = sources.main
+        self.files: dict[str, SourceFile] = {main.name: main}
+        for name, own in edits.items():
+            file = sources.file_named(name)
+            if own and file is not None:
+                self.files[name] = file
+        self._affected: dict[Target, bool] = {}
+        if len(self.files) > 1:
+            self._close()
+
+    def name(self, file: SourceFile) -> str:
+        """The name of a file in the output folder."""
+        return f"{self.outputs.stem(file)}.py"
+
+    def check_made(self, tree: Tree, before: Iterable[Change] = ()) -> None:
+        """Every instance of a class that changed must be made by a file of the output.
+
+        Args:
+            tree: The module tree.
+            before: What changed in the model file before the edits.
+
+        Raises:
+            UnfollowableConstruction: Something makes one that knows the original's class alone.
+        """
+        main = self.sources.main
+        causes = {name: self._why(main, name, before) for name in main.classes}
+        seen: set[int] = set()
+        for node in tree.nodes.values():
+            module, name = node.cls.__module__, node.cls.__name__
+            if module != main.name:
+                if module in self.files and node.owner is not None and self._sees(module, name):
+                    self._check_made(node, self._causes(module))
+                continue
+            why = merged_causes(*(causes.get(c.__name__, ()) for c in node.cls.__mro__))
+            holder: Node | None = node if why else None
+            while holder is not None and holder.owner is not None and id(holder) not in seen:
+                # What holds what changed must be the output's as well.
+                seen.add(id(holder))
+                if not self._may_know(holder):
+                    self._check_made(holder, why)
+                holder = holder.owner
+
+    def check_built(self, emitted: Tree, tree: Tree, before: Iterable[Change] = ()) -> None:
+        """The output's model must be made of the classes that changed, and not of the originals.
+
+        Args:
+            emitted: The output's module tree.
+            tree: The original's.
+            before: What changed in the model file before the edits.
+
+        Raises:
+            UnfollowableConstruction: The original's class is still there.
+        """
+        main = self.sources.main
+        why = functools.cache(
+            lambda file, name: self._why(file, name, before if file is main else ())
+        )
+        for node in emitted.nodes.values():
+            for cls in node.cls.__mro__:
+                file = self.files.get(cls.__module__)
+                causes = why(file, cls.__name__) if file and cls.__name__ in file.classes else ()
+                if not causes:
+                    continue
+                known = tree.nodes.get(node.path)
+                stack = construction_calls.stack_of(known.live) if known is not None else ()
+                raise errors.UnfollowableConstruction(
+                    f"`{node.path or 's'}` is the original's `{cls.__name__}` in the output as "
+                    "well: what makes it does not take the class from the output",
+                    at=construction_calls.place(stack),
+                    cause=causes,
+                    hint="name the class where it is made; in the schedule, take it from `m`",
+                )
+
+    def _why(self, file: SourceFile, name: str, before: Iterable[Change]) -> tuple[Directive, ...]:
+        """The directives for which a class of a file changes."""
+        node = file.classes[name]
+        (start, end), last = file.span(node), node.end_lineno or node.lineno
+        edits = [e for e in self.edits.get(file.name, ()) if e.start < end and e.end > start]
+        changes = [c for c in before if c.first <= last and c.last >= node.lineno]
+        return merged_causes(*(e.causes for e in edits), *(c.causes for c in changes))
+
+    def _root(self, site: Site) -> Target | None:
+        """What the name means that a call begins with, where that is imported."""
+        root = called_root(site)
+        bound = [dotted for local, dotted in _bound_by_imports(site.file) if local == root]
+        return _target(self.sources, bound[-1]) if bound else None
+
+    def _may_know(self, node: Node) -> bool:
+        """Whether what makes a module may have its class from the output."""
+        try:
+            site = find_site(self.sources, node)
+        except errors.UnfollowableConstruction:
+            return True
+        target = self._root(site)
+        seen = site.file.name not in self.files or target is None or target[0] in self.files
+        return seen or not looked_up(self.sources, node, target[0] if target else None)
+
+    def _check_made(self, node: Node, causes: tuple[Directive, ...]) -> None:
+        site = find_site(self.sources, node)
+        target = self._root(site)
+        if site.file.name in self.files and (target is None or target[0] in self.files):
+            return
+        raise errors.UnfollowableConstruction(
+            f"`{node.path}` is a `{node.cls.__name__}`, which changes, and is made here by what "
+            "knows the original's class alone",
+            at=site.file.at(site.value),
+            cause=causes,
+            hint=f"write the construction out: {_written_out(site.value, node.cls.__name__)}"
+            + (", imported by its name" if node.cls.__module__ != site.file.name else ""),
+        )
+
+    # Which files ----------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """Adds the files that have to see what changed."""
+        added = True
+        while added:
+            self._affected.clear()
+            added = False
+            for file in list(self.files.values()):
+                for module, name in dict.fromkeys(t for _, t in _imported(self.sources, file)):
+                    if module not in self.files and self._sees(module, name):
+                        found = self.sources.file_named(module)
+                        assert found is not None
+                        self.files[module] = found
+                        added = True
+
+    def _sees(self, *target: str) -> bool:
+        """Whether a definition has to be what it is in the output: it changed or uses what did."""
+        seen: set[Target] = set()
+        waiting: list[Target] = [(target[0], target[1])]
+        while waiting:
+            each = waiting.pop()
+            if self._affected.get(each) or self._is_changed(*each):
+                self._affected[target[0], target[1]] = True
+                return True
+            if each not in seen and each not in self._affected:
+                seen.add(each)
+                waiting += self._used(*each)
+        self._affected.update(dict.fromkeys(seen, False))
+        return False
+
+    def _is_changed(self, module: str, name: str) -> bool:
+        if module not in self.files or not self.edits.get(module):
+            return False
+        file = self.files[module]
+        node = _definitions(file).get(name)
+        start, end = file.span(node) if node is not None else (0, 0)
+        return any(e.start < end and e.end > start for e in self.edits[module])
+
+    def _used(self, module: str, name: str) -> Iterator[Target]:
+        """What a definition, or all of a module, refers to, as far as that can have changed."""
+        file = self.sources.file_named(module) if module in self._near else None
+        if file is None:
+            return
+        definitions, imports = _definitions(file), dict(_imported(self.sources, file))
+        node = definitions.get(name)
+        used = names_in(node) if node else set[str]()
+        for each in used if name else definitions.keys() | imports.keys():
+            if each in imports:
+                yield imports[each]
+            elif each in definitions:
+                yield module, each
+
+    @functools.cached_property
+    def _near(self) -> set[str]:
+        """The imported modules from which a changed file can be reached, by what they hold."""
+        holders: dict[str, set[str]] = {}
+        for name, module in list(sys.modules.items()):
+            if is_torch(name) or not isinstance(module, types.ModuleType):
+                continue
+            for value in list(vars(module).values()):
+                if isinstance(value, types.ModuleType):
+                    holders.setdefault(value.__name__, set()).add(name)
+                elif isinstance(value, type | types.FunctionType):
+                    holders.setdefault(value.__module__, set()).add(name)
+        near = set(self.files)
+        waiting = list(near)
+        while waiting:
+            more = holders.get(waiting.pop(), set()) - near
+            near |= more
+            waiting += more
+        return near
+
+    # Imports --------------------------------------------------------------------------------
+
+    def redirections(self, file: SourceFile, line_length: int) -> list[Edit]:
+        """The imports of a file as they must be in the output: absolute, or of a copy beside it.
+
+        What the file uses of a copy beyond what it imports is imported along with that.
+
+        Args:
+            file: A file of the output.
+            line_length: The file's own.
+
+        Raises:
+            SourceError: A relative import in a file that lies in no package.
+            Unsupported: An import that hides what it takes from a copied file.
+        """
+        if len(self.files) == 1:
+            return absolute_imports(file)
+        edits: list[Edit] = []
+        imports = self.outputs.of_file(file).imports
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.ImportFrom):
+                more = imports if node in file.tree.body else None
+                edits += self._redirected(file, node, line_length, more)
+            elif isinstance(node, ast.Import):
+                edits += self._module_imports(file, node, line_length)
+            elif isinstance(node, ast.Attribute):
+                edits += self._through_module(file, node)
+        return edits
+
+    def _redirected(
+        self, file: SourceFile, node: ast.ImportFrom, line_length: int, imports: Imports | None
+    ) -> Iterator[Edit]:
+        base = file.resolve_import(node)
+        groups: dict[str, list[ast.alias]] = {}
+        targets: list[str] = []
+        for alias in node.names:
+            if alias.name == "*":
+                self._check_star(file, node, base)
+                groups.setdefault(base, []).append(alias)
+                continue
+            module, name = _chased(self.sources, base, alias.name)
+            if module not in self.files:
+                groups.setdefault(base, []).append(alias)
+                continue
+            targets.append(module)
+            if name and name != alias.name:
+                alias = ast.alias(name, alias.asname or alias.name)
+            elif not name and self._stem(module) != alias.name:
+                alias = ast.alias(self._stem(module), alias.asname or alias.name)
+            lead = f".{self._stem(module)}" if name else "."
+            groups.setdefault(lead, []).append(alias)
+        if imports is not None:
+            for lead, names in groups.items():
+                names += [ast.alias(n) for n in imports.taken_along(lead)]
+        if not targets:
+            yield from _absolute(file, node)
+            return
+        start, end = file.span(node)
+        causes = merged_causes(*(self._causes(m) for m in dict.fromkeys(targets)))
+        why = "import from the copy of the file"
+        same = [a for names in groups.values() for a in names] == node.names
+        if len(groups) == 1 and same:
+            new = next(iter(groups))
+            old = "." * node.level + (node.module or "")
+            if new != old:
+                first = start + file.text[start:end].index("from") + len("from")
+                first += len(file.text[first:end]) - len(file.text[first:end].lstrip())
+                yield Edit(first, first + len(old), new, causes, why)
+            return
+        lines = [
+            f"from {lead} import {', '.join(map(ast.unparse, names))}"
+            for lead, names in groups.items()
+        ]
+        yield Edit(start, end, _lines(lines, node.col_offset, line_length), causes, why)
+
+    def _check_star(self, file: SourceFile, node: ast.ImportFrom, base: str) -> None:
+        """A star may not bring in what changed: no one sees which names those are."""
+        module = sys.modules.get(base)
+        shown = getattr(module, "__all__", None) or [
+            n for n in vars(module or file) if not n.startswith("_")
+        ]
+        for name in shown:
+            if base in self.files or _chased(self.sources, base, name)[0] in self.files:
+                raise errors.Unsupported(
+                    f"`{name}` comes by a star from `{base}`, which is rewritten as well",
+                    at=file.at(node),
+                    hint="import the names that are used: from ... import " + name,
+                )
+
+    def _module_imports(
+        self, file: SourceFile, node: ast.Import, line_length: int
+    ) -> Iterator[Edit]:
+        """`import layers` of a module that is copied."""
+        copied = [a for a in node.names if a.name in self.files]
+        if not copied:
+            return
+        kept = [a for a in node.names if a not in copied]
+        lines = [f"import {', '.join(map(ast.unparse, kept))}"] if kept else []
+        shown = []
+        for alias in copied:
+            stem, dotted = self._stem(alias.name), "." in alias.name and not alias.asname
+            local = alias.asname or (stem if dotted else alias.name)
+            if dotted:
+                self._check_free(file, node, stem)
+            shown.append(stem if local == stem else f"{stem} as {local}")
+        start, end = file.span(node)
+        causes = merged_causes(*(self._causes(a.name) for a in copied))
+        lines.append(f"from . import {', '.join(shown)}")
+        text = _lines(lines, node.col_offset, line_length)
+        yield Edit(start, end, text, causes, "import the copy of the file")
+
+    def _through_module(self, file: SourceFile, node: ast.Attribute) -> Iterator[Edit]:
+        """`package.layers` of a copied module that is reached through its package."""
+        qualified = file.qualified(node)
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value  # type: ignore[assignment]
+        if qualified is None or not isinstance(root, ast.Name) or root.id not in file.imports:
+            return
+        module = sys.modules.get(qualified)
+        holder, _, name = qualified.rpartition(".")
+        target = _chased(self.sources, holder, name) if holder in sys.modules else None
+        if file.imports[root.id] in self.files:
+            return  # the name itself means the copy
+        if module is not None and qualified in self.files:
+            start, end = file.span(node)
+            yield Edit(start, end, self._stem(qualified), self._causes(qualified), "the copy")
+        elif target is not None and target[0] in self.files and holder not in self.files:
+            raise errors.Unsupported(
+                f"`{ast.unparse(node)}` comes from `{target[0]}`, which is rewritten as well",
+                at=file.at(node),
+                hint=f"import it by its name: from {target[0]} import {target[1]}",
+            )
+
+    def _check_free(self, file: SourceFile, node: ast.stmt, name: str) -> None:
+        if name in file.names:
+            raise errors.NameTaken(
+                f"`{name}` means something else in {file.path.name}, and is a rewritten module",
+                at=file.at(node),
+                hint=f"import the module under a name of its own: import ... as {name}_module",
+            )
+
+    def _stem(self, module: str) -> str:
+        return self.outputs.stem(self.files[module])
+
+    def _causes(self, module: str, seen: tuple[str, ...] = ()) -> tuple[Directive, ...]:
+        """The directives for which a module is copied: its own, else those of what it sees."""
+        if module == self.sources.main.name or module in seen:
+            return ()
+        own = merged_causes(*(e.causes for e in self.edits.get(module, ())))
+        if own:
+            return own
+        others = dict.fromkeys(m for _, (m, _) in _imported(self.sources, self.files[module]))
+        return merged_causes(*(self._causes(m, (*seen, module)) for m in others if m in self.files))
+
+
+def absolute_imports(file: SourceFile) -> list[Edit]:
+    """Relative imports made absolute, since the file leaves its package.
+
+    Raises:
+        SourceError: A relative import in a file that lies in no package.
+    """
+    imports = (n for n in file.statements if isinstance(n, ast.ImportFrom))
+    return [edit for node in imports for edit in _absolute(file, node)]
+
+
+def _absolute(file: SourceFile, node: ast.ImportFrom) -> list[Edit]:
+    if not node.level:
+        return []
+    if not file.package:
+        raise errors.SourceError(
+            "a relative import in a file that lies in no package",
+            at=file.at(node),
+            hint="give the file's dotted module name instead of its path",
+        )
+    start, _ = file.span(node)
+    dots = file.text.index(".", start)
+    end = dots + node.level + len(node.module or "")
+    return [Edit(dots, end, file.resolve_import(node), (), "import from outside the package")]
+
+
+def _lines(lines: Sequence[str], indent: int, line_length: int) -> str:
+    """Statements, to stand in the place of one that is indented."""
+    break_ = "\n" + " " * indent
+    return break_.join(formatted(line, indent, line_length) for line in lines)
+
+
+def _imported(sources: Sources, file: SourceFile) -> Iterator[tuple[str, Target]]:
+    """The names that a file imports from Python files outside of torch, with what they mean."""
+    for local, dotted in _bound_by_imports(file):
+        target = _target(sources, dotted)
+        if target is not None:
+            yield local, target
+
+
+def _target(sources: Sources, dotted: str) -> Target | None:
+    """What an imported name means; None for torch's, and for a package.
+
+    What is reached through a package is looked at where that happens.
+    """
+    module, _, name = dotted.rpartition(".")
+    if is_torch(dotted) or hasattr(sys.modules.get(dotted), "__path__"):
+        return None
+    known = dotted in sys.modules or not module
+    target = (dotted, "") if known else _chased(sources, module, name)
+    return None if is_torch(target[0]) else target
+
+
+@functools.lru_cache(maxsize=256)
+def _bound_by_imports(file: SourceFile) -> list[tuple[str, str]]:
+    """The names that the imports of a file bind, each with what is imported by it."""
+    return [*file.imports.items(), *_dotted_imports(file)]
+
+
+def _dotted_imports(file: SourceFile) -> list[tuple[str, str]]:
+    """The modules of `import package.module`, each with the name that this binds."""
+    names = [a.name for n in file.statements if isinstance(n, ast.Import) for a in n.names]
+    return [(name.partition(".")[0], name) for name in names if "." in name]
+
+
+def _chased(sources: Sources, module: str, name: str) -> Target:
+    """Where a name that is imported from a module is defined."""
+    for _ in range(20):  # names that import each other end
+        live = vars(sys.modules[module]).get(name) if module in sys.modules else None
+        if isinstance(live, type | types.FunctionType):
+            home, own = str(live.__module__), live.__name__
+            if vars(sys.modules.get(home, object)).get(own) is live:
+                return home, own
+        if f"{module}.{name}" in sys.modules:
+            return f"{module}.{name}", ""
+        file = sources.file_named(module)
+        if file is None or name not in file.imports:
+            return module, name
+        module, _, name = file.imports[name].rpartition(".")
+        if not module:
+            return name, ""
+    return module, name
+
+
+@functools.lru_cache(maxsize=256)
+def _definitions(file: SourceFile) -> dict[str, ast.stmt]:
+    """What binds each name of a file's module level, imports apart."""
+    found: dict[str, ast.stmt] = {**file.classes, **file.functions}
+    for statement in file.tree.body:
+        if isinstance(statement, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef):
+            continue
+        for name in bound_in(statement):
+            found.setdefault(name, statement)
+    return found
+
+
+def _written_out(made: ast.AST, name: str) -> str:
+    """The construction by the class's own name of what a factory makes."""
+    match made:
+        case ast.Call(func=ast.Attribute(attr="from_config")):
+            arguments = [ast.unparse(a) for a in (*made.args, *made.keywords)]
+            return f"{name}._from_config({', '.join(arguments)})"
+    return f"{name}(...)"

@@ -1,0 +1,219 @@
+"""Takes the definitions that are used, and what they need, out of a Python file."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.file import lines_of
+
+LINE_LENGTH = 88  # black's default, which emitted files keep
+
+RUNTIME = "slapo_rewrite.runtime"
+
+
+@dataclass
+class Picked:
+    """Part of a file.
+
+    Attributes:
+        imports: Import lines, in groups.
+        body: The definitions.
+        docstring: The file's docstring.
+        helpers: Names used of other runtime modules.
+    """
+
+    imports: list[list[str]]
+    body: str
+    docstring: str | None
+    helpers: dict[str, set[str]] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """Imports and definitions, without the file's docstring."""
+        head = "\n\n".join("\n".join(group) for group in self.imports)
+        return (head + self.body).lstrip("\n") + "\n"
+
+
+class Library:
+    """A Python file whose top-level definitions can be taken out one by one.
+
+    Args:
+        text: The file.
+        tree: The file as parsed, if that was done already.
+    """
+
+    def __init__(self, text: str, tree: ast.Module | None = None) -> None:
+        self.text, self.tree = text, tree or ast.parse(text)
+        self.lines = lines_of(text)
+        self.defined = _definitions(self.tree)
+        self._used: dict[int, set[str]] = {}
+
+    def pick(self, names: Iterable[str]) -> Picked:
+        """The definitions of `names`, and of what they refer to, in the file's order.
+
+        Raises:
+            KeyError: The file does not define one of the names.
+        """
+        statements = {id(s) for name in self.closure(names) for s in self.defined[name]}
+        ordered = [s for s in self.tree.body if id(s) in statements]
+        used = {name for s in ordered for name in self._names_in(s)}
+        groups, helpers = _imports(self.tree, used)
+        body = "".join(
+            self._gap(before, statement) + self._block(statement)
+            for before, statement in zip([None, *ordered], ordered, strict=False)
+        )
+        return Picked(groups, body, ast.get_docstring(self.tree, clean=False), helpers)
+
+    def closure(self, names: Iterable[str]) -> set[str]:
+        """The names, and those of this file that their definitions refer to."""
+        found: set[str] = set()
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                for statement in self.defined[name]:
+                    waiting += self._names_in(statement) & self.defined.keys()
+        return found
+
+    def _names_in(self, statement: ast.stmt) -> set[str]:
+        if id(statement) not in self._used:
+            self._used[id(statement)] = _names_in(statement)
+        return self._used[id(statement)]
+
+    def _block(self, statement: ast.stmt) -> str:
+        first = _first_line(self.lines, statement)
+        return "\n".join(self.lines[first - 1 : statement.end_lineno])
+
+    def _gap(self, before: ast.stmt | None, statement: ast.stmt) -> str:
+        """Blank lines as black sets them: two around functions and classes, one around a guard."""
+        big = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        if isinstance(statement, big) or isinstance(before, big):
+            return "\n\n\n"
+        apart = before is None or isinstance(before, ast.Try) or isinstance(statement, ast.Try)
+        return "\n\n" if apart else "\n"
+
+
+def _definitions(tree: ast.Module) -> dict[str, list[ast.stmt]]:
+    """Top-level statements by the names that they bind."""
+    found: dict[str, list[ast.stmt]] = {}
+    for statement in tree.body:
+        for name in bound_names(statement):
+            found.setdefault(name, []).append(statement)
+    return found
+
+
+def bound_names(statement: ast.stmt) -> list[str]:
+    """The names that a definition, an assignment or a guarded import binds."""
+    if isinstance(statement, ast.Try):
+        inner = [name for s in statement.body for name in bound_names(s)]
+        imports = [s for s in statement.body if isinstance(s, (ast.Import, ast.ImportFrom))]
+        aliases = [a for s in imports for a in s.names]
+        return inner + [a.asname or a.name.split(".")[0] for a in aliases]
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [statement.name]
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        return []
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    return [*names_in(*targets)]
+
+
+def _names_in(statement: ast.stmt) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Global):
+            names.update(node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.update(re.findall(r"^\w+$", node.value))  # a quoted annotation
+    return names
+
+
+def _first_line(lines: list[str], statement: ast.stmt) -> int:
+    """Where a definition begins, its decorators and the comment above it included."""
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    line = min([statement.lineno, *(d.lineno for d in decorators)])
+    while line > 1 and lines[line - 2].startswith("#"):
+        line -= 1
+    return line
+
+
+def _imports(tree: ast.Module, used: set[str]) -> tuple[list[list[str]], dict[str, set[str]]]:
+    """The import lines in use, in their groups, and the names of other runtime modules."""
+    groups: list[list[str]] = []
+    helpers: dict[str, set[str]] = {}
+    local: list[str] = []
+    previous_end = None
+    for statement in tree.body:
+        if not isinstance(statement, (ast.Import, ast.ImportFrom)):
+            continue
+        if previous_end is None or statement.lineno > previous_end + 1:
+            groups.append([])
+        previous_end = statement.end_lineno
+        aliases = [a for a in statement.names if (a.asname or a.name).split(".")[0] in used]
+        if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
+            aliases = list(statement.names)
+        if not aliases:
+            continue
+        shown = [a.name + (f" as {a.asname}" if a.asname else "") for a in aliases]
+        if isinstance(statement, ast.Import):
+            groups[-1] += [f"import {name}" for name in shown]
+            continue
+        module = statement.module or ""
+        if statement.level == 1 or module.startswith(RUNTIME):
+            name = module.removeprefix(RUNTIME).lstrip(".")
+            if name:
+                helpers.setdefault(name, set()).update(a.name for a in aliases)
+                local.append(import_line(f".{name}", shown))
+            else:  # from slapo_rewrite.runtime import tensor_parallel
+                for alias in aliases:
+                    helpers.setdefault(alias.name, set()).update(
+                        _attributes(tree, alias.asname or alias.name)
+                    )
+                local.append(import_line(".", shown))
+            continue
+        groups[-1].append(import_line("." * statement.level + module, shown))
+    if local:
+        groups.append(local)
+    return [g for g in groups if g], helpers
+
+
+def _attributes(tree: ast.Module, name: str) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == name
+    }
+
+
+def import_line(module: str, names: list[str]) -> str:
+    """`from module import names`, as black lays it out."""
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= LINE_LENGTH:
+        return line
+    return f"from {module} import (\n" + "".join(f"    {n},\n" for n in names) + ")"
+
+
+def import_groups(imports: Mapping[str, set[str]]) -> list[str]:
+    """Import lines, the standard library's first.
+
+    Args:
+        imports: Names by module, '' for the module itself.
+    """
+    standard: list[str] = []
+    others: list[str] = []
+    for module in sorted(imports, key=lambda m: ("" not in imports[m], m)):
+        group = standard if module.split(".")[0] in sys.stdlib_module_names else others
+        if "" in imports[module]:
+            group.append(f"import {module}")
+        if names := sorted(imports[module] - {""}):
+            group.append(import_line(module, names))
+    return ["\n".join(group) for group in (standard, others) if group]

@@ -1,0 +1,264 @@
+"""A match as a function or method of its own: its statements moved, its operands as parameters."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.build import parenthesised, reindented
+from slapo_rewrite.code.edit import substituted
+from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.patterns.replacement import gives
+from slapo_rewrite.patterns.search import Match
+from slapo_rewrite.patterns.value_graph import Graph, Value
+
+_SYMBOLS = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.MatMult: "@",
+    ast.Pow: "**",
+    ast.FloorDiv: "//",
+    ast.Mod: "%",
+}
+
+
+@dataclass
+class Moved:
+    """The statements of a match as the body of a function.
+
+    Attributes:
+        lines: The body.
+        arguments: What each of the function's parameters is given, by its name.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    arguments: dict[str, str] = field(default_factory=dict)
+
+    def written(self, head: str, docstring: str, indent: int, line_length: int) -> str:
+        """The function's text, to stand at `indent` columns."""
+        body = "\n".join([f'"""{docstring}"""', *self.lines])
+        text = f"{head}({', '.join(self.arguments)}):\n    {reindented(body, 0, 4)}\n"
+        return reindented(formatted(text, indent, line_length), indent, 0)
+
+
+def moved(match: Match, graph: Graph, at: errors.Span | None, method: bool) -> Moved:
+    """Takes the statements of a match out.
+
+    Args:
+        match: The match.
+        graph: The values of its function.
+        at: The line of the schedule that asks.
+        method: Whether the new function is a method: it sees the module's attributes by itself.
+
+    Raises:
+        NoMatch: They need a local variable that holds something else where the result is.
+    """
+    return _Moving(match, graph, at, method).run()
+
+
+def _named(match: Match) -> Match:
+    """The match with names for operands that a call gives by position."""
+    numbered = [name for name in match.operands if name.isdigit()]
+    names = dict(zip(numbered, "xyzuvw", strict=False)) if len(numbered) < 7 else {}
+    operands = {names.get(n, n): text for n, text in match.operands.items()}
+    values = {names.get(n, n): value for n, value in match.values.items()}
+    return replace(match, operands=operands, values=values)
+
+
+def _line(statement: ast.stmt) -> int:
+    return statement.lineno
+
+
+def _first(lines: tuple[int, list[str]]) -> int:
+    return lines[0]
+
+
+class _Moving:
+    def __init__(self, match: Match, graph: Graph, at: errors.Span | None, method: bool) -> None:
+        match = _named(match)
+        self.match, self.graph, self.at, self.method = match, graph, at, method
+        self.file = match.file
+        self.moved = Moved()
+        self.inner = {id(node) for node in match.nodes}
+        self.operands = {id(value): name for name, value in match.values.items()}
+        self.texts = {
+            match.operands[name]: name
+            for name, value in match.values.items()
+            if match.operands[name].startswith("self.") and not (method and value.is_leaf)
+        }
+        self.found: dict[str, str] = {}
+        # The names that the body gives to what it computes, and which of these hold what.
+        self.kept: set[str] = set()
+        self.named: dict[int, str] = {}
+
+    def run(self) -> Moved:
+        replaced = self.match.replaced
+        node = replaced.node
+        if len(self.match.results) > 1 and isinstance(node, ast.stmt):
+            self.moved.lines = self._several(node)
+            return self._finished()
+        lines = [line for s in replaced.removed for line in self._lines(s)]
+        if isinstance(node, ast.AugAssign):
+            lines.append(f"return {self._augmented(node)}")
+        elif isinstance(node, ast.stmt):
+            lines += [*self._lines(node), f"return {replaced.target.removesuffix(' = ')}"]
+        else:
+            assert isinstance(node, ast.expr)
+            statement = self.match.root.site.statement
+            assert statement is not None
+            text = self._text(node, statement)
+            lines.append(f"return ({text})" if "\n" in text else f"return {text}")
+        self.moved.lines = lines
+        return self._finished()
+
+    def _finished(self) -> Moved:
+        """What was moved, with its parameters: the pattern's own first."""
+        order = [name for name in self.match.operands if name in self.found]
+        order += [name for name in self.found if name not in order]
+        self.moved.arguments = {name: self.found[name] for name in order}
+        return self.moved
+
+    def _several(self, own: ast.stmt) -> list[str]:
+        """The body where several results have names of their own at the place of the call."""
+        replaced, results = self.match.replaced, self.match.results
+        moved = sorted({*replaced.removed, *(() if replaced.above else (own,))}, key=_line)
+        read: list[ast.AST] = [*(node for node, _ in replaced.reads), *moved]
+        texts: dict[int, str] = {}
+        given = [r for r in results if moved and gives(moved[-1], [r])]
+        last = moved[-1] if given and not self._read_as(given[0], [*read[:-1]]) else None
+        moved = [statement for statement in moved if statement is not last]
+        held = {b.name: b.value for s in moved for b in self.graph.bound if b.statement is s}
+        self.named = {id(value): name for name, value in held.items()}
+        self.kept = set(held)
+        if last is not None:
+            texts[id(given[0])] = self._value(last)
+        lines = [(s.lineno, self._lines(s)) for s in moved]
+        for result in results:
+            if id(result) in texts:
+                continue
+            statement = result.site.statement
+            assert statement is not None
+            names = [name for name, value in held.items() if value in (result, result.site)]
+            if (not names and statement in moved) or self._is_nested(result):
+                raise errors.NoMatch(
+                    "a result has no name that it keeps",
+                    at=self.file.at(result.site.node),
+                    also=[self.at],
+                    hint="give it a line and a name of its own in the model",
+                )
+            if not names and (names := self._read_as(result, read)):
+                text = self._text(result.site.node, statement)
+                lines.append((statement.lineno, [f"{names[-1]} = {text}"]))
+            texts[id(result)] = names[-1] if names else self._text(result.site.node, statement)
+        body = [line for _, own_lines in sorted(lines, key=_first) for line in own_lines]
+        return [*body, f"return {', '.join(texts[id(result)] for result in results)}"]
+
+    def _is_nested(self, result: Value) -> bool:
+        """Whether a result is computed inside the text of another."""
+        others = (r.site.node for r in self.match.results if r is not result)
+        return any(node is result.site.node for other in others for node in ast.walk(other))
+
+    def _read_as(self, result: Value, nodes: Iterable[ast.AST]) -> list[str]:
+        """The names by which some texts read a result."""
+        inside = [n for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)]
+        return [n.id for n in inside if self.graph.loads.get(n) in (result, result.site)]
+
+    def _value(self, statement: ast.stmt) -> str:
+        """What a statement gives a name."""
+        if isinstance(statement, ast.AugAssign):
+            return self._augmented(statement)
+        assert isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None
+        return self._text(statement.value, statement)
+
+    def _augmented(self, node: ast.AugAssign) -> str:
+        """What `x += y` gives."""
+        left = self._text(node.target, node)
+        right = parenthesised(self._text(node.value, node))
+        return f"{parenthesised(left)} {_SYMBOLS[type(node.op)]} {right}"
+
+    def _lines(self, statement: ast.stmt) -> list[str]:
+        """A statement with its comments, as it stands in the new function."""
+        text = self._text(statement, statement)
+        start, end = self.file.span(statement)
+        rest = self.file.text[end:].partition("\n")[0].strip()
+        above: list[str] = []
+        line = statement.lineno - 1
+        while self.file.line(line).lstrip().startswith("#"):
+            above.insert(0, self.file.line(line).strip())
+            line -= 1
+        first, *others = text.splitlines()
+        column = start - self.file.text.rfind("\n", 0, start) - 1
+        others = [o[min(column, len(o) - len(o.lstrip())) :] for o in others]
+        lines = [first, *others]
+        if rest.startswith("#"):
+            lines[-1] += f"  {rest}"
+        return [*above, *lines]
+
+    def _text(self, node: ast.AST, statement: ast.stmt) -> str:
+        """A node's text with the operands' names in the places of the operands."""
+        assert isinstance(node, ast.expr | ast.stmt)
+        return substituted(self.file, node, dict(self._renamed(node, statement)))
+
+    def _renamed(self, node: ast.AST, statement: ast.stmt) -> Iterator[tuple[ast.expr, str]]:
+        """The expressions inside a node that are other names in the new function."""
+        if isinstance(node, ast.stmt):
+            statement = node
+        if isinstance(node, ast.expr) and (name := self._parameter(node, statement)) is not None:
+            yield node, name
+            return
+        for child in ast.iter_child_nodes(node):
+            yield from self._renamed(child, statement)
+
+    def _parameter(self, node: ast.expr, statement: ast.stmt) -> str | None:
+        """The parameter that an expression is in the new function; None where it stays."""
+        for name, value in self.match.values.items():
+            if value.node is node and value.inside is None and not value.is_leaf:
+                return self._operand(name)
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if text in self.texts:
+            return self._operand(self.texts[text])
+        if not self.method and text.startswith("self."):
+            return self._given(node.attr if isinstance(node, ast.Attribute) else text, text, node)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            held = self.graph.names.get(statement, {}).get(node.id)
+            if held is not None and id(held) in self.inner:
+                return None if node.id in self.kept else self.named.get(id(held))
+            if held is None:
+                return None
+            if id(held) in self.operands:
+                return self._operand(self.operands[id(held)])
+            if held.operation == "self":
+                return None
+            return self._local(node, held)
+        return None
+
+    def _operand(self, name: str) -> str:
+        self.found[name] = self.match.operands[name]
+        return name
+
+    def _local(self, node: ast.Name, held: Value) -> str | None:
+        last = self.match.root.site.statement
+        now = self.graph.names.get(last, {}).get(node.id) if last is not None else None
+        if now is not held:
+            raise errors.NoMatch(
+                f"`{node.id}` is needed here, and holds something else where the result is",
+                at=self.file.at(node),
+                also=[self.at],
+            )
+        return self._given(node.id, node.id, node)
+
+    def _given(self, name: str, text: str, node: ast.expr) -> str:
+        """A further parameter."""
+        if self.found.get(name, text) != text or name in self.match.operands:
+            raise errors.NoMatch(
+                f"two different things would be called `{name}` in the new function",
+                at=self.file.at(node),
+                also=[self.at],
+                hint=f"give the pattern a parameter for `{text}`",
+            )
+        self.found[name] = text
+        return name

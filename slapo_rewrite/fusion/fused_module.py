@@ -1,0 +1,367 @@
+"""A module in the place of part of a `forward`: a subclass that holds it, and calls it there."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.output_files import OutputFiles
+from slapo_rewrite.changes.replace_statement import ReplaceStatement
+from slapo_rewrite.changes.source_rewrite import NewClass, Rewrite
+from slapo_rewrite.changes.subclasses import SubclassWriter
+from slapo_rewrite.code.build import parenthesised
+from slapo_rewrite.code.edit import Edit, Put
+from slapo_rewrite.code.lines import Line, Lines
+from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.splice import Edit as TextEdit
+from slapo_rewrite.fusion.engine import Engine
+from slapo_rewrite.model.join import find_site
+from slapo_rewrite.model.sources import Sources
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.uncalled import check_uncalled
+from slapo_rewrite.patterns.search import Match
+from slapo_rewrite.runtime.weights import Weight, concat
+
+
+@dataclass(frozen=True)
+class Held:
+    """The module that a subclass holds.
+
+    Attributes:
+        name: What it is called there.
+        made: The expression that makes it.
+        left: The submodules whose place it takes.
+        before: Statements of the constructor that need those.
+    """
+
+    name: str
+    made: str
+    left: tuple[str, ...]
+    before: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What takes the place of several calls on one operand.
+
+    Attributes:
+        name: What the new module is called.
+        origin: The dotted name of its class.
+        arguments: What it is made with, as source; None where it is made as the others are.
+        weights: What its tensors are made of; None where they are the others' one after another.
+    """
+
+    name: str
+    origin: str = "torch.nn.Linear"
+    arguments: str | None = None
+    weights: Mapping[str, Weight] | None = None
+
+
+def packed(engine: Engine, groups: Iterable[tuple[Packed, Sequence[Match]]]) -> Rewrite:
+    """Subclasses that each hold one module in the place of several calls on one operand.
+
+    Args:
+        engine: What the change belongs to.
+        groups: The calls, those of a module together, and what takes their place.
+
+    Raises:
+        NoMatch: They do not stand side by side.
+        Unsupported: They are no linear layers, or modules of one class call different ones.
+    """
+    edits: list[TextEdit] = []
+    classes: dict[str, NewClass] = {}
+    made: dict[type, tuple[str, tuple[object, ...]]] = {}
+    for new, group in groups:
+        node = engine.tree.nodes[group[0].path]
+        lives = _linears(engine, node, group)
+        how = (
+            *(id(m.replaced.node) for m in group),
+            *(getattr(live, "bias", None) is None for live in lives),
+        )
+        if node.cls not in made:
+            _check_unread(engine, node, group)
+            new_name = _free(f"Packed{node.cls.__name__}", engine)
+            made[node.cls] = (new_name, how)
+            edits.append(_subclass(engine, node, group, new, new_name))
+        elif made[node.cls][1] != how:
+            raise errors.Unsupported(
+                f"modules of class `{node.cls.__name__}` call different submodules",
+                at=engine.cause.at,
+            )
+        weights = new.weights or {
+            f"{new.name}.{tensor}": concat(*(f"{match.root.called}.{tensor}" for match in group))
+            for tensor, _ in lives[0].named_parameters()
+        }
+        classes[node.path] = NewClass(made[node.cls][0], tuple(weights.items()))
+    return Rewrite(edits, tuple(engine.speller.references.values()), classes=classes)
+
+
+def _linears(engine: Engine, node: Node, group: Sequence[Match]) -> list[Any]:
+    """The live layers that are called."""
+    paths = [str(match.root.called) for match in group]
+    lives = [engine.tree.nodes[f"{node.path}.{p}" if node.path else p].live for p in paths]
+    pairs = zip(paths, lives, strict=True)
+    if any("." in path or not hasattr(live, "out_features") for path, live in pairs):
+        raise errors.Unsupported(
+            f"{listed(paths)} are not linear layers of one module: how their results are packed "
+            "is not known",
+            at=group[0].place,
+            cause=engine.cause,
+        )
+    for path, live in zip(paths, lives, strict=True):
+        check_uncalled(f"{node.path}.{path}" if node.path else path, live, engine.cause.at)
+    return lives
+
+
+def _check_unread(engine: Engine, node: Node, group: Sequence[Match]) -> None:
+    """Refuses to take away what is read elsewhere too: in a method, or where the file asks for it.
+
+    Raises:
+        Unsupported: It is.
+    """
+    left = {str(match.root.called) for match in group}
+    calls = {id(match.replaced.node) for match in group}
+    own = {cls.__name__ for cls in node.cls.__mro__}
+    for function in engine.sharing.functions():
+        owner = engine.sharing.owner_of(function)
+        named = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+        inside, outside = owner in own and function.name != "__init__", bool(named & own)
+        called = {
+            id(n.func) for n in ast.walk(function) if isinstance(n, ast.Call) and id(n) in calls
+        }
+        for read in ast.walk(function):
+            match read:
+                case ast.Attribute(ast.Name(of), name) if name in left and id(read) not in called:
+                    if inside if of == "self" else outside:
+                        raise errors.Unsupported(
+                            f"`{of}.{name}` is read here, so nothing can take its place",
+                            at=engine.file.at(read),
+                            cause=engine.cause,
+                        )
+
+
+def _subclass(
+    engine: Engine, node: Node, group: Sequence[Match], new: Packed, new_name: str
+) -> TextEdit:
+    """The subclass for the modules of one class."""
+    left, name = tuple(str(match.root.called) for match in group), new.name
+    if hasattr(node.live, name):
+        raise errors.NameTaken(f"`{node.cls.__name__}` has a `{name}` already", at=engine.cause.at)
+    made = [_Made.read(engine.sources, node, each) for each in left]
+    arguments, before, sizes = new.arguments, tuple[str, ...](), None
+    equal = len({node.children[each].live.out_features for each in left}) == 1
+    if not equal or len({each.width for each in made}) > 1:
+        sizes = [f"{each.removesuffix('_proj')}_size" for each in left]
+        pairs = zip(sizes, made, strict=True)
+        before = tuple(f"self.{size} = {each.width}" for size, each in pairs)
+    if arguments is None:
+        product = isinstance(ast.parse(made[0].width, mode="eval").body, ast.BinOp)
+        product = product and "+" not in made[0].width and "-" not in made[0].width
+        width = made[0].width if product else parenthesised(made[0].width)
+        total = f"{len(left)} * {width}"
+        if sizes is not None:
+            total = " + ".join(f"self.{size}" for size in sizes)
+        arguments = f"{made[0].inputs}, {total}{made[0].bias}"
+    cls = engine.speller(new.origin)
+    held = Held(name, f"{cls}({arguments})", left, before)
+    changes = _side_by_side(engine, group, name, sizes)
+    article = "An" if node.cls.__name__[0] in "AEIOU" else "A"
+    doc = f"{article} `{node.cls.__name__}` with {listed(left)} in one `{name}`."
+    return _holding(engine, node, held, changes, new_name, doc)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """How a linear layer is made.
+
+    Attributes:
+        inputs: Its `in_features`, as source.
+        width: Its `out_features`.
+        bias: What says that it has none, with a comma before; empty where it has one.
+    """
+
+    inputs: str
+    width: str
+    bias: str
+
+    @staticmethod
+    def read(sources: Sources, node: Node, name: str) -> _Made:
+        """The arguments as the constructor writes them, where a subclass can write them again."""
+        site, live = find_site(sources, node.children[name]), node.children[name].live
+        given: dict[str, ast.expr] = {}
+        if isinstance(site.value, ast.Call):
+            given = dict(
+                zip(("in_features", "out_features", "bias"), site.value.args, strict=False)
+            )
+            given |= {k.arg: k.value for k in site.value.keywords if k.arg}
+        constructor = site.file.method(site.class_name, "__init__")
+        own = [a.arg for a in constructor.args.args] if constructor is not None else []
+        known = {*own, *site.file.names}
+
+        def text(argument: str, otherwise: str) -> str:
+            expression = given.get(argument)
+            names = (
+                [n for n in ast.walk(expression) if isinstance(n, ast.Name)] if expression else []
+            )
+            if expression is None or not all(n.id in known for n in names):
+                return otherwise
+            return site.file.segment(expression)
+
+        bias = "" if live.bias is not None else ", bias=False"
+        if "bias" in given:
+            bias = f", bias={text('bias', str(live.bias is not None))}"
+        return _Made(
+            text("in_features", f"self.{name}.in_features"),
+            text("out_features", f"self.{name}.out_features"),
+            bias,
+        )
+
+
+def _free(name: str, engine: Engine) -> str:
+    """A class name that the file does not have yet."""
+    unique, number = name, 2
+    while unique in engine.file.names:
+        unique, number = f"{name}{number}", number + 1
+    return unique
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in words."""
+    shown = [f"`{name}`" for name in names]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _holding(
+    engine: Engine,
+    node: Node,
+    held: Held,
+    changes: Mapping[ast.stmt, ReplaceStatement],
+    new_name: str,
+    doc: str,
+) -> TextEdit:
+    """The class of a module with another module in the place of some of its submodules.
+
+    Args:
+        engine: What the change belongs to.
+        node: The module.
+        held: What it holds.
+        changes: What changes in its methods, by statement.
+        new_name: The subclass's name.
+        doc: Its docstring's line.
+
+    Raises:
+        Unsupported: The class has no constructor of its own.
+    """
+    file, cause = engine.file, engine.cause
+    files = OutputFiles(engine.tree, engine.sources)
+    writer = SubclassWriter(files.main.classes, files.main.imports, engine.line_length)
+    name = node.cls.__name__
+    constructor = files.main.classes.method(name, "__init__")
+    if constructor is None or files.of(node.cls) is not files.main:
+        raise errors.Unsupported(
+            f"`{name}` has no constructor in {file.path.name}, so it cannot hold `{held.name}`",
+            at=cause.at,
+        )
+    lines: dict[ast.stmt, Lines] = {}
+    for change in changes.values():
+        change.add_to(lines.setdefault(change.statement, Lines()), (cause,))
+    made = f"self.{held.name} = {held.made}"
+    deleted = f"del {', '.join(f'self.{each}' for each in held.left)}" if held.left else ""
+    for text in (*held.before, made, deleted):
+        if text:
+            end = lines.setdefault(constructor.body[-1], Lines())
+            end.after.append(Line(text, (cause,), f"`{held.name}`"))
+    text = writer.subclass(name, new_name, lines, {}, set(), doc)
+    engine.speller.take(files.main.imports)
+    at = file.span(file.classes[name])[1]
+    return TextEdit(at, at, "\n\n\n" + text.rstrip("\n"), (cause,), f"`{new_name}`")
+
+
+def _side_by_side(
+    engine: Engine, group: Sequence[Match], name: str, sizes: Sequence[str] | None
+) -> dict[ast.stmt, ReplaceStatement]:
+    """One call in the place of several calls on one operand.
+
+    `q = self.q(x).view(...)  ->  q, k, v = self.qkv(x).chunk(3, dim=-1); q = q.view(...)`
+
+    Args:
+        engine: What the change belongs to.
+        group: The calls, in the order of the text.
+        name: The module that gives all results, one after another along the last axis.
+        sizes: The attributes that say how long each is; None where all are equally long.
+
+    Raises:
+        NoMatch: The calls do not stand side by side.
+    """
+    first = group[0]
+    statements = [engine.sharing.statement_of(match.replaced.node) for match in group]
+    function = engine.sharing.function_of(statements[0])
+    for match, statement in zip(group, statements, strict=True):
+        if match.root.regions != first.root.regions or hasattr(statement, "body"):
+            raise errors.NoMatch(
+                "these calls stand in different branches, so one call cannot give all results",
+                at=first.place,
+                also=[match.place],
+                cause=engine.cause,
+            )
+    names = [_bound(function, statements, number, group) for number in range(len(group))]
+    operand = _operand(engine, first)
+    cut = f"split([{', '.join(f'self.{s}' for s in sizes)}], dim=-1)" if sizes else ""
+    cut = cut or f"chunk({len(group)}, dim=-1)"
+    call = f"{', '.join(names)} = self.{name}({operand}).{cut}"
+    changes: dict[ast.stmt, ReplaceStatement] = {}
+    for number, (match, statement) in enumerate(zip(group, statements, strict=True)):
+        whole = (
+            isinstance(statement, ast.Assign)
+            and statement.value is match.replaced.node
+            and is_name(statement.targets[0], names[number])
+        )
+        node, text = (statement, call) if whole else (match.replaced.node, names[number])
+        assert isinstance(node, ast.expr | ast.stmt)
+        change = ReplaceStatement(
+            statement,
+            name,
+            (Edit(node, Put(text)),),
+            before=() if number or whole else (call,),
+            gone=whole and number > 0,
+            moved=number == 0,
+        )
+        known = changes.get(statement)
+        changes[statement] = known.joined(change) if known else change
+    return changes
+
+
+def _operand(engine: Engine, match: Match) -> str:
+    """What a call is given, as it stands there."""
+    node = match.replaced.node
+    given = [*node.args, *(k.value for k in node.keywords)] if isinstance(node, ast.Call) else []
+    if len(given) == 1:
+        return engine.file.segment(given[0])
+    return next(iter(match.operands.values()))
+
+
+def _bound(
+    function: ast.FunctionDef, statements: Sequence[ast.stmt], number: int, group: Sequence[Match]
+) -> str:
+    """The local name for one of several results: that of its statement, or the submodule's."""
+    statement = statements[number]
+    first = (statements[0].lineno, statements[0].col_offset)
+    if isinstance(statement, ast.Assign) and statements.count(statement) == 1:
+        target = statement.targets[0]
+        if len(statement.targets) == 1 and isinstance(target, ast.Name):
+            last = (statement.end_lineno or 0, statement.end_col_offset or 0)
+            others = [
+                n
+                for n in ast.walk(function)
+                if isinstance(n, ast.Name) and n.id == target.id and n is not target
+            ]
+            if not any(first <= (n.lineno, n.col_offset) < last for n in others):
+                return target.id
+    leaf = (group[number].root.called or "").rpartition(".")[2]
+    stem = leaf.removesuffix("_proj") or leaf
+    taken = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+    taken |= {n.arg for n in ast.walk(function) if isinstance(n, ast.arg)}
+    return next(n for n in (stem, leaf, f"{leaf}_output", f"{leaf}_result") if n not in taken)

@@ -1,0 +1,299 @@
+"""The output layer behind a loss, and what its logits go through on the way."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.text import accessor
+from slapo_rewrite.fusion.rule import Found
+from slapo_rewrite.patterns.value_graph import Value, described
+
+LINEAR = ("torch.nn.modules.linear", "Linear")
+# How rows are left out so that each prediction stands beside the next label, and the labels' part.
+SHIFTS = {
+    "..., :-1, :": ("..., 1:", ":, 1:"),
+    ":, :-1, :": ("..., 1:", ":, 1:"),
+    ":, :-1": ("..., 1:", ":, 1:"),
+}
+
+
+class Declined(Exception):
+    """Why a loss stays as it is, in words."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The linear layer that logits come from.
+
+    Attributes:
+        path: The layer's, relative to the module of the match.
+        hidden: What it is given.
+        chain: The logits as the loss takes them, what they are made of, and so on down to what the
+            function itself calls: the layer, or a module that calls it. The last comes first.
+        shift: Which rows the loss takes, as an index: `..., :-1, :`; empty for all of them.
+        softcap: What bounds the logits: `softcap * tanh(logits / softcap)`.
+        around: The modules that are called around the layer, from the outside in.
+        upcast: Whether the loss takes them as float32.
+    """
+
+    path: str
+    hidden: Value
+    chain: tuple[Value, ...]
+    shift: str = ""
+    softcap: Value | None = None
+    around: tuple[str, ...] = ()
+    upcast: bool = False
+
+    def is_size(self, size: Value, found: Found) -> bool:
+        """Whether a number is how many classes it has, whatever the inputs."""
+        return _is_size(size, found.attribute(self.path).out_features, found, self.call)
+
+    @property
+    def call(self) -> Value:
+        """What the function itself calls."""
+        return self.chain[-1]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that are not called where no logits are made."""
+        return (*self.around, self.path)
+
+
+@dataclass
+class _Way:
+    """What was met on the way back from a loss."""
+
+    chain: list[Value] = field(default_factory=list)
+    around: list[str] = field(default_factory=list)
+    sizes: list[Value | int] = field(default_factory=list)
+    shift: str = ""
+    softcap: Value | None = None
+    upcast: bool = False
+
+
+def head_of(found: Found, logits: Value, *, rows: bool) -> Head:
+    """The head that a loss's logits come from.
+
+    Args:
+        found: The loss.
+        logits: What it takes.
+        rows: Whether it takes rows of them: they must have been made so.
+
+    Raises:
+        Declined: There is none, or something else happens on the way.
+    """
+    way = _Way()
+    value = logits
+    while not (value.operation == "linear" and value.called is not None):
+        value = _before(value, way)
+    if value.inside is None:
+        way.chain.append(value)
+    path = str(value.called)
+    live = found.attribute(path)
+    if (type(live).__module__, type(live).__name__) != LINEAR:
+        raise Declined(f"`{path}` is a `{type(live).__name__}`, and no plain linear layer")
+    if rows and not way.sizes:
+        raise Declined("the logits are not made rows of classes where the loss takes them")
+    call = way.chain[-1]
+    for size in way.sizes:
+        if not _is_size(size, live.out_features, found, call):
+            raise Declined(f"the loss takes rows of another size than `{path}` gives")
+    given = dict(value.arguments)
+    around, chain = tuple(way.around), tuple(way.chain)
+    return Head(path, given["input"], chain, way.shift, way.softcap, around, way.upcast)
+
+
+def _before(value: Value, way: _Way) -> Value:
+    """What a value is made of, where that changes nothing that the kernel does not know."""
+    if value.inside is None:
+        way.chain.append(value)
+    given = dict(value.arguments)
+    match value.operation:
+        case "contiguous":
+            return given["input"]
+        case "to" if given.keys() == {"input", "dtype"} and _is(given["dtype"], "torch.float32"):
+            way.upcast = True
+            return given["input"]
+        case "view" | "reshape" if not way.shift and (size := _row_size(given["shape"])):
+            way.sizes.append(size)
+            return given["input"]
+        case "item" if not way.shift and (index := _index(value)) in SHIFTS:
+            way.shift = index
+            return given["input"]
+        case "choice" | "mul" if way.softcap is None and (capped := _softcapped(value)):
+            inner, way.softcap, between = capped
+            way.chain += between
+            return inner
+    if value.called is not None and value.inner is not None:
+        way.around.append(value.called)
+        return value.inner
+    if value.is_leaf or value.operation in ("choice", "merge", "loop"):
+        raise Declined(f"the logits are {described(value)}: where they are made is not seen")
+    raise Declined(f"{described(value)} stands between the output layer and the loss")
+
+
+def _is(value: Value, name: str) -> bool:
+    return value.operation == "name" and value.literal == name
+
+
+def _index(value: Value) -> str:
+    """The text of an index."""
+    match value.node:
+        case ast.Subscript(slice=ast.Tuple(elts=parts)):
+            return ", ".join(map(ast.unparse, parts))
+    return ""
+
+
+def _row_size(shape: Value) -> Value | int | None:
+    """How long rows are that a tensor is made into, where it is made into rows."""
+    if isinstance(shape.literal, tuple) and len(shape.literal) == 2:
+        return shape.literal[1] if isinstance(shape.literal[1], int) else None
+    if shape.operation == "tuple" and len(shape.arguments) == 2:
+        return shape.arguments[1][1]
+    return None
+
+
+def _is_size(size: Value | int, classes: int, found: Found, call: Value) -> bool:
+    """Whether a size is the number of classes, whatever the inputs."""
+    if isinstance(size, int):
+        return size == classes
+    match size.operation:
+        case "constant":
+            return size.literal == classes
+        case "attribute":
+            return bool(found.attribute(str(size.literal)) == classes)
+        case "item":
+            given = dict(size.arguments)
+            last = given["index"].literal in (-1, 2) and given["input"].operation == "shape"
+            return last and any(v is call for v in given["input"].walk())
+    return False
+
+
+def _softcapped(value: Value) -> tuple[Value, Value, list[Value]] | None:
+    """What `bound * tanh(x / bound)` is of, the bound, and what is computed in between."""
+    if value.operation == "choice":
+        ways = dict(value.arguments)
+        capped = _softcapped(ways["then"]) if ways["then"].operation == "mul" else None
+        if capped is None or capped[0] is not ways["otherwise"]:
+            return None
+        given = dict(ways["test"].arguments)
+        tested = ways["test"].operation == "is not" and [*given.values()]
+        if not tested or not _alike(tested[0], capped[1]) or tested[1].literal is not None:
+            return None
+        return capped[0], capped[1], [ways["then"], *capped[2]]
+    one, other = (v for _, v in value.arguments[:2])
+    bent, bound = (one, other) if one.operation == "tanh" else (other, one)
+    if bent.operation != "tanh" or not bound.is_leaf:
+        return None
+    quotient = bent.arguments[0][1]
+    if quotient.operation != "div":
+        return None
+    inner, by, *rest = (v for _, v in quotient.arguments)
+    plain = all(v.operation == "constant" and v.literal is None for v in rest)
+    return (inner, bound, [bent, quotient]) if plain and _alike(by, bound) else None
+
+
+def _alike(one: Value, other: Value) -> bool:
+    return one.is_leaf and (one.operation, one.literal) == (other.operation, other.literal)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a loss takes as its labels.
+
+    Attributes:
+        value: The labels, before they are made one row and put on a device.
+        shift: Which of them it takes, as an index.
+    """
+
+    value: Value
+    shift: str = ""
+
+
+def labels_of(value: Value) -> Labels:
+    """The labels behind what a loss takes: the kernel makes them rows by itself."""
+    shift = ""
+    while True:
+        given = [v for _, v in value.arguments]
+        match value.operation:
+            case "contiguous":
+                pass
+            case "view" | "reshape" if _is_row(given[1]):
+                pass
+            case "to" if len(given) == 2 and _is_device(given[1]):
+                pass
+            case "item" if not shift and any(_index(value) in ends for ends in SHIFTS.values()):
+                shift = _index(value)
+            case _:
+                return Labels(value, shift)
+        value = given[0]
+
+
+def _is_row(shape: Value) -> bool:
+    """Whether a shape is one size."""
+    if isinstance(shape.literal, tuple):
+        return len(shape.literal) == 1
+    if shape.operation == "tuple":
+        return len(shape.arguments) == 1
+    return shape.number and shape.operation in ("mul", "item")
+
+
+def _is_device(value: Value) -> bool:
+    return value.operation == "member" and value.literal == "device"
+
+
+def depending(value: Value, on: Value) -> list[Value]:
+    """Those of a value, and of what it is computed from, that need another."""
+    every = sorted(value.walk(), key=lambda v: v.order)
+    found = {id(on)}
+    before = 0
+    while len(found) > before:  # once, unless a loop carries something back
+        before = len(found)
+        found |= {id(v) for v in every if any(id(a) in found for _, a in v.arguments)}
+    return [v for v in every if id(v) in found]
+
+
+def written(value: Value, held: Mapping[str, Value], file: SourceFile) -> str:
+    """A head's input as text.
+
+    Args:
+        value: The input.
+        held: What names hold where it is to stand.
+        file: Where that is.
+
+    Raises:
+        Declined: It is computed inside a module, in a way that cannot be written from outside.
+    """
+    name = next((n for n, v in held.items() if v is value and not n.startswith("self.")), None)
+    if name is not None:
+        return name
+    if value.called is None:
+        return f"{_function(value, held, file)}({written(value.arguments[0][1], held, file)})"
+    if any(key.startswith("*") for key, _ in value.given):
+        raise _within(value)
+    given = ((key, written(v, held, file)) for key, v in value.given)
+    texts = [f"{key}={text}" if key else text for key, text in given]
+    return f"{accessor(value.called)}({', '.join(texts)})"
+
+
+def _function(value: Value, held: Mapping[str, Value], file: SourceFile) -> str:
+    """What a value calls with one argument: a function that the file knows by name."""
+    match value.node:
+        case ast.Call(func=ast.Name() | ast.Attribute() as function, args=[_], keywords=[]):
+            name = next(n.id for n in ast.walk(function) if isinstance(n, ast.Name))
+            if value.file is file and file.qualified(function) and name not in held:
+                return file.segment(function)
+    raise _within(value)
+
+
+def _within(value: Value) -> Declined:
+    return Declined(f"{described(value)} is computed in the module that calls the output layer")
+
+
+def loss_of(found: Found) -> str:
+    """The dotted name of the function that a model of transformers computes its loss by."""
+    loss = found.attribute("loss_function")
+    return f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', loss)}"

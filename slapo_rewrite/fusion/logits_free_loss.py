@@ -1,0 +1,535 @@
+"""A loss that is computed without its logits in training: where that forks off in a function."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from slapo_rewrite.changes.replace_statement import ReplaceStatement
+from slapo_rewrite.code.build import reindented
+from slapo_rewrite.code.dataflow import bound_in
+from slapo_rewrite.code.layout import at_column
+from slapo_rewrite.code.text import accessor, within
+from slapo_rewrite.fusion.lm_head import Declined, Head, Labels, depending, written
+from slapo_rewrite.fusion.rule import Found
+from slapo_rewrite.patterns.canonical_ops import by_module
+from slapo_rewrite.patterns.value_graph import Graph, Use, Value, described
+
+Changes = dict[ast.stmt, ReplaceStatement]
+IS_PLAIN = "slapo_rewrite.runtime.kernels.plain.is_plain"
+
+
+@dataclass(frozen=True)
+class Fork:
+    """The statements that make logits and those that make a loss of them.
+
+    In training nothing but the loss is computed, and the logits are None.
+
+    Attributes:
+        graph: The function's values.
+        head: Where the logits come from.
+        name: What they are called.
+        making: The statements that make them, neighbours in one block.
+        given: The name that is not None where the loss is computed; empty where it always is.
+        guard: The `if` around the loss that stands in the same block; None where the loss does.
+        losing: The statements that make the loss, neighbours in one block; the last gives it.
+        loss: The call that computes it.
+        hidden: The head's input, as text where the fork is.
+        named: The same as an expression that gets the name `hidden` above the fork; empty where it
+            has a name, or is computed for the loss alone.
+        labels: The labels, likewise.
+        absent: The outputs that are None in training, by name or number.
+        alone: Whether nobody else reads the logits: they are not made at all then.
+    """
+
+    graph: Graph
+    head: Head
+    name: str
+    making: tuple[ast.stmt, ...]
+    given: str
+    guard: ast.If | None
+    losing: tuple[ast.stmt, ...]
+    loss: ast.Call
+    hidden: str
+    named: str
+    labels: str
+    absent: tuple[str, ...]
+    alone: bool
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """The modules that are not called in training any more."""
+        return self.head.modules
+
+    def condition(self, is_plain: str) -> str:
+        """Where the loss is computed without logits.
+
+        Args:
+            is_plain: How the function is written that looks for hooks and adapters.
+        """
+        function = self.graph.function
+        assert function is not None
+        me = function.args.args[0].arg
+        given = f" and {self.given} is not None" if self.given else ""
+        layer = accessor(self.head.path).replace("self", me, 1)
+        return f"{me}.training{given} and {is_plain}({layer})"
+
+    def holds_as_well(self, name: ast.Name) -> bool:
+        """Whether a name in the loss's own call holds the same where the ways part."""
+        held = self.graph.names[self.place].get(name.id)
+        return held is self.graph.names[self.losing[-1]].get(name.id)
+
+    @property
+    def place(self) -> ast.stmt:
+        """The statement above which the loss is computed without logits."""
+        if self.guard is not None and [*self.losing] in (self.guard.body, self.guard.orelse):
+            return self.guard
+        return self.losing[0]
+
+    def edits(
+        self,
+        text: str,
+        what: str,
+        line_length: int,
+        spell: Callable[[str], str],
+    ) -> Changes:
+        """What changes, by statement.
+
+        Args:
+            text: The call that takes the place of head and loss.
+            what: What it is, in a word.
+            line_length: The file's own.
+            spell: Gives the text for a dotted name.
+        """
+        condition = "" if self.alone else self.condition(spell(IS_PLAIN))
+        return _Writer(self, text, condition, what, line_length).changes()
+
+
+class _Writer:
+    def __init__(
+        self,
+        fork: Fork,
+        text: str,
+        condition: str,
+        what: str,
+        line_length: int,
+    ) -> None:
+        self.fork, self.text, self.what, self.condition = fork, text, what, condition
+        self.line_length, self.file = line_length, fork.graph.file
+
+    def changes(self) -> Changes:
+        fork = self.fork
+        first, last = fork.making[0], fork.losing[-1]
+        named = f"{fork.hidden} = {fork.named}\n" if fork.named else ""
+        if fork.alone:
+            return self._alone(named)
+        none, condition = f"{fork.name} = None", self.condition
+        if self._joined():
+            block = f"{named}if {condition}:\n    {none}\n    {self._loss()}\nelse:\n"
+            return {first: self._fork(block, first, last)}
+        found: Changes = {}
+        if len(fork.making) == 1:
+            found[first] = self._none_or_made(first, named)
+        else:
+            block = f"{named}if {condition}:\n    {none}\nelse:\n"
+            found[first] = self._fork(block, first, fork.making[-1])
+        block = f"if {fork.name} is None:\n    {self._loss()}\n"
+        if fork.place is fork.guard:
+            start, indent = self.file.span(fork.guard)[0], fork.guard.col_offset
+            above = self._laid(block, indent) + "\n" + " " * indent + "el"
+            found[fork.guard] = self._splice(fork.guard, start, start, above)
+        elif isinstance(last, ast.Return):
+            start, indent = self.file.span(fork.losing[0])[0], last.col_offset
+            above = self._laid(block, indent) + "\n" + " " * indent
+            found[fork.losing[0]] = self._splice(fork.losing[0], start, start, above)
+        else:
+            found[fork.losing[0]] = self._fork(f"{block}else:\n", fork.losing[0], last)
+        return found
+
+    def _alone(self, named: str) -> Changes:
+        """The loss alone, where nobody else reads the logits."""
+        making, (*before, last) = self.fork.making, self.fork.losing
+        found: Changes = {s: ReplaceStatement(s, self.what, gone=True) for s in (*making, *before)}
+        if named:
+            start, end = self.file.span(making[0])
+            laid = self._laid(named, making[0].col_offset)
+            found[making[0]] = self._splice(making[0], start, end, laid)
+        start, end = self.file.span(last)
+        found[last] = self._splice(last, start, end, self._laid(self._loss(), last.col_offset))
+        return found
+
+    def _joined(self) -> bool:
+        """Whether the loss follows at once, so that one fork does."""
+        fork = self.fork
+        end, start = self.file.span(fork.making[-1])[1], self.file.span(fork.losing[0])[0]
+        lines = self.file.text[end:start].splitlines()
+        code = (line for line in lines if not line.strip().startswith("#"))
+        return fork.guard is None and not "".join(code).strip()
+
+    def _loss(self) -> str:
+        """The statement that gives the loss, of the new call."""
+        start, end = self.file.span(self.fork.losing[-1])
+        begin, stop = self.file.span(self.fork.loss)
+        return self.file.text[start:begin] + self.text + self.file.text[stop:end]
+
+    def _none_or_made(self, statement: ast.stmt, named: str) -> ReplaceStatement:
+        """An assignment of the logits, or of None."""
+        assert isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None
+        start, end = self.file.span(statement)
+        begin = self.file.span(statement.value)[0]
+        value = self._with_name(begin, end)
+        text = f"{self.file.text[start:begin]}None if {self.condition} else {value}"
+        return self._splice(statement, start, end, self._laid(named + text, statement.col_offset))
+
+    def _with_name(self, start: int, end: int) -> str:
+        """Some text, with the name of the head's input in the place of what gets that name."""
+        call, text = self.fork.head.call.node, self.file.text[start:end]
+        if not self.fork.named:
+            return text
+        assert isinstance(call, ast.Call)
+        begin, stop = self.file.span(_given(call)[0])
+        return text[: begin - start] + self.fork.hidden + text[stop - start :]
+
+    def _fork(self, block: str, first: ast.stmt, last: ast.stmt) -> ReplaceStatement:
+        """A fork in the place of statements, which become its last way."""
+        start, end = self.file.span(first)[0], self.file.span(last)[1]
+        comment = self.file.text[end:].partition("\n")[0]
+        end += len(comment)
+        makes = first is self.fork.making[0]
+        old = self._with_name(start, end) if makes else self.file.text[start:end]
+        inner = "    " + reindented(old, first.col_offset, 4)
+        return self._splice(first, start, end, self._laid(block + inner, first.col_offset))
+
+    def _laid(self, text: str, indent: int) -> str:
+        """Statements at a column, laid out anew where they are too long."""
+        return at_column(text.rstrip("\n"), 0, indent, self.line_length)
+
+    def _splice(self, statement: ast.stmt, start: int, end: int, text: str) -> ReplaceStatement:
+        return ReplaceStatement(statement, self.what, spliced=((start, end, text),))
+
+
+def fork_of(found: Found, head: Head, loss: Value, labels: Labels) -> Fork:
+    """Where the ways part.
+
+    Raises:
+        Declined: Logits are needed for more than the loss and the output, or the statements do not
+            stand so that they can be told apart.
+    """
+    return _Forking(found, head, loss, labels).run()
+
+
+class _Forking:
+    def __init__(self, found: Found, head: Head, loss: Value, labels: Labels) -> None:
+        self.found, self.head, self.loss, self.labels = found, head, loss, labels
+        graph = self.graph = found.graph
+        assert graph.function is not None
+        self.function = graph.function
+        self.tainted = {id(v): v for v in depending(loss, head.call)}
+        self.passed: ast.If | None = None
+
+    def run(self) -> Fork:
+        head, loss = self.head.call.statement, self.loss.statement
+        call = self.loss.node
+        assert head is not None and loss is not None and isinstance(call, ast.Call)
+        block = _block(self.function, head)
+        holder = next((s for s in block if within(s, loss)), None)
+        if holder is None or block.index(holder) <= block.index(head):
+            raise Declined("the loss is not computed below the logits, in the same block")
+        making, name = self._making(block, head, holder)
+        guard, body, given = self._guard(holder, loss, head) or (None, block, "")
+        given = self._left_without(block, making[-1], holder) or given
+        first = block.index(making[-1]) + 1 if guard is None else 0
+        losing = self._losing(body, loss, first, name)
+        self._check_ways(making, losing)
+        read = self._read()
+        losing = self._named(losing)
+        place = guard if guard is not None and losing == body else losing[0]
+        hidden, named = self._hidden(place)
+        labels = self._labels(place)
+        return Fork(
+            self.graph,
+            self.head,
+            name,
+            tuple(making),
+            given,
+            guard,
+            tuple(losing),
+            call,
+            hidden,
+            named,
+            labels,
+            tuple(dict.fromkeys(name for name in read if name)),
+            not read,
+        )
+
+    # Statements -----------------------------------------------------------------------------------
+
+    def _making(
+        self, block: list[ast.stmt], head: ast.stmt, holder: ast.stmt
+    ) -> tuple[list[ast.stmt], str]:
+        """The statements from the head's on that make the logits, and the name that they give."""
+        if not _binds_one(head):
+            raise Declined("the statement of the output layer does not just name the logits")
+        chain, names = [v.node for v in self.head.chain], set(bound_in(head))
+        first = last = block.index(head)
+        for number in range(first + 1, block.index(holder)):
+            statement = block[number]
+            own = any(within(statement, node) for node in chain)
+            if not own or bound_in(statement) != names:
+                break
+            last = number
+        making = block[first : last + 1]
+        inside = (s for each in making for s in ast.walk(each) if isinstance(s, ast.stmt))
+        if not all(map(_binds_one, inside)):
+            raise Declined("more is done where the logits are made")
+        return making, names.pop()
+
+    def _guard(
+        self, holder: ast.stmt, loss: ast.stmt, head: ast.stmt
+    ) -> tuple[ast.If, list[ast.stmt], str] | None:
+        """The `if` around the loss, the block in it, and the name that is not None there."""
+        if holder is loss:
+            return None
+        match holder:
+            case ast.If(test=test, body=body) if loss in body and (name := _not_none(test)):
+                pass
+            case ast.If(test=test, orelse=body) if loss in body and (name := _none(test)):
+                pass
+            case _:
+                raise Declined("the loss is not computed right below `if labels is not None:`")
+        assert isinstance(holder, ast.If)
+        self._check_same(name, head, holder)
+        return holder, body, name
+
+    def _left_without(self, block: list[ast.stmt], making: ast.stmt, holder: ast.stmt) -> str:
+        """The name without which the function ends between logits and loss."""
+        between = block[block.index(making) + 1 : block.index(holder)]
+        for statement in between:
+            match statement:
+                case ast.If(test=test, body=[*_, ast.Return()], orelse=[]) if name := _none(test):
+                    self._check_same(name, making, statement)
+                    self.passed = statement
+                    return name
+        return ""
+
+    def _check_same(self, name: str, head: ast.stmt, later: ast.stmt) -> None:
+        before, now = self.graph.names[head].get(name), self.graph.names[later].get(name)
+        if before is None or before is not now:
+            raise Declined(f"`{name}` is bound again between logits and loss")
+
+    def _losing(
+        self, body: list[ast.stmt], loss: ast.stmt, first: int, name: str
+    ) -> list[ast.stmt]:
+        """The statements that do nothing but compute the loss, it being the last."""
+        if not _gives(loss, self.loss.node):
+            raise Declined("the statement computes more than the loss")
+        last = body.index(loss)
+        start = last
+        while start > first and self._serves(body[start - 1], body[start : last + 1], name):
+            start -= 1
+        return body[start : last + 1]
+
+    def _serves(self, statement: ast.stmt, later: Sequence[ast.stmt], logits: str) -> bool:
+        """Whether a statement only names something that the loss alone reads."""
+        if not isinstance(statement, ast.Assign | ast.AnnAssign):
+            return False
+        needed, chain = ({id(v) for v in values} for values in (self.loss.walk(), self.head.chain))
+        made = {f"new {name}" for name in by_module()}
+        bound = [b for b in self.graph.bound if b.statement is statement]
+        for each in bound:
+            value = each.value
+            known = id(value) in needed or value.number or value.operation in made
+            if not known or (each.name == logits and id(value) not in chain):
+                return False
+        names = {each.name for each in bound} - {logits}
+        own = {id(n) for s in (statement, *later) for n in ast.walk(s)}
+        end = later[-1].end_lineno or 0
+        reads = (n for n in ast.walk(self.function) if isinstance(n, ast.Name) and n.id in names)
+        return bool(bound) and not any(n.lineno > end and id(n) not in own for n in reads)
+
+    def _check_ways(self, making: Sequence[ast.stmt], losing: Sequence[ast.stmt]) -> None:
+        """Nothing changes or ends between head and loss, and nothing else needs the logits."""
+        first, last = self.head.call, self.loss
+        if any(isinstance(node, ast.For | ast.While) for node, _ in first.regions):
+            raise Declined("the logits are made in a loop")
+        ways = [way for way in self.graph.exits if first.order < way.order < last.order]
+        if any(self.passed is None or not within(self.passed, way.node) for way in ways):
+            raise Declined("a statement that leaves the function stands between logits and loss")
+        values = [self.head.hidden, self.labels.value]
+        if self.graph.overwritten(values, first.order, last.order) is not None:
+            raise Declined("something is overwritten between logits and loss")
+        skipped = [*making, *losing]
+        for value in self.tainted.values():
+            statement = value.site.statement
+            if value.operation == "choice" or statement is None:
+                continue
+            if not any(within(s, statement) for s in skipped):
+                raise Declined(f"{described(value)} of the logits is computed elsewhere as well")
+
+    # What else reads the logits -------------------------------------------------------------------
+
+    def _read(self) -> list[str]:
+        """What else is given the logits: outputs by name or number, '' where it has none."""
+        found: list[str] = []
+        chain = {id(v) for v in self.head.chain}
+        for value in self.tainted.values():
+            for use in value.uses if value is not self.loss else ():
+                if use.by is not None and id(use.by) in self.tainted:
+                    continue
+                if id(value) not in chain:
+                    raise Declined(f"{described(value)} of the logits is used elsewhere as well")
+                found += self._outputs(value, use)
+        return found
+
+    def _outputs(self, value: Value, use: Use) -> Iterator[str]:
+        """What a use of the logits makes of them, where None will do.
+
+        Raises:
+            Declined: It needs logits.
+        """
+        by = use.by
+        if by is None and use.why == "returned":
+            yield ""
+            return
+        if by is not None and by.operation in ("choice", "merge"):
+            for later in by.uses:
+                yield from self._outputs(by, later)
+            return
+        held = by is not None and by.operation in ("tuple", "list")
+        if by is not None and held and all(map(_is_returned, by.uses)):
+            at = [n for n, (_, v) in enumerate(by.arguments) if v is value]
+            yield from (str(n) for n in at) if at else ("",)
+            return
+        if by is not None and isinstance(by.node, ast.Dict) and all(map(_is_returned, by.uses)):
+            pairs = zip(by.node.keys, by.node.values, strict=True)
+            keys = [key for key, given in pairs if given is use.node or self._holds(given, value)]
+            if keys:
+                yield from (str(k.value) if isinstance(k, ast.Constant) else "" for k in keys)
+                return
+        if by is not None and _is_output(by.operation):
+            yield from ([key for key, v in by.arguments if v is value] or [""])
+            return
+        line = getattr(use.node, "lineno", None)
+        raise Declined(f"the logits are needed for more than the loss, in line {line}")
+
+    def _holds(self, node: ast.expr, value: Value) -> bool:
+        """Whether an expression is a name that holds a value."""
+        return isinstance(node, ast.Name) and self.graph.loads.get(node) is value
+
+    # Operands -------------------------------------------------------------------------------------
+
+    def _hidden(self, place: ast.stmt) -> tuple[str, str]:
+        """The head's input as text, and what is to get that name first."""
+        hidden, call = self.head.hidden, self.head.call
+        assert call.statement is not None
+        held = self.graph.names[place]
+        own = bound_in(call.statement)
+        held = {n: v for n, v in held.items() if n not in own}
+        if self.head.around:
+            return written(hidden, held, self.graph.file), ""
+        name = next((n for n, v in held.items() if v is hidden and not n.startswith("self.")), None)
+        if name is not None:
+            return name, ""
+        assert isinstance(call.node, ast.Call)
+        given = _given(call.node)
+        if len(given) != 1 or isinstance(given[0], ast.Starred):
+            raise Declined("the output layer is given more than one argument")
+        taken = {n.id for n in ast.walk(self.function) if isinstance(n, ast.Name)}
+        taken |= {n.arg for n in ast.walk(self.function) if isinstance(n, ast.arg)}
+        names = ("hidden", "hidden_states", *(f"hidden_{n}" for n in range(2, len(taken) + 3)))
+        free = next(name for name in names if name not in taken)
+        return free, self.graph.file.segment(given[0])
+
+    def _named(self, losing: list[ast.stmt]) -> list[ast.stmt]:
+        """The statements without the first ones, where only those give the labels a name."""
+        tainted = [value.site.statement for value in self.tainted.values()]
+        for number, statement in enumerate(losing):
+            if self._label_name(statement) is not None:
+                return losing[number:]
+            if any(each is not None and within(statement, each) for each in tainted):
+                break
+        return losing
+
+    def _label_name(self, place: ast.stmt) -> str | None:
+        value, held = self.labels.value, self.graph.names[place]
+        return next((n for n, v in held.items() if v is value and not n.startswith("self.")), None)
+
+    def _labels(self, place: ast.stmt) -> str:
+        """The labels as text."""
+        name = self._label_name(place)
+        if name is None:
+            said = described(self.labels.value)
+            raise Declined(f"the labels, {said}, have no name where the ways part")
+        return f"{name}[{self.labels.shift}]" if self.labels.shift else name
+
+
+def _gives(statement: ast.stmt, call: ast.AST) -> bool:
+    """Whether a statement gives what a call gives: a name, or to the caller, others beside it."""
+    match statement:
+        case ast.Assign(targets=[ast.Name()], value=value) | ast.Return(value=value) if (
+            value is call
+        ):
+            return True
+        case ast.Return(value=ast.Tuple(elts=given)):
+            return call in given
+        case ast.Return(value=ast.Call(keywords=named)):
+            return call in [each.value for each in named]
+    return False
+
+
+def _not_none(test: ast.expr) -> str:
+    """The name that a test asks to be something: `labels is not None`."""
+    match test:
+        case ast.Compare(ast.Name(name), [ast.IsNot()], [ast.Constant(None)]):
+            return name
+    return ""
+
+
+def _none(test: ast.expr) -> str:
+    match test:
+        case ast.Compare(ast.Name(name), [ast.Is()], [ast.Constant(None)]):
+            return name
+    return ""
+
+
+def _binds_one(statement: ast.stmt) -> bool:
+    """Whether a statement only binds one name, or decides whether to."""
+    match statement:
+        case ast.Assign(targets=[ast.Name()]) | ast.AugAssign(target=ast.Name()):
+            return True
+        case ast.AnnAssign(target=ast.Name(), value=ast.expr()) | ast.If(orelse=[]):
+            return True
+    return False
+
+
+def _given(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(k.value for k in call.keywords)]
+
+
+def _is_returned(use: Use) -> bool:
+    """Whether a tuple is only returned, put together with others perhaps."""
+    if use.by is None:
+        return use.why == "returned"
+    if use.by.operation in ("add", "choice", "merge", "tuple"):
+        return all(map(_is_returned, use.by.uses))
+    return False
+
+
+def _is_output(operation: str) -> bool:
+    """Whether an operation makes an object that holds outputs."""
+    home, _, name = operation.removeprefix("call ").rpartition(".")
+    cls = getattr(sys.modules.get(home), name, None)
+    return isinstance(cls, type) and (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields"))
+
+
+def _block(function: ast.FunctionDef, statement: ast.stmt) -> list[ast.stmt]:
+    """The statements among which one stands."""
+    for node in ast.walk(function):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if isinstance(block, list) and any(s is statement for s in block):
+                return block
+    raise AssertionError(statement)

@@ -1,0 +1,192 @@
+"""Looks for what is to be replaced in the modules of a tree."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from slapo_rewrite import errors
+from slapo_rewrite.fusion.engine import Calling, Claim, Left, Renamed
+from slapo_rewrite.fusion.known_branches import NOTHING, Given, find
+from slapo_rewrite.fusion.rule import Alternative, Found, Rule
+from slapo_rewrite.fusion.template import template_of
+from slapo_rewrite.model.node_facts import NodeFacts
+from slapo_rewrite.model.pattern_classes import as_module, facts_of_pattern
+from slapo_rewrite.model.sources import Sources
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.patterns.pattern import Pattern, pattern_of
+from slapo_rewrite.patterns.pattern_ops import named_operations
+from slapo_rewrite.patterns.search import Match, Matches, Miss, Scope, find_calls, scopes_of
+
+
+def pattern_for(wanted: object, sources: Sources, at: errors.Span | None) -> Pattern:
+    """The pattern that a function or a module class is.
+
+    Raises:
+        BadArgument: It is neither.
+        BadPattern: It is no pure computation.
+    """
+    module = as_module(wanted, at)
+    if module is not None:
+        return pattern_of(module, facts_of_pattern(module, sources.main), at)
+    if isinstance(wanted, types.FunctionType):
+        return pattern_of(wanted, None, at)
+    raise errors.BadArgument(
+        f"a pattern is a function, a module class or a regular expression, not {wanted!r}", at=at
+    )
+
+
+def scopes_for(nodes: Iterable[Node], sources: Sources) -> list[Scope]:
+    """The functions of some modules, those of modules that read alike once."""
+    known = sources.scopes
+    found: list[Scope] = []
+    for node in nodes:
+        number = sources.fingerprints.of(node)
+        if number not in known:
+            known[number] = scopes_of(node.path, NodeFacts(node, sources))
+        found += [replace(scope, path=node.path) for scope in known[number]]
+    return found
+
+
+@dataclass
+class Looked:
+    """What a rule found.
+
+    Attributes:
+        claims: Matches that it takes.
+        left: Matches that it does not take, with the reason.
+        misses: The nearest misses.
+        lacking: Operations of a pattern that a function does not carry out, the fewest.
+    """
+
+    claims: list[Claim] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+    lacking: frozenset[str] = frozenset()
+
+    @property
+    def nearest(self) -> Miss | None:
+        """The miss that came furthest."""
+        return max(self.misses, key=lambda miss: miss.stop.matched, default=None)
+
+    def able(self, scopes: Iterable[Scope], needs: frozenset[str]) -> list[Scope]:
+        """The functions that carry out all of some operations; notes what others lack."""
+        found = []
+        for scope in scopes:
+            lacking = needs - scope.graph.operations
+            if not lacking:
+                found.append(scope)
+            elif not self.lacking or len(lacking) < len(self.lacking):
+                self.lacking = lacking
+        return found
+
+
+def below(nodes: Iterable[Node]) -> list[Node]:
+    """Some modules and all that they hold, each once."""
+    return list({inner.path: inner for node in nodes for inner in node.walk()}.values())
+
+
+def look(rule: Rule, nodes: Iterable[Node], sources: Sources, given: Given = NOTHING) -> Looked:
+    """Where a rule may be applied."""
+    looked = Looked()
+    known: dict[int, list[tuple[Match, Alternative]]] = {}
+    for node in nodes:
+        number = sources.fingerprints.of(node)
+        if number not in known:
+            known[number] = list(_matches(rule, node, sources, looked, given))
+        for match, alternative in known[number]:
+            here = match if match.path == node.path else replace(match, path=node.path)
+            _take(rule, Found(here, node, alternative, sources), looked)
+    return looked
+
+
+def nearest_miss(
+    rule: Rule, nodes: Sequence[Node], sources: Sources, given: Given = NOTHING
+) -> Miss | None:
+    """What comes nearest to a rule that matches nothing, wherever that is."""
+    scopes, by_path = _editable(nodes, sources), {node.path: node for node in nodes}
+    found = [find(compiled(a), scopes, by_path, sources, given) for a in rule.alternatives]
+    return Looked(misses=[miss for each in found for miss in each.misses]).nearest
+
+
+def _editable(nodes: Iterable[Node], sources: Sources) -> list[Scope]:
+    return [s for s in scopes_for(nodes, sources) if s.graph.file is sources.main]
+
+
+def _matches(
+    rule: Rule, node: Node, sources: Sources, looked: Looked, given: Given
+) -> Iterator[tuple[Match, Alternative]]:
+    """What the alternatives of a rule find in a module, each place once."""
+    scopes = _editable([node], sources)
+    taken: set[int] = set()
+    for alternative in (*rule.alternatives, *rule.calls) if scopes else ():
+        if alternative in rule.calls:
+            found = find_calls(scopes, alternative.pattern)
+        else:
+            found = _find(alternative, scopes, node, sources, looked, given)
+        looked.misses += found.misses
+        for match in found:
+            if taken.isdisjoint(map(id, match.nodes)):
+                taken.update(map(id, match.nodes))
+                yield match, alternative
+
+
+def _find(
+    alternative: Alternative,
+    scopes: Sequence[Scope],
+    node: Node,
+    sources: Sources,
+    looked: Looked,
+    given: Given,
+) -> Matches:
+    """Looks for a pattern in those functions of a module that carry out all that it needs."""
+    assert isinstance(alternative.pattern, types.FunctionType)
+    able = looked.able(scopes, named_operations(alternative.pattern))
+    if not able:  # as nearly always: the pattern is not even read
+        return Matches(())
+    pattern = compiled(alternative)
+    return find(pattern, looked.able(able, pattern.needs), {node.path: node}, sources, given)
+
+
+def _take(rule: Rule, found: Found, looked: Looked) -> None:
+    reason = rule.refuses(found)
+    if reason is not None:
+        nothing = Calling(rule.name, rule.name, ())
+        looked.left.append(Left(Claim(found.match, found.node, nothing, {}, rule.name), reason))
+        return
+    expression = rule.expression(found) or read(rule.replacement(found))
+    claim = Claim(
+        found.match,
+        found.node,
+        expression,
+        rule.operands(found),
+        rule.name,
+        values={} if isinstance(expression, Renamed) else None,
+        layer=rule.biased(found),
+        spread=rule.spread(found),
+    )
+    looked.claims.append(claim)
+
+
+@functools.cache
+def compiled(alternative: Alternative) -> Pattern:
+    """An alternative's pattern, read once."""
+    module = as_module(alternative.pattern, None)
+    if module is not None:
+        raise errors.BadPattern(
+            f"`{type(module).__name__}`: the pattern of a rule is a function",
+            hint="take what the module holds as parameters",
+        )
+    assert isinstance(alternative.pattern, types.FunctionType)
+    return pattern_of(alternative.pattern, None, None)
+
+
+read = functools.cache(template_of)
+
+
+def spots(miss: Miss) -> Iterator[errors.Span]:
+    """The places of a miss: in the model, then in the pattern."""
+    for spot in (*miss.stop.spots, *([miss.stop.wanted] if miss.stop.wanted else [])):
+        yield spot.file.at(spot.node, spot.note)

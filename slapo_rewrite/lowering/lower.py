@@ -1,0 +1,462 @@
+"""From what was asked of each module to edits of the source.
+
+Three steps. What was asked is taken as layers and split parameters, and what follows from their
+sizes is followed through a run of the model. All of it becomes changes at places of the classes
+that make the modules (`collect`), and these become edits (`settle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.add_bias import place_decomposed
+from slapo_rewrite.changes.around_forward import ForkRandom
+from slapo_rewrite.changes.border_syncs import place_syncs
+from slapo_rewrite.changes.output_files import OutputFiles, is_torch
+from slapo_rewrite.changes.parallel_layers import place_layer, place_replacement
+from slapo_rewrite.changes.parameters import place_shard
+from slapo_rewrite.changes.placement import Placement, Requested, find_subgraph
+from slapo_rewrite.changes.pretrained import keep_all_treatments
+from slapo_rewrite.changes.reduced_gradients import place_gradients
+from slapo_rewrite.changes.regions import ForkRegion
+from slapo_rewrite.changes.sizes import place_full_sizes, place_sizes, place_statistic
+from slapo_rewrite.changes.state import ModuleState, Sync
+from slapo_rewrite.changes.vocab_parallel_loss import place_loss
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.splice import Edit
+from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.directive import Directive
+from slapo_rewrite.lowering.inferred_syncs import Inference, named
+from slapo_rewrite.lowering.layer_choice import choose_layer, done_inside
+from slapo_rewrite.lowering.specialize import settle
+from slapo_rewrite.lowering.tied_parameters import annotate_ties, follow_ties
+from slapo_rewrite.model.join import Sources, find_parameter_site
+from slapo_rewrite.model.layers import Layer, base_of, is_grouped
+from slapo_rewrite.model.representatives import Representatives
+from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.sharding import (
+    CannotFollow,
+    CannotRun,
+    CannotStandIn,
+    Draw,
+    ModuleBoundary,
+    Records,
+    ShardedParameter,
+    ShardingRequest,
+    ShardingResult,
+    StandIn,
+    out_of_step,
+    propagate,
+)
+
+# Modes in the order of the data: a gradient is summed inside of what is gathered.
+ORDER = ("fwd_pre", "bwd_post", "fwd_post")
+
+
+@dataclass
+class Lowered:
+    """The edits of the files that are rewritten, and what they need beside them.
+
+    Attributes:
+        files: The files, with the names that each uses of the helper modules.
+        edits: Of each file, by its module's name.
+        inferred: Further directives: the collectives that were inferred.
+        warnings: What could not be checked, in words.
+    """
+
+    files: OutputFiles
+    edits: dict[str, list[Edit]]
+    inferred: list[Directive] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def lower(
+    tree: Tree,
+    states: Mapping[str, ModuleState],
+    number: int,
+    before: tuple[Directive, ...],
+    sources: Sources,
+    step_inputs: Callable[[], dict[str, Any]],
+    small: Callable[[], tuple[Any, dict[str, Any]]],
+    line_length: int,
+    thorough: bool = True,
+) -> Lowered:
+    """The edits that carry out what was asked.
+
+    Args:
+        tree: The module tree.
+        states: What was asked of each module path.
+        number: How many directives asked for it.
+        before: Those that have changed the source already.
+        sources: The source files.
+        step_inputs: Makes the keyword arguments of one training step.
+        small: Makes a small model with weights, and the keyword arguments of a step of it.
+        line_length: The file's own.
+        thorough: Whether the model is followed in eval mode and on more ranks as well.
+
+    Raises:
+        RewriteError: What was asked does not fit together, or the source cannot be changed so.
+    """
+    lowering = _Lowering(tree, dict(states), number, before, sources, line_length, thorough)
+    return lowering.run(step_inputs, small)
+
+
+class _Lowering:
+    def __init__(
+        self,
+        tree: Tree,
+        states: dict[str, ModuleState],
+        number: int,
+        before: tuple[Directive, ...],
+        sources: Sources,
+        line_length: int,
+        thorough: bool,
+    ) -> None:
+        self.tree, self.states, self.sources = tree, states, sources
+        self.thorough = thorough
+        self.number, self.before = number, before
+        self.file: SourceFile = sources.main
+        self.line_length = line_length
+        self.files = OutputFiles(tree, sources)
+        self.warnings: list[str] = []
+
+    def run(
+        self,
+        step_inputs: Callable[[], dict[str, Any]],
+        small: Callable[[], tuple[Any, dict[str, Any]]],
+    ) -> Lowered:
+        """Everything, in order."""
+        follow_ties(self.tree, self.states)
+        annotate_ties(self.tree, self.states)
+        alike, every = Representatives(self.tree, self.states), self.states
+        self.inference = Inference(self.tree, every)
+        self.files.siblings(alike.siblings)
+
+        def followed_itself(asked: ShardingRequest, records: Records) -> ShardingResult:
+            return propagate(
+                self.tree, asked, step_inputs(), self.files.holds, records, self.thorough
+            )
+
+        with alike.reduced():
+            self.states = few = {path: every[path] for path in every if path in self.tree.nodes}
+            try:
+                with alike.shortened():
+                    followed: ShardingResult | None = self._follow(followed_itself)
+            except CannotRun:
+                followed = None
+        reduced: Callable[[], AbstractContextManager[None]] = alike.reduced
+        if followed is None:
+            # Some models count their layers by the configuration: run all of them, and write what
+            # follows of each.
+            self.states = every
+            try:
+                followed = self._follow(followed_itself)
+                reduced = nullcontext
+            except CannotRun as error:
+                self.states = few
+                with alike.reduced():
+                    followed = self._follow_small(small, error)
+        self.states, inferred = named(self.states, self.number)
+        with reduced():
+            asked = self._asked()
+            self._place(asked, followed)
+            for draw, world in out_of_step(self.tree, asked, followed):
+                self._warn_of(draw, world)
+            for way, place in followed.unfollowed:
+                where = f"{self.files.at(place).file.display}:{place.line}: " if place else ""
+                self.warnings.append(f"{where}not followed: {way}")
+            edits = settle(self.tree, self.files, self.line_length)
+        return Lowered(self.files, edits, inferred, self.warnings)
+
+    def _place(self, asked: ShardingRequest, followed: ShardingResult) -> None:
+        """Has each change placed, those that were asked for and those that follow from them."""
+        to = Placement(self.tree, self.states, self.files, followed)
+        layers, parameters = asked.layers, asked.parameters
+        for path, state in self.states.items():
+            node = self.tree.nodes[path]
+            _check_called(path, state)
+            if path in layers:
+                place_layer(to, node, layers[path])
+            if state.replacement:
+                place_replacement(to, node, layers.get(path))
+            for shard in state.shards if path in parameters else ():
+                place_shard(to, node, shard)
+            place_syncs(to, node, asked.borders.get(path, ()), path in layers)
+            if state.decompose:
+                place_decomposed(to, node, layers.get(path))
+            for change, cause in state.asks(Requested):
+                change.place(to, node, cause)
+        owners = self._owners(asked)
+        holders = _holders(self.tree, owners)
+        place_sizes(to, owners, holders)
+        place_gradients(to, owners, holders)
+        for loss in followed.losses.values():
+            place_loss(to, loss)
+        for statistic in followed.statistics:
+            place_statistic(to, statistic)
+        for path, layer in layers.items():
+            place_full_sizes(to, self.tree.nodes[path], layer)
+        cuts = (state.cut.cause for state in self.states.values() if state.cut)
+        keep_all_treatments(self.tree, self.files, (*self.before, *cuts))
+
+    def _owners(self, asked: ShardingRequest) -> dict[str, list[Directive]]:
+        """The modules that hold what is sharded, with who asked for that."""
+        owners: dict[str, list[Directive]] = {}
+        for path in (*asked.layers, *asked.parameters):
+            node = self.tree.nodes[path]
+            owner = node.owner if path in asked.layers else node
+            if owner is not None:
+                owners.setdefault(owner.path, []).extend(s.cause for s in self.states[path].shards)
+        return owners
+
+    def _asked(self) -> ShardingRequest:
+        layers, parameters = self._layers_and_parameters()
+        heads = {p for p in layers if self.inference.passes_on(p, self.states[p])}
+        return ShardingRequest(
+            layers,
+            parameters,
+            self._borders(layers),
+            frozenset(heads),
+            self._attributes(layers),
+            frozenset(path for path, state in self.states.items() if state.asks(ForkRandom)),
+            frozenset(p for p, s in self.states.items() if s.decompose and not s.decompose.adds),
+        )
+
+    def _layers_and_parameters(self) -> tuple[dict[str, Layer], dict[str, list[ShardedParameter]]]:
+        """The layers that take others' places, and split parameters, by module path."""
+        layers: dict[str, Layer] = {}
+        parameters: dict[str, list[ShardedParameter]] = {}
+        known: dict[Any, Layer] = {}
+        for path, state in self.states.items():
+            if not state.shards:
+                continue
+            node = self.tree.nodes[path]
+            if self._extends_layer(node.cls):
+                key = (node.cls, state, tuple(node.parameters), is_grouped(node.live))
+                if key not in known:
+                    known[key] = choose_layer(node, state)
+                layers[path] = known[key]
+            elif (base := base_of(node.cls)) is not None and not self._makes(node, state):
+                raise errors.Unsupported(
+                    f"`{path}` is a `{node.cls.__name__}` with a `forward` of its own, which does "
+                    f"not call that of {base.__name__} by `super()`: it cannot be split",
+                    at=state.shards[0].cause.at,
+                    hint=f"where it does the same as {base.__name__}, have that instead: "
+                    f's.replace_all("{node.cls.__name__}", {base.__module__.partition(".")[0]}'
+                    f".nn.{base.__name__}) above this line, or let its `forward` call "
+                    "`super().forward(...)`",
+                )
+            elif self.files.of(node.cls) is not None:
+                parameters[path] = [ShardedParameter(s.name, s.axis, s.parts) for s in state.shards]
+            else:
+                raise errors.Unsupported(
+                    f"`{path}` is a {node.cls.__module__}.{node.cls.__qualname__}: it "
+                    "cannot be sharded",
+                    at=state.shards[0].cause.at,
+                    hint="Linear, Embedding, convolutions, their norms and transformers' Conv1D "
+                    "can be, and parameters of classes that a Python file outside of torch defines",
+                )
+        return layers, parameters
+
+    def _makes(self, node: Node, state: ModuleState) -> bool:
+        """Whether the classes of a module make what is split of it, and not torch's own layer."""
+        try:
+            sites = [find_parameter_site(self.sources, node, s.name) for s in state.shards]
+        except errors.UnfollowableConstruction:
+            return False
+        return not any(is_torch(site.file.name) for site in sites)
+
+    def _attributes(self, layers: Mapping[str, Layer]) -> dict[str, frozenset[str]]:
+        """The integer attributes that are to be this rank's share, by module path."""
+        found: dict[str, frozenset[str]] = {}
+        for path, state in self.states.items():
+            if not state.shares:
+                continue
+            cls = self.tree.nodes[path].cls
+            first = state.shares[0]
+            if path in layers or self.files.of(cls) is None:
+                raise errors.Unsupported(
+                    f"`{path or 's'}` is a {cls.__module__}.{cls.__qualname__}: its "
+                    f"`{first.name}` cannot be sharded",
+                    at=first.cause.at,
+                    hint="the attributes of classes that a Python file outside of torch defines "
+                    "can be, where no layer takes their place",
+                )
+            found[path] = frozenset(share.name for share in state.shares)
+        return found
+
+    def _extends_layer(self, cls: type) -> bool:
+        """Whether a class is a layer that can be split, or computes with one by `super()` alone."""
+        base = base_of(cls)
+        if base is None or base is cls:
+            return base is cls
+        between = cls.__mro__[: cls.__mro__.index(base)]
+        files = [(self.files.of(c), c.__name__) for c in between]
+        return all(d is not None and d.classes.extends_forward(name) for d, name in files)
+
+    def _borders(self, layers: Mapping[str, Layer]) -> dict[str, list[ModuleBoundary]]:
+        """The collectives that no layer carries out by itself, in the order of the data."""
+        found: dict[str, list[ModuleBoundary]] = {}
+        for path, state in self.states.items():
+            inside = done_inside(self.tree.nodes[path], state) if path in layers else []
+            for number, sync in enumerate(state.syncs):
+                if not any(sync is other for other in inside):
+                    found.setdefault(path, []).append(_border(sync, number))
+        for borders in found.values():
+            borders.sort(key=lambda b: ORDER.index(b.mode))
+        return found
+
+    def _follow(self, run: Callable[[ShardingRequest, Records], ShardingResult]) -> ShardingResult:
+        """What follows from the sharded sizes, once the syncs left to be inferred are there.
+
+        Args:
+            run: Follows a model with what is asked.
+
+        Raises:
+            CannotRun: The model does not run.
+            UnfollowableSize: Something does not fit.
+        """
+        refused: CannotFollow | None = None
+        records: Records = {}
+        for states in self.inference.starts(self.states, self._asked().layers):
+            repaired: dict[str, ModuleState] | None = states
+            while repaired is not None:
+                self.states = repaired
+                asked = self._asked()
+                try:
+                    return run(asked, records) if _needs_following(asked) else ShardingResult()
+                except CannotFollow as error:
+                    failed = error
+                    repaired = self.inference.repaired(
+                        self.states, asked.layers, error.remedy
+                    ) or self.inference.around(self.states, error)
+            refused = refused or failed
+        assert refused is not None
+        raise self._unfollowable(refused) from None
+
+    def _unfollowable(self, error: CannotFollow) -> errors.UnfollowableSize:
+        """The error as a user sees it."""
+        at = None
+        if error.place is not None:
+            place = error.place
+            file = self.files.at(place).file
+            text = file.line(place.line)
+            start = len(text.encode()[: place.column].decode(errors="ignore"))
+            end = len(text.encode()[: place.end_column].decode(errors="ignore"))
+            last = end if place.end_line == place.line else len(text)
+            at = errors.Span(file.display, place.line, start + 1, max(1, last - start), text)
+        shares = [share.cause.at for state in self.states.values() for share in state.shares]
+        causes = (self._sync_line(error.sync), self._a_cause(error.path), *shares)
+        places = list(dict.fromkeys(p for p in (at, *causes) if p is not None))
+        return errors.UnfollowableSize(
+            str(error), at=places[0] if places else None, also=places[1:], hint=error.hint
+        )
+
+    def _follow_small(
+        self, small: Callable[[], tuple[Any, dict[str, Any]]], error: CannotRun
+    ) -> ShardingResult:
+        """The same of a small model in its place; where there is none, that is warned of."""
+        before, lead = self.states, "the model does not run on the meta device"
+        try:
+            stand_in = StandIn(self.tree, self.states, small)
+            return self._follow(lambda a, r: stand_in.propagate(a, self.files.holds, r))
+        except CannotStandIn as why:
+            instead = (
+                f"a small model cannot stand for it: {why}; `verify_model(m)` in the schedule may "
+                "make one with an element of each kind"
+            )
+        except CannotRun as why:
+            lead = "the model does not run"
+            instead = f"nor does a small one: {str(why).splitlines()[0]}"
+        self.states = before
+        reason = f"{str(error).splitlines()[0]}; {instead}"
+        self.inference.refuse(f"{lead}: {reason}")
+        self.warnings.append(
+            f"{lead}, so sizes inside `forward` were not followed ({reason}); `--verify` tells "
+            "whether they had to be"
+        )
+        return ShardingResult()
+
+    def _warn_of(self, draw: Draw, world: int) -> None:
+        """Says which random numbers bring the ranks out of step, unless they are forked."""
+        if any(self._in_forked_part(path, line) for path, line in draw.callers):
+            return
+        path, place = draw.callers[0][0], draw.place
+        where = f"{self.files.at(place).file.display}:{place.line}: " if place else ""
+        selected = f's["{with_wildcards(path)}"]' if path else "s"
+        whole = self.tree.nodes[path].cls.__module__.startswith("torch.nn.")
+        fork = ".fork_rng()" if whole else ".fork_rng(subgraph=...) of this line"
+        warning = (
+            f"{where}random numbers are drawn for a rank's part of `{with_wildcards(draw.source)}` "
+            f"here, and on {world} ranks these parts differ in size: later numbers for whole "
+            f"values would differ between the ranks; {selected}{fork} mends it"
+        )
+        if warning not in self.warnings:
+            self.warnings.append(warning)
+
+    def _in_forked_part(self, path: str, line: int) -> bool:
+        state, cls = self.states.get(path), self.tree.nodes[path].cls
+        home = self.files.of(cls)
+        for fork, cause in state.asks(ForkRegion) if state and home else ():
+            assert home is not None
+            run = find_subgraph(home.classes, cls.__name__, fork.part, cause).run
+            if run[0].lineno <= line <= (run[-1].end_lineno or line):
+                return True
+        return False
+
+    def _sync_line(self, sync: tuple[str, int] | None) -> errors.Span | None:
+        """The line that states a collective; one that was tried for a time has none."""
+        state = self.states.get(sync[0]) if sync else None
+        if state is None or sync is None or sync[1] >= len(state.syncs):
+            return None
+        return state.syncs[sync[1]].cause.at
+
+    def _a_cause(self, path: str | None) -> errors.Span | None:
+        for candidate in [path] if path is not None else self.states:
+            state = self.states.get(candidate)
+            causes = state.causes() if state else ()
+            if causes:
+                return causes[0].at
+        return None
+
+
+def _check_called(path: str, state: ModuleState) -> None:
+    """What happens when a module is called cannot be asked of one that is not."""
+    asked = [s.cause for s in (*state.syncs, state.decompose) if s]
+    asked += [cause for change, cause in state.asks(Requested) if change.is_called]
+    if state.inlined and asked:
+        raise errors.ConflictingEdits(
+            f"`{path}` is inlined, so it is not called any more",
+            at=asked[0].at,
+            cause=state.inlined.cause,
+            hint="schedule what it holds, or the module that calls it",
+        )
+
+
+def _holders(tree: Tree, owners: Mapping[str, list[Directive]]) -> dict[str, Node]:
+    """For every module below sharded parameters or with some: the nearest that has them."""
+    found: dict[str, Node] = {}
+    for path, node in tree.nodes.items():
+        if path in owners:
+            found[path] = node
+        elif node.parent is not None and node.parent.path in found:
+            found[path] = found[node.parent.path]
+    return found
+
+
+def _needs_following(asked: ShardingRequest) -> bool:
+    """Whether anything that is asked has to be held against a run."""
+    known = any(b.operation != "function" for found in asked.borders.values() for b in found)
+    return bool(asked.layers or asked.parameters or asked.attributes or known)
+
+
+def _border(sync: Sync, number: int) -> ModuleBoundary:
+    operation = sync.op if isinstance(sync.op, str) else "function"
+    partial = sync.partial_gradient
+    return ModuleBoundary(
+        sync.mode, operation, sync.axis, sync.scatter_axis, partial, number, sync.of
+    )

@@ -1,0 +1,231 @@
+"""From changes at places of classes to edits: each class in place, or as subclasses.
+
+Instances of a class whose changes do not contradict each other share one definition (`merged`). A
+class whose instances all agree is changed in place; where only some want a change, they get a
+subclass, and the place that makes them picks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.around_forward import FORK, RECOMPUTE, WRAPPERS
+from slapo_rewrite.changes.change import Change
+from slapo_rewrite.changes.change_set import owned, stands_in_its_class
+from slapo_rewrite.changes.class_writer import ClassWriter
+from slapo_rewrite.changes.definition import Definition, merged, shared_changes
+from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
+from slapo_rewrite.changes.places import AtParameter, AtSite, BeforeBases, Place
+from slapo_rewrite.code.splice import Edit
+from slapo_rewrite.directive import merged_causes
+from slapo_rewrite.lowering.subclass_choice import Variants
+from slapo_rewrite.model.construction_sites import Site
+from slapo_rewrite.model.join import find_site
+from slapo_rewrite.model.tree import Node, Tree
+
+
+def settle(tree: Tree, files: OutputFiles, line_length: int) -> dict[str, list[Edit]]:
+    """The edits of each file that carry out the collected changes, by the name of its module.
+
+    A class comes before those that make its instances, since what an instance is made of may have
+    another name afterwards, and is settled first in the file that defines it.
+
+    Args:
+        tree: The module tree.
+        files: What was collected for the files; take the names that the edits refer to.
+        line_length: The model file's own.
+
+    Raises:
+        RewriteError: What was asked does not fit together, or the source cannot be changed so.
+    """
+    edits: dict[str, list[Edit]] = {}
+    settling = {output.file.name: _Settling(tree, output, files, line_length) for output in files}
+    for cls, nodes in _lowest_first(tree):
+        home = files.of(cls)
+        for name in sorted(settling, key=lambda n: home is None or n != home.file.name):
+            if any(n.path in settling[name].changes.by_path for n in nodes):
+                edits.setdefault(name, []).extend(settling[name].of_class(cls, nodes))
+    return {name: _each_once(edits.get(name, [])) for name in settling}
+
+
+def _lowest_first(tree: Tree) -> list[tuple[type, list[Node]]]:
+    """The classes with their instances, what stands lower in the tree first."""
+    by_class: dict[type, list[Node]] = {}
+    heights: dict[str, int] = {}
+    height_of: dict[type, int] = {}
+    first = {id(node.live): path for path, node in reversed(tree.nodes.items())}
+    for path in reversed(tree.nodes):
+        node = tree.nodes[path]
+        heights[path] = 1 + max((heights[c.path] for c in node.children.values()), default=0)
+        height_of[node.cls] = max(height_of.get(node.cls, 0), heights[path])
+        if first[id(node.live)] == path:  # a further name has no class of its own
+            by_class.setdefault(node.cls, []).append(node)
+    for nodes in by_class.values():
+        nodes.reverse()
+    return [(cls, by_class[cls]) for cls in sorted(by_class, key=lambda c: height_of[c])]
+
+
+class _Settling:
+    """The edits of one file."""
+
+    def __init__(
+        self, tree: Tree, output: OutputFile, files: OutputFiles, line_length: int
+    ) -> None:
+        self.tree, self.file = tree, output.file
+        self.changes, self.classes = output.changes, output.classes
+        self.writer = ClassWriter(output.classes, output.imports, line_length)
+        self.variants = Variants(output.changes, self.writer, output.imports, files)
+
+    def of_class(self, cls: type, nodes: list[Node]) -> list[Edit]:
+        """What changes in a class, or in what it has of a class of this file."""
+        if self.changes.sources.file_of(cls) is not self.file and not self._derived_from(
+            cls, nodes
+        ):
+            return self.variants.of_foreign(cls, nodes)
+        definitions = self._definitions(nodes)
+        shared = shared_changes(definitions) - {RECOMPUTE}
+        if not self._has_forward_alone(cls):
+            shared -= {FORK}
+        shared = {k for k in shared if not self._reaches_others(cls, k)}
+        edits: list[Edit] = []
+        everything = Definition()
+        for definition in definitions:
+            everything.absorb(
+                Definition(
+                    {k: v for k, v in definition.changes.items() if k in shared},
+                    {k: v for k, v in definition.causes.items() if k in shared},
+                )
+            )
+        if everything.changes:
+            edits += self.writer.in_place(cls.__name__, everything, self.changes.indices)
+        for definition in definitions:
+            edits += self.variants.specialise(cls, definition, definition.changes.keys() - shared)
+        return edits
+
+    def _derived_from(self, cls: type, nodes: list[Node]) -> bool:
+        """Whether changes are asked in the text of a class that a class of another file extends."""
+        keys = {key for n in nodes for key in self.changes.by_path.get(n.path, ())}
+        return bool(self.classes.names.get(cls.__name__)) and not keys <= set(WRAPPERS)
+
+    def _reaches_others(self, cls: type, place: Place) -> bool:
+        """Whether a change in place would be one for an instance of another class, unasked."""
+        if isinstance(place, BeforeBases):
+            return False  # it changes nothing where nothing is replaced
+        methods = place.methods(self.classes, cls.__name__)
+        home = place.home(self.classes, cls.__name__)
+        reached: dict[type, bool] = {}
+        for path, node in self.tree.nodes.items():
+            if node.cls is cls or place in self.changes.by_path.get(path, {}):
+                continue
+            if node.cls not in reached:
+                run = self.classes.methods(node.cls.__name__) if methods else []
+                within = home in self.classes.lineage(node.cls.__name__)
+                reached[node.cls] = any(m in methods for m in run) if methods else within
+            if reached[node.cls] and (methods or self._reaches(place, node)):
+                return True
+        return False
+
+    def _reaches(self, place: Place, node: Node) -> bool:
+        """Whether an instance of a derived class goes through a place that is no method's."""
+        return place.made_at is None or place.made_at in self._present(node)
+
+    def _has_forward_alone(self, cls: type) -> bool:
+        """Whether a class has a `forward` of its own that no other class of the model inherits."""
+        return self.file.method(cls.__name__, "forward") is not None and not any(
+            node.cls is not cls
+            and issubclass(node.cls, cls)
+            and inspect.getattr_static(node.cls, "forward") is vars(cls).get("forward")
+            for node in self.tree.nodes.values()
+        )
+
+    def _definitions(self, nodes: list[Node]) -> list[Definition]:
+        """The definitions that a class's instances want, as few as can be."""
+        alike: dict[Any, Definition] = {}
+        for node in nodes:
+            changes = self.changes.by_path.get(node.path, {})
+            present = self._present(node)
+            key = (frozenset(changes.items()), frozenset(present))
+            if key not in alike:
+                alike[key] = Definition(dict(changes), {}, present)
+            definition = alike[key]
+            definition.nodes.append(node)
+            for place, causes in self.changes.causes.get(node.path, {}).items():
+                known = definition.causes.get(place, ())
+                if known != causes:
+                    definition.causes[place] = merged_causes(known, causes)
+        return merged(alike.values())
+
+    def _present(self, node: Node) -> set[Place]:
+        """The construction sites that an instance went through, and the parameters it made."""
+        present: set[Place] = set()
+        for child in owned(node):
+            try:
+                site = find_site(self.changes.sources, child)
+            except errors.UnfollowableConstruction:
+                continue
+            if site.file is self.file:
+                place = self.changes.note(site, child)
+                if place in present:
+                    self._check_made_alike(node, place, child)
+                if not stands_in_its_class(site):
+                    self._check_function(site, place, child)
+                present.update(self.changes.alike(place, child))
+        for start, site in self.changes.sites.items():
+            if site.kind in ("parameter", "buffer") and site.path in node.parameters:
+                present.add(AtParameter(start))
+        return present
+
+    def _check_made_alike(self, node: Node, place: AtSite, child: Node) -> None:
+        """Modules that one line makes can only be changed all in the same way."""
+        made = self.changes.made.get((node.path, place), {})
+        alike = [c for c in owned(node) if self.changes.place_of(c) == place]
+        what = {id(c.live): made[c.path] for c in alike if c.path in made}
+        if made and len({what.get(id(c.live)) for c in alike}) > 1:
+            mine = what.get(id(child.live))
+            other = next(c for c in alike if what.get(id(c.live)) != mine)
+            causes = self.changes.causes[node.path][place]
+            raise errors.UnfollowableConstruction(
+                f"`{other.path}` and `{child.path}` are made by one line, and are scheduled "
+                "differently",
+                at=self.file.at(self.changes.sites[place.start].value),
+                cause=causes,
+                hint="give each a line of its own",
+            )
+
+    def _check_function(self, site: Site, place: AtSite, child: Node) -> None:
+        """What a function makes, for whichever module, changes in one way."""
+        nodes = self.tree.nodes
+        here: dict[int, Change] = {}
+        for (_, at), changes in self.changes.made.items():
+            if at == place:
+                here |= {id(nodes[path].live): change for path, change in changes.items()}
+        if not here:
+            return
+        for other in nodes.values():
+            if other.owner is None or here.get(id(other.live)) == here.get(id(child.live)):
+                continue
+            if self.changes.place_of(other) == place:
+                owner, asked = next(each for each in self.changes.made if each[1] == place)
+                raise errors.UnfollowableConstruction(
+                    f"`{site.function.name}` makes `{child.path}` and `{other.path}`, which are "
+                    "scheduled differently",
+                    at=self.file.at(site.value),
+                    cause=self.changes.causes[owner][asked],
+                    hint="schedule all that it makes alike, or write the construction out where "
+                    "they differ",
+                )
+
+
+def _each_once(edits: list[Edit]) -> list[Edit]:
+    """The edits without repetition: several classes may ask for one in what they inherit."""
+    found: dict[tuple[int, int, str], Edit] = {}
+    for edit in edits:
+        key = (edit.start, edit.end, edit.text)
+        known = found.get(key)
+        found[key] = (
+            replace(edit, causes=merged_causes(known.causes, edit.causes)) if known else edit
+        )
+    return list(found.values())

@@ -1,0 +1,299 @@
+"""Subclasses for those instances that want more than their class does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.add_bias import AddBias
+from slapo_rewrite.changes.around_forward import WRAPPERS, ForkRandom, Recompute
+from slapo_rewrite.changes.border_syncs import SyncInput, SyncOutput
+from slapo_rewrite.changes.change import Change
+from slapo_rewrite.changes.change_set import ChangeSet, owned
+from slapo_rewrite.changes.class_writer import ClassWriter
+from slapo_rewrite.changes.collective import described
+from slapo_rewrite.changes.construction import ReplaceModule, UseParallelLayer, UseSubclass
+from slapo_rewrite.changes.definition import Definition
+from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.changes.output_files import OutputFiles
+from slapo_rewrite.changes.parameter_attributes import Annotate
+from slapo_rewrite.changes.places import AtBase, Place
+from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
+from slapo_rewrite.changes.replace_statement import ReplaceStatement
+from slapo_rewrite.code.splice import Edit
+from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.model.join import find_site
+from slapo_rewrite.model.tree import Node
+
+# Changes of these kinds are told one by one of a subclass that has several.
+_TOLD = (RecomputeRegion, ForkRegion, Annotate, AddBias)
+
+
+@dataclass(frozen=True)
+class _Wrapper:
+    """A subclass that wraps `forward`: its name, and its text and reason where it is new."""
+
+    name: str
+    text: str = ""
+    why: str = ""
+
+
+class Variants:
+    """Names the subclasses, and has the places that make the instances pick them.
+
+    Args:
+        changes: What was collected; takes what becomes of the instances' places.
+        writer: Writes the subclasses.
+        imports: Takes the names that the edits refer to.
+        files: The files; another one may make the instances.
+    """
+
+    def __init__(
+        self, changes: ChangeSet, writer: ClassWriter, imports: Imports, files: OutputFiles
+    ) -> None:
+        self.changes, self.writer, self.imports, self.file = changes, writer, imports, changes.file
+        self.files = files
+        self.class_names: set[str] = set()
+        self.known: dict[Any, str] = {}
+
+    def specialise(self, cls: type, definition: Definition, extra: set[Place]) -> list[Edit]:
+        """Gives the instances that want more than the class does a subclass of their own."""
+        if not extra:
+            return []
+        edits: list[Edit] = []
+        name = cls.__name__
+        beyond = extra - set(WRAPPERS)
+        wrappers = [
+            (definition.changes[key], definition.causes[key]) for key in WRAPPERS if key in extra
+        ]
+        if not beyond:
+            definition.nodes = [
+                n for n in definition.nodes if not self._wrapped_other(n, wrappers, edits)
+            ]
+            if not definition.nodes:
+                return edits
+        if beyond:
+            variant = (cls, frozenset((k, definition.changes[k]) for k in beyond))
+            name = self.known.get(variant, "")
+            if not name:
+                causes = merged_causes(*(definition.causes.get(k, ()) for k in beyond))
+                self._check_base(cls, definition, beyond)
+                prefix, doc = self._described(definition, beyond)
+                name = self.known[variant] = self._new_name(f"{prefix}{cls.__name__}")
+                text = self.writer.subclass(
+                    cls.__name__,
+                    name,
+                    definition,
+                    beyond,
+                    self.changes.indices,
+                    *self._relatives(definition),
+                    f"A `{cls.__name__}` {doc}.",
+                )
+                edits.append(
+                    self._class_after(cls.__name__, text, causes, f"`{name}`, for some instances")
+                )
+        for what, causes in wrappers:
+            wrapper = self._wrapper(cls, cls.__name__, name, what, causes)
+            name = wrapper.name
+            if wrapper.text:
+                edits.append(self._class_after(cls.__name__, wrapper.text, causes, wrapper.why))
+        self._rename(
+            definition.nodes,
+            name,
+            cls.__name__,
+            merged_causes(*(definition.causes[k] for k in extra)),
+        )
+        return edits
+
+    def of_foreign(self, cls: type, nodes: list[Node]) -> list[Edit]:
+        """A class of another file can be given a subclass here, before the class that makes it."""
+        edits: list[Edit] = []
+        for node in nodes:
+            changes = self.changes.by_path.get(node.path, {})
+            wrappers = [
+                (changes[key], self.changes.causes[node.path][key])
+                for key in WRAPPERS
+                if key in changes
+            ]
+            if not wrappers or self._wrapped_other(node, wrappers, edits):
+                continue
+            every = merged_causes(*(causes for _, causes in wrappers))
+            at, owner = self.changes.site(node, every)
+            site = self.changes.sites[at.start]
+            called = self.changes.class_called(site, node)
+            if site.callee and (called is None or not self.file.qualified(called)):
+                raise errors.UnfollowableConstruction(
+                    f"`{node.path}` needs a subclass of `{cls.__name__}`, which this file does not "
+                    "name",
+                    at=self.file.at(site.value),
+                    cause=every,
+                    hint=f"import `{cls.__name__}` and write the construction out: "
+                    f"{cls.__name__}(...)",
+                )
+            name = self.file.segment(called) if called else cls.__name__
+            known: object = cls
+            made = self.changes.by_path.get(owner.path, {}).get(at)
+            if isinstance(made, UseSubclass):  # the file that defines the class has specialised it
+                assert made.module is not None
+                known = name = self.imports.helper(made.module, made.name, every)
+            for what, causes in wrappers:
+                wrapper = self._wrapper(known, cls.__name__, name, what, causes)
+                known = name = wrapper.name
+                if wrapper.text:
+                    edits.append(
+                        self._class_before(site.class_name, wrapper.text, causes, wrapper.why)
+                    )
+            self._rename([node], name, cls.__name__, every)
+        return edits
+
+    def _wrapper(
+        self, base: object, class_name: str, shown: str, what: Change, causes: tuple[Directive, ...]
+    ) -> _Wrapper:
+        """The subclass that wraps the `forward` of a class; without a text where it has one.
+
+        Args:
+            base: The class that is wrapped, however it is called.
+            class_name: The class whose `forward` it has.
+            shown: How the base is called here.
+            what: Change the wrapper does.
+            causes: The directives behind it.
+        """
+        key = (base, shown.rpartition(".")[2], what)
+        if key in self.known:
+            return _Wrapper(self.known[key])
+        fork = isinstance(what, ForkRandom)
+        name = self._new_name(f"{'Forked' if fork else 'Checkpointed'}{shown.rpartition('.')[2]}")
+        self.known[key] = name
+        if fork:
+            text = self.writer.subclasses.forking(name, shown, causes)
+            return _Wrapper(name, text, f"`{shown}` with random numbers of this rank")
+        assert isinstance(what, Recompute)
+        text = self.writer.subclasses.recomputing(class_name, name, shown, what, causes)
+        return _Wrapper(name, text, f"`{shown}`, checkpointed")
+
+    def _relatives(self, definition: Definition) -> tuple[dict[int, str], set[int]]:
+        """Where places outside of loops put what they make, and which not all instances have."""
+        found: dict[int, str] = {}
+        count: Counter[int] = Counter()
+        for node in definition.nodes:
+            for child in owned(node):
+                try:
+                    site = find_site(self.changes.sources, child)
+                except errors.UnfollowableConstruction:
+                    continue
+                if site.file is not self.file or site.loops:
+                    continue
+                start = self.file.span(site.value)[0]
+                count[start] += 1
+                if found.setdefault(start, child.relative) != child.relative:
+                    raise errors.UnfollowableConstruction(
+                        f"`{child.path}` is made here, and so is `{found[start]}` of another "
+                        f"`{node.cls.__name__}`",
+                        at=self.file.at(site.value),
+                        hint="schedule all instances alike",
+                    )
+        return found, {start for start in found if count[start] < len(definition.nodes)}
+
+    def _check_base(self, cls: type, definition: Definition, extra: set[Place]) -> None:
+        if AtBase() in extra:
+            raise errors.Unsupported(
+                f"some instances of `{cls.__name__}` are split, some not: a class has one base",
+                at=definition.causes[AtBase()][0].at,
+                hint="schedule all instances alike",
+            )
+
+    def _described(self, definition: Definition, extra: set[Place]) -> tuple[str, str]:
+        """Change a subclass is called by, and what is said of its instances."""
+        wanted = [definition.changes[k] for k in extra]
+        made = sorted({w.name for w in wanted if isinstance(w, UseSubclass)})
+        syncs = [w for w in wanted if isinstance(w, (SyncInput, SyncOutput))]
+        if len(syncs) == len(wanted):
+            syncs.sort(key=lambda w: isinstance(w, SyncOutput))
+            return described([(w.side, w.collectives) for w in syncs])
+        texts = sorted({w.what for w in wanted if isinstance(w, ReplaceStatement)})
+        if all(isinstance(w, ReplaceStatement) for w in wanted):
+            return "Fused", f"with {' and '.join(f'`{t}`' for t in texts)} applied"
+        kinds = {(w.prefix, w.says) for w in wanted}
+        if len(kinds) == 1 and not any(isinstance(w, (UseSubclass, ReplaceModule)) for w in wanted):
+            return kinds.pop()
+        if any(w.is_parallel for w in wanted) or any(n.startswith("TensorParallel") for n in made):
+            return Change.prefix, Change.says
+        if made:
+            prefix = "Fused" if all(n.startswith("Fused") for n in made) else "Scheduled"
+            return prefix, f"made of {' and '.join(f'`{n}`' for n in made)}"
+        told = [k for k in _TOLD if any(isinstance(w, k) for w in wanted)]
+        if all(isinstance(w, _TOLD) for w in wanted):
+            return "Scheduled", ", ".join(kind.says for kind in told)
+        others = sorted({w.target.name for w in wanted if isinstance(w, ReplaceModule)})
+        return "Scheduled", f"made of {' and '.join(f'`{n}`' for n in others)}"
+
+    def _new_name(self, name: str) -> str:
+        unique, number = name, 2
+        while unique in self.class_names or unique in self.file.names:
+            unique, number = f"{name}{number}", number + 1
+        self.class_names.add(unique)
+        return unique
+
+    def _class_after(
+        self, class_name: str, text: str, causes: tuple[Directive, ...], why: str
+    ) -> Edit:
+        end = self.file.span(self.file.classes[class_name])[1]
+        return Edit(end, end, "\n\n\n" + text.rstrip("\n"), causes, why)
+
+    def _class_before(
+        self, class_name: str, text: str, causes: tuple[Directive, ...], why: str
+    ) -> Edit:
+        node = self.file.classes[class_name]
+        line = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        start = self.file.offset(line, 0)
+        return Edit(start, start, text.rstrip("\n") + "\n\n\n", causes, why)
+
+    def _rename(
+        self, nodes: list[Node], name: str, original: str, causes: tuple[Directive, ...]
+    ) -> None:
+        for node in nodes:
+            if node.owner is None:
+                raise errors.Unsupported(
+                    "the model itself cannot be checkpointed as a whole",
+                    at=causes[0].at if causes else None,
+                    hint="select modules inside it",
+                )
+            places = self.files.making(node).changes
+            beside = None if places.file is self.file else self.files.stem(self.file)
+            what: Change = UseSubclass(name, original, beside)
+            at, owner = places.site(node, causes)
+            made = places.by_path.get(owner.path, {}).get(at)
+            if beside and isinstance(made, ReplaceModule):  # a class that stands in another's place
+                what = replace(made, target=replace(made.target, name=name))
+            places.at_site(node, what, causes)
+
+    def _wrapped_other(
+        self,
+        node: Node,
+        wrappers: Sequence[tuple[Change, tuple[Directive, ...]]],
+        edits: list[Edit],
+    ) -> bool:
+        """Wraps the class that stands in the place of the original's, if one does."""
+        if node.owner is None:
+            return False
+        every = merged_causes(*(causes for _, causes in wrappers))
+        at, owner = self.changes.site(node, every)
+        made = self.changes.by_path.get(owner.path, {}).get(at)
+        if not isinstance(made, (UseParallelLayer, ReplaceModule)):
+            return False
+        if isinstance(made, ReplaceModule) and made.layer is None:
+            name = self.imports.function(made.target, every)
+        else:
+            assert made.layer is not None
+            name = self.imports.helper(made.layer.module, made.layer.name, every)
+        home = self.changes.sites[at.start].class_name
+        for what, causes in wrappers:
+            wrapper = self._wrapper("", "", name, what, causes)
+            name = wrapper.name
+            if wrapper.text:
+                edits.append(self._class_before(home, wrapper.text, causes, wrapper.why))
+        self.changes.at_site(node, replace(made, subclass=name), every)
+        return True

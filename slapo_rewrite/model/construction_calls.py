@@ -1,0 +1,159 @@
+"""Where Python was when it made a module, and what it knew there.
+
+While a model is built, `nn.Module.__init__` notes the calls that led to it. Of several expressions
+that may have made a module, the one that Python passed through did. The variables of the nearest
+calls are kept, so that another module can be made in the same place.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.file import SourceFile
+
+_MAX_CALLS = 16
+# How many of the calls have their variables kept.
+_MAX_SCOPES = 4
+
+Position = tuple[int, int, int, int]
+Stack = tuple[tuple[str, Position], ...]
+# The variables around a call: those of the file, and those of the function.
+Scope = tuple[dict[str, Any], dict[str, Any]]
+_stacks: WeakKeyDictionary[nn.Module, Stack] = WeakKeyDictionary()
+_scopes: WeakKeyDictionary[nn.Module, tuple[Scope, ...]] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def recorded(stacks: WeakKeyDictionary[nn.Module, Stack] = _stacks) -> Iterator[None]:
+    """Notes the calls that lead to each module made meanwhile, the innermost first."""
+    original = nn.Module.__init__
+
+    @functools.wraps(original)
+    def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        stack, scopes = _calls(self, sys._getframe(1))
+        original(self, *args, **kwargs)
+        if self not in stacks:
+            stacks[self], _scopes[self] = stack, scopes
+
+    nn.Module.__init__ = construct  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__init__ = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def known(stacks: WeakKeyDictionary[nn.Module, Stack]) -> Iterator[None]:
+    """Goes by calls that were noted elsewhere, for as long as it lasts."""
+    before = dict(_stacks)
+    _stacks.update(stacks)
+    try:
+        yield
+    finally:
+        _stacks.clear()
+        _stacks.update(before)
+
+
+def stack_of(module: nn.Module) -> Stack:
+    """The calls that led to a module; none where it was not made while that was noted."""
+    return _stacks.get(module, ())
+
+
+def scope_of(module: nn.Module, number: int) -> dict[str, Any] | None:
+    """What every name meant in one of the calls that led to a module; None where that is gone."""
+    scopes = _scopes.get(module, ())
+    return {**scopes[number][0], **scopes[number][1]} if number < len(scopes) else None
+
+
+def value_of(name: str, file: SourceFile, call: ast.expr, module: nn.Module) -> object | None:
+    """What a name meant where a call made a module; None where that is not known."""
+    scope = scope_at(file, call, module)
+    return scope.get(name) if scope else None
+
+
+def scope_at(file: SourceFile, call: ast.expr, module: nn.Module) -> dict[str, Any] | None:
+    """What every name meant where a call made a module; None where that is not known."""
+    number = depth(file, call, stack_of(module))
+    return scope_of(module, number) if number is not None else None
+
+
+def stand_in(module: nn.Module, other: nn.Module) -> None:
+    """Notes that a module stands where another was made."""
+    _stacks[module], _scopes[module] = _stacks.get(other, ()), _scopes.get(other, ())
+
+
+def forget() -> None:
+    """Lets go of the variables of models that were built before."""
+    _scopes.clear()
+
+
+def depth(file: SourceFile, value: ast.expr, stack: Stack) -> int | None:
+    """Which of the calls of a stack an expression is; None where it is none of them."""
+    begin, end = (value.lineno, value.col_offset), (value.end_lineno, value.end_col_offset)
+    path = _real(str(file.path))
+    for number, (name, at) in enumerate(stack):
+        # A method call over several lines begins, for CPython, at the line of the method's name.
+        if at[2:] == end and at[:2] >= begin and _real(name) == path:
+            return number
+    return None
+
+
+def place(stack: Stack) -> errors.Span | None:
+    """The innermost of the calls, for a diagnostic."""
+    if not stack:
+        return None
+    path, (line, begin, last, end) = stack[0]
+    text = linecache.getline(path, line).rstrip("\r\n")
+    start = len(text.encode()[:begin].decode(errors="ignore"))
+    stop = len(text.encode()[:end].decode(errors="ignore")) if last == line else len(text)
+    return errors.Span(path, line, start + 1, max(1, stop - start), text, "made here")
+
+
+def passes_through(file: SourceFile, stack: Stack) -> bool:
+    """Whether any of the calls stands in a file."""
+    path = _real(str(file.path))
+    return any(_real(name) == path for name, _ in stack)
+
+
+def _calls(module: nn.Module, frame: FrameType | None) -> tuple[Stack, tuple[Scope, ...]]:
+    while frame is not None and frame.f_code.co_name == "__init__":
+        names = frame.f_code.co_varnames
+        if not names or frame.f_locals.get(names[0]) is not module:
+            break
+        frame = frame.f_back
+    calls: list[tuple[str, Position]] = []
+    scopes: list[Scope] = []
+    while frame is not None and len(calls) < _MAX_CALLS:
+        calls.append((frame.f_code.co_filename, _positions(frame.f_code)[frame.f_lasti // 2]))
+        if len(scopes) < _MAX_SCOPES:
+            scopes.append((frame.f_globals, _variables(frame)))
+        frame = frame.f_back
+    return tuple(calls), tuple(scopes)
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """The variables of a call; inside a comprehension also those around it."""
+    if frame.f_code.co_name.startswith("<") and frame.f_back and frame.f_code.co_name != "<module>":
+        return {**_variables(frame.f_back), **frame.f_locals}
+    return dict(frame.f_locals)
+
+
+@functools.cache
+def _positions(code: CodeType) -> list[Position]:
+    """Line, column, last line and last column of each instruction, counted as in `ast`."""
+    return [(a or 0, c or 0, b or 0, d or 0) for a, b, c, d in code.co_positions()]
+
+
+_real = functools.cache(os.path.realpath)

@@ -1,0 +1,61 @@
+"""Patterns that are module classes: what a schedule file writes them with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.model.node_facts import NodeFacts
+from slapo_rewrite.model.sources import Sources
+from slapo_rewrite.model.tree import Tree
+
+
+class Pattern(nn.Module):
+    """A pattern with submodules: its `forward` is the computation. Any module class is as good."""
+
+    def forward(self, *args: Any) -> Any:
+        """The computation; a subclass writes it."""
+        raise NotImplementedError
+
+
+class ModulePattern(nn.Module):
+    """Stands, in a pattern, for a submodule whose path matches a regular expression."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.slapo_path = path
+
+    def forward(self, *args: Any) -> Any:
+        """Has a meaning only inside a pattern."""
+        raise NotImplementedError
+
+
+def as_module(value: object, at: errors.Span | None) -> nn.Module | None:
+    """The module that a pattern is: an instance, or one made of a class; None for anything else.
+
+    Raises:
+        BadPattern: The class cannot be instantiated without arguments.
+    """
+    if isinstance(value, nn.Module):
+        return value
+    if not (isinstance(value, type) and issubclass(value, nn.Module)):
+        return None
+    try:
+        with torch.device("meta"):
+            made: nn.Module = value()
+    except Exception as error:
+        raise errors.BadPattern(
+            f"`{value.__name__}()` raises {type(error).__name__}: {error}",
+            at=at,
+            hint="give an instance of it",
+        ) from error
+    return made
+
+
+def facts_of_pattern(module: nn.Module, file: SourceFile) -> NodeFacts:
+    """What is known of a pattern's own attributes."""
+    return NodeFacts(Tree(module).root, Sources(file))

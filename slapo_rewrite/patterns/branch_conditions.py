@@ -1,0 +1,65 @@
+"""Which way a branch goes, as far as that is known before the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slapo_rewrite.code.evaluate import (
+    UNKNOWN,
+    Constant,
+    Something,
+    Worth,
+    is_plain,
+    operated,
+    truth_of,
+)
+from slapo_rewrite.code.facts import Facts, Function, Submodule, Tensor
+from slapo_rewrite.patterns.canonical_ops import COMPARE
+from slapo_rewrite.patterns.value_graph import Value
+
+_OPERATORS = {name: operator for operator, name in COMPARE.items()}
+
+
+def decided(test: Value, facts: Facts, given: Mapping[str, object]) -> bool | None:
+    """Whether a condition holds; None where that depends on what is not known.
+
+    Attributes of the module that are constants count as known, the training flag does not.
+
+    Args:
+        test: The condition.
+        facts: Of the module.
+        given: Arguments of the function that are taken as constants.
+    """
+    worth = _worth(test, facts, given)
+    known = isinstance(worth, Constant) and is_plain(worth.value)
+    return truth_of(worth) if known else None
+
+
+def _worth(value: Value, facts: Facts, given: Mapping[str, object]) -> Worth:
+    parts = [v for _, v in value.arguments]
+    match value.operation:
+        case "constant":
+            return Constant(value.literal)
+        case "parameter" if value.literal in given and value.inside is None:
+            found = given[str(value.literal)]
+            return Constant(found) if is_plain(found) else Something(True)
+        case "attribute":
+            fact = facts.look(str(value.literal))
+            if isinstance(fact, Constant):
+                return fact
+            return Something(isinstance(fact, Submodule | Tensor | Function))
+        case "not":
+            way = decided(parts[0], facts, given)
+            return UNKNOWN if way is None else Constant(not way)
+        case "and" | "or" as name:
+            ways = [decided(part, facts, given) for part in parts]
+            ends = name == "or"  # the value that settles it
+            if ends in ways:
+                return Constant(ends)
+            return UNKNOWN if None in ways else Constant(not ends)
+        case "choice":
+            way = decided(parts[0], facts, given)
+            return UNKNOWN if way is None else _worth(parts[1 if way else 2], facts, given)
+        case name if name in _OPERATORS and len(parts) == 2:
+            return operated(_OPERATORS[name], *(_worth(part, facts, given) for part in parts))
+    return UNKNOWN

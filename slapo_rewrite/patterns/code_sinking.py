@@ -1,0 +1,220 @@
+"""Draws statements that stand around a branch into its arms, where they do the same."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.build import reindented
+from slapo_rewrite.code.file import SourceFile
+
+_SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
+_LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+# How many statements that are no part of the match may go along with it.
+_OTHERS = 2
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Statements around a branch that are to stand in its arms.
+
+    Attributes:
+        file: The file.
+        branch: The branch.
+        before: What stands above it, without gaps.
+        after: What stands below it, without gaps.
+    """
+
+    file: SourceFile
+    branch: ast.If
+    before: Sequence[ast.stmt]
+    after: Sequence[ast.stmt]
+
+    def edits(self) -> list[tuple[int, int, str]]:
+        """From where to where in the file, and what stands there then."""
+        found = [self._gone(s) for s in (self.before, self.after) if s]
+        for arm in (self.branch.body, self.branch.orelse):
+            after = "" if arm and _leaves(arm) else self._below(arm)
+            if arm:
+                first, last = self._ends(arm)
+                found += [
+                    (at, at, t) for at, t in ((first, self._text(self.before)), (last, after))
+                ]
+            else:
+                end = self._line_end(self.branch)
+                head = " " * self.branch.col_offset + "else:\n"
+                found.append((end, end, head + self._text(self.before) + after))
+        return sorted(found, key=lambda edit: edit[:2])
+
+    def _gone(self, statements: Sequence[ast.stmt]) -> tuple[int, int, str]:
+        """The lines of statements, and a blank line that would part nothing then."""
+        first, last = self._lines(statements)
+        if not self.file.line(first - 1).strip() and not self.file.line(last + 1).strip():
+            last += 1
+        return self.file.offset(first, 0), self.file.offset(last + 1, 0), ""
+
+    def _lines(self, statements: Sequence[ast.stmt]) -> tuple[int, int]:
+        """The first line, with the comments above it, and the last."""
+        first, last = statements[0].lineno, statements[-1]
+        while self.file.line(first - 1).lstrip().startswith("#"):
+            first -= 1
+        return first, last.end_lineno or last.lineno
+
+    def _text(self, statements: Sequence[ast.stmt]) -> str:
+        """Statements with their comments, as they stand in an arm."""
+        if not statements:
+            return ""
+        first, last = self._lines(statements)
+        lines = "\n".join(self.file.line(n) for n in range(first, last + 1))
+        column = self.branch.body[0].col_offset
+        return " " * column + reindented(lines.lstrip(), self.branch.col_offset, column) + "\n"
+
+    def _below(self, arm: Sequence[ast.stmt]) -> str:
+        """The text of what stands below, for the end of an arm."""
+        text = self._text(self.after)
+        end = self.branch.end_lineno or self.branch.lineno
+        parted = not self.file.line(end + 1).strip()
+        return f"\n{text}" if text and parted and arm else text
+
+    def _ends(self, arm: Sequence[ast.stmt]) -> tuple[int, int]:
+        """Where the lines of an arm begin and end."""
+        head = arm[0].lineno - 1
+        while not self.file.line(head).partition("#")[0].rstrip().endswith(":"):
+            head -= 1
+        return self.file.offset(head + 1, 0), self._line_end(arm[-1])
+
+    def _line_end(self, statement: ast.stmt) -> int:
+        return self.file.offset((statement.end_lineno or statement.lineno) + 1, 0)
+
+
+def drawn(
+    file: SourceFile, function: ast.FunctionDef, branch: ast.If, wanted: Iterable[ast.stmt]
+) -> Drawn | str | None:
+    """The statements that have to stand in the arms of a branch, for some to stand in one.
+
+    Args:
+        file: The file.
+        function: The function.
+        branch: The branch.
+        wanted: Statements in an arm, above and below the branch.
+
+    Returns:
+        In words why that would change what is computed, or be hard to read, where it would; None
+        where the branch does not lie between them.
+    """
+    block = next(b for b in _blocks(function) if branch in b)
+    wanted = list(wanted)
+    places = [n for n, s in enumerate(block) if any(within(s, inner) for inner in wanted)]
+    place = block.index(branch)
+    if len(places) < 2 or not places[0] <= place <= places[-1]:
+        return None
+    if not all(any(within(s, inner) for s in block) for inner in wanted):
+        return "another branch lies between as well"
+    before, after = block[min(places) : place], block[place + 1 : max(places) + 1]
+    around = [*before, *after]
+    if not all(isinstance(statement, _SIMPLE) for statement in around):
+        return "a statement with a body lies between as well"
+    if any(isinstance(statement, ast.Expr) for statement in before):
+        return "a call lies between of which only the effects count"
+    if sum(statement not in wanted for statement in around) > _OTHERS:
+        return "what lies between would have to stand in both arms"
+    if not _is_plain(file, branch):
+        return "it is an `elif`, has one, or stands on one line"
+    if not all(_is_alone(file, statement) for statement in around):
+        return "a statement around it shares its line with another"
+    if (lost := _lost(file, branch.test, before)) is not None:
+        return f"its condition reads `{lost}`, which is not the same further up"
+    return Drawn(file, branch, before, after)
+
+
+def way_hint(node: ast.AST, function: ast.FunctionDef | None) -> str | None:
+    """What to write where a branch goes one way only, as an argument of the function says."""
+    if not isinstance(node, ast.If) or function is None:
+        return None
+    arguments = {*parameters(function)} - {"self"}
+    named = [n.id for n in ast.walk(node.test) if isinstance(n, ast.Name) and n.id in arguments]
+    if not named:
+        return None
+    return f'if it always goes one way, say which: concrete_args={{"{named[0]}": ...}}'
+
+
+def within(outer: ast.AST, inner: ast.AST) -> bool:
+    """Whether a node is part of another, or the other itself."""
+    return any(node is inner for node in ast.walk(outer))
+
+
+def _blocks(function: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(function):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if isinstance(block, list):
+                yield block
+
+
+def _leaves(block: Sequence[ast.stmt]) -> bool:
+    """Whether what stands behind a block is not reached from it."""
+    last = block[-1]
+    if isinstance(last, ast.If) and last.orelse:
+        return _leaves(last.body) and _leaves(last.orelse)
+    return isinstance(last, _LEAVING)
+
+
+def _is_plain(file: SourceFile, branch: ast.If) -> bool:
+    """Whether both arms stand on lines of their own, below `if` and `else`."""
+    if not file.segment(branch).startswith("if") or branch.body[0].lineno == branch.lineno:
+        return False
+    if not branch.orelse:
+        return True
+    column = branch.body[0].col_offset
+    end = branch.body[-1].end_lineno or branch.body[-1].lineno
+    own_line = all(
+        file.line(line).strip().partition("#")[0].rstrip() in ("", "else:")
+        for line in range(end + 1, branch.orelse[0].lineno)
+    )
+    return branch.orelse[0].col_offset == column and own_line
+
+
+def _is_alone(file: SourceFile, statement: ast.stmt) -> bool:
+    """Whether a statement has its lines for itself."""
+    start, end = file.span(statement)
+    first = file.offset(statement.lineno, 0)
+    last = file.offset((statement.end_lineno or statement.lineno) + 1, 0)
+    rest = file.text[end:last].strip()
+    return not file.text[first:start].strip() and (not rest or rest.startswith("#"))
+
+
+def _lost(file: SourceFile, test: ast.expr, before: Sequence[ast.stmt]) -> str | None:
+    """What a condition reads that may be something else above some statements."""
+    bound = {n.id for s in before for n in ast.walk(s) if _is_store(n) and isinstance(n, ast.Name)}
+    for node in ast.walk(test) if before else ():
+        match node:
+            case ast.Name(id=name) if name in bound:
+                return name
+            case ast.Attribute(attr=name) if _is_stored(file, name):
+                return name
+            case ast.Call() | ast.Subscript() | ast.NamedExpr() | ast.Await():
+                return ast.unparse(node)
+    return None
+
+
+def _is_stored(file: SourceFile, name: str) -> bool:
+    """Whether an attribute of this name gets other values than those of a constructor."""
+    made = {
+        id(node)
+        for cls in file.classes
+        if (constructor := file.method(cls, "__init__")) is not None
+        for node in ast.walk(constructor)
+    }
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == name
+        and _is_store(node)
+        and id(node) not in made
+        for node in ast.walk(file.tree)
+    )
+
+
+def _is_store(node: ast.AST) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)

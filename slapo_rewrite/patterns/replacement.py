@@ -1,0 +1,420 @@
+"""Where one call may stand for a match, and what it takes the place of there."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from slapo_rewrite.code.dataflow import bound_in, names_in
+from slapo_rewrite.patterns.graph_of_function import captured
+from slapo_rewrite.patterns.value_graph import Graph, Value, described
+
+_SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What a call takes the place of.
+
+    Attributes:
+        node: The expression that gives the match's result, or a statement.
+        target: The text before the call where it is a statement: `scores = `, `out, weights = `.
+        removed: The statements that compute nothing else: they go.
+        kept: Statements that compute parts of the match among other things: they stay as they are,
+            and a call alone cannot take the match's place.
+        above: Whether `node` stays as well, and the call is a statement of its own above it.
+        reads: Expressions that give a result, and the name of it that they become.
+    """
+
+    node: ast.AST
+    target: str = ""
+    removed: tuple[ast.stmt, ...] = ()
+    kept: tuple[ast.stmt, ...] = ()
+    above: bool = False
+    reads: tuple[tuple[ast.AST, str], ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether one call does it."""
+        return not self.kept
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a call may stand.
+
+    Attributes:
+        node: The expression or statement that it takes the place of, or that it stands above.
+        value: What is computed there now: a result, or the tuple of them.
+        moment: When the call would run.
+        outer: The values that others may use.
+        named: Whether the call is an assignment that names several results.
+        above: Whether it is a statement of its own above `node`.
+    """
+
+    node: ast.AST
+    value: Value
+    moment: tuple[int, ...]
+    outer: tuple[Value, ...]
+    named: bool = False
+    above: bool = False
+
+    @property
+    def statement(self) -> ast.stmt | None:
+        """The statement that it is part of."""
+        return self.value.site.statement
+
+
+def places(graph: Graph, results: Sequence[Value]) -> Iterator[Place]:
+    """The places where a call that gives some results may stand, the best first."""
+    if len(results) == 1:
+        (root,) = results
+        yield Place(root.site.node, root, root.order, (root,))
+        return
+    sites = [result.site for result in results]
+    for value in graph.values:
+        if value.operation == "tuple" and [v for _, v in value.arguments] == sites:
+            yield Place(value.node, value, value.order, (value,))
+    outer = tuple(results)
+    for result in sorted(results, key=lambda value: value.order, reverse=True):
+        statement = result.site.statement
+        match statement:
+            case ast.Assign(value=ast.Tuple(elts=elts)) if elts == [site.node for site in sites]:
+                yield Place(statement.value, result, result.order, outer)
+            case ast.stmt() if gives(statement, [result]):
+                yield Place(statement, result, result.order, outer, named=True)
+            case ast.stmt() if isinstance(statement, _SIMPLE) and all(
+                isinstance(node, ast.stmt) for node, _ in result.regions
+            ):
+                first = min(v.order for v in graph.values if v.statement is statement)
+                yield Place(statement, result, first, outer, named=True, above=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """How a result is called where the call stands.
+
+    Attributes:
+        result: The result.
+        name: Its name; `_` where nobody reads it.
+        read: The expression that becomes that name.
+        several: Whether others read it by several names, of which this is one.
+    """
+
+    result: Value
+    name: str
+    read: ast.AST | None = None
+    several: bool = False
+
+
+class Standing:
+    """What changes where a call stands at one place for a match.
+
+    Attributes:
+        graph: The function.
+        nodes: What is computed by the match.
+        place: Where the call stands.
+        names: How results may be called that have no name yet.
+    """
+
+    def __init__(
+        self, graph: Graph, nodes: Sequence[Value], place: Place, names: Sequence[str]
+    ) -> None:
+        self.graph, self.place, self.names = graph, place, names
+        self.nodes = [*nodes] if place.value in nodes else [*nodes, place.value]
+        visible = {id(value) for value in place.outer}
+        visible |= {id(value.site) for value in place.outer}
+        self.inner = [node for node in self.nodes if id(node) not in visible]
+
+    @functools.cached_property
+    def replaced(self) -> Replaced:
+        """What one call would take the place of."""
+        node, target = self.place.node, ""
+        removed = self._removed
+        if self.place.named:
+            names = [target.name for target in self.targets]
+            reads = tuple((t.read, t.name) for t in self.targets if t.read is not None)
+            kept = tuple(self._kept(removed))
+            above = self.place.above
+            return Replaced(node, f"{', '.join(names)} = ", tuple(removed), kept, above, reads)
+        if isinstance(node, ast.AugAssign):
+            target = f"{ast.unparse(node.target)} = "
+        inside = list[ast.stmt]()
+        if isinstance(node, ast.If):
+            inside = [*node.body, *node.orelse]
+            target = next((f"{name} = " for s in inside for name in bound_in(s)), "")
+            inside = inside if self._chooses(node, removed) else []
+            removed = [s for s in removed if s not in inside]
+        kept = tuple(self._kept([*removed, *inside]))
+        if isinstance(node, ast.If) and not inside:
+            kept += (node,)
+        return Replaced(node, target, tuple(removed), kept)
+
+    # Statements -----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _statements(self) -> list[ast.stmt]:
+        """The statements, but for the place's own, that compute the match or name a part of it."""
+        early = [*self.place.outer] if self.place.named else []
+        found = [value.site.statement for value in (*self.inner, *early)]
+        always, before = ({id(v.site) for v in values} for values in (self.inner, early))
+        for bound in self.graph.bound:
+            early_name = id(bound.value) in before and self._runs_before(bound.statement)
+            if id(bound.value) in always or early_name:
+                found.append(bound.statement)
+        own = self.place.statement
+        return list(dict.fromkeys(s for s in found if s is not None and s is not own))
+
+    def _runs_before(self, statement: ast.stmt) -> bool:
+        """Whether a statement stands above the place."""
+        own = self.place.statement
+        assert own is not None
+        return statement.lineno < own.lineno
+
+    @functools.cached_property
+    def _removed(self) -> list[ast.stmt]:
+        """The statements that go."""
+        given = [*self.inner, *(target.result for target in self.targets if target.read is None)]
+        own = {id(value.site) for value in (*self.inner, *self.place.outer)}
+        named = [target.result for target in self.targets if target.read is not None]
+        bound = self.graph.bound
+        removed = [
+            s
+            for s in self._statements
+            if (gives(s, given) and not gives(s, named))
+            or unpacks(s, given)
+            or (is_alias(s) and any(b.statement is s and id(b.value) in own for b in bound))
+        ]
+        for branch in [s for s in self._statements if isinstance(s, ast.If)]:
+            if self._chooses(branch, removed):
+                removed = [s for s in removed if s not in (*branch.body, *branch.orelse)]
+                removed.append(branch)
+        return sorted(removed, key=lambda s: s.lineno)
+
+    def _kept(self, gone: Sequence[ast.stmt]) -> list[ast.stmt]:
+        """The statements that compute or name parts of the match and do not go."""
+        covered = {id(node) for statement in gone for node in ast.walk(statement)}
+        read = [t for t in self.targets if t.read is not None]
+        covered |= {id(t.result.site.statement) for t in read if self._is_read_only(t)}
+        return [s for s in self._statements if id(s) not in covered]
+
+    def _is_read_only(self, target: Target) -> bool:
+        """Whether a statement has to do with the match by the result that it reads alone."""
+        assert target.read is not None
+        inside = {id(node) for node in ast.walk(target.read)}
+        statement = target.result.site.statement
+        return all(
+            id(value.site.node) in inside
+            for value in (*self.inner, *self.place.outer)
+            if value.site.statement is statement
+        )
+
+    @staticmethod
+    def _chooses(branch: ast.If, removed: list[ast.stmt]) -> bool:
+        """Whether a branch does nothing but choose a value of the match."""
+        inside = [*branch.body, *branch.orelse]
+        names = {name for statement in inside for name in bound_in(statement)}
+        return len(names) == 1 and all(s in removed or is_alias(s) for s in inside)
+
+    # The names of several results -----------------------------------------------------------------
+
+    @functools.cached_property
+    def targets(self) -> list[Target]:
+        """How each of several results is called."""
+        if not self.place.named:
+            return []
+        fresh = self._fresh()
+        return [
+            self._target(result, name) for result, name in zip(self.place.outer, fresh, strict=True)
+        ]
+
+    def _target(self, result: Value, fresh: str) -> Target:
+        own, statement = self.place.statement, result.site.statement
+        assert own is not None and statement is not None
+        name = given_name(statement) if gives(statement, [result]) else None
+        if statement is own and name is not None and not self.place.above:
+            return Target(result, name)
+        if not self._is_nested(result) and not self._runs_before(statement):
+            if name is not None and statement is not own and self._is_free(name, statement):
+                return Target(result, name)
+            return Target(result, fresh, result.site.node)
+        held = [name for name in self._holding(result) if self._is_read(name, result)]
+        return Target(result, held[0] if held else "_", several=len(held) > 1)
+
+    def _is_nested(self, result: Value) -> bool:
+        """Whether the text of a result is part of that of another, and goes with it."""
+        others = [each.site.node for each in self.place.outer if each is not result]
+        return any(n is result.site.node for other in others for n in ast.walk(other))
+
+    def _holding(self, result: Value) -> list[str]:
+        """The names that hold a result once the call has been made."""
+        own = self.place.statement
+        assert own is not None
+        names = self.graph.names if self.place.above else self.graph.after
+        found = [n for n, v in names[own].items() if v is result.site and not n.startswith("self.")]
+        inner = [b.name for b in self.graph.bound if b.walrus and b.value is result.site]
+        return list(dict.fromkeys([*found, *inner]))
+
+    def _is_read(self, name: str, result: Value) -> bool:
+        """Whether anything but the match reads a result by this name."""
+        return any(
+            node.id == name and id(node) not in self._own and self.may_be(value, result.site)
+            for node, value in self.graph.loads.items()
+        )
+
+    @functools.cached_property
+    def _own(self) -> set[int]:
+        """The nodes of the text of the match, and of what gives its results other names."""
+        computed = [v.site.node for v in self.nodes if not isinstance(v.site.node, ast.Tuple)]
+        return {id(inner) for node in (*computed, *self._aliases) for inner in ast.walk(node)}
+
+    @functools.cached_property
+    def _aliases(self) -> list[ast.stmt]:
+        """The statements above the place that only give results other names."""
+        results = {id(value.site) for value in self.place.outer}
+        return [
+            b.statement
+            for b in self.graph.bound
+            if id(b.value) in results and is_alias(b.statement) and self._runs_before(b.statement)
+        ]
+
+    def may_be(self, value: Value, result: Value) -> bool:
+        """Whether a name that holds one value where it is read may hold the result by that."""
+        around = [node for node, _ in self.place.value.regions if isinstance(node, _LOOPS)]
+        seen: set[int] = set()
+        pending = [value]
+        while pending:
+            value = pending.pop()
+            if value is result or (value.operation == "loop" and value.node in around):
+                return True
+            if id(value) not in seen and value.operation in ("choice", "merge", "loop"):
+                seen.add(id(value))
+                pending += [v for key, v in value.arguments if key != "test"]
+        return False
+
+    def _is_free(self, name: str, until: ast.stmt) -> bool:
+        """Whether a name may be bound at the place already, and not only further down."""
+        own, function = self.place.statement, self.graph.function
+        assert own is not None and function is not None
+        end = own.end_lineno or own.lineno
+        return name not in captured(function) and not any(
+            isinstance(node, ast.Name) and node.id == name and end < node.lineno < until.lineno
+            for node in ast.walk(function)
+        )
+
+    def _fresh(self) -> list[str]:
+        """Names that the function does not have yet."""
+        function = self.graph.function
+        assert function is not None
+        taken = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+        taken.update(names_in(function))
+        found = []
+        for name in self.names:
+            numbered = itertools.chain([name], (f"{name}_{n}" for n in itertools.count(2)))
+            found.append(next(each for each in numbered if each not in taken))
+            taken.add(found[-1])
+        return found
+
+    @functools.cached_property
+    def covered(self) -> set[int]:
+        """All nodes of the text that goes: of statements and expressions."""
+        gone = [*self.replaced.removed, *(node for node, _ in self.replaced.reads)]
+        gone += [] if self.place.above else [self.place.node]
+        return {id(inner) for node in gone for inner in ast.walk(node)}
+
+    # Operands -------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def held(self) -> dict[str, Value]:
+        """What names hold at the place, once what is removed is gone."""
+        last = self.place.statement
+        names = dict(self.graph.names.get(last, {})) if last is not None else {}
+        for bound in self.graph.bound:  # by `:=`, in the same statement
+            if bound.statement is last and bound.walrus and bound.order < self.place.moment:
+                names[bound.name] = bound.value
+        for statement in reversed(self._removed):
+            before = self.graph.names[statement]
+            for name in bound_in(statement):
+                if any(names.get(name) in (value, value.site) for value in self.nodes):
+                    names.pop(name)
+                    names |= {name: before[name]} if name in before else {}
+        return names
+
+    def name_of(self, value: Value) -> str | None:
+        """The local name, or attribute, that holds a value at the place."""
+        read = value.node.id if isinstance(value.node, ast.Name) else None
+        holding = [name for name, held in self.held.items() if held is value]
+        plain = [name for name in holding if not name.startswith("self.")]
+        return read if read in plain else next(iter([*plain, *holding]), None)
+
+    def moves(self, value: Value) -> bool:
+        """Whether an operand's text has to go to the place, since no name holds it there."""
+        statement = value.site.statement
+        if value.is_leaf or statement is None or value.inside is not None:
+            return False
+        stays = statement is self.place.statement and not self.place.above
+        return not stays and self.name_of(value) is None
+
+    def text(self, value: Value) -> str:
+        """An operand as it may be written at the place."""
+        return self.name_of(value) or text_of(value)
+
+
+def gives(statement: ast.stmt, values: Iterable[Value]) -> bool:
+    """Whether a statement only gives a name to one of some values."""
+    match statement:
+        case ast.Assign(targets=[ast.Name()], value=given):
+            pass
+        case ast.AnnAssign(target=ast.Name(), value=ast.expr() as given):
+            pass
+        case ast.AugAssign(target=ast.Name()):
+            return any(value.site.node is statement for value in values)
+        case _:
+            return False
+    return any(value.site.node is given for value in values)
+
+
+def unpacks(statement: ast.stmt, values: Iterable[Value]) -> bool:
+    """Whether a statement only gives names to some values: `first, rest = x[:n], x[n:]`."""
+    match statement:
+        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=given)):
+            sites = [value.site.node for value in values]
+            plain = len(names) == len(given) and all(isinstance(n, ast.Name) for n in names)
+            return plain and all(node in sites for node in given)
+    return False
+
+
+def given_name(statement: ast.stmt) -> str:
+    """The name that such a statement gives."""
+    return next(iter(bound_in(statement)))
+
+
+def is_alias(statement: ast.stmt) -> bool:
+    """Whether a statement only gives a value another name."""
+    match statement:
+        case ast.Assign(targets=[ast.Name()], value=ast.Name()):
+            return True
+        case ast.AnnAssign(target=ast.Name(), value=ast.Name()):
+            return True
+    return False
+
+
+def text_of(value: Value) -> str:
+    """A value as it is written where it is computed."""
+    written = value.inside is None and isinstance(value.node, ast.expr)
+    match value.operation:
+        case "constant":
+            return f"self.{value.path}" if value.path else repr(value.literal)
+        case "attribute":
+            return f"self.{value.literal}"
+        case "name" if written and isinstance(value.node, ast.Name | ast.Attribute):
+            return value.file.segment(value.node)
+        case "parameter" | "name":
+            return str(value.literal)
+        case "training" if not (written and isinstance(value.node, ast.Attribute)):
+            return f"self.{value.path or 'training'}"
+    return value.file.segment(value.node) if written else described(value)

@@ -1,0 +1,80 @@
+"""Calls of a layer that are written as what it computes: `F.linear(x, self.up.weight, ...)`.
+
+With all of a layer's parameters, and in one call, that is the layer's own call, and is followed and
+written as one: a sharded layer knows when its bias is to be added, and its gradient to be summed.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn import functional
+
+from slapo_rewrite.code.arguments import arguments_by
+from slapo_rewrite.sharding.operation_places import calling_frame, place_of, text_at
+from slapo_rewrite.sharding.types import Place
+
+
+def spelled_call(
+    layers: Iterable[nn.Module],
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: Mapping[str, Any],
+) -> tuple[nn.Module, Place, str] | None:
+    """The layer whose call an operation is, with the call's place and how it names the layer."""
+    if func is not functional.linear or len(args) + len(kwargs) not in (2, 3) or not args:
+        return None
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
+    layer = next((m for m in layers if m._parameters.get("weight") is given.get("weight")), None)
+    if layer is None or layer._parameters.get("bias") is not given.get("bias"):
+        return None
+    frame = calling_frame()
+    place = place_of(frame) if frame is not None else None
+    name = _named(place) if place is not None else None
+    return (layer, place, name) if place is not None and name is not None else None
+
+
+@contextlib.contextmanager
+def forwards_watched(modules: Iterable[nn.Module], inside: Callable[[], bool]) -> Iterator[None]:
+    """Has `layer.forward(x)` taken for `layer(x)`, whose hooks see it.
+
+    Args:
+        modules: The layers.
+        inside: Whether a layer is being called.
+    """
+    watched = [module for module in modules if "forward" not in vars(module)]
+    for module in watched:
+        vars(module)["forward"] = functools.partial(_forwarded, module, inside)
+    try:
+        yield
+    finally:
+        for module in watched:
+            del vars(module)["forward"]
+
+
+def _forwarded(module: nn.Module, inside: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs) if inside() else module(*args, **kwargs)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes what `F.linear` does of its parameters."""
+    return type(module).forward is nn.Linear.forward
+
+
+def _named(place: Place) -> str | None:
+    """How a call names the layer whose weight it is given second."""
+    try:
+        call = ast.parse(text_at(place), mode="eval").body
+    except SyntaxError:
+        return None
+    if not isinstance(call, ast.Call):
+        return None
+    weight = arguments_by(call, "input", "weight").get("weight")
+    if not isinstance(weight, ast.Attribute) or weight.attr != "weight":
+        return None
+    return ast.unparse(weight.value)

@@ -1,0 +1,546 @@
+"""Which values are whole, parts or partial sums on a rank, and whether gradients come out right.
+
+A sharded model computes on three kinds of values. A *whole* one is the same on every rank. A
+*part* is a rank's share along some axis. A *partial sum* has the whole shape, but only the sum
+over the ranks has the value. A partial sum may only go through linear operations until it is added
+up. A whole value that meets parts gets a gradient from each rank that is a summand of the true
+one; it is *covered* where a `bwd_post` sync adds them up, or an all-gather that sums gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slapo_rewrite.operations import Treatment, treatment
+from slapo_rewrite.sharding.tracked_sizes import Shape
+from slapo_rewrite.sharding.types import MissingCollective
+
+REPLICATE, SHARD, PARTIAL = "whole", "part", "partial sum"
+_WORDS = {SHARD: "a part", PARTIAL: "a partial sum"}
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known of a tensor.
+
+    Attributes:
+        kind: `whole`, `part` or `partial sum`.
+        source: The module that made it a part or a partial sum.
+        copies: Whether several ranks have the same part. What each makes of it in the end has to be
+            its own, or it would count several times.
+        axis: The axis of that module's output that is split.
+        covered: The module whose sync adds up this value's gradient.
+        parameters: The parameters, by module path and name, that it was computed from and from
+            nothing else.
+        gathers: The all-gathers, by module path and number, that it was computed from.
+    """
+
+    kind: str = REPLICATE
+    source: str | None = None
+    copies: bool = False
+    axis: int = -1
+    covered: str | None = None
+    parameters: frozenset[tuple[str, str]] | None = None
+    gathers: frozenset[tuple[str, int]] = frozenset()
+
+
+class PlacementError(Exception):
+    """An operation that is wrong on what a rank has.
+
+    Attributes:
+        hint: What the user can do.
+        path: The module it concerns, where known.
+        sync: The collective that it concerns, by module path and number.
+        remedy: The collective that is missing, where that is what is wrong.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        hint: str | None = None,
+        path: str | None = None,
+        sync: tuple[str, int] | None = None,
+        remedy: MissingCollective | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.hint, self.path, self.sync, self.remedy = hint, path, sync, remedy
+
+
+# Operations that read no values: their results depend on shapes alone.
+_SHAPE_ONLY = {
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+    "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
+}  # fmt: skip
+
+# Operations whose second operand says a type alone.
+_TYPED = {"to", "type_as"}
+
+# Operations that only rearrange, cast or add up what they are given, and so keep a partial sum a
+# partial sum.
+_KEEPING = {
+    "view", "reshape", "view_as", "reshape_as", "transpose", "permute", "swapaxes", "swapdims",
+    "movedim", "moveaxis", "contiguous", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze",
+    "to", "type", "type_as", "float", "half", "bfloat16", "double", "chunk", "split",
+    "split_with_sizes", "tensor_split", "unbind", "__getitem__", "narrow", "select", "expand",
+    "expand_as", "broadcast_to", "clone", "dropout", "dropout1d", "dropout2d", "neg", "negative",
+    "__neg__", "cat", "concat", "concatenate", "stack", "hstack", "vstack", "sum", "mean",
+    "index_select", "gather", "repeat_interleave", "repeat", "tile", "roll", "flip", "tril", "triu",
+    "t", "adjoint", ".T", ".mT", ".H", ".mH", ".data", "detach", "requires_grad_", "identity",
+    "pad", "masked_fill", "cumsum", "diagonal", "unfold", "atleast_2d", "atleast_3d",
+}  # fmt: skip
+# Those that write a number into what they keep: only a zero is the sum of as many.
+_WRITING = {"pad": ("value", 3, 0), "masked_fill": ("value", 2, None)}
+
+_ADDING = {
+    "add", "add_", "sub", "sub_", "__iadd__", "__isub__", "__add__", "__radd__", "__sub__",
+    "subtract", "rsub", "__rsub__",
+}  # fmt: skip
+_MULTIPLYING = {
+    "mul", "mul_", "__imul__", "__mul__", "multiply", "matmul", "bmm", "mm", "linear", "einsum",
+    "__matmul__", "__rmatmul__", "__rmul__", "grouped_mm", "_grouped_mm",
+}  # fmt: skip
+_DIVIDING = {"div", "div_", "true_divide", "__truediv__", "__itruediv__", "divide"}
+
+# Operations that answer with a value of Python, which branches and sizes may depend on.
+_TELLING = {
+    "item", "tolist", "numpy", "__array__", "__bool__", "__nonzero__", "__int__", "__float__",
+    "__index__", "__complex__", "__contains__", "is_nonzero", "equal", "allclose", "__dlpack__",
+    "register_hook", "data_ptr", "storage", "untyped_storage", "register_post_accumulate_grad_hook",
+}  # fmt: skip
+
+REDUCE = 'add it up: .sync("fwd_post", "all_reduce")'
+COVER = (
+    'add it up: .sync("bwd_post", "all_reduce") on a module that is given the value; where there '
+    "is none, make one that computes this (for `x @ self.embedding.weight.T` a linear layer "
+    "without bias, and `self.head.weight = self.embedding.weight` below it)"
+)
+
+
+class Flow:
+    """Follows the states of tensors through the operations of a rank's run.
+
+    Args:
+        undecided: The all-gathers that may yet turn out to sum gradients.
+
+    Attributes:
+        shared: Whole parameters found to meet parts, with the module that makes what they meet.
+        summed: All-gathers found to need summed gradients.
+    """
+
+    def __init__(self, undecided: Iterable[tuple[str, int]] = ()) -> None:
+        self._states: dict[int, State] = {}
+        self._undecided = frozenset(undecided)
+        self.shared: dict[tuple[str, str], str | None] = {}
+        self.summed: set[tuple[str, int]] = set()
+
+    def of(self, tensor: torch.Tensor) -> State:
+        """What is known of a tensor; what nothing is known of is whole."""
+        return self._states.get(id(tensor), State())
+
+    def set(self, tensor: torch.Tensor, state: State) -> None:
+        """Notes what a tensor is."""
+        self._states[id(tensor)] = state
+
+    def check_own(self, state: State, path: str) -> None:
+        """Refuses what is added up or joined at `path` and is held by several ranks."""
+        if state.copies:
+            raise PlacementError(
+                f"several ranks would have the same part of `{state.source}` at `{path}`",
+                path=state.source,
+            )
+
+    def cover(self, tensor: torch.Tensor, path: str) -> State:
+        """The state of a value inside `path`, whose sync adds up the gradient.
+
+        Raises:
+            PlacementError: That is done already.
+        """
+        state = self.of(tensor)
+        if not tensor.requires_grad:
+            return state
+        if state.covered is not None:
+            raise PlacementError(
+                f"the gradient of this value is summed over the ranks twice, for `{path}` and for "
+                f"`{state.covered}`",
+                'keep one of the two .sync("bwd_post", "all_reduce")',
+                path,
+            )
+        if state.kind != REPLICATE:
+            raise PlacementError(
+                f"`{path}` is given a {state.kind}, whose gradient each rank has for itself",
+                "take the `bwd_post` sync out" if state.kind == SHARD else REDUCE,
+                path if state.kind == SHARD else state.source,
+                remedy=None if state.kind == SHARD else MissingCollective.sum_of(state.source),
+            )
+        return State(covered=path)
+
+    def meet_parts(
+        self,
+        tensors: Sequence[torch.Tensor],
+        what: str,
+        source: str | None,
+        partial: bool = False,
+    ) -> None:
+        """Covers whole values where they meet parts, as far as that can be done.
+
+        Args:
+            tensors: What an operation is given.
+            what: The operation, in words.
+            source: The module that makes the parts, or is split itself.
+            partial: Whether it makes partial sums.
+
+        Raises:
+            PlacementError: The gradient of one would be only this rank's summand.
+        """
+        for tensor in tensors:
+            state = self.of(tensor)
+            if state.kind == REPLICATE and tensor.requires_grad and state.covered is None:
+                self._sum_gradient(tensor, state, what, source, partial)
+
+    def _sum_gradient(
+        self,
+        tensor: torch.Tensor,
+        state: State,
+        what: str,
+        source: str | None,
+        partial: bool = False,
+    ) -> None:
+        """Has the gradient of a value summed where it comes from.
+
+        Raises:
+            PlacementError: There is nothing that could do it.
+        """
+        if state.parameters:
+            for key in state.parameters:
+                self.shared.setdefault(key, source)
+            self.set(tensor, State(covered=min(state.parameters)[0]))
+        elif state.gathers and state.gathers <= self._undecided:
+            self.summed |= state.gathers
+            self.set(tensor, State(covered=min(state.gathers)[0], gathers=state.gathers))
+        elif partial and source and not state.gathers:
+            raise PlacementError(
+                f"{what} takes a whole value to the partial sum that `{source}` gives: the value's "
+                "gradient is a summand on each rank, and nothing adds it up",
+                f'add the other one up: s["{source}"].sync("fwd_post", "all_reduce")',
+                source,
+                remedy=MissingCollective.sum_of(source),
+            )
+        else:
+            gather = min(state.gathers, default=None)
+            raise PlacementError(
+                f"{what} takes a whole value to a rank's part: the value's gradient is a summand "
+                "on each rank, and nothing adds it up",
+                f"let the all-gather on `{gather[0]}` add it up: leave out "
+                "`tensor_parallel_output_grad`, or put it right before the sharded layers"
+                if gather
+                else COVER,
+                source,
+                gather,
+                MissingCollective.gradient_of(source),
+            )
+
+    def operate(
+        self,
+        name: str,
+        inputs: Sequence[torch.Tensor],
+        whole: Sequence[Shape],
+        args: Any,
+        kwargs: Any,
+        outputs: Sequence[torch.Tensor],
+        results: Sequence[Shape],
+        replicated: bool = False,
+    ) -> None:
+        """Takes an operation's result in.
+
+        Args:
+            name: The function's, as `operations.name_of` says it.
+            inputs: The tensors it was given.
+            whole: The shapes that they have in the whole model.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            outputs: The tensors it returned.
+            results: The shapes that these have in the whole model.
+            replicated: Whether several ranks hold the same heads: sizes tell less of axes then.
+
+        Raises:
+            PlacementError: The operation is wrong on what a rank has.
+        """
+        if name in _TYPED:
+            inputs, whole = inputs[:1], whole[:1]
+        split = [_split(t, shape) for t, shape in zip(outputs, results, strict=True)]
+        if name in _SHAPE_ONLY or not inputs:
+            source = next((s.source for t in inputs if (s := self.of(t)).source), None)
+            for output, axes in zip(outputs, split, strict=True):
+                self.set(output, State(SHARD, source) if axes else State())
+            return
+        states = [self.of(t) for t in inputs]
+        self._check_known(name, inputs, whole, states, replicated)
+        partial = next((s for s in states if s.kind == PARTIAL), None)
+        part = next((s for s in states if s.kind == SHARD), None)
+        if partial is None and part is None:
+            result = self.joined(name, inputs, states)
+            for output, axes in zip(outputs, split, strict=True):
+                self.set(output, self._repeated(name, inputs, axes) if axes else result)
+            return
+        if partial is not None:
+            self._check_linear(name, states, inputs, args, kwargs, outputs, partial)
+        # A size that was given as a tensor is no operand any more, and is the last.
+        sharded = [_split(t, shape) for t, shape in zip(inputs, whole, strict=False)]
+        summed = False
+        how = treatment(name, args, kwargs, whole)
+        if part is not None:
+            summed = self._runs_over(name, how, sharded, whole, part)
+        source, axis = next((s.source, s.axis) for s in (partial, part) if s is not None)
+        copies = all(s.copies for s in states if s.kind != REPLICATE)
+        adds_up = partial is not None or summed
+        if part is not None and how is not None and not replicated:
+            self._check_split(name, adds_up, how, whole, sharded, outputs, split, part)
+        result = State(PARTIAL if adds_up else SHARD, source, copies, axis)
+        if any(output.requires_grad for output in outputs):
+            self.meet_parts(inputs, f"`{name}`", source, partial is not None)
+        for output in outputs:
+            self.set(output, result)
+
+    def tell(self, name: str, inputs: Sequence[torch.Tensor]) -> None:
+        """Takes in an operation that gives no tensor.
+
+        Raises:
+            PlacementError: It tells a value of a part or a partial sum, another one on each rank.
+        """
+        if name not in _TELLING:
+            return
+        state = next((s for t in inputs if (s := self.of(t)).kind != REPLICATE), None)
+        if state is not None:
+            raise PlacementError(
+                f"`{name}` asks for values of which a rank has only {_WORDS[state.kind]}",
+                REDUCE if state.kind == PARTIAL else None,
+                state.source,
+                remedy=MissingCollective.sum_of(state.source) if state.kind == PARTIAL else None,
+            )
+
+    def _check_known(
+        self,
+        name: str,
+        inputs: Sequence[torch.Tensor],
+        whole: Sequence[Shape],
+        states: Sequence[State],
+        replicated: bool,
+    ) -> None:
+        """Raises `PlacementError` where the shape of an operand is not what its state means.
+
+        It was made by something that was not seen, then: compiled code, another library.
+        """
+        for tensor, shape, state in zip(inputs, whole, states, strict=False):
+            axes = _split(tensor, shape)
+            if len(axes) == (state.kind == SHARD) or replicated or state.copies:
+                continue
+            raise PlacementError(
+                f"`{name}` is given a value of shape {list(tensor.shape)} on a rank, and of "
+                f"{list(shape)} without sharding, and it is not known which part that is: what "
+                "made it cannot be followed",
+                "gather what it was made from before",
+                state.source,
+            )
+
+    def _repeated(self, name: str, inputs: Sequence[torch.Tensor], split: Sequence[int]) -> State:
+        """What a whole value becomes that is repeated as often as a rank has elements."""
+        self.meet_parts(inputs, f"`{name}`", None)
+        return State(SHARD)
+
+    def _check_split(
+        self,
+        name: str,
+        adds_up: bool,
+        how: Treatment,
+        whole: Sequence[Shape],
+        sharded: Sequence[list[int]],
+        outputs: Sequence[torch.Tensor],
+        split: Sequence[list[int]],
+        part: State,
+    ) -> None:
+        """Raises `PlacementError` where the result is not split as the operands say.
+
+        A rank's part of one element would be repeated beside a whole value, as one element is.
+        """
+        fine = all(len(axes) == (not adds_up) for axes in split)
+        if how.aligned is not None:
+            ends = [len(shape) - how.aligned for shape in whole]
+            back = {a - e for axes, e in zip(sharded, ends, strict=False) for a in axes if a < e}
+            for shape, axes, end in zip(whole, sharded, ends, strict=False):
+                fine &= all(b + end < 0 or shape[b + end] == 1 or b + end in axes for b in back)
+        if not fine:
+            axes = next((a for a in split if a), [])
+            raise PlacementError(
+                f"`{name}` joins a part with values that a rank has whole, and what comes out is "
+                f"{f'split along axis {axes[0]}' if axes else 'not split'} by its shape",
+                "split what the whole values are made from as well, or gather the part",
+                part.source,
+            )
+
+    def joined(self, name: str, inputs: Sequence[torch.Tensor], states: Sequence[State]) -> State:
+        """The state of what is made of whole values alone.
+
+        Raises:
+            PlacementError: The gradients of some are summed over the ranks, and others' cannot be.
+        """
+        trained = [(t, s) for t, s in zip(inputs, states, strict=True) if t.requires_grad]
+        covers = sorted({s.covered for _, s in trained if s.covered is not None})
+        if covers:
+            for tensor, state in trained:
+                if state.covered is None:
+                    self._join(name, tensor, state, covers[0], trained)
+        made_of: set[tuple[str, str]] = set()
+        gathers: set[tuple[str, int]] = set()
+        alone = bool(trained) and all(s.parameters is not None for _, s in trained)
+        for _, state in trained:
+            made_of |= state.parameters or set()
+            gathers |= state.gathers
+        alone = alone and len(trained) == len(inputs)
+        return State(
+            REPLICATE,
+            covered=covers[0] if covers else None,
+            parameters=frozenset(made_of) if alone else None,
+            gathers=frozenset(gathers),
+        )
+
+    def _join(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        state: State,
+        cover: str,
+        trained: Sequence[tuple[torch.Tensor, State]],
+    ) -> None:
+        """Takes a value in whose gradient every rank has whole, beside one that is covered.
+
+        Raises:
+            PlacementError: Its gradient cannot be summed as well.
+        """
+        if state.parameters or (state.gathers and state.gathers <= self._undecided):
+            self._sum_gradient(tensor, state, f"`{name}`", cover)
+            return
+        if any(isinstance(t, torch.nn.Parameter) for t, s in trained if s.covered):
+            raise PlacementError(
+                f"a parameter of `{cover}` is used on a whole value here and on parts elsewhere: "
+                "its gradient would be summed over the ranks for both",
+                "use it on parts here as well, or gather them where it is used on them",
+                cover,
+            )
+        gather = min((g for _, s in trained if s.covered for g in s.gathers), default=None)
+        raise PlacementError(
+            f"this joins a value {'gathered by' if gather else 'inside'} `{cover}`, whose gradient "
+            "is summed over the ranks, with one whose gradient every rank has whole: the sum would "
+            "count it once for each rank",
+            "gather it for each use: with `tensor_parallel_output_grad=True` right before sharded "
+            "layers, with False elsewhere"
+            if gather
+            else "put the `bwd_post` sync where the value goes into sharded layers and nowhere "
+            "else",
+            cover,
+            gather,
+        )
+
+    def _check_linear(
+        self,
+        name: str,
+        states: Sequence[State],
+        inputs: Sequence[torch.Tensor],
+        args: Any,
+        kwargs: Any,
+        outputs: Sequence[torch.Tensor],
+        partial: State,
+    ) -> None:
+        """Refuses an operation on summands that does not give summands of its result."""
+        count = sum(s.kind == PARTIAL for s in states)
+        floating = sum(t.is_floating_point() or t.is_complex() for t in inputs)
+        given = (*args, *kwargs.values())
+        plain = any(isinstance(a, (int, float)) and not isinstance(a, bool) for a in given)
+        beside = [s.kind for s in states if s.kind != PARTIAL]
+        written = _WRITING.get(name)
+        if written is not None:
+            value = kwargs.get(
+                written[0], args[written[1]] if len(args) > written[1] else written[2]
+            )
+            plain = value not in (0, None) if isinstance(value, (int, float, type(None))) else True
+        fine = (
+            (name in _KEEPING and count == floating and not (written and plain))
+            or (name in _ADDING and count == len(inputs) and not plain)
+            or (
+                name in _MULTIPLYING
+                and count == 1
+                and SHARD not in beside
+                and (name != "linear" or floating == 2)
+            )
+            or (
+                name in _DIVIDING
+                and count == 1
+                and states[0].kind == PARTIAL
+                and kwargs.get("rounding_mode") is None
+            )
+        ) and all(t.is_floating_point() or t.is_complex() for t in outputs)
+        if not fine:
+            raise PlacementError(
+                f"`{name}` needs the value, but `{partial.source}` gives a partial sum of it on "
+                "each rank",
+                REDUCE,
+                partial.source,
+                remedy=MissingCollective.sum_of(partial.source),
+            )
+
+    def _runs_over(
+        self,
+        name: str,
+        how: Treatment | None,
+        sharded: Sequence[list[int]],
+        whole: Sequence[Shape],
+        part: State,
+    ) -> bool:
+        """Whether the result is a partial sum, because the operation sums over a split axis.
+
+        Raises:
+            PlacementError: It needs such an axis whole, or is not known.
+        """
+        if how is None:
+            raise PlacementError(
+                f"it is not known whether `{name}` is right on a part, and `{part.source}` gives "
+                "each rank only its own",
+                self._gather_hint(part),
+                part.source,
+                remedy=MissingCollective.whole_of(part.source, part.axis),
+            )
+        for axes, over in zip(sharded, how.over, strict=False):
+            if over & set(axes):
+                raise self._needs_all(name, part)
+        pick = slice(how.paired) if how.paired >= 0 else slice(None, None, 2)
+        alike = [[(a, shape[a]) for a in axes] for axes, shape in zip(sharded, whole, strict=False)]
+        if any(axes != alike[0] for axes in alike[pick]):
+            raise self._needs_all(name, part)
+        return any(s & set(axes) for axes, s in zip(sharded, how.summed, strict=False))
+
+    def _needs_all(self, name: str, part: State) -> PlacementError:
+        return PlacementError(
+            f"`{name}` runs over an axis of which a rank has only its part",
+            self._gather_hint(part),
+            part.source,
+            remedy=MissingCollective.whole_of(part.source, part.axis),
+        )
+
+    def _gather_hint(self, part: State) -> str:
+        line = f'"all_gather", axis={part.axis})'
+        if part.axis != -1:
+            return f'gather it before, at the module around this: .sync("fwd_pre", {line}'
+        return f'gather it before: .sync("fwd_post", {line} on `{part.source}`'
+
+
+def gather_line(axis: int, rank: int, mode: str = "fwd_post") -> str:
+    """The line of a schedule that makes an axis whole, the last one counted from the right."""
+    return f'.sync("{mode}", "all_gather", axis={-1 if axis == rank - 1 else axis})'
+
+
+def _split(tensor: torch.Tensor, whole: Shape) -> list[int]:
+    """The axes of which a rank has less than the whole model."""
+    return [a for a, (w, h) in enumerate(zip(whole, tensor.shape, strict=False)) if w != h]

@@ -1,0 +1,268 @@
+"""What is known during one run as a rank: of every tensor, and of how far the run has come.
+
+The parts of the run (its operations, its borders, the rules for sizes) share one `Run`, and keep
+here what they find out.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_rewrite.model.results import tensors
+from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.sharding.operation_places import (
+    calling_frame,
+    place_at,
+    place_in_traceback,
+    place_of,
+)
+from slapo_rewrite.sharding.packed_parts import Blocks
+from slapo_rewrite.sharding.placements import Flow, PlacementError
+from slapo_rewrite.sharding.trace import Entry, device_of
+from slapo_rewrite.sharding.tracked_sizes import Attribute, Shape, Size, fits
+from slapo_rewrite.sharding.types import (
+    CannotFollow,
+    Diverged,
+    LayerKey,
+    Place,
+    ShardingRequest,
+    ShardingResult,
+)
+
+# What repeating the heads of keys and values is made of.
+_REPEATING = {
+    "__getitem__", "expand", "reshape", "view", "repeat", "repeat_interleave", "unsqueeze",
+    "flatten", "contiguous",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """What a run as a rank takes for granted.
+
+    Attributes:
+        sizes: Attributes that are this rank's share.
+        fixed: Attributes that are not.
+        shared: Whole parameters whose gradients are added up.
+        summed: All-gathers that sum gradients.
+        replicated: Layers of which several ranks hold the same heads, with the attributes that are
+            the heads' sizes.
+        repeats: Attributes that say how often such heads are repeated.
+    """
+
+    sizes: frozenset[Attribute] = frozenset()
+    fixed: frozenset[Attribute] = frozenset()
+    shared: frozenset[tuple[str, str]] = frozenset()
+    summed: frozenset[tuple[str, int]] = frozenset()
+    replicated: frozenset[tuple[LayerKey, str]] = frozenset()
+    repeats: frozenset[Attribute] = frozenset()
+
+
+class Run:
+    """A run as a rank, as far as it has come.
+
+    Attributes:
+        tree: The model.
+        asked: What is sharded and synchronised.
+        entries: The operations of the whole model.
+        followed: What has followed so far.
+        wanted: What is taken for granted.
+        editable: Whether a file may be changed.
+        has_values: Whether the model is a small one that computes with values.
+        says: What questions of values that are not there are answered with.
+        flow: Which tensors are whole, parts or partial sums.
+        position: How many operations fitted.
+        depth: How many sharded layers the run is inside of; operations there are not held against
+            the record.
+        origins: The layer whose output a tensor, by its id, is made from alone.
+        made_with: The marked sizes that a tensor was made with.
+        blocks: How a tensor's split axes are packed.
+        whole: The shape that a tensor, by its id, has in the whole model.
+        replicas: How many ranks hold the same heads, where some do.
+        repeats: Attributes that such heads are repeated by as often as in the whole model.
+        fed: Values, by their ids, that a loss takes as the parts that they are.
+        viewed: The tensor, by its id, that another one has the same elements as, or some of them.
+        zeros: Tensors, by their ids, that were made as zeros.
+        layers: The sharded layers that stand in the model.
+        linear: The linear ones among them.
+        calls: Calls that are told a size, as code and instruction, each with the modules, by their
+            ids, in whose methods they are made, and whether they are given parts there.
+        alive: Every tensor that something is known of, so that no other gets its id.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        asked: ShardingRequest,
+        entries: list[Entry],
+        followed: ShardingResult,
+        wanted: Hypothesis,
+        editable: Callable[[str], bool],
+        says: bool = False,
+    ) -> None:
+        self.tree, self.asked, self.wanted, self.says = tree, asked, wanted, says
+        self.entries, self.followed, self.editable = entries, followed, editable
+        self.flow = Flow(
+            (path, border.number)
+            for path, borders in asked.borders.items()
+            for border in borders
+            if border.partial_gradient is None and (path, border.number) not in wanted.summed
+        )
+        self.has_values = device_of(tree.root.live).type != "meta"
+        self.position = 0
+        self.depth = 0
+        self.origins: dict[int, str] = {}
+        self.made_with: dict[int, tuple[Size, ...]] = {}
+        self.blocks: dict[int, Blocks] = {}
+        self.whole: dict[int, Shape] = {}
+        self.replicas = 1
+        self.repeats: set[Attribute] = set()
+        self.fed: set[int] = set()
+        self.viewed: dict[int, int] = {}
+        self.zeros: set[int] = set()
+        self.layers: list[nn.Module] = []
+        self.linear: list[nn.Module] = []
+        self.calls: dict[tuple[types.CodeType, int], set[tuple[int, bool]]] = {}
+        self.alive: list[Any] = []
+
+    def next_entry(self, func: Callable[..., Any]) -> Entry:
+        """The recorded operation that stands where the run has come to.
+
+        Raises:
+            Diverged: It is another one.
+        """
+        if self.position >= len(self.entries) or self.entries[self.position].function != func:
+            raise Diverged(
+                "with sharded sizes `forward` takes another way than without", self.place()
+            )
+        self.position += 1
+        return self.entries[self.position - 1]
+
+    def pass_over(self, func: Callable[..., Any], given: list[Shape]) -> None:
+        """Leaves out recorded operations that repeat heads, where a rank repeats them once.
+
+        `forward` may do nothing then, and so comes to an operation that the record has later.
+        """
+        for ahead in range(self.position, len(self.entries)):
+            entry = self.entries[ahead]
+            if entry.function == func and fits(entry.inputs, given):
+                self.position = ahead
+            elif getattr(entry.function, "__name__", "") in _REPEATING:
+                continue
+            return
+
+    def same(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Remembers of a copy what is known of the original."""
+        for table in (self.origins, self.made_with, self.blocks, self.whole):
+            if id(old) in table:
+                table[id(new)] = table[id(old)]  # type: ignore[assignment]
+        self.flow.set(new, self.flow.of(old))
+        self.alive.append(new)
+
+    def seen_as(self, tensor: torch.Tensor) -> Iterator[int]:
+        """A tensor and those that it is another shape, type or part of, by their ids."""
+        at: int | None = id(tensor)
+        while at is not None:
+            yield at
+            at = self.viewed.get(at)
+
+    def whole_shape(self, tensor: torch.Tensor) -> Shape:
+        """The shape that a tensor has in the whole model."""
+        return self.whole.get(id(tensor), tuple(tensor.shape))
+
+    def split_axes(self, tensor: torch.Tensor) -> list[int]:
+        """The axes of which a rank has only its part."""
+        sizes = zip(self.whole_shape(tensor), tensor.shape, strict=True)
+        return [axis for axis, (whole, here) in enumerate(sizes) if whole != here]
+
+    def attributes_of(self, value: Any) -> list[Attribute]:
+        """The attributes that full-sized tensors among the operands were made with."""
+        found: list[Attribute] = []
+        for tensor in tensors(value):
+            for size in self.made_with.get(id(tensor), ()):
+                if int(size) in tensor.shape:
+                    found += self.undecided(size)
+        return list(dict.fromkeys(found))
+
+    def undecided(self, size: int) -> list[Attribute]:
+        """The attributes of a number that may yet turn out to be this rank's share."""
+        known = self.wanted.sizes | self.wanted.fixed | self.wanted.repeats
+        return [a for a in getattr(size, "attributes", ()) if not a.asked and a not in known]
+
+    def source_of(self, value: Any) -> str | None:
+        """The module that made one of the operands a part or a partial sum, if any is."""
+        return next((s for t in tensors(value) if (s := self.flow.of(t).source)), None)
+
+    def place(self) -> Place | None:
+        """The operation's place in an editable file, or the place that leads to it."""
+        frame = calling_frame()
+        while frame is not None and not self.editable(frame.f_code.co_filename):
+            frame = frame.f_back
+        return place_of(frame) if frame else None
+
+    def editable_place(self) -> Place | None:
+        """The operation's own place, where its file may be changed."""
+        frame = calling_frame()
+        if frame is None or not self.editable(frame.f_code.co_filename):
+            return None
+        return place_of(frame)
+
+    def note_call(self, is_part: bool) -> None:
+        """Notes of a call that may have to change whether it is given a part."""
+        frame = caller = calling_frame()
+        while caller is not None and not isinstance(_first_argument(caller), nn.Module):
+            caller = caller.f_back
+        if frame is not None and caller is not None:
+            made = self.calls.setdefault((frame.f_code, frame.f_lasti), set())
+            made.add((id(_first_argument(caller)), is_part))
+
+    def note_changed_calls(self) -> None:
+        """Notes which modules make the calls that change, with parts and with whole values."""
+        changed = {change.place for change in self.followed.arguments}
+        paths = {id(node.live): path for path, node in self.tree.nodes.items()}
+        for (code, instruction), made in self.calls.items() if changed else ():
+            place = place_at(code, instruction)
+            if place not in changed:
+                continue
+            for module, is_part in made:
+                if module in paths:
+                    given = self.followed.given_parts if is_part else self.followed.given_whole
+                    given.add((place, paths[module]))
+
+    def method_owner(self, frame: types.FrameType) -> str | None:
+        """The path of the module whose method a frame is in."""
+        module = _first_argument(frame)
+        if not isinstance(module, nn.Module):
+            return None
+        return next((path for path, node in self.tree.nodes.items() if node.live is module), None)
+
+    def refused(self, error: PlacementError) -> CannotFollow:
+        """A misuse, with the place in the model where it happens."""
+        refused = CannotFollow(
+            str(error),
+            place_in_traceback(error, self.editable),
+            error.path,
+            error.hint,
+            sync=error.sync,
+            position=self.position,
+            remedy=error.remedy,
+        )
+        traceback = error.__traceback__
+        while traceback is not None:
+            frame = traceback.tb_frame
+            if self.editable(frame.f_code.co_filename):
+                refused.within = self.method_owner(frame) or refused.within
+            traceback = traceback.tb_next
+        return refused
+
+
+def _first_argument(frame: types.FrameType) -> Any:
+    """What a function was given first, a method's object."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(names[0]) if names else None

@@ -1,1 +1,0 @@
-"""Reads source files: classes, functions, imports, construction sites. Needs no torch."""

@@ -1,0 +1,330 @@
+"""Runs a small model: what its values are, and whether its stages compute the same."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.liveness import blocks, statements
+from slapo_rewrite.errors import Span
+from slapo_rewrite.model import small_model
+from slapo_rewrite.stages.program import ARGUMENT, Program, Version
+from slapo_rewrite.stages.stage_inputs import Like, Seen, Stages
+
+
+class Trial:
+    """One training step of a small model.
+
+    Attributes:
+        model: The model.
+        inputs: What the step gives it.
+        expected: Its loss.
+        part: Which attribute or element of what it returns that is; None for all of it.
+
+    Args:
+        schedule: The schedule's module.
+        module: The rewritten model's module.
+        full: The model at its full size, which says how deep its lists are.
+        cause: The schedule's line, for refusals.
+    """
+
+    def __init__(self, schedule: Any, module: ModuleType, full: nn.Module, cause: Span | None):
+        self.full, self.cause = full, cause
+        self.world = vars(module)
+        try:
+            try:
+                outputs = self._run(schedule, small_model.build_deep, module, full)
+            except Exception:
+                if not hasattr(schedule, "verify_model"):
+                    raise
+                outputs = self._run(schedule, _small, module, full)
+        except Exception as error:
+            raise errors.CannotCut(
+                f"no small model to cut can be run: {error}",
+                at=cause,
+                hint="define verify_model(m) and inputs(model) in the schedule",
+            ) from error
+        try:
+            self.expected = small_model.loss_of(schedule, outputs)
+        except ValueError as error:
+            raise errors.CannotCut(str(error), at=cause) from error
+        self.part = self.part_of(outputs)
+
+    def _run(self, schedule: Any, build: Callable[..., nn.Module], *args: Any) -> Any:
+        """What a small model returns."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.model = build(schedule, *args)
+            self.inputs = apart(small_model.step_inputs(schedule, self.model))
+        self.pristine = copy.deepcopy(self.model)
+        self.model.train()
+        with self.seeded():
+            return self.model(**self.inputs)
+
+    @contextlib.contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Random numbers that are the same every time."""
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            yield
+
+    def part_of(self, outputs: Any) -> str | int | None:
+        """Where the loss stands in what the model returns."""
+        if outputs is self.expected:
+            return None
+        if isinstance(outputs, Mapping):
+            parts: list[tuple[Any, Any]] = list(outputs.items())
+        elif isinstance(outputs, tuple | list):
+            parts = list(enumerate(outputs))
+        else:
+            parts = list(vars(outputs).items()) if hasattr(outputs, "__dict__") else []
+        for name, part in parts:
+            if part is self.expected:
+                return name  # type: ignore[no-any-return]
+        raise errors.CannotCut(
+            "the loss is not a part of what the model returns",
+            at=self.cause,
+            hint="let the model itself work out its loss from labels, and loss(outputs) in the "
+            "schedule pick it",
+        )
+
+    def depth(self, listed: str, number: int) -> int:
+        """Where the small model is cut, after so many layers of the full one's list."""
+        path = listed.removeprefix("self.")
+        small, full = (m.get_submodule(path) for m in (self.model, self.full))
+        return round(number * len(small) / len(full))  # type: ignore[arg-type]
+
+    def seen(self, program: Program) -> dict[Version, Seen]:
+        """What the values of a program are.
+
+        Raises:
+            CannotCut: A statement fails.
+        """
+        scene = {**self.world, "self": self.model, **self.inputs}
+        found = {(n, ARGUMENT): described(scene.get(n)) for n in program.parameters}
+        with self.seeded():
+            for number, piece in enumerate(program.pieces):
+                before = torch.get_rng_state()
+                try:
+                    exec(compile(piece.source(self.depth), "<stage>", "exec"), scene)
+                except Exception as error:
+                    raise errors.CannotCut(
+                        "this fails where only the statements of `forward` run, and works in the "
+                        f"model: {type(error).__name__}: {error}",
+                        at=piece.at,
+                        also=[self.cause],
+                        hint="what decorators and hooks do to a `forward` is not known: let "
+                        "inputs(model) give what they add, or cut elsewhere",
+                    ) from error
+                drawn = not torch.equal(before, torch.get_rng_state())
+                for name in piece.binds:
+                    found[name, number] = described(scene.get(name), drawn)
+        return found
+
+    def check_stand_ins(self, stages: Stages) -> None:
+        """What stands in for another value must be read for its shape alone.
+
+        Raises:
+            CannotCut: A statement gives something else where it is given other numbers.
+        """
+        read: dict[int, set[tuple[str, Like]]] = {}
+        for stage in [*stages.stages, stages.tail]:
+            for (number, name), like in stage.borrowed.items():
+                assert like is not None
+                read.setdefault(number, set()).add((name, like))
+        scene = {**self.world, "self": self.model, **self.inputs}
+        for number, piece in enumerate(stages.program.pieces):
+            code = compile(piece.source(self.depth), "<stage>", "exec")
+            before = own_containers(scene)
+            ran = lines_run(code, scene)
+            for name, (shape, kind) in sorted(read.get(number, ()), key=str):
+                same = all_ran(piece.source(self.depth), name, ran)
+                for fill in (0.0, 1e30, -1e30, float("nan")):
+                    other = own_containers(before)
+                    other[name] = torch.full(shape, fill, dtype=kind)
+                    with contextlib.suppress(Exception):  # what fails gives nothing
+                        exec(code, other)
+                    same &= all(is_same(scene.get(n), other.get(n)) for n in piece.binds)
+                if not same:
+                    raise errors.CannotCut(
+                        f"`{name}` is needed after the cut for what it holds, and does not "
+                        "get there",
+                        at=piece.at,
+                        also=[self.cause],
+                        hint="cut elsewhere, or bind what is made of it before the cut",
+                    )
+
+    def check(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        stages: Stages,
+        held: Sequence[Sequence[str]],
+    ) -> None:
+        """The stages one after the other must give the model's loss and gradients.
+
+        Each runs in a model of its own, as it will, in which there is nothing but what it holds.
+
+        Args:
+            functions: Each stage's `forward`, and the loss.
+            stages: The stages.
+            held: The paths that each of them holds.
+
+        Raises:
+            CannotCut: They do not.
+        """
+        wanted = gradients(self.model, self.expected)
+        try:
+            result = self.chained(functions, stages, held)
+        except Exception as error:
+            raise errors.CannotCut(
+                f"the stages fail where the model does not: {type(error).__name__}: {error}",
+                at=self.cause,
+                hint="cut elsewhere, or write the modules on the way to the cut more plainly",
+            ) from error
+        close = isinstance(result, Tensor) and torch.allclose(
+            result, self.expected, rtol=1e-5, atol=1e-6
+        )
+        had = gradients(self.model, result) if close else {}
+        for name, gradient in wanted.items():
+            if name not in had or not torch.allclose(had[name], gradient, rtol=1e-3, atol=1e-6):
+                close = False
+        if not close:
+            raise errors.CannotCut(
+                "the stages do not compute what the model computes: its `forward` does more than "
+                "its statements say",
+                at=self.cause,
+                hint="cut elsewhere, or write the modules on the way to the cut more plainly",
+            )
+
+    def chained(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        stages: Stages,
+        held: Sequence[Sequence[str]],
+    ) -> Any:
+        """The loss that the stages give, one after the other."""
+        shared = {id(p): p for p in self.pristine.parameters()}
+        own = dict(self.pristine.named_parameters(remove_duplicate=False))
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            shared[id(own[name])] = parameter
+        models = []
+        for paths in held:
+            models.append(copy.deepcopy(self.pristine, dict(shared)))
+            leave_only(models[-1], paths)
+        given: Any = tuple(self.inputs[name] for name, _ in stages.stages[0].given)
+        named = {name: self.inputs[given] for name, given in stages.arguments().items()}
+        *forwards, loss = functions
+        labels = tuple(self.inputs[name] for name in stages.labels)
+        with self.seeded():
+            for function, model in zip(forwards, models, strict=True):
+                if stages.by_name:
+                    given = function(model, *given, **named)
+                else:
+                    given = function(model, given[0] if len(given) == 1 else given)
+                given = given if isinstance(given, tuple) else (given,)
+            return loss(
+                models[-1],
+                given[0] if len(given) == 1 else given,
+                labels[0] if len(labels) == 1 else labels,
+            )
+
+
+def leave_only(module: nn.Module, paths: Sequence[str]) -> None:
+    """Takes the modules out that neither lie on paths nor lead to them."""
+    for name, child in list(module.named_children()):
+        inner = [p.removeprefix(f"{name}.") for p in paths if p.startswith(f"{name}.")]
+        if name in paths:
+            continue
+        if inner:
+            leave_only(child, inner)
+        else:
+            setattr(module, name, None)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, those inside tuples among them."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        same = one.shape == other.shape and one.dtype == other.dtype
+        return same and torch.equal(one.nan_to_num(), other.nan_to_num())
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(is_same(one[k], other[k]) for k in one)
+    return type(one) is type(other) and (one is other or bool(one == other))
+
+
+def own_containers(scene: Mapping[str, Any]) -> dict[str, Any]:
+    """The same names, with lists and dictionaries of their own."""
+    return {n: copy.copy(v) if isinstance(v, dict | list) else v for n, v in scene.items()}
+
+
+def lines_run(code: CodeType, scene: dict[str, Any]) -> set[int]:
+    """Runs code; gives the lines that were reached."""
+    reached: set[int] = set()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is not code:
+            return None
+        if event == "line":
+            reached.add(frame.f_lineno)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        exec(code, scene)
+    finally:
+        sys.settrace(before)
+    return reached
+
+
+def all_ran(text: str, name: str, reached: Set[int]) -> bool:
+    """Whether every statement that reads a name was reached."""
+    for statement in statements(ast.parse(text).body):
+        inner = {n for block in blocks(statement) for s in block for n in ast.walk(s)}
+        own = [n for n in ast.walk(statement) if n not in inner]
+        lines = {n.lineno for n in own if isinstance(n, ast.expr | ast.stmt)}
+        reads = any(isinstance(n, ast.Name) and n.id == name for n in own)
+        if reads and not lines & reached:
+            return False
+    return True
+
+
+def _small(schedule: Any, module: ModuleType, full: nn.Module) -> nn.Module:
+    return small_model.build_small(schedule, module)
+
+
+def apart(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs with a decoder's length unlike the encoder's, so that the two are told apart."""
+    ids, targets = inputs.get("input_ids"), inputs.get("decoder_input_ids")
+    if not (isinstance(ids, Tensor) and isinstance(targets, Tensor) and ids.shape == targets.shape):
+        return inputs
+    return {
+        name: value[:, :-4].contiguous() if name.startswith(("decoder_", "labels")) else value
+        for name, value in inputs.items()
+    }
+
+
+def described(value: object, is_drawn: bool = False) -> Seen:
+    """What a value is."""
+    if not isinstance(value, Tensor):
+        return Seen("other", is_drawn=is_drawn)
+    like = (tuple(value.shape), value.dtype)
+    kind = "float" if value.is_floating_point() else "int"
+    return Seen("grad" if value.requires_grad else kind, like, not value.is_contiguous(), is_drawn)
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """The gradient of each parameter that takes part."""
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=True)
+    return {n: g for n, g in zip(named, found, strict=True) if g is not None}

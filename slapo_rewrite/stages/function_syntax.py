@@ -1,0 +1,168 @@
+"""What the syntax of functions and calls says, for those that are written out."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from slapo_rewrite.code.dataflow import read_in
+from slapo_rewrite.code.evaluate import NONE, Constant, Worth
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.liveness import statements
+from slapo_rewrite.stages.environment import is_module
+
+
+def only_loss(function: ast.FunctionDef, loss: str | int | None) -> ast.FunctionDef:
+    """A `forward` that returns nothing but its loss."""
+    if loss is None:
+        return function
+    function = copy.deepcopy(function)
+    for node in ast.walk(function):
+        match node:
+            case ast.Return(value=ast.Tuple(elts=elts)) if isinstance(loss, int):
+                node.value = elts[loss] if loss < len(elts) else None
+            case ast.Return(value=ast.Call(keywords=keywords)) if isinstance(loss, str):
+                found = [k.value for k in keywords if k.arg == loss]
+                node.value = found[0] if found else None
+            case ast.Return(value=ast.Dict(keys=keys, values=values)):
+                by_key = zip(keys, values, strict=True)
+                found = [v for k, v in by_key if isinstance(k, ast.Constant) and k.value == loss]
+                node.value = found[0] if found else None
+    return function
+
+
+def statement_of(function: ast.FunctionDef, node: ast.AST) -> ast.stmt:
+    """The innermost statement that holds a node."""
+    holding = [s for s in statements(function.body) if any(n is node for n in ast.walk(s))]
+    return holding[-1]
+
+
+def attributes_set(file: SourceFile) -> frozenset[str]:
+    """The attributes that methods set after a module was made."""
+    return frozenset(
+        node.attr
+        for cls in ast.walk(file.tree)
+        if isinstance(cls, ast.ClassDef)
+        for method in cls.body
+        if isinstance(method, ast.FunctionDef) and method.name != "__init__"
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    )
+
+
+def always_named(node: ast.AST) -> Iterator[ast.NamedExpr]:
+    """The `:=` in an expression that are reached whenever it is, the inner ones first."""
+    match node:
+        case ast.BoolOp(values=[first, *_]) | ast.IfExp(test=first):
+            yield from always_named(first)
+        case ast.Compare(left=left, comparators=[right, *_]):
+            yield from always_named(left)
+            yield from always_named(right)
+        case ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+            pass
+        case _:
+            for child in ast.iter_child_nodes(node):
+                yield from always_named(child)
+            if isinstance(node, ast.NamedExpr):
+                yield node
+
+
+def is_read_before(expression: ast.expr, named: ast.NamedExpr) -> bool:
+    """Whether an expression reads the name of a `:=` left of it."""
+    start = (named.lineno, named.col_offset)
+    return any(
+        isinstance(n, ast.Name) and n.id == named.target.id and (n.lineno, n.col_offset) < start
+        for n in ast.walk(expression)
+    )
+
+
+def is_made_for(function: ast.FunctionDef, name: str, number: str) -> bool:
+    """Whether an `__init__` makes a list of layers by a comprehension over `range(number)`."""
+    uses = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and n.attr == name]
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(
+                targets=[ast.Attribute(attr=attr)],
+                value=ast.Call(
+                    args=[
+                        ast.ListComp(
+                            generators=[
+                                ast.comprehension(
+                                    iter=ast.Call(func=ast.Name(id="range"), args=[end]), ifs=[]
+                                )
+                            ]
+                        )
+                    ]
+                ),
+            ) if attr == name and len(uses) == 1:
+                return ast.unparse(end).removeprefix("self.") == number
+    return False
+
+
+def is_handed_on(function: ast.FunctionDef, name: str) -> bool:
+    """Whether a name is bound once, and read as `**name` in calls only."""
+    uses = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name]
+    spread = {
+        keyword.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg is None
+    }
+    bound = [n for n in uses if isinstance(n.ctx, ast.Store)]
+    return len(bound) == 1 and all(n in spread for n in uses if n not in bound)
+
+
+def is_plain_read(node: ast.expr) -> bool:
+    """Whether an expression is a constant, or a name or attribute."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name | ast.Constant)
+
+
+def reads_in(node: ast.AST, name: str) -> bool:
+    """Whether a name is read in a statement."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        return node.target.id == name or reads_in(node.value, name)
+    return name in read_in(node)
+
+
+def signature_of(called: Any) -> inspect.Signature | None:
+    """The signature of a function, or of a module's `forward`."""
+    if called is None:
+        return None
+    if is_module(called):
+        called = called.forward
+    try:
+        return inspect.signature(called)
+    except (TypeError, ValueError):
+        return None
+
+
+def is_default(name: str, value: Worth, taken: inspect.Signature | None) -> bool:
+    """Whether a keyword argument is what the callee assumes without it."""
+    if taken is None or not isinstance(value, Constant) or value.is_setting:
+        return False
+    if name in taken.parameters:
+        default = taken.parameters[name].default
+        return type(default) is type(value.value) and bool(default == value.value)
+    return value == NONE and any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.parameters.values()
+    )
+
+
+def keyword_name(taken: inspect.Signature, number: int) -> str | None:
+    """The parameter that an argument by position is for, where it can be given by name as well."""
+    name = positional_name(taken, number)
+    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return name if name is not None and taken.parameters[name].kind == by_name else None
+
+
+def positional_name(taken: inspect.Signature, number: int) -> str | None:
+    """The parameter that an argument by position is for."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [n for n, p in taken.parameters.items() if p.kind in kinds]
+    return names[number] if number < len(names) else None

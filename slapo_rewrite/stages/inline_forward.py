@@ -1,0 +1,445 @@
+"""Writes a model's `forward` as one run of statements, for what is the same in every step.
+
+Branches that training never takes are left out, and the `forward` of each module on the way to a
+cut is written where it is called. What remains keeps its words, its line breaks and its comments.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+from torch import Tensor
+
+from slapo_rewrite.code.arguments import Signature, all_arguments, first_parameter
+from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
+from slapo_rewrite.code.evaluate import NONE, Constant, Extra, Fields, Something, Worth
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.errors import Span
+from slapo_rewrite.stages.environment import Names, is_module
+from slapo_rewrite.stages.flat import Flat, Line, Result, Scope
+from slapo_rewrite.stages.flat_expressions import OUTDATED
+from slapo_rewrite.stages.function_syntax import (
+    always_named,
+    is_handed_on,
+    is_plain_read,
+    is_read_before,
+    only_loss,
+    reads_in,
+    signature_of,
+)
+from slapo_rewrite.stages.inlined_calls import Calls
+from slapo_rewrite.stages.written_text import alone, comment_beside, comments_above, written_out
+
+_COMPOUND = (ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef)
+
+
+class Flattening(Calls):
+    """Writes out the `forward` of a model.
+
+    Args:
+        model: The model, built without memory.
+        file: The file that defines it.
+        world: The names of that file's module.
+        inside: Paths of the modules whose `forward` is written out: those on the way to a cut.
+        loss: Which attribute or element of the result is the loss; None where that is all of it.
+        cause: The schedule's line, for refusals.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        file: SourceFile,
+        world: Mapping[str, Any],
+        inside: set[str],
+        loss: str | int | None,
+        cause: Span | None,
+    ) -> None:
+        super().__init__(model, file, world, inside, cause)
+        self.loss = loss
+        self.unsure: set[str] = set()
+
+    def flat(self, given: Iterable[str]) -> Flat:
+        """The model's `forward`, for a training step that gives it these arguments."""
+        given = set(given)
+        function = only_loss(self.method_of(self.model, "", "forward"), self.loss)
+        values: dict[str, Worth] = {}
+        names = Names(None, self.model, "", values, self.world, self.settings, self.changing)
+        scope = Scope(function, self.file, names, "self", {}, frozenset())
+        parameters = []
+        takes = Signature.of(function, bound=True)
+        for name, argument in zip(takes.names, all_arguments(function)[1:], strict=False):
+            default = takes.defaults.get(name)
+            if name in given:
+                values[name] = Something(True, Tensor)
+                parameters.append(name)
+            elif name == "use_cache":
+                values[name] = Constant(False)
+            elif default is not None:
+                values[name] = names.value(default)
+            else:
+                raise self.refused(
+                    f"`forward` needs `{name}`, which a training step here does not give",
+                    scope,
+                    argument,
+                    "let inputs(model) in the schedule give it",
+                )
+        if takes.options:
+            more: dict[str, Worth] = {
+                name: Something(True, Tensor) for name in sorted(given - set(parameters))
+            }
+            values |= more
+            parameters += more
+            values[takes.options] = Extra({name: name for name in more}, more)
+        names.me = first_parameter(function)
+        lines: list[Line] = []
+        result = self.block(body_of(function), scope, lines)
+        if result is None:
+            raise self.refused("`forward` returns nothing", scope, function)
+        return Flat(tuple(parameters), lines, result.text, dict(self.settings))
+
+    # Statements -------------------------------------------------------------------------------
+
+    def block(self, body: Sequence[ast.stmt], scope: Scope, out: list[Line]) -> Result | None:
+        """Writes statements; gives what they return, where they do."""
+        for statement in body:
+            self.comments += comments_above(scope.file, statement)
+            result = self.statement(statement, scope, out)
+            if result is not None:
+                return result
+        return None
+
+    def statement(self, node: ast.stmt, scope: Scope, out: list[Line]) -> Result | None:
+        """Writes one statement."""
+        self.write_named(node, scope, out)
+        match node:
+            case ast.Return():
+                return self.returned(node, scope, out)
+            case ast.If():
+                return self.branch(node, scope, out)
+            case ast.Assign(targets=[target], value=value):
+                self.assigned(node, target, value, scope, out)
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                self.assigned(node, target, value, scope, out)
+            case ast.AnnAssign() | ast.Pass():
+                pass
+            case ast.Expr(value=value) if self.is_settled(value, scope):
+                pass
+            case ast.For():
+                self.loop(node, scope, out)
+            case ast.Raise() if not self.depth:
+                raise self.refused("a training step ends in this error", scope, node)
+            case ast.Assert(test=test) if scope.names.decided(test):
+                self.comments.clear()
+            case ast.With():
+                items = ", ".join(
+                    self.text(i.context_expr, scope, out)
+                    + (f" as {scope.file.segment(i.optional_vars)}" if i.optional_vars else "")
+                    for i in node.items
+                )
+                self.compound(node, f"with {items}:", node.body, scope, out)
+            case _ if isinstance(node, _COMPOUND):
+                raise self.refused(
+                    f"a {type(node).__name__.lower()} statement cannot be written out",
+                    scope,
+                    node,
+                    "put it into the `forward` of a module of its own",
+                )
+            case _:
+                self.forget(bound_in(node), scope, node, out)
+                self.emit(self.text(node, scope, out), node, scope, out)
+        return None
+
+    def write_named(self, node: ast.stmt, scope: Scope, out: list[Line]) -> None:
+        """Writes what a statement's `:=` bind on lines before it."""
+        for expression in ast.iter_child_nodes(node):
+            if not isinstance(expression, ast.expr):
+                continue
+            always = list(always_named(expression))
+            for named in (n for n in ast.walk(expression) if isinstance(n, ast.NamedExpr)):
+                if named not in always or is_read_before(expression, named):
+                    raise self.refused(
+                        f"`{named.target.id} :=` cannot be written on a line before the statement",
+                        scope,
+                        named,
+                        "bind the name on a line of its own",
+                    )
+            for named in always:
+                self.bind(node, named.target, self.result(named.value, scope, out), scope, out)
+                self.named.add(named)
+
+    def is_settled(self, value: ast.expr, scope: Scope) -> bool:
+        """Whether a statement that is an expression need not be written."""
+        match value:
+            case ast.Constant():
+                return True
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=name), attr="pop"),
+                args=[ast.Constant(value=str(key)), *_],
+            ):
+                extra = scope.names.values.get(name)
+                if isinstance(extra, Extra):
+                    scope.names.values[name] = Extra(
+                        {k: v for k, v in extra.texts.items() if k != key},
+                        {k: v for k, v in extra.values.items() if k != key},
+                    )
+                    return True
+        return False
+
+    def returned(self, node: ast.Return, scope: Scope, out: list[Line]) -> Result:
+        """What a function gives back."""
+        self.comments.clear()
+        if self.depth:
+            raise self.refused(
+                "a `return` inside a branch or loop that training may or may not take",
+                scope,
+                node,
+                "let `forward` bind its result to a name, and return that at the end",
+            )
+        if node.value is None:
+            return Result("None", NONE)
+        return self.result(node.value, scope, out)
+
+    def result(self, node: ast.expr, scope: Scope, out: list[Line]) -> Result:
+        """An expression's text, and what is known of it."""
+        if isinstance(node, ast.Call) and (inner := self.callee(node, scope)):
+            return self.inlined(node, *inner, scope, out)
+        if isinstance(node, ast.Tuple) and not any(isinstance(e, ast.Starred) for e in node.elts):
+            texts = []
+            for each in node.elts:
+                text = self.result(each, scope, out).text
+                is_bare = isinstance(each, ast.Tuple) and not text.startswith("()")
+                texts.append(f"({text})" if is_bare else text)
+            listed = ", ".join(texts) + ("," if len(texts) == 1 else "")
+            return Result(listed or "()", Something(True), tuple(texts))
+        made = self.made(node, scope, out)
+        if made is not None:
+            return Result(written_out(made), made)
+        value = scope.names.settled(node)
+        if isinstance(node, ast.Call) and isinstance(value, Something):
+            value = self.known_of_result(node, scope) or value
+        return Result(alone(self.text(node, scope, out)), value)
+
+    def handed_on(
+        self, target: ast.Name, value: ast.expr, scope: Scope, out: list[Line]
+    ) -> Extra | None:
+        """A dictionary that is there for `**` in calls only, so that its arguments can stand there.
+
+        Its values are names and attributes: what is called is called where it stands.
+        """
+        if not isinstance(value, ast.Dict) or self.depth:
+            return None
+        keys = [k.value for k in value.keys if isinstance(k, ast.Constant)]
+        names = [k for k in keys if isinstance(k, str)]
+        plain = all(is_plain_read(v) for v in value.values)
+        if len(names) != len(value.keys) or not plain:
+            return None
+        if not is_handed_on(scope.function, target.id):
+            return None
+        texts = {n: self.text(v, scope, out) for n, v in zip(names, value.values, strict=True)}
+        known = {n: scope.names.settled(v) for n, v in zip(names, value.values, strict=True)}
+        return Extra(texts, known)
+
+    def made(self, node: ast.expr, scope: Scope, out: list[Line]) -> Fields | None:
+        """The object that a call of a data class with keywords makes."""
+        if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
+            return None
+        cls = scope.names.global_at(node.func)
+        if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+            return None
+        texts = {str(k.arg): self.text(k.value, scope, out) for k in node.keywords}
+        values = {str(k.arg): scope.names.settled(k.value) for k in node.keywords}
+        return Fields(cls, texts, values)
+
+    def branch(self, node: ast.If, scope: Scope, out: list[Line]) -> Result | None:
+        """Writes the branch that training takes, or all of them."""
+        decided = scope.names.decided(node.test)
+        if decided is not None:
+            taken = node.body if decided else node.orelse
+            if not taken:
+                self.comments.clear()
+            return self.block(taken, scope, out)
+        test = alone(self.text(node.test, scope, out))
+        given = self.given(scope)
+        self.forget(bound_in(node), scope, node, out)
+        self.compound(node, f"if {test}:", node.body, scope, out, node.orelse, given)
+        return None
+
+    def loop(self, node: ast.For, scope: Scope, out: list[Line]) -> None:
+        """Writes a loop."""
+        given = self.given(scope)
+        self.forget(bound_in(node), scope, node, out)
+        for name, elements in self.elements(node, scope):
+            scope.names.values[name] = Something(True, is_module=True)
+            kinds = {type(element): element for element in elements}
+            if len({str(signature_of(element)) for element in kinds.values()}) == 1:
+                scope.elements[name] = elements[0]
+        target, iterable = self.text(node.target, scope, out), self.text(node.iter, scope, out)
+        head = f"for {target} in {iterable}:"
+        self.compound(node, head, node.body, scope, out, node.orelse, given)
+
+    @staticmethod
+    def given(scope: Scope) -> set[str]:
+        """The names that are never None here."""
+        return {
+            name
+            for name, value in scope.names.values.items()
+            if isinstance(value, Something) and value.is_given
+        }
+
+    def elements(self, node: ast.For, scope: Scope) -> Iterator[tuple[str, list[Any]]]:
+        """The loop's variables that stand for modules, each with all of these."""
+        target, listed = node.target, node.iter
+        match listed:
+            case ast.Call(func=ast.Name(id="enumerate"), args=[inner, *_]):
+                listed = inner
+                if isinstance(target, ast.Tuple):
+                    target = target.elts[-1]
+        if isinstance(listed, ast.Subscript):
+            listed = listed.value
+        steps = scope.names.chain(listed)
+        if isinstance(target, ast.Name) and steps:
+            try:
+                found = scope.names.object_at(steps)
+            except AttributeError:
+                return
+            if is_module(found) and len(found):
+                yield target.id, list(found)
+
+    def compound(
+        self,
+        node: ast.stmt,
+        head: str,
+        body: Sequence[ast.stmt],
+        scope: Scope,
+        out: list[Line],
+        orelse: Sequence[ast.stmt] = (),
+        given: Set[str] = frozenset(),
+    ) -> None:
+        """Writes a statement that holds others.
+
+        Args:
+            node: The statement.
+            head: Its first line.
+            body: What it holds.
+            scope: The function that it stands in.
+            out: Takes the result.
+            orelse: What it holds behind `else`.
+            given: The names that are not None before it.
+        """
+        comments, self.comments = self.comments, []
+        around, self.unsure = self.unsure, set()
+        self.depth += 1
+        texts = []
+        for inner in (body, orelse):
+            lines: list[Line] = []
+            self.block(inner, scope, lines)
+            texts.append("\n".join(line.text for line in lines))
+        self.depth -= 1
+        self.comments = comments
+        for name in bound_in(node):  # what is known of it inside holds for one way only
+            scope.names.values[name] = Something(name in given and name not in self.unsure)
+        self.unsure |= around
+        if not texts[0] and not texts[1]:
+            self.comments.clear()
+            return
+        text = f"{head}\n{textwrap.indent(texts[0] or 'pass', '    ')}"
+        if len(lines) == 1 and texts[1].startswith("if "):
+            text += f"\nel{texts[1]}"
+        elif texts[1]:
+            text += f"\nelse:\n{textwrap.indent(texts[1], '    ')}"
+        self.emit(text, node, scope, out)
+
+    def assigned(
+        self, node: ast.stmt, target: ast.expr, value: ast.expr, scope: Scope, out: list[Line]
+    ) -> None:
+        """Writes an assignment, unless what it binds is known."""
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Call):
+            inner = self.callee(value, scope)
+            if inner is not None:
+                result = self.inlined(value, *inner, scope, out)
+                self.unpacked(node, target, result, scope, out)
+                return
+        if isinstance(target, ast.Name) and (handed := self.handed_on(target, value, scope, out)):
+            scope.names.values[target.id] = handed
+            self.comments.clear()
+            return
+        result = self.result(value, scope, out)
+        if not isinstance(target, ast.Name):
+            self.forget(bound_in(node), scope, node, out)
+            self.emit(self.text(node, scope, out), node, scope, out)
+            return
+        self.bind(node, target, result, scope, out)
+
+    def unpacked(
+        self, node: ast.stmt, target: ast.Tuple, result: Result, scope: Scope, out: list[Line]
+    ) -> None:
+        """Binds each name of a tuple to its part of a result."""
+        names = [e for e in target.elts if isinstance(e, ast.Name)]
+        if len(names) != len(target.elts) or len(result.parts) != len(names):
+            self.forget(bound_in(node), scope, node, out)
+            self.emit(f"{self.text(target, scope, out)} = {result.text}", node, scope, out)
+            return
+        for number, name in enumerate(names):
+            text = result.parts[number]
+            value = Constant(None) if text == "None" else Something()
+            self.bind(node, name, Result(text, value), scope, out)
+
+    def bind(
+        self, node: ast.stmt, target: ast.Name, result: Result, scope: Scope, out: list[Line]
+    ) -> None:
+        """Gives a name its value; writes that down where it is not known beforehand."""
+        name, value = target.id, result.value
+        written = scope.spelled(name)
+        inside_compound = self.depth > 0
+        if isinstance(value, Constant) and not inside_compound:
+            scope.names.values[name] = value
+            self.comments.clear()
+            return
+        if isinstance(value, Fields) and not inside_compound:
+            scope.names.values[name] = value
+            self.comments.clear()
+            return
+        known = value if isinstance(value, Something) else Something()
+        scope.names.values[name] = known
+        if not known.is_given:
+            self.unsure.add(name)
+        self.outdate(written, scope)
+        if result.text != written:
+            self.emit(f"{written} = {result.text}", node, scope, out)
+        else:
+            self.comments.clear()
+
+    def forget(self, bound: Iterable[str], scope: Scope, node: ast.stmt, out: list[Line]) -> None:
+        """From here on these names may stand for something else; writes down what they were."""
+        for name in bound:
+            value = scope.names.values.get(name)
+            if isinstance(value, Constant) and (hasattr(node, "body") or reads_in(node, name)):
+                text = f"{scope.spelled(name)} = {value.value!r}"
+                out.append(Line(text, scope.file.at(node)))
+            scope.names.values[name] = Something()
+            if not isinstance(node, (*_COMPOUND, ast.If)):
+                self.unsure.add(name)
+            self.outdate(scope.spelled(name), scope)
+
+    @staticmethod
+    def outdate(written: str, scope: Scope) -> None:
+        """A name of the result has another value now: objects made of the old one end here."""
+        for name, value in scope.names.values.items():
+            if isinstance(value, Fields | Extra):
+                texts = {
+                    key: OUTDATED if written in names_in(ast.parse(text)) else text
+                    for key, text in value.texts.items()
+                }
+                if texts != value.texts:
+                    scope.names.values[name] = dataclasses.replace(value, texts=texts)
+
+    def emit(self, text: str, node: ast.stmt, scope: Scope, out: list[Line]) -> None:
+        """Adds a statement, with the comments that stand above and beside it."""
+        above, self.comments = self.comments, []
+        if not isinstance(node, _COMPOUND) and not isinstance(node, ast.If):
+            text += comment_beside(scope.file, node)
+        out.append(Line("\n".join([*above, text]), scope.file.at(node)))

@@ -1,0 +1,314 @@
+"""Writes calls: the `forward` of a module on the way to a cut is written where it is called."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.arguments import Signature, first_parameter
+from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
+from slapo_rewrite.code.evaluate import NONE, Constant, Extra, Fields, Something, Worth
+from slapo_rewrite.code.liveness import live_after, local_names
+from slapo_rewrite.code.text import accessor
+from slapo_rewrite.stages.environment import Names
+from slapo_rewrite.stages.flat import Line, Result, Scope
+from slapo_rewrite.stages.flat_expressions import OUTDATED, Expressions
+from slapo_rewrite.stages.function_syntax import (
+    is_default,
+    keyword_name,
+    positional_name,
+    signature_of,
+    statement_of,
+)
+from slapo_rewrite.stages.written_text import comment_after
+
+_Function = ast.FunctionDef
+# Keyword arguments that decorators take for themselves: what a result is wrapped in.
+FOR_DECORATORS = {"return_dict"}
+
+
+class Calls(Expressions):
+    """Writes expressions with calls."""
+
+    @abstractmethod
+    def block(self, body: Sequence[ast.stmt], scope: Scope, out: list[Line]) -> Result | None:
+        """Writes statements; gives what they return, where they do."""
+
+    @abstractmethod
+    def result(self, node: ast.expr, scope: Scope, out: list[Line]) -> Result:
+        """An expression's text, and what is known of it."""
+
+    def call(self, node: ast.Call, scope: Scope, out: list[Line]) -> str | None:
+        """A call without the arguments that it has anyway; the text of a module written out."""
+        match node.func:
+            case ast.Attribute(value=ast.Name(id=name), attr="get" | "pop"):
+                extra = scope.names.values.get(name)
+                if isinstance(extra, Extra) and isinstance(node.args[0], ast.Constant):
+                    key = str(node.args[0].value)
+                    if key in extra.texts:
+                        return self.current(extra, scope, node)[key]
+                    return self.text(node.args[1], scope, out) if len(node.args) > 1 else "None"
+        if (inner := self.callee(node, scope)) is not None:
+            return self.inlined(node, *inner, scope, out).text
+        taken = signature_of(self.called(node, scope))
+        by_name: list[tuple[str, str]] = []
+        changed = False
+        for keyword in node.keywords:
+            value = scope.names.value(keyword.value)
+            if keyword.arg is None and isinstance(value, Extra):
+                changed = True
+                by_name += [
+                    (f"{name}={text}", "")
+                    for name, text in self.current(value, scope, keyword.value).items()
+                    if not is_default(name, value.values[name], taken)
+                ]
+            elif keyword.arg is not None and is_default(keyword.arg, value, taken):
+                changed = True
+            else:
+                beside = comment_after(scope.file, keyword)
+                by_name.append((self.text(keyword, scope, out), beside))
+        positional = list(node.args)
+        while positional and taken is not None and not isinstance(positional[-1], ast.Starred):
+            parameter = positional_name(taken, len(positional) - 1)
+            value = scope.names.value(positional[-1])
+            written = isinstance(positional[-1], ast.Constant)
+            if parameter is None or written or not is_default(parameter, value, taken):
+                break
+            positional.pop()
+            changed = True
+        while positional and taken is not None and isinstance(positional[-1], ast.Name):
+            parameter = keyword_name(taken, len(positional) - 1)
+            if parameter is None or not isinstance(scope.names.value(positional[-1]), Constant):
+                break
+            last = positional.pop()
+            beside = comment_after(scope.file, last)
+            by_name.insert(0, (f"{parameter}={self.text(last, scope, out)}", beside))
+            changed = True
+        if not changed:
+            return None
+        function = self.text(node.func, scope, out)
+        kept = [(self.text(a, scope, out), comment_after(scope.file, a)) for a in positional]
+        kept += by_name
+        if not any(comment for _, comment in kept):
+            return f"{function}({', '.join(text for text, _ in kept)})"
+        body = "\n".join(f"    {text},{comment}" for text, comment in kept)
+        return f"{function}(\n{body}\n)"
+
+    def current(self, extra: Extra, scope: Scope, node: ast.AST) -> Mapping[str, str]:
+        """The arguments that are handed on, where they are what they were."""
+        for name, text in extra.texts.items():
+            if text == OUTDATED:
+                raise self.refused(
+                    f"what `{name}` was made of has another value by now", scope, node
+                )
+        return extra.texts
+
+    def known_of_result(self, node: ast.Call, scope: Scope) -> Something | None:
+        """What is known of what a module gives, from the `forward` that makes it."""
+        steps = scope.names.chain(node.func)
+        if not steps or self.is_aside:
+            return None
+        comments, depth, settings = list(self.comments), self.depth, dict(self.settings)
+        value: Worth = Something()
+        self.is_aside = True
+        try:
+            found = scope.names.object_at(steps)
+            path = ".".join([scope.names.path, *steps] if scope.names.path else steps)
+            function = self.method_of(found, path, "forward")
+            self.depth = 0
+            value = self.inlined(node, found, path, accessor(path), function, scope, []).value
+        except (errors.CannotCut, AttributeError):
+            pass
+        self.is_aside = False
+        self.comments, self.depth = comments, depth
+        if isinstance(value, Fields):
+            return Something(True, value.cls, value.values)
+        self.settings.clear()
+        self.settings.update(settings)
+        return None
+
+    def called(self, node: ast.Call, scope: Scope) -> Any:
+        """The function or module that is called, where it is known."""
+        if isinstance(node.func, ast.Name) and node.func.id in scope.elements:
+            return scope.elements[node.func.id]
+        steps = scope.names.chain(node.func)
+        if steps is not None:
+            try:
+                return scope.names.object_at(steps)
+            except AttributeError:
+                return None
+        return scope.names.global_at(node.func)
+
+    def callee(self, node: ast.Call, scope: Scope) -> tuple[Any, str, str, _Function] | None:
+        """The module that is called and is to be written out: itself, path, prefix, function."""
+        steps = scope.names.chain(node.func)
+        if not steps:
+            return None
+        path = ".".join([scope.names.path, *steps] if scope.names.path else steps)
+        try:
+            found = scope.names.object_at(steps)
+        except AttributeError:
+            return None
+        if path in self.inside:
+            if self.depth:
+                raise self.refused(
+                    f"`{path}` is called inside a branch or loop, and cannot be cut",
+                    scope,
+                    node,
+                    "cut before or after it",
+                )
+            function = self.method_of(found, path, "forward")
+            return found, path, accessor(path), function
+        if len(steps) == 1 and inspect.ismethod(found) and not self.depth:
+            return self.own_method(node, steps[0], scope)
+        return None
+
+    def own_method(
+        self, node: ast.Call, name: str, scope: Scope
+    ) -> tuple[Any, str, str, _Function] | None:
+        """A method of the same module, where writing it out leaves out some of it."""
+        given = [*node.args, *(k.value for k in node.keywords)]
+        if not any(isinstance(scope.names.value(v), Constant) for v in given):
+            return None
+        try:
+            function = self.method_of(scope.names.live, scope.names.path, name)
+        except errors.CannotCut:
+            return None
+        tests = [n for n in ast.walk(function) if isinstance(n, ast.If)]
+        last = function.body[-1]
+        returns = [n for n in ast.walk(function) if isinstance(n, ast.Return)]
+        plain = not function.decorator_list and not any(
+            isinstance(n, ast.For | ast.While | ast.With | ast.Try) for n in ast.walk(function)
+        )
+        if not tests or returns != [last] or not plain:
+            return None
+        return scope.names.live, scope.names.path, scope.prefix, function
+
+    def method_of(self, module: Any, path: str, name: str) -> _Function:
+        """The method that calling a module runs, as it stands in the model's file."""
+        for cls in type(module).__mro__:
+            if name in vars(cls):
+                if cls.__module__ == self.world.get("__name__"):
+                    found = self.file.method(cls.__name__, name)
+                    if found is not None:
+                        return found
+                break
+        raise errors.CannotCut(
+            f"the `{name}` of `{path or 's'}` ({type(module).__name__}) does not stand in "
+            f"{self.file.path.name}, so that it cannot be cut",
+            at=self.also[0] if self.also else None,
+            hint=f"copy the class into {self.file.path.name}",
+        )
+
+    # Writing a function where it is called ------------------------------------------------------
+
+    def inlined(
+        self,
+        node: ast.Call,
+        live: Any,
+        path: str,
+        prefix: str,
+        function: _Function,
+        scope: Scope,
+        out: list[Line],
+    ) -> Result:
+        """Writes a function's statements; gives what it returns."""
+        self.comments.clear()
+        arguments = self.bound(node, function, scope, out)
+        values: dict[str, Worth] = {}
+        names = Names(None, live, path, values, self.world, self.settings, self.changing)
+        needed = scope.after | self.needed_after(node, scope)
+        inner = Scope(function, self.file, names, prefix, {}, frozenset(needed))
+        bound = bound_in(*function.body)
+        word = path.rpartition(".")[2] or "model"
+        moves: list[tuple[str, str]] = []
+        for name in local_names(function) - arguments.keys():
+            if name in needed:
+                inner.written[name] = f"{word}_{name}"
+        taken = {inner.spelled(n) for n in bound}
+        for name, result in arguments.items():
+            values[name] = result.value
+            if not isinstance(result.value, Something):
+                if name in needed and name in bound:
+                    inner.written[name] = f"{word}_{name}"
+                continue
+            is_name = result.text.isidentifier()
+            if is_name and name not in bound and result.text not in taken:
+                if result.text != name:
+                    inner.written[name] = result.text
+                continue
+            if name in needed and (name in bound or result.text != name):
+                inner.written[name] = f"{word}_{name}"
+            moves.append((inner.spelled(name), result.text))
+        at = scope.file.at(node)
+        for number, (target, text) in enumerate(moves):
+            if any(re.search(rf"\b{target}\b", later) for _, later in moves[number + 1 :]):
+                raise self.refused(
+                    f"the arguments of `{path}` change places", scope, node, "name them apart"
+                )
+            if target != text:
+                out.append(Line(f"{target} = {text}", at))
+        names.me = first_parameter(function)
+        returned = self.block(body_of(function), inner, out)
+        self.comments.clear()
+        return returned or Result("None", NONE)
+
+    def bound(
+        self, node: ast.Call, function: _Function, scope: Scope, out: list[Line]
+    ) -> dict[str, Result]:
+        """What each parameter of a function is given by a call."""
+        if any(isinstance(a, ast.Starred) for a in node.args) or function.args.vararg:
+            raise self.refused("a call with `*` cannot be written out", scope, node)
+        arguments = [("", self.result(value, scope, out)) for value in node.args]
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                extra = scope.names.value(keyword.value)
+                if not isinstance(extra, Extra):
+                    raise self.refused("what `**` stands for here is not known", scope, node)
+                given_texts = self.current(extra, scope, keyword.value)
+                arguments += [(k, Result(given_texts[k], extra.values[k])) for k in extra.texts]
+            else:
+                arguments.append((keyword.arg, self.result(keyword.value, scope, out)))
+        takes = Signature.of(function, bound=True)
+        bound = takes.bind(arguments)
+        given = bound.given
+        for name in bound.missing:
+            default = takes.defaults.get(name)
+            if name == "use_cache":
+                given[name] = Result("False", Constant(False))
+            elif default is None:
+                raise self.refused(f"`{name}` is not given here", scope, node)
+            else:
+                names = dataclasses.replace(scope.names, values={}, me=None)
+                given[name] = Result(ast.unparse(default), names.value(default))
+        if takes.options:
+            aside = FOR_DECORATORS if function.decorator_list else set()
+            more = {name: result for name, result in bound.extra if name not in aside}
+            texts = {name: result.text for name, result in more.items()}
+            values = {name: result.value for name, result in more.items()}
+            given[takes.options] = Result("", Extra(texts, values))
+        return given
+
+    def needed_after(self, node: ast.AST, scope: Scope) -> set[str]:
+        """The names of the result that the caller may read after a call."""
+        statement = statement_of(scope.function, node)
+        inside = set(ast.walk(node))
+        beside = {
+            n.id
+            for n in ast.walk(statement)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n not in inside
+        }
+        found: set[str] = set()
+        for name in live_after(scope.function, statement) - bound_in(statement) | beside:
+            value = scope.names.values.get(name)
+            if isinstance(value, Fields | Extra):
+                found |= {n for text in value.texts.values() for n in names_in(ast.parse(text))}
+            elif name in scope.names.values and not isinstance(value, Constant):
+                found.add(scope.spelled(name))
+        return found

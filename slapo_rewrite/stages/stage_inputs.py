@@ -1,0 +1,521 @@
+"""What each stage is given, works out again, and hands on."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.liveness import part_of
+from slapo_rewrite.directive import Directive
+from slapo_rewrite.errors import Span
+from slapo_rewrite.stages.program import (
+    ARGUMENT,
+    Depth,
+    Piece,
+    Program,
+    Version,
+)
+from slapo_rewrite.stages.written_text import module_reads, respelled
+
+# Shape and type of a tensor.
+Like = tuple[tuple[int, ...], Any]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a value was in a run.
+
+    Attributes:
+        kind: `grad` for a tensor that takes part in the backward pass, `float` and `int` for other
+            tensors, booleans among the latter; `other` for what is no tensor.
+        like: Shape and type of a tensor.
+        is_drawn: Whether random numbers were drawn for it, so that it is another one every time.
+        is_scattered: Whether a tensor does not lie in one piece of memory, so that it cannot be
+            sent as it is.
+    """
+
+    kind: str
+    like: Like | None = None
+    is_scattered: bool = False
+    is_drawn: bool = False
+
+    def is_like(self, other: Seen) -> bool:
+        """Whether two tensors are of one type and, but for the last axis, of one shape."""
+        if self.like is None or other.like is None:
+            return False
+        (shape, kind), (other_shape, other_kind) = self.like, other.like
+        same = len(shape) == len(other_shape) and shape[:-1] == other_shape[:-1]
+        return same and kind == other_kind
+
+
+@dataclass
+class Stage:
+    """One stage.
+
+    Attributes:
+        pieces: Numbers of its statements, those that it works out again first.
+        given: What it takes from the stage before.
+        named: Arguments of the step that it takes by name, where every stage is given these.
+        hands_on: What it gives to the next one.
+        standing_in: For a statement and a name in it, the name that is read in its place.
+        borrowed: The statements and names for which another value stands in, of the same name too,
+            each with that value's shape and type.
+        whole: A value in the shape that another one has on all ranks together, where each holds a
+            slice of it: its name, that of what it is made like, and of ids in its first axes.
+        anew: What its layers make themselves: the value that the loop began with, by the one that
+            earlier layers left.
+    """
+
+    pieces: list[int]
+    given: list[Version]
+    named: list[Version] = field(default_factory=list)
+    anew: dict[Version, Version] = field(default_factory=dict)
+    whole: tuple[str, Version, Version] | None = None
+    hands_on: list[Version] = field(default_factory=list)
+    standing_in: dict[tuple[int, str], str] = field(default_factory=dict)
+    borrowed: dict[tuple[int, str], Like | None] = field(default_factory=dict)
+
+
+@dataclass
+class Stages:
+    """All stages of a program.
+
+    Attributes:
+        program: The program.
+        stages: Those that run one after the other.
+        tail: The statements that make the loss of what the last stage gives.
+        labels: The arguments that the loss needs.
+        scattered: Values that do not lie in one piece of memory.
+        by_name: Whether every stage is given the step's arguments by name. Only what takes part in
+            the backward pass goes from stage to stage then.
+        spelling: Values that are called otherwise than in the program.
+    """
+
+    program: Program
+    stages: list[Stage]
+    tail: Stage
+    labels: list[str]
+    scattered: set[Version]
+    by_name: bool = False
+    spelling: dict[Version, str] = field(default_factory=dict)
+
+    def spelled(self, version: Version) -> str:
+        """What a value is called."""
+        return self.spelling.get(version, version[0])
+
+    def arguments(self) -> dict[str, str]:
+        """What the stages take by name: the step's arguments, by what they are called there."""
+        taken = {version for stage in self.stages for version in stage.named}
+        order = [(name, ARGUMENT) for name in self.program.parameters]
+        return {self.spelled(v): v[0] for v in order if v in taken}
+
+    def lines(self, stage: Stage, depth: Depth | None = None, returned: str = "") -> list[str]:
+        """The statements of a stage, without those whose results nothing reads."""
+        texts: list[str] = []
+        if stage.whole is not None:
+            name, like, ids = stage.whole[0], *map(self.spelled, stage.whole[1:])
+            texts.append(
+                "# Ranks may hold slices of the sequence; this has the shape of all of it.\n"
+                f"{name} = {like}.new_empty(*{ids}.shape, {like}.shape[-1])"
+            )
+        for number in stage.pieces:
+            piece = self.program.pieces[number]
+            text = piece.source(depth)
+            names = {n: new for (p, n), new in stage.standing_in.items() if p == number}
+            for version in piece.reads:
+                new = self.spelled(version)
+                if new == version[0] or (number, version[0]) in stage.borrowed:
+                    continue
+                if hasattr(piece.node, "body") and version[0] in piece.binds:
+                    texts.append(f"{version[0]} = {new}")
+                else:
+                    names[version[0]] = new
+            texts.append(respelled(text, names) if names else text)
+        return without_idle(texts, returned)
+
+
+class Planner:
+    """Decides what crosses each cut.
+
+    Args:
+        program: The program, cut.
+        seen: What each value was in a run.
+        model: The model, which tells what has parameters.
+        cuts: The schedule's lines, one for each cut.
+        by_name: Whether every stage is given the step's arguments by name.
+        sliced: What lets ranks hold slices of the values between layers.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        seen: Mapping[Version, Seen],
+        model: Any,
+        cuts: Sequence[Span | None],
+        by_name: bool,
+        sliced: Directive | None,
+    ) -> None:
+        self.program, self.seen, self.model, self.cuts = program, seen, model, cuts
+        self.by_name, self.sliced = by_name, sliced
+
+    def stages(self) -> Stages:
+        """The stages.
+
+        Raises:
+            CannotCut: A value cannot cross, or a stage would have nothing to do.
+        """
+        program = self.program
+        numbers = range(len(program.pieces))
+        last = max((n for n in numbers if self.trains(program.pieces[n])), default=-1)
+        own: list[list[int]] = [[] for _ in range(program.stages)]
+        for number in numbers[: last + 1]:
+            own[program.pieces[number].stage].append(number)
+        for number, statements in enumerate(own):
+            if not any(self.trains(program.pieces[n]) for n in statements):
+                last_one = number + 1 == len(own)
+                raise errors.CannotCut(
+                    "nothing with parameters comes after the last cut"
+                    if last_one
+                    else f"stage {number} would have no parameters",
+                    at=self.cuts[min(number, len(self.cuts) - 1)],
+                    hint="cut where modules with parameters stand before and after",
+                )
+        wanted = list(program.loss_reads)
+        tail = self.stage(len(own), list(numbers[last + 1 :]), last + 1, wanted, True)
+        if self.by_name:  # the loss is handed one label; the last stage gives it the others
+            before = {v for piece in program.pieces[: last + 1] for v in piece.reads}
+            named = sorted(tail.named, key=before.__contains__)
+            labels, needed = named[:1], [*tail.given, *named[1:]]
+        else:
+            labels = [v for v in tail.given if v[1] == ARGUMENT]
+            needed = [v for v in tail.given if v[1] != ARGUMENT]
+        found: list[Stage] = []
+        for number in reversed(range(len(own))):
+            start = own[number][0]
+            stage = self.stage(number, own[number], start, needed, False)
+            stage.hands_on = needed
+            found.insert(0, stage)
+            needed = stage.given
+        scattered = {version for version, seen in self.seen.items() if seen.is_scattered}
+        names = [name for name, _ in labels]
+        stages = Stages(program, found, tail, names, scattered, self.by_name)
+        while (clash := self.clash(stages)) is not None:
+            if clash in stages.spelling:
+                raise self.cannot_be_told_apart(clash)
+            stages.spelling[clash] = f"given_{clash[0]}"
+        return stages
+
+    def trains(self, piece: Piece) -> bool:
+        """Whether a statement calls a module with parameters, or reads a parameter."""
+        return trains(self.model, piece.text)
+
+    def stage(
+        self, number: int, own: list[int], start: int, handed_on: Iterable[Version], is_tail: bool
+    ) -> Stage:
+        """What a stage is given, and what it works out again."""
+        pieces = self.program.pieces
+        wanted = [v for n in own for v in pieces[n].reads] + list(handed_on)
+        given: dict[Version, None] = {}
+        again: set[int] = set()
+        anew: dict[Version, Version] = {}
+        for version in wanted:
+            if version[1] < start and (number or version[1] == ARGUMENT):
+                self.bring(version, number, given, again, anew, is_tail)
+        stage = Stage([*sorted(again), *own], [], anew=anew)
+        for piece in sorted(again):
+            for version in pieces[piece].reads:
+                if not self.stays_behind(version, number) or version in given:
+                    continue
+                stand_in = self.substitute(piece, version, given, number)
+                stage.borrowed[piece, version[0]] = self.seen[stand_in].like
+                name = stand_in[0]
+                if self.sliced is not None:
+                    name = f"whole_{name}"
+                    ids = self.ids(piece, version, given)
+                    given[ids] = None
+                    stage.whole = name, stand_in, ids
+                stage.standing_in[piece, version[0]] = name
+        ordered = self.ordered(given)
+        stage.named = [v for v in ordered if self.by_name and v[1] == ARGUMENT]
+        stage.given = [v for v in ordered if v not in stage.named]
+        stage.standing_in = {k: new for k, new in stage.standing_in.items() if k[1] != new}
+        return stage
+
+    def bring(
+        self,
+        version: Version,
+        stage: int,
+        given: dict[Version, None],
+        again: set[int],
+        anew: dict[Version, Version],
+        is_tail: bool,
+    ) -> None:
+        """Lets a stage have a value: from the stage before, or worked out again.
+
+        What is neither, and goes from layer to layer, begins anew: layers that make such a thing
+        where they are not given it do so again. The trial shows whether that is what they do.
+        """
+        name, number = version
+        seen = self.seen[version]
+        is_argument = number == ARGUMENT
+        is_at_hand = self.by_name or seen.kind == "int" or not stage or is_tail
+        if seen.kind == "grad" or (is_argument and is_at_hand):
+            given[version] = None
+        elif number in again:
+            pass
+        elif (
+            number != ARGUMENT
+            and not seen.is_drawn
+            and not self.trains(self.program.pieces[number])
+        ):
+            again.add(number)
+            for needed in self.program.pieces[number].reads:
+                if not self.stays_behind(needed, stage):
+                    self.bring(needed, stage, given, again, anew, is_tail)
+        elif seen.kind == "int" and not self.by_name:
+            given[version] = None
+        elif (first := self.before_layers(version)) is not None:
+            anew[version] = first
+            self.bring(first, stage, given, again, anew, is_tail)
+        else:
+            what = {"float": "a float without gradient", "int": "a tensor without gradient"}.get(
+                seen.kind, "no tensor"
+            )
+            at = self.program.pieces[number].at if number != ARGUMENT else None
+            also = [self.cuts[min(stage, len(self.cuts)) - 1]]
+            places = [p for p in (at, *also) if p]
+            raise errors.CannotCut(
+                f"`{name}` is needed after the cut and cannot get there: it is {what}, and "
+                "what it is made of has parameters or is no argument that can be sent",
+                at=places[0] if places else None,
+                also=places[1:],
+                hint="cut where it is not needed any more, or work it out inside the layers",
+            )
+
+    def stays_behind(self, version: Version, stage: int) -> bool:
+        """Whether a value gets to a stage at most by its shape, where it is worked on again."""
+        is_float = self.seen[version].kind == "float" and version[1] == ARGUMENT
+        return self.seen[version].kind == "grad" or (is_float and stage > 0 and not self.by_name)
+
+    def before_layers(self, version: Version) -> Version | None:
+        """The value of the same name that a loop over layers began with."""
+        name, number = version
+        while number != ARGUMENT and self.program.pieces[number].layers is not None:
+            earlier = [v for v in self.program.pieces[number].reads if v[0] == name]
+            if not earlier:
+                return None
+            name, number = earlier[0]
+        return (name, number) if number != version[1] else None
+
+    def substitute(
+        self, piece: int, version: Version, given: Iterable[Version], stage: int
+    ) -> Version:
+        """A value at hand in the shape of another one, of which only the shape is needed.
+
+        Whether that is so can be tried where no branch depends on it. Of the last axis, which is
+        that of features, it is tried whether another size does.
+        """
+        seen = self.seen[version]
+        alike = [v for v in given if self.seen[v].kind == "grad" and self.seen[v].is_like(seen)]
+        # Of several, one that is made of it: that other sizes are equal may be chance.
+        alike.sort(key=lambda v: (self.seen[v].like != seen.like, version not in self.made_of(v)))
+        plain = not is_tested(self.program.pieces[piece].node, version[0])
+        if alike and plain:
+            return alike[0]
+        at = self.program.pieces[piece].at
+        cut = self.cuts[min(stage, len(self.cuts)) - 1]
+        raise errors.CannotCut(
+            f"`{version[0]}` is needed after the cut for its shape, and nothing of that shape "
+            "gets there"
+            if plain
+            else f"`{version[0]}`, which a branch depends on, is needed after the cut and does not "
+            "get there",
+            at=at,
+            also=[cut],
+            hint="cut elsewhere, or take the shape of something else in `forward`",
+        )
+
+    def ids(self, piece: int, version: Version, given: Iterable[Version]) -> Version:
+        """An argument in the shape of the first axes of a value, of which no rank holds a slice."""
+        like = self.seen[version].like
+        shape = like[0][:-1] if like is not None else None
+        for each in [*given, *((name, ARGUMENT) for name in self.program.parameters)]:
+            seen = self.seen[each]
+            if each[1] == ARGUMENT and seen.kind == "int" and seen.like and seen.like[0] == shape:
+                return each
+        assert self.sliced is not None
+        raise errors.CannotCut(
+            f"`{version[0]}` is needed after the cut for its shape, and what gets there may be a "
+            "slice of it on each rank",
+            at=self.program.pieces[piece].at,
+            also=[self.sliced.at, *self.cuts[:1]],
+            hint="cut this model without slices of the sequence, or take the shape of the token "
+            "ids in `forward`",
+        )
+
+    def made_of(self, version: Version) -> set[Version]:
+        """The values that one is made of, directly or not."""
+        found: set[Version] = set()
+        waiting = [version]
+        while waiting:
+            _, number = waiting.pop()
+            if number != ARGUMENT:
+                reads = set(self.program.pieces[number].reads) - found
+                found |= reads
+                waiting += reads
+        return found
+
+    def ordered(self, given: Iterable[Version]) -> list[Version]:
+        """What a stage takes: tensors of the backward pass first, then the arguments."""
+
+        def key(version: Version) -> tuple[int, int]:
+            name, number = version
+            if self.seen[version].kind == "grad":
+                return 0, number
+            if number == ARGUMENT:
+                return 1, self.program.parameters.index(name)
+            return 2, number
+
+        return sorted(given, key=key)
+
+    def clash(self, stages: Stages) -> Version | None:
+        """An argument that needs another name, since its own is given to something else.
+
+        Raises:
+            CannotCut: It is no argument, so that no name can be made up for it.
+        """
+        for stage in [*stages.stages, stages.tail]:
+            has: dict[str, Version] = {}
+            for version in [*stage.given, *stage.named]:
+                name = stages.spelled(version)
+                if name in has:
+                    return self.renamed(version, has[name])
+                has[name] = version
+            for number in stage.pieces:
+                piece = self.program.pieces[number]
+                for read in piece.reads:
+                    version = stage.anew.get(read, read)
+                    name = stages.spelled(version)
+                    if (number, version[0]) in stage.borrowed:
+                        continue
+                    if has.get(name) != version:
+                        return self.renamed(version, has.get(name))
+                has.update({name: (name, number) for name in piece.binds})
+            for version in stage.hands_on:
+                name = stages.spelled(version)
+                if has.get(name) != version:
+                    return self.renamed(version, has.get(name))
+        return None
+
+    def renamed(self, version: Version, other: Version | None) -> Version:
+        """Of two values with one name, the argument."""
+        for each in (version, other):
+            if each is not None and each[1] == ARGUMENT:
+                return each
+        raise self.cannot_be_told_apart(version)
+
+    def cannot_be_told_apart(self, version: Version) -> errors.CannotCut:
+        """The error for two values of one name."""
+        number = version[1]
+        return errors.CannotCut(
+            f"two values called `{version[0]}` are needed at one time",
+            at=self.program.pieces[number].at if number != ARGUMENT else self.cuts[0],
+            also=[c for c in self.cuts if c],
+            hint="give one of them another name in `forward`",
+        )
+
+
+def is_tested(node: ast.stmt, name: str) -> bool:
+    """Whether what a branch asks for depends on a name itself."""
+    tests = (n.test for n in ast.walk(node) if isinstance(n, ast.If | ast.While))
+    return name in names_in(*tests)
+
+
+def trains(model: Any, text: str) -> bool:
+    """Whether a text calls a module with parameters, or reads a parameter."""
+    return any(has_parameters(model, steps) for steps in reads_of(model, text))
+
+
+def reads_of(model: Any, text: str) -> Iterator[list[str]]:
+    """What a text reads of a model, what the methods that it calls read among them."""
+    waiting = list(module_reads(text))
+    looked_into: set[Any] = set()
+    while waiting:
+        steps = waiting.pop(0)
+        yield steps
+        owner = model
+        for number, step in enumerate(steps):
+            inner = getattr(owner, "_modules", {}).get(step)
+            if inner is None:
+                method = getattr(type(owner), step, None)
+                if (body := source_of(method)) and (method, *steps[:number]) not in looked_into:
+                    looked_into.add((method, *steps[:number]))
+                    waiting += [[*steps[:number], *more] for more in module_reads(body)]
+                break
+            owner = inner
+
+
+def source_of(method: Any) -> str | None:
+    """The text of a method or property, where it is one that a model's author wrote."""
+    method = method.fget if isinstance(method, property) else method
+    if not inspect.isfunction(method) or method.__module__.startswith("torch."):
+        return None
+    try:
+        return textwrap.dedent(inspect.getsource(method))
+    except (OSError, TypeError):
+        return None
+
+
+def has_parameters(model: Any, steps: Sequence[str]) -> bool:
+    """Whether attributes lead to a parameter, or to a module that holds some."""
+    found = model
+    for step in steps:
+        found = getattr(found, "_modules", {}).get(step) or getattr(found, "_parameters", {}).get(
+            step
+        )
+        if found is None:
+            return False
+        if not hasattr(found, "parameters"):
+            return True
+    return any(True for _ in found.parameters())
+
+
+def without_idle(texts: Sequence[str], returned: str) -> list[str]:
+    """Statements without the assignments that nothing reads."""
+    kept = list(texts)
+    while True:
+        body = "\n".join([*kept, f"return {returned}"])
+        text = "def forward(self, inputs):\n" + "".join(
+            f"    {line}\n" for line in body.splitlines()
+        )
+        function = ast.parse(text).body[0]
+        assert isinstance(function, ast.FunctionDef)
+        idle = [
+            number
+            for number, statement in enumerate(function.body[:-1])
+            if is_plain(statement) and not part_of(function, [statement]).outputs
+        ]
+        if not idle:
+            return kept
+        kept = [text for number, text in enumerate(kept) if number not in idle]
+
+
+def is_plain(statement: ast.stmt) -> bool:
+    """Whether a statement does nothing but bind names."""
+    if isinstance(statement, ast.If):
+        return all(map(is_plain, [*statement.body, *statement.orelse]))
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return False
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    names = [e for t in targets for e in (t.elts if isinstance(t, ast.Tuple) else [t])]
+    calls = [n.func for n in ast.walk(statement) if isinstance(n, ast.Call)]
+    return all(isinstance(n, ast.Name) for n in names) and not any(
+        isinstance(f, ast.Attribute) and f.attr.endswith("_") and not f.attr.endswith("__")
+        for f in calls
+    )

@@ -1,0 +1,142 @@
+"""The text of what is written out: parentheses, indentation and comments."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from slapo_rewrite.code.evaluate import Fields
+from slapo_rewrite.code.file import SourceFile
+
+
+def written_out(made: Fields) -> str:
+    """The call that makes an object."""
+    return f"{made.cls.__name__}({', '.join(f'{k}={v}' for k, v in made.texts.items())})"
+
+
+def bare(text: str) -> str:
+    """An expression without parentheses around all of it."""
+    while text.startswith("(") and text.endswith(")"):
+        try:
+            same = ast.dump(ast.parse(text[1:-1].strip(), mode="eval")) == ast.dump(
+                ast.parse(text, mode="eval")
+            )
+        except SyntaxError:
+            return text
+        if not same or "\n" in text:
+            return text
+        text = text[1:-1].strip()
+    return text
+
+
+def alone(text: str) -> str:
+    """An expression as it can stand alone: in parentheses only where its lines need them."""
+    text = bare(text)
+    try:
+        ast.parse(f"result = {text}")
+    except SyntaxError:
+        return f"(\n{text}\n)"
+    return text
+
+
+def span_of(node: ast.AST, file: SourceFile) -> tuple[int, int]:
+    """Where an expression stands; of `:=` with the parentheses that it needs."""
+    start, end = file.span(node)
+    before, after = file.text[:start], file.text[end:]
+    own = before.endswith("(") and not re.search(r"[\w)\]]\($", before[-80:])
+    if isinstance(node, ast.NamedExpr) and own and after.startswith(")"):
+        return start - 1, end + 1
+    return start, end
+
+
+def closed(text: str, node: ast.expr) -> str:
+    """An expression in parentheses, where it may bind less tightly than what is around it."""
+    tight = ast.Name | ast.Attribute | ast.Call | ast.Subscript | ast.Constant | ast.List | ast.Dict
+    if isinstance(node, tight) or text.isidentifier():
+        return text
+    return f"({text})"
+
+
+def dedented(text: str, file: SourceFile, node: ast.AST) -> str:
+    """A text of several lines with the indentation of its first line taken off the others."""
+    if "\n" not in text:
+        return text
+    first, rest = text.split("\n", 1)
+    line = file.line(getattr(node, "lineno", 1))
+    indent = len(line) - len(line.lstrip())
+    lines = [
+        line[indent:] if not line[:indent].strip() else line.lstrip() for line in rest.split("\n")
+    ]
+    return "\n".join([first, *lines])
+
+
+def comments_above(file: SourceFile, node: ast.stmt) -> list[str]:
+    """The comments on the lines before a statement."""
+    found: list[str] = []
+    number = node.lineno - 1
+    while (line := file.line(number).strip()).startswith("#"):
+        found.insert(0, line)
+        number -= 1
+    return found
+
+
+def comment_beside(file: SourceFile, node: ast.stmt) -> str:
+    """The comment behind a statement."""
+    _, end = file.span(node)
+    rest = file.text[end:].partition("\n")[0].strip()
+    return f"  {rest}" if rest.startswith("#") else ""
+
+
+def comment_after(file: SourceFile, node: ast.AST) -> str:
+    """The comment behind an argument that is the last on its line."""
+    _, end = file.span(node)
+    rest = file.text[end:].partition("\n")[0].strip().removeprefix(",").strip()
+    return f"  {rest}" if rest.startswith("#") else ""
+
+
+def rewritten(text: str, edits: Mapping[Any, str]) -> str:
+    """A text in which nodes of its tree read otherwise."""
+    lines = text.encode().splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    data = text.encode()
+    for node, new in sorted(edits.items(), key=lambda item: -_offset(item[0], starts)):
+        begin = _offset(node, starts)
+        end = starts[node.end_lineno - 1] + node.end_col_offset
+        data = data[:begin] + new.encode() + data[end:]
+    return data.decode()
+
+
+def _offset(node: ast.AST, starts: Sequence[int]) -> int:
+    return starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined,no-any-return]
+
+
+def respelled(text: str, names: Mapping[str, str]) -> str:
+    """A statement that reads other names."""
+    tree = ast.parse(text)
+    return rewritten(
+        text,
+        {
+            node: names[node.id]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names
+        },
+    )
+
+
+def module_reads(text: str) -> Iterator[list[str]]:
+    """What a text reads of the model, each as its attributes one after the other."""
+    inner: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Attribute) or node in inner:
+            continue
+        steps, base = [node.attr], node.value
+        while isinstance(base, ast.Attribute):
+            inner.add(base)
+            steps.append(base.attr)
+            base = base.value
+        if isinstance(base, ast.Name) and base.id == "self":
+            yield steps[::-1]
