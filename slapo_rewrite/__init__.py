@@ -15,7 +15,7 @@ _FOR_SCHEDULES = {
     **dict.fromkeys(("concat", "split", "transpose"), "runtime.weights"),
     # patterns
     "call_module": "patterns.pattern",
-    **dict.fromkeys(("Pattern", "ModulePattern"), "model.pattern"),
+    **dict.fromkeys(("Pattern", "ModulePattern"), "model.pattern_classes"),
 }
 
 

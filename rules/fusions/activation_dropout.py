@@ -10,7 +10,7 @@ from slapo_rewrite.rules.fusions.swiglu import silu
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule, RuleMatch
 from slapo_rewrite.runtime.kernels.bias_gelu import activation_dropout, bias_activation
 
 
@@ -151,19 +151,19 @@ class ActivationDropout(Rule):
         Refusal(MODEL.replace("x = self.dropout(x)", "x = x + self.dropout(x)"), SCHEDULE, "SR309"),
     )
 
-    def biased(self, found: Found) -> str | None:
+    def biased(self, found: RuleMatch) -> str | None:
         """The layer that gives what is activated."""
         return found.layer("x")
 
-    def replacement(self, found: Found) -> Callable[..., Tensor]:
+    def replacement(self, found: RuleMatch) -> Callable[..., Tensor]:
         """The kernel with the bias of the layer, where there is one."""
         return fused if self.biased(found) is None else with_bias
 
-    def refuses(self, found: Found) -> str | None:
+    def refuses(self, found: RuleMatch) -> str | None:
         """Nothing to drop."""
         return f"`{found.operands['p']}` is 0: it drops nothing" if found.live("p") == 0 else None
 
-    def operands(self, found: Found) -> Mapping[str, str]:
+    def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """What the pattern is given, the activation's name, and the bias."""
         given = {**found.operands, "kind": f'"{PATTERNS[found.alternative.pattern]}"'}
         return {**given, "bias": f"self.{self.biased(found)}.bias"}

@@ -6,7 +6,7 @@ from slapo_rewrite.rules.fusions.geglu import gelu, gelu_tanh
 from slapo_rewrite.rules.fusions.gelu_tanh import factored, without_a_power, written_out
 from torch import Tensor
 
-from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule, RuleMatch
 from slapo_rewrite.runtime.kernels.bias_gelu import bias_gelu
 
 
@@ -161,15 +161,15 @@ class BiasGelu(Rule):
         Refusal(MODEL.replace("zeros(4 * width)", "zeros(1, 1, 4 * width)"), SCHEDULE, "SR309"),
     )
 
-    def biased(self, found: Found) -> str | None:
+    def biased(self, found: RuleMatch) -> str | None:
         """The layer before, where nothing else adds a bias."""
         return None if "bias" in found.operands else found.layer("x")
 
-    def operands(self, found: Found) -> Mapping[str, str]:
+    def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """What is given to GELU, and the bias."""
         return {"bias": f"self.{self.biased(found)}.bias", **found.operands}
 
-    def refuses(self, found: Found) -> str | None:
+    def refuses(self, found: RuleMatch) -> str | None:
         """What is added is no bias."""
         if "bias" not in found.operands:
             if self.biased(found) is None:

@@ -13,11 +13,11 @@ from slapo_rewrite.fusion import (
     Alternative,
     Calling,
     Example,
-    Found,
     Numerics,
     Refusal,
     Renamed,
     Rule,
+    RuleMatch,
     loss_of,
 )
 from slapo_rewrite.patterns.search import CallSite
@@ -262,14 +262,14 @@ class CrossEntropy(Rule):
         ),
     )
 
-    def refuses(self, found: Found) -> str | None:
+    def refuses(self, found: RuleMatch) -> str | None:
         """Why not: the model's own loss is another one."""
         if found.alternative not in self.calls or loss_of(found) in OF_TRANSFORMERS:
             return None
         name = loss_of(found).rpartition(".")[2]
         return f"`self.loss_function` is `{name}`, which is no cross entropy over a vocabulary"
 
-    def expression(self, found: Found) -> Calling | Renamed | None:
+    def expression(self, found: RuleMatch) -> Calling | Renamed | None:
         """The call: of transformers' losses with the arguments that stand there."""
         if found.alternative in self.calls:
             call = found.match.root.node
@@ -282,7 +282,7 @@ class CrossEntropy(Rule):
         more += ("upcast",) if found.alternative.pattern in UPCAST else ()
         return Calling.of(cross_entropy, ("logits", "labels"), more)
 
-    def operands(self, found: Found) -> Mapping[str, str]:
+    def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """Logits and labels as rows, as they are written."""
         if found.alternative in self.calls:
             return {}

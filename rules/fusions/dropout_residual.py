@@ -6,7 +6,7 @@ from slapo_rewrite.rules.fusions.residual_rms_norm import broadcast
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule, RuleMatch
 from slapo_rewrite.runtime.kernels.dropout_residual import dropout_residual
 
 
@@ -120,20 +120,20 @@ class DropoutResidual(Rule):
         Refusal(MODEL.replace("hidden_states + self", "1.0 + self"), SCHEDULE, "SR309"),
     )
 
-    def biased(self, found: Found) -> str | None:
+    def biased(self, found: RuleMatch) -> str | None:
         """The layer that gives what is dropped."""
         return found.layer("x")
 
-    def replacement(self, found: Found) -> Callable[..., Tensor]:
+    def replacement(self, found: RuleMatch) -> Callable[..., Tensor]:
         """The kernel with the bias of the layer, where there is one."""
         return fused if self.biased(found) is None else with_bias
 
-    def operands(self, found: Found) -> Mapping[str, str]:
+    def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """What the pattern is given, and the bias."""
         layer = self.biased(found)
         return {**found.operands, "bias": f"self.{layer}.bias"} if layer else found.operands
 
-    def refuses(self, found: Found) -> str | None:
+    def refuses(self, found: RuleMatch) -> str | None:
         """Nothing to drop, or two that are not of one size."""
         if found.live("p") == 0:
             return f"`{found.operands['p']}` is 0: it drops nothing"

@@ -11,12 +11,12 @@ from slapo_rewrite.fusion import (
     Declined,
     Example,
     Fork,
-    Found,
+    MultiSiteRewrite,
     Numerics,
     Refusal,
     Renamed,
     Rule,
-    Spread,
+    RuleMatch,
     fork_of,
     head_of,
     labels_of,
@@ -280,7 +280,7 @@ class LinearCrossEntropy(Rule):
         Refusal(WRITER, LATE_SHARD, "SR306"),
     )
 
-    def refuses(self, found: Found) -> str | None:
+    def refuses(self, found: RuleMatch) -> str | None:
         """What keeps the loss from being computed without the logits."""
         try:
             written(found)
@@ -288,20 +288,20 @@ class LinearCrossEntropy(Rule):
             return str(declined)
         return None
 
-    def expression(self, found: Found) -> Renamed:
+    def expression(self, found: RuleMatch) -> Renamed:
         """The call, with all of its arguments."""
         return written(found)
 
-    def operands(self, found: Found) -> Mapping[str, str]:
+    def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """None: they stand in the call."""
         return {}
 
-    def spread(self, found: Found) -> Spread | None:
+    def spread(self, found: RuleMatch) -> MultiSiteRewrite | None:
         """The fork between training and all else."""
         return fork(found)
 
 
-def fork(found: Found) -> Fork:
+def fork(found: RuleMatch) -> Fork:
     """Where the loss in training parts from all else.
 
     Raises:
@@ -320,7 +320,7 @@ def fork(found: Found) -> Fork:
     return fork_of(found, head, loss, targets)
 
 
-def written(found: Found) -> Renamed:
+def written(found: RuleMatch) -> Renamed:
     """The call that computes the loss.
 
     Raises:
@@ -365,7 +365,7 @@ def options(loss: Value) -> list[str]:
     return found
 
 
-def others(found: Found, parted: Fork) -> list[str]:
+def others(found: RuleMatch, parted: Fork) -> list[str]:
     """What a loss of transformers is given besides logits, labels and the vocabulary's size."""
     call, file = parted.loss, found.match.file
     if len(call.args) > len(LOGITS_FIRST) or any(isinstance(a, ast.Starred) for a in call.args):

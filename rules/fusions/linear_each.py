@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule, RuleMatch
 from slapo_rewrite.runtime.kernels.linear_each import linear_each
 
 _ROLES = {"query": "q", "key": "k", "value": "v"}
@@ -133,7 +133,7 @@ class LinearEach(Rule):
         Refusal(MODEL.replace("k_proj", "up"), SCHEDULE, "SR309"),
     )
 
-    def refuses(self, found: Found) -> str | None:
+    def refuses(self, found: RuleMatch) -> str | None:
         """Layers of other names."""
         for role, letter in _ROLES.items():
             layer = self._layer(found, role)
@@ -142,12 +142,12 @@ class LinearEach(Rule):
                 return f"`{found.operands[f'{role}_weight']}` is not that of a layer for the {role}"
         return None
 
-    def operands(self, found: Found) -> Mapping[str, str]:
+    def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """The operand, and the layers."""
         layers = {f"{role}_layer": f"self.{self._layer(found, role)}" for role in _ROLES}
         return {"x": found.operands["x"], **layers}
 
-    def _layer(self, found: Found, role: str) -> str | None:
+    def _layer(self, found: RuleMatch, role: str) -> str | None:
         """The name of the layer, of the module itself, that a weight belongs to."""
         called = {n.called for n in found.match.nodes}
         path = str(found.value(f"{role}_weight").literal).removesuffix(".weight")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slapo_rewrite.code.build import parenthesised
-from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule, RuleMatch
 from slapo_rewrite.runtime.kernels.softmax import masked_softmax
 
 
@@ -226,7 +226,7 @@ class MaskedSoftmax(Rule):
         ),
     )
 
-    def refuses(self, found: Found) -> str | None:
+    def refuses(self, found: RuleMatch) -> str | None:
         """Why not: the function is not called, or what is added is no tensor."""
         if is_number(found, "mask"):
             return "what is added is a number"
@@ -235,7 +235,7 @@ class MaskedSoftmax(Rule):
             return f"the model attends by {kind!r}, and not by `eager_attention_forward`"
         return None
 
-    def replacement(self, found: Found) -> Callable[..., Any]:
+    def replacement(self, found: RuleMatch) -> Callable[..., Any]:
         """The product of queries and keys as it is written there."""
         adding = hidden_by(found) in (added, added_if_given)
         in_one_call, between, alone = ADDING if adding else KEEPING
@@ -244,7 +244,7 @@ class MaskedSoftmax(Rule):
         product = next(node for node in found.match.nodes if node.operation == "matmul")
         return between if isinstance(product.node, ast.BinOp) else in_one_call
 
-    def operands(self, found: Found) -> Mapping[str, str]:
+    def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """What the operands are, a mask as the kernel takes it."""
         operands, hidden = dict(found.operands), hidden_by(found)
         if hidden not in (added, added_if_given):
@@ -254,7 +254,7 @@ class MaskedSoftmax(Rule):
         return operands
 
 
-def hidden_by(found: Found) -> Hidden:
+def hidden_by(found: RuleMatch) -> Hidden:
     """How the mask hides scores."""
     pattern = found.alternative.pattern
     return SCALED[pattern][1] if pattern in SCALED else UNSCALED[pattern]

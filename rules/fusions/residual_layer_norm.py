@@ -12,10 +12,10 @@ from slapo_rewrite.fusion import (
     Alternative,
     Calling,
     Example,
-    Found,
     Numerics,
     Refusal,
     Rule,
+    RuleMatch,
 )
 from slapo_rewrite.runtime.kernels.layer_norm import add_layer_norm, residual_layer_norm
 
@@ -275,24 +275,24 @@ class ResidualLayerNorm(Rule):
         Refusal(PRE.replace("self.ln_2(x)", "self.ln_2(2 * x)"), PRE_SCHEDULE, "SR309"),
     )
 
-    def refuses(self, found: Found) -> str | None:
+    def refuses(self, found: RuleMatch) -> str | None:
         """A norm over more than the last axis, or a sum of two that are not of one size."""
         shape = found.live("shape")
         if not (isinstance(shape, int) or (isinstance(shape, tuple) and len(shape) == 1)):
             return "the norm is not known to go over the last axis alone"
         return broadcast(found)
 
-    def operands(self, found: Found) -> Mapping[str, str]:
+    def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """Of two that are added as they are, the older one is the residual."""
         layer = self.biased(found)
         return added(found) | ({"input_bias": f"self.{layer}.bias"} if layer else {})
 
-    def biased(self, found: Found) -> str | None:
+    def biased(self, found: RuleMatch) -> str | None:
         """The layer that gives what is added to the residual."""
         swapped = added(found)["x"] != found.operands["x"]
         return found.layer("residual" if swapped else "x")
 
-    def expression(self, found: Found) -> Calling | None:
+    def expression(self, found: RuleMatch) -> Calling | None:
         """The kernel with the bias, where it adds one."""
         if self.biased(found) is None:
             return None

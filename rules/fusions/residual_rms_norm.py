@@ -18,10 +18,10 @@ from slapo_rewrite.fusion import (
     Alternative,
     Calling,
     Example,
-    Found,
     Numerics,
     Refusal,
     Rule,
+    RuleMatch,
 )
 from slapo_rewrite.runtime.kernels.rms_norm import residual_rms_norm
 
@@ -169,22 +169,22 @@ class ResidualRmsNorm(Rule):
         ),
     )
 
-    def refuses(self, found: Found) -> str | None:
+    def refuses(self, found: RuleMatch) -> str | None:
         """Two things added of which one is not of the size of the sum; an unusual weight."""
         return broadcast(found) or of_another_shape(found)
 
-    def expression(self, found: Found) -> Calling:
+    def expression(self, found: RuleMatch) -> Calling:
         """The call, with the keywords that it needs."""
         given = self.operands(found)
         keywords = tuple(k for k in ("offset", "cast", "p", "training") if k in given)
         return Calling.of(residual_rms_norm, ("x", "residual", "weight", "eps"), keywords)
 
-    def operands(self, found: Found) -> Mapping[str, str]:
+    def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """What the kernel is told of the norm goes with what it is given."""
         return added(found) | PATTERNS[found.alternative.pattern]
 
 
-def added(found: Found) -> dict[str, str]:
+def added(found: RuleMatch) -> dict[str, str]:
     """Of two that are added as they are, the older one is the residual."""
     given = dict(found.operands)
     if "p" not in given and found.value("x").order < found.value("residual").order:
@@ -192,7 +192,7 @@ def added(found: Found) -> dict[str, str]:
     return given
 
 
-def broadcast(found: Found) -> str | None:
+def broadcast(found: RuleMatch) -> str | None:
     """Why what is added is likely to be smaller than the sum; None where it is not."""
     for name in ("x", "residual"):
         value = found.value(name)

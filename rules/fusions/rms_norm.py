@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Found, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule, RuleMatch
 from slapo_rewrite.runtime.kernels.rms_norm import rms_norm
 
 
@@ -234,12 +234,12 @@ class RmsNorm(Rule):
         Refusal(MODEL.replace("torch.ones(width)", "torch.ones(1)"), SCHEDULE, "SR309"),
     )
 
-    def refuses(self, found: Found) -> str | None:
+    def refuses(self, found: RuleMatch) -> str | None:
         """A weight of another shape than the kernel reads."""
         return of_another_shape(found)
 
 
-def of_another_shape(found: Found) -> str | None:
+def of_another_shape(found: RuleMatch) -> str | None:
     """Why the weight is not the one number for each feature that the kernels read."""
     weight = found.live("weight") if "weight" in found.match.values else None
     if isinstance(weight, Tensor) and (weight.dim() != 1 or weight.numel() == 1):

@@ -19,10 +19,10 @@ from slapo_rewrite.fusion import (
     Calling,
     Conditions,
     Example,
-    Found,
     Numerics,
     Refusal,
     Rule,
+    RuleMatch,
     Twice,
 )
 from slapo_rewrite.patterns.value_graph import Value, reached
@@ -229,7 +229,7 @@ class Sdpa(Rule):
         Refusal(MODEL.replace("dim=-1", "dim=-2"), SCHEDULE, "SR309"),
     )
 
-    def refuses(self, found: Found) -> str | None:
+    def refuses(self, found: RuleMatch) -> str | None:
         """Torch takes a number for the scale, and a tensor for a mask."""
         if not is_plain_number(found):
             return "the scale may be a tensor"
@@ -244,14 +244,14 @@ class Sdpa(Rule):
             return "what is added may be boolean, and nothing there has a name to cast it like"
         return None
 
-    def expression(self, found: Found) -> Calling:
+    def expression(self, found: RuleMatch) -> Calling:
         """The call, with the keywords that it needs."""
         given = self.operands(found)
         keywords = ("attn_mask", "dropout_p", "is_causal", "scale")
         keywords = tuple(name for name in keywords if name in given)
         return Calling.of(F.scaled_dot_product_attention, ("q", "k", "v"), keywords)
 
-    def operands(self, found: Found) -> Mapping[str, str]:
+    def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """The text of what is given; what torch takes by itself is left out."""
         scores, hidden = PATTERNS[found.alternative.pattern]
         given = dict(found.operands)
@@ -281,7 +281,7 @@ def is_overwritten(value: Value) -> bool:
     )
 
 
-def is_plain_number(found: Found) -> bool:
+def is_plain_number(found: RuleMatch) -> bool:
     """Whether the scale is certainly a number."""
     scale = found.value("scale")
     if scale.operation == "parameter":
@@ -291,12 +291,12 @@ def is_plain_number(found: Found) -> bool:
     return scale.number or (scale.is_leaf and not isinstance(found.live("scale"), Tensor))
 
 
-def is_number(found: Found, name: str) -> bool:
+def is_number(found: RuleMatch, name: str) -> bool:
     """Whether what stands for a parameter is a number."""
     return name in found.match.values and found.value(name).number
 
 
-def added_mask(found: Found) -> str | None:
+def added_mask(found: RuleMatch) -> str | None:
     """A mask that is added, as floating point; None where that cannot be written."""
     mask = found.operands["mask"]
     if is_floating(found.value("mask"), found):
@@ -305,7 +305,7 @@ def added_mask(found: Found) -> str | None:
     return f"{parenthesised(mask)}.to({found.operands[like]}.dtype)" if like else None
 
 
-def is_floating(value: Value, found: Found) -> bool:
+def is_floating(value: Value, found: RuleMatch) -> bool:
     """Whether a value is certainly of floating point."""
     first = [argument for _, argument in value.arguments[:2]]
     match value.operation:
@@ -337,7 +337,7 @@ def is_usual(scale: str, q: str, k: str) -> bool:
     return False
 
 
-def is_causal(found: Found) -> bool:
+def is_causal(found: RuleMatch) -> bool:
     """Whether the mask is a buffer that is made as a lower triangle, cut to its first tokens.
 
     A query is the token of its place then only if there are no keys of earlier tokens: the mask of
@@ -355,7 +355,7 @@ def is_causal(found: Found) -> bool:
     return False
 
 
-def has_more_keys(found: Found) -> bool:
+def has_more_keys(found: RuleMatch) -> bool:
     """Whether there may be more keys than queries: those of a cache, say, or of other tokens."""
     queries = {(value.operation, value.literal) for value in reached([found.value("q")])}
     for value in reached([found.value("k")]):

@@ -12,7 +12,7 @@ from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import AroundForward, Place
 from slapo_rewrite.changes.recomputation import check_recomputed, updates_buffers
-from slapo_rewrite.changes.save_policy import Kept
+from slapo_rewrite.changes.save_policy import SavePolicy
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Node
@@ -61,7 +61,7 @@ class Recompute(WrapForward):
         updates_buffers: Whether it updates buffers as it runs.
     """
 
-    kept: Kept = None
+    kept: SavePolicy = None
     updates_buffers: bool = False
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:

@@ -13,7 +13,7 @@ from slapo_rewrite.changes.change_set import own_copy
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.places import AtNode, AtParameter, BehindSite
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.subgraphs import Calls, called_names, find_calls
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.join import find_parameter_site
@@ -47,7 +47,7 @@ class Placement:
     """
 
     tree: Tree
-    states: Mapping[str, ModuleState]
+    states: Mapping[str, ModuleRequests]
     files: OutputFiles
     followed: ShardingResult
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
-from slapo_rewrite.changes.save_policy import Kept
+from slapo_rewrite.changes.save_policy import SavePolicy
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.subgraphs import change_of_given
 from slapo_rewrite.directive import Directive
@@ -45,7 +45,7 @@ def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
         )
 
 
-def updates_buffers(files: OutputFiles, node: Node, kept: Kept, cause: Directive) -> bool:
+def updates_buffers(files: OutputFiles, node: Node, kept: SavePolicy, cause: Directive) -> bool:
     """Whether running a module may change buffers, which has to happen once.
 
     Raises:

@@ -16,7 +16,7 @@ from slapo_rewrite.changes.imports import CHECKPOINT
 from slapo_rewrite.changes.placement import Placement, Requested, Subgraph, find_subgraph
 from slapo_rewrite.changes.places import Place
 from slapo_rewrite.changes.recomputation import updates_buffers
-from slapo_rewrite.changes.save_policy import Kept, buffers_context, context
+from slapo_rewrite.changes.save_policy import SavePolicy, buffers_context, context
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.dataflow import bound_in, names_in
@@ -76,7 +76,7 @@ class RecomputeRegion(Region):
         updates_buffers: Whether they update buffers.
     """
 
-    kept: Kept = None
+    kept: SavePolicy = None
     updates_buffers: bool = False
 
     prefix = "Checkpointed"

@@ -7,7 +7,7 @@ from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.operation_names import operations
 
 # What recomputation keeps: results of these operations, or what a policy says.
-Kept = tuple[str, ...] | Function | None
+SavePolicy = tuple[str, ...] | Function | None
 
 
 def context(

@@ -14,7 +14,7 @@ from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, at_node
 from slapo_rewrite.changes.places import AtNode, EndOfConstructor
 from slapo_rewrite.changes.reads import in_forward, readings
-from slapo_rewrite.changes.state import Share
+from slapo_rewrite.changes.state import ShardedAttribute
 from slapo_rewrite.code.build import bare, call, parsed
 from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.text import accessor
@@ -297,7 +297,7 @@ def place_sizes(
         _place_argument(to, change, owners, holders)
 
 
-def _place_attribute(to: Placement, node: Node, share: Share) -> None:
+def _place_attribute(to: Placement, node: Node, share: ShardedAttribute) -> None:
     """An attribute that the schedule itself splits."""
     few = {(a.cls, a.name) for a in to.followed.few if a.asked}
     layer = _sharing(node.cls, to.followed) if (node.cls, share.name) in few else None

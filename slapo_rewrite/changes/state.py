@@ -40,7 +40,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Share:
+class ShardedAttribute:
     """An integer attribute of a module that is this rank's share.
 
     Attributes:
@@ -122,7 +122,7 @@ class Inlined:
 
 
 @dataclass(frozen=True)
-class StageEnd:
+class StageCut:
     """A pipeline stage ends after the module.
 
     Attributes:
@@ -147,25 +147,25 @@ class Request:
 
 
 @dataclass(frozen=True)
-class ModuleState:
+class ModuleRequests:
     """Everything that was asked of one module."""
 
     shards: tuple[Shard, ...] = ()
-    shares: tuple[Share, ...] = ()
+    shares: tuple[ShardedAttribute, ...] = ()
     syncs: tuple[Sync, ...] = ()
     replacement: Replacement | None = None
     infer_sync: InferSync | None = None
     decompose: Decompose | None = None
     inlined: Inlined | None = None
     changes: tuple[Request, ...] = ()
-    cut: StageEnd | None = field(default=None, compare=False)  # changes nothing of the module
+    cut: StageCut | None = field(default=None, compare=False)  # changes nothing of the module
 
     def causes(self) -> tuple[Directive, ...]:
         """The directives that split the module or communicate at its border."""
         splits = (*(s.cause for s in self.shards), *(s.cause for s in self.shares))
         return (*splits, *(s.cause for s in self.syncs))
 
-    def asking(self, change: Change, cause: Directive) -> ModuleState:
+    def asking(self, change: Change, cause: Directive) -> ModuleRequests:
         """The same, with one more change."""
         return replace(self, changes=(*self.changes, Request(change, cause)))
 
@@ -176,7 +176,7 @@ class ModuleState:
     def is_plain(self) -> bool:
         """Whether nothing was asked but what stays with the module whatever takes its place."""
         lasting = tuple(r for r in self.changes if r.change.is_lasting)
-        return self == ModuleState(changes=lasting)
+        return self == ModuleRequests(changes=lasting)
 
 
-EMPTY = ModuleState()
+EMPTY = ModuleRequests()

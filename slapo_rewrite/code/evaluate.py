@@ -28,7 +28,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Something:
+class Unknown:
     """A value that is known when the expression runs.
 
     Attributes:
@@ -45,7 +45,7 @@ class Something:
 
 
 @dataclass(frozen=True)
-class Fields:
+class KnownObject:
     """An object that a call with keywords makes, of which only attributes are read.
 
     Attributes:
@@ -60,17 +60,17 @@ class Fields:
 
 
 @dataclass(frozen=True)
-class Extra:
+class KnownKwargs:
     """Keyword arguments that are handed on (`**kwargs`), all of them known by name."""
 
     texts: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Worth] = field(default_factory=dict)
 
 
-Worth = Constant | Something | Fields | Extra
+Worth = Constant | Unknown | KnownObject | KnownKwargs
 Of = Callable[[ast.expr], Worth]
 NONE = Constant(None)
-UNKNOWN = Something()
+UNKNOWN = Unknown()
 
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -122,7 +122,7 @@ def computed(expr: ast.expr, of: Of, calls: bool = True) -> Worth | None:
             return of(inner)
         case ast.Tuple(elts=elts) | ast.List(elts=elts) | ast.Set(elts=elts):
             found = applied(_DISPLAYS[type(expr)], *_elements(elts, of))
-            return found if isinstance(found, Constant) else Something(True)
+            return found if isinstance(found, Constant) else Unknown(True)
         case ast.Dict(keys=keys, values=values):
             parts = zip(keys, values, strict=True)
             pairs = (applied(dict, of(v)) if k is None else _pair(of(k), of(v)) for k, v in parts)
@@ -173,7 +173,7 @@ def truth(test: ast.expr, of: Of, calls: bool = True) -> bool | None:
 def truth_of(worth: Worth) -> bool | None:
     """Whether a value counts as true, where that is known."""
     if not isinstance(worth, Constant):
-        return True if isinstance(worth, Fields) else None
+        return True if isinstance(worth, KnownObject) else None
     try:
         return bool(worth.value)
     except Exception:  # the truth of a user's object
@@ -182,7 +182,9 @@ def truth_of(worth: Worth) -> bool | None:
 
 def is_given(worth: Worth) -> bool:
     """Whether a value that is no constant is never None."""
-    return isinstance(worth, Fields | Extra) or (isinstance(worth, Something) and worth.is_given)
+    return isinstance(worth, KnownObject | KnownKwargs) or (
+        isinstance(worth, Unknown) and worth.is_given
+    )
 
 
 def applied(function: Callable[..., Any], *worths: Worth) -> Worth:
@@ -203,7 +205,7 @@ def operated(op: type[ast.AST], *worths: Worth) -> Worth:
 
 def attribute_of(owner: Worth, name: str) -> Worth:
     """What an attribute of an object that the text makes is worth."""
-    if isinstance(owner, Fields | Something) and owner.values is not None:
+    if isinstance(owner, KnownObject | Unknown) and owner.values is not None:
         return owner.values.get(name, NONE)
     return UNKNOWN
 
@@ -238,7 +240,11 @@ def _elements(elts: Iterable[ast.expr], of: Of) -> Iterator[Worth]:
 def _element(owner: Worth, index: Worth) -> Worth:
     if isinstance(owner, Constant):
         return applied(operator.getitem, owner, index)
-    if isinstance(owner, Fields | Something) and owner.cls is not None and owner.values is not None:
+    if (
+        isinstance(owner, KnownObject | Unknown)
+        and owner.cls is not None
+        and owner.values is not None
+    ):
         at = index.value if isinstance(index, Constant) else None
         name = field_at(owner.cls, owner.values, at) if isinstance(at, int) else None
         return owner.values[name] if name else UNKNOWN

@@ -12,7 +12,7 @@ import black
 from slapo_rewrite import errors
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.emit import kernels
-from slapo_rewrite.emit.used_definitions import Library, Picked, bound_names, import_groups
+from slapo_rewrite.emit.used_definitions import Definitions, Picked, bound_names, import_groups
 from slapo_rewrite.schedule.load import ScheduleFile
 
 # Where the schedule's own classes and functions go.
@@ -177,9 +177,9 @@ def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, P
 
 
 @functools.cache
-def runtime_library(module: str) -> Library:
+def runtime_library(module: str) -> Definitions:
     """A runtime module, whose definitions can be taken out one by one."""
-    return Library((RUNTIME / f"{module}.py").read_text(encoding="utf-8"))
+    return Definitions((RUNTIME / f"{module}.py").read_text(encoding="utf-8"))
 
 
 def _close(wanted: dict[str, set[str]]) -> None:
@@ -200,7 +200,7 @@ def _shards_something(names: set[str]) -> bool:
 
 def _copied(schedule: ScheduleFile, names: set[str]) -> Picked:
     try:
-        picked = Library(schedule.text, schedule.tree).pick(names)
+        picked = Definitions(schedule.text, schedule.tree).pick(names)
     except KeyError as error:
         raise errors.ScheduleError(
             f"{error} is not defined at the top level of `{schedule.path}`",

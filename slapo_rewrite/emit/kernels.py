@@ -9,16 +9,18 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from slapo_rewrite.emit.used_definitions import LINE_LENGTH, Library, Picked, import_groups
+from slapo_rewrite.emit.used_definitions import LINE_LENGTH, Definitions, Picked, import_groups
 
 FOLDER = Path(__file__).resolve().parents[1] / "runtime" / "kernels"
 
 
 @functools.cache
-def libraries() -> dict[str, Library]:
+def libraries() -> dict[str, Definitions]:
     """The files of kernels by name, each after those that it needs."""
-    found = {p.stem: Library(p.read_text(encoding="utf-8")) for p in sorted(FOLDER.glob("*.py"))}
-    ordered: dict[str, Library] = {}
+    found = {
+        p.stem: Definitions(p.read_text(encoding="utf-8")) for p in sorted(FOLDER.glob("*.py"))
+    }
+    ordered: dict[str, Definitions] = {}
 
     def place(name: str) -> None:
         if name not in ordered:

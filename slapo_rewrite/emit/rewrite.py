@@ -23,7 +23,7 @@ from slapo_rewrite import __version__, errors, primitives
 from slapo_rewrite.changes.imports import Reference
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.file import SourceFile, lines_of, locate
 from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.code.splice import Change, Edit, apply_edits
@@ -34,7 +34,7 @@ from slapo_rewrite.emit.helpers import helper_files, inlined_helpers, optional_h
 from slapo_rewrite.emit.inputs import is_own, own_modules
 from slapo_rewrite.emit.pipeline_file import stage_files
 from slapo_rewrite.emit.shard_check import check_parts
-from slapo_rewrite.emit.sibling_files import Copies
+from slapo_rewrite.emit.sibling_files import SiblingFiles
 from slapo_rewrite.lowering.lower import lower
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted, imported
@@ -278,7 +278,7 @@ def carry_out(
         for reference, why in project.references.items():
             if reference.written.partition(".")[0] in named:
                 imports.refer(reference, why)
-        copies = Copies(project.sources, outputs, lowered.edits)
+        copies = SiblingFiles(project.sources, outputs, lowered.edits)
         copies.check_made(project.tree, project.changes)
         if single_file:
             check_single(copies, lowered.edits)
@@ -410,7 +410,7 @@ def _has_own_code(plan: Plan) -> bool:
     ) or any(not isinstance(sync.op, str) for state in plan.states.values() for sync in state.syncs)
 
 
-def slicing(states: Iterable[ModuleState], inferred: Iterable[Directive]) -> Directive | None:
+def slicing(states: Iterable[ModuleRequests], inferred: Iterable[Directive]) -> Directive | None:
     """What lets ranks hold slices of the values between layers, if anything does."""
     ops = {"scatter", "reduce_scatter", "all_to_all"}
     asked = (s.cause for state in states for s in state.syncs if s.op in ops)
@@ -441,7 +441,7 @@ def rewritten(
     return apply_edits(file.text, [*kept, *idle])
 
 
-def used_helpers(copies: Copies, outputs: OutputFiles) -> dict[str, set[str]]:
+def used_helpers(copies: SiblingFiles, outputs: OutputFiles) -> dict[str, set[str]]:
     """The names that the rewritten files use of each helper module."""
     used: dict[str, set[str]] = {}
     for file in copies.files.values():
@@ -451,7 +451,7 @@ def used_helpers(copies: Copies, outputs: OutputFiles) -> dict[str, set[str]]:
     return used
 
 
-def check_single(copies: Copies, edits: Mapping[str, Sequence[Edit]]) -> None:
+def check_single(copies: SiblingFiles, edits: Mapping[str, Sequence[Edit]]) -> None:
     """One file cannot hold what others define: their names may mean something else in it.
 
     Raises:

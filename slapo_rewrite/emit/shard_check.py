@@ -8,7 +8,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import is_torch
-from slapo_rewrite.changes.state import ModuleState, Shard
+from slapo_rewrite.changes.state import ModuleRequests, Shard
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.join import Sources, find_parameter_site
 from slapo_rewrite.model.tree import Node, Tree
@@ -18,7 +18,7 @@ def check_parts(
     emitted: Emitted,
     built: Tree,
     tree: Tree,
-    states: Mapping[str, ModuleState],
+    states: Mapping[str, ModuleRequests],
     sources: Sources,
 ) -> None:
     """What the schedule splits must be a part in the output.

@@ -31,7 +31,7 @@ from slapo_rewrite.model.tree import Node, Tree
 Target = tuple[str, str]
 
 
-class Copies:
+class SiblingFiles:
     """Which files are in the output, and what becomes of the imports between them.
 
     Args:

@@ -39,7 +39,7 @@ class Picked:
         return (head + self.body).lstrip("\n") + "\n"
 
 
-class Library:
+class Definitions:
     """A Python file whose top-level definitions can be taken out one by one.
 
     Args:

@@ -1,7 +1,7 @@
 """Computations that take the place of others: rules, and how what they say becomes source."""
 
 from slapo_rewrite.examples import Example, Refusal
-from slapo_rewrite.fusion.engine import Calling, Renamed, Spread
+from slapo_rewrite.fusion.engine import Calling, MultiSiteRewrite, Renamed
 from slapo_rewrite.fusion.horizontal_fusion import Packing
 from slapo_rewrite.fusion.lm_head import SHIFTS, Declined, head_of, labels_of, loss_of
 from slapo_rewrite.fusion.logits_free_loss import Fork, fork_of
@@ -10,9 +10,9 @@ from slapo_rewrite.fusion.rule import (
     BY_OPERATIONS,
     Alternative,
     Conditions,
-    Found,
     Numerics,
     Rule,
+    RuleMatch,
     Twice,
 )
 
@@ -26,13 +26,13 @@ __all__ = [
     "Declined",
     "Example",
     "Fork",
-    "Found",
+    "MultiSiteRewrite",
     "Numerics",
     "Packing",
     "Refusal",
     "Renamed",
     "Rule",
-    "Spread",
+    "RuleMatch",
     "Twice",
     "fork_of",
     "head_of",

@@ -14,7 +14,7 @@ from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.facts import dotted
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.lines import Lines, written
@@ -23,8 +23,8 @@ from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.fusion.method_users import Sharing
 from slapo_rewrite.fusion.replacements import Writing, replacements
-from slapo_rewrite.fusion.spelled_names import Speller
-from slapo_rewrite.lowering.specialize import settle
+from slapo_rewrite.fusion.spelled_names import Spelling
+from slapo_rewrite.lowering.specialize import specialize
 from slapo_rewrite.model.join import is_looked_up
 from slapo_rewrite.model.node_facts import method_of
 from slapo_rewrite.model.representatives import Representatives
@@ -119,7 +119,7 @@ class Renamed:
         return spell(self.origin) + self.arguments
 
 
-class Spread(Protocol):
+class MultiSiteRewrite(Protocol):
     """How an expression is written that changes more than one place."""
 
     @property
@@ -173,7 +173,7 @@ class Claim:
     moved: bool = False
     values: Mapping[str, Value] | None = None
     layer: str | None = None
-    spread: Spread | None = None
+    spread: MultiSiteRewrite | None = None
 
     def called(self) -> list[str]:
         """The paths of the modules that are called in the match."""
@@ -196,7 +196,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Left:
+class Skipped:
     """A match that is left as it is, and why.
 
     Attributes:
@@ -227,20 +227,20 @@ class Engine:
         self,
         tree: Tree,
         sources: Sources,
-        states: Mapping[str, ModuleState],
+        states: Mapping[str, ModuleRequests],
         cause: Directive,
         line_length: int,
     ) -> None:
         self.tree, self.sources, self.states = tree, sources, states
         self.cause, self.line_length = cause, line_length
         self.file: SourceFile = sources.main
-        self.speller = Speller(self.file, cause)
+        self.speller = Spelling(self.file, cause)
         self.sharing = Sharing(tree, sources)
         self._texts: dict[tuple[object, ...], str] = {}
 
     # Which claims can be carried out --------------------------------------------------------------
 
-    def sorted_out(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Left]]:
+    def sorted_out(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Skipped]]:
         """The claims that can be carried out, and the others with the reason.
 
         Of two that want the same text, the earlier is carried out.
@@ -248,7 +248,7 @@ class Engine:
         # By text: what it touches, and the claim of each module.
         taken: dict[int, tuple[set[int], dict[str, Claim]]] = {}
         kept: list[Claim] = []
-        left: list[Left] = []
+        left: list[Skipped] = []
         for group in _by_text(claims):
             stop = self._stop(group)
             if stop is not None:
@@ -265,35 +265,35 @@ class Engine:
                 other = next(others, None)
                 if other is not None:
                     reason = f"`{other.what}` takes its place already"
-                    left.append(Left(claim, reason, harmless=True))
+                    left.append(Skipped(claim, reason, harmless=True))
                     continue
                 here[path] = claim
                 kept.append(claim)
         return kept, left
 
-    def _stop(self, group: list[Claim]) -> Left | None:
+    def _stop(self, group: list[Claim]) -> Skipped | None:
         """Why a text cannot be changed for those modules that claim it."""
         first = group[0]
         match = first.match
         if match.file is not self.file:
             where = f"it stands in {match.file.path.name}, which is not rewritten"
-            return Left(first, where, harmless=True)
+            return Skipped(first, where, harmless=True)
         for claim in group:
             if is_looked_up(self.sources, claim.node):
                 where = f"`{claim.node.path}` is made by what knows the original's class alone"
-                return Left(claim, where, "write its construction out", harmless=True)
+                return Skipped(claim, where, "write its construction out", harmless=True)
         if not match.replaced.whole:
-            return Left(first, "a statement computes part of it among other things")
+            return Skipped(first, "a statement computes part of it among other things")
         if (reason := _misuse(first)) is not None:
-            return Left(first, reason)
+            return Skipped(first, reason)
         for claim in group:
             for path in (*claim.called(), *claim.idle()):
                 tied = self._tied_to_sharded(path) if path in claim.idle() else None
                 if tied is not None:
-                    return Left(claim, f"{tied}, and it reads that whole", "leave it whole")
+                    return Skipped(claim, f"{tied}, and it reads that whole", "leave it whole")
                 if (state := self._scheduled(path)) is not None:
                     line = _first_line(state)
-                    return Left(
+                    return Skipped(
                         claim,
                         f"`{path}`, which it calls, is scheduled before{line}",
                         "fuse first, then schedule what is left",
@@ -301,11 +301,11 @@ class Engine:
         function = self.sharing.function_of(match.replaced.node)
         if self.sharing.owner_of(function) is None:
             if first.constructor is not None:
-                return Left(first, f"`{function.name}` is no method, so it sees no module")
+                return Skipped(first, f"`{function.name}` is no method, so it sees no module")
             claimed = {claim.node.path for claim in group}
             other = next((n for n in self.sharing.sharers(function) if n.path not in claimed), None)
             if other is not None:
-                return Left(
+                return Skipped(
                     first,
                     f"`{other.path or 'the model'}` calls `{function.name}` too, and would not "
                     "have it so",
@@ -313,7 +313,7 @@ class Engine:
                 )
         return None
 
-    def _scheduled(self, path: str) -> ModuleState | None:
+    def _scheduled(self, path: str) -> ModuleRequests | None:
         """What was asked of a module or below it, annotations apart."""
         for asked, state in self.states.items():
             if (asked == path or asked.startswith(f"{path}.")) and not state.is_plain():
@@ -331,7 +331,7 @@ class Engine:
                         return f"`{name}` is sharded{_first_line(state)}"
         return None
 
-    def refused(self, left: Left) -> errors.RewriteError:
+    def refused(self, left: Skipped) -> errors.RewriteError:
         """The error for a match that cannot be replaced."""
         at = [self.cause.at] if self.cause.at else []
         return errors.NoMatch(
@@ -376,7 +376,7 @@ class Engine:
         groups = [g for g in _by_text(claims) if not all(_is_below(c, absorbed) for c in g)]
         live = [claim for group in groups for claim in group]
         if len(live) < len(claims):
-            self.speller = Speller(self.file, self.cause)
+            self.speller = Spelling(self.file, self.cause)
             self._texts.clear()
             edits, absorbed = self._carried_out(live)
         multiplied = tuple(dict.fromkeys(path for c in live for path in c.multiplied()))
@@ -430,7 +430,7 @@ class Engine:
                     place = AtNode("text", statement.lineno, statement.col_offset)
                     files.main.changes.add(path, place, change, (self.cause,))
                 self._construct(claims.get(path, ()), files.main.changes)
-            settled = settle(self.tree, files, self.line_length)
+            settled = specialize(self.tree, files, self.line_length)
         self.speller.take(files.main.imports)
         edits = written(self.file, functions, self.line_length) + settled.pop(self.file.name)
         if any(settled.values()):
@@ -602,7 +602,7 @@ def _by_text(claims: Sequence[Claim]) -> list[list[Claim]]:
     return list(groups.values())
 
 
-def _first_line(state: ModuleState) -> str:
+def _first_line(state: ModuleRequests) -> str:
     causes = [c.at for c in state.causes() if c.at]
     return f" by line {causes[0].line}" if causes else ""
 

@@ -16,9 +16,9 @@ from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.model.node_facts import NodeFacts
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.patterns.code_sinking import Drawn, drawn
+from slapo_rewrite.patterns.code_sinking import Sunk, drawn
 from slapo_rewrite.patterns.graph_of_function import graph_of
-from slapo_rewrite.patterns.matching import Spot, Stop
+from slapo_rewrite.patterns.matching import Mismatch, Note
 from slapo_rewrite.patterns.pattern import Pattern
 from slapo_rewrite.patterns.search import Match, Matches, Miss, Scope, find_pattern
 
@@ -26,7 +26,7 @@ _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
-class Given:
+class ConcreteArgs:
     """Arguments of `forward` that are taken as constants while looking for a computation.
 
     Attributes:
@@ -41,10 +41,10 @@ class Given:
         return tuple(sorted((name, repr(value)) for name, value in self.values.items()))
 
 
-NOTHING = Given({})
+NOTHING = ConcreteArgs({})
 
 
-def given_for(values: object, nodes: Iterable[Node], at: errors.Span | None) -> Given:
+def given_for(values: object, nodes: Iterable[Node], at: errors.Span | None) -> ConcreteArgs:
     """The `concrete_args` of a line of the schedule.
 
     Raises:
@@ -69,7 +69,7 @@ def given_for(values: object, nodes: Iterable[Node], at: errors.Span | None) -> 
                 at=at,
                 hint=errors.did_you_mean(str(name), known) or f"they take {', '.join(known)}",
             )
-    return Given(dict(values))
+    return ConcreteArgs(dict(values))
 
 
 def find(
@@ -77,7 +77,7 @@ def find(
     scopes: Sequence[Scope],
     nodes: Mapping[str, Node],
     sources: Sources,
-    given: Given,
+    given: ConcreteArgs,
 ) -> Matches:
     """Every place in some functions where a pattern stands, also around branches of a known way.
 
@@ -113,7 +113,7 @@ def find(
     return Matches(tuple(every), tuple(m for m in near if m.path not in more), found.first)
 
 
-def _takes(scope: Scope, given: Given) -> bool:
+def _takes(scope: Scope, given: ConcreteArgs) -> bool:
     """Whether a function is a `forward` with one of the arguments."""
     function = scope.graph.function
     if not given.values or scope.function != "forward" or function is None:
@@ -121,7 +121,7 @@ def _takes(scope: Scope, given: Given) -> bool:
     return any(name in given.values for name in parameters(function))
 
 
-def _followed(scope: Scope, node: Node, sources: Sources, given: Given) -> Scope:
+def _followed(scope: Scope, node: Node, sources: Sources, given: ConcreteArgs) -> Scope:
     """A method, but of a branch whose way is known nothing but that way."""
     values = given.values if _takes(scope, given) else {}
     key = (sources.fingerprints.of(node), scope.function, given.key if values else ())
@@ -140,8 +140,8 @@ def _owner(scope: Scope) -> str | None:
 
 
 def _opened(
-    match: Match, pattern: Pattern, scope: Scope, node: Node, sources: Sources, given: Given
-) -> Match | Stop | None:
+    match: Match, pattern: Pattern, scope: Scope, node: Node, sources: Sources, given: ConcreteArgs
+) -> Match | Mismatch | None:
     """A match around a branch with what its arms have to take in.
 
     Returns:
@@ -149,20 +149,20 @@ def _opened(
     """
     file, function = scope.graph.file, scope.graph.function
     assert function is not None
-    stop: Stop | None = None
+    stop: Mismatch | None = None
     for branch in _followed(scope, node, sources, given).graph.decided:
         way = drawn(file, function, branch, match.statements)
-        if isinstance(way, Drawn) and _is_found(way, pattern, scope, node, sources):
+        if isinstance(way, Sunk) and _is_found(way, pattern, scope, node, sources):
             return replace(match, drawn=way)
         if isinstance(way, str) and stop is None:
             reason = f"a branch lies between that cannot take in what is around it: {way}"
-            result = Spot(file, match.root.site.node, "the result")
-            spots = (Spot(file, branch, "this branch"), result)
-            stop = Stop(reason, spots, matched=pattern.size, complete=True, between=True)
+            result = Note(file, match.root.site.node, "the result")
+            spots = (Note(file, branch, "this branch"), result)
+            stop = Mismatch(reason, spots, matched=pattern.size, complete=True, between=True)
     return stop
 
 
-def _is_found(way: Drawn, pattern: Pattern, scope: Scope, node: Node, sources: Sources) -> bool:
+def _is_found(way: Sunk, pattern: Pattern, scope: Scope, node: Node, sources: Sources) -> bool:
     """Whether a pattern is found in more places once a branch has taken in what is around it."""
     edits = [Edit(*edit, (), "") for edit in way.edits()]
     file = way.file.edited(apply_edits(way.file.text, edits)[0])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.text import accessor
-from slapo_rewrite.fusion.rule import Found
+from slapo_rewrite.fusion.rule import RuleMatch
 from slapo_rewrite.patterns.value_graph import Value, described
 
 LINEAR = ("torch.nn.modules.linear", "Linear")
@@ -47,7 +47,7 @@ class Head:
     around: tuple[str, ...] = ()
     upcast: bool = False
 
-    def is_size(self, size: Value, found: Found) -> bool:
+    def is_size(self, size: Value, found: RuleMatch) -> bool:
         """Whether a number is how many classes it has, whatever the inputs."""
         return _is_size(size, found.attribute(self.path).out_features, found, self.call)
 
@@ -74,7 +74,7 @@ class _Way:
     upcast: bool = False
 
 
-def head_of(found: Found, logits: Value, *, rows: bool) -> Head:
+def head_of(found: RuleMatch, logits: Value, *, rows: bool) -> Head:
     """The head that a loss's logits come from.
 
     Args:
@@ -156,7 +156,7 @@ def _row_size(shape: Value) -> Value | int | None:
     return None
 
 
-def _is_size(size: Value | int, classes: int, found: Found, call: Value) -> bool:
+def _is_size(size: Value | int, classes: int, found: RuleMatch, call: Value) -> bool:
     """Whether a size is the number of classes, whatever the inputs."""
     if isinstance(size, int):
         return size == classes
@@ -293,7 +293,7 @@ def _within(value: Value) -> Declined:
     return Declined(f"{described(value)} is computed in the module that calls the output layer")
 
 
-def loss_of(found: Found) -> str:
+def loss_of(found: RuleMatch) -> str:
     """The dotted name of the function that a model of transformers computes its loss by."""
     loss = found.attribute("loss_function")
     return f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', loss)}"

@@ -14,7 +14,7 @@ from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.layout import at_column
 from slapo_rewrite.code.text import accessor, within
 from slapo_rewrite.fusion.lm_head import Declined, Head, Labels, depending, written
-from slapo_rewrite.fusion.rule import Found
+from slapo_rewrite.fusion.rule import RuleMatch
 from slapo_rewrite.patterns.canonical_ops import by_module
 from slapo_rewrite.patterns.value_graph import Graph, Use, Value, described
 
@@ -211,7 +211,7 @@ class _Writer:
         return ReplaceStatement(statement, self.what, spliced=((start, end, text),))
 
 
-def fork_of(found: Found, head: Head, loss: Value, labels: Labels) -> Fork:
+def fork_of(found: RuleMatch, head: Head, loss: Value, labels: Labels) -> Fork:
     """Where the ways part.
 
     Raises:
@@ -222,7 +222,7 @@ def fork_of(found: Found, head: Head, loss: Value, labels: Labels) -> Fork:
 
 
 class _Forking:
-    def __init__(self, found: Found, head: Head, loss: Value, labels: Labels) -> None:
+    def __init__(self, found: RuleMatch, head: Head, loss: Value, labels: Labels) -> None:
         self.found, self.head, self.loss, self.labels = found, head, loss, labels
         graph = self.graph = found.graph
         assert graph.function is not None

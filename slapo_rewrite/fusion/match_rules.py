@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.fusion.engine import Calling, Claim, Left, Renamed
-from slapo_rewrite.fusion.known_branches import NOTHING, Given, find
-from slapo_rewrite.fusion.rule import Alternative, Found, Rule
+from slapo_rewrite.fusion.engine import Calling, Claim, Renamed, Skipped
+from slapo_rewrite.fusion.known_branches import NOTHING, ConcreteArgs, find
+from slapo_rewrite.fusion.rule import Alternative, Rule, RuleMatch
 from slapo_rewrite.fusion.template import template_of
 from slapo_rewrite.model.node_facts import NodeFacts
 from slapo_rewrite.model.pattern_classes import as_module, facts_of_pattern
@@ -62,7 +62,7 @@ class Looked:
     """
 
     claims: list[Claim] = field(default_factory=list)
-    left: list[Left] = field(default_factory=list)
+    left: list[Skipped] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     lacking: frozenset[str] = frozenset()
 
@@ -88,7 +88,9 @@ def below(nodes: Iterable[Node]) -> list[Node]:
     return list({inner.path: inner for node in nodes for inner in node.walk()}.values())
 
 
-def look(rule: Rule, nodes: Iterable[Node], sources: Sources, given: Given = NOTHING) -> Looked:
+def look(
+    rule: Rule, nodes: Iterable[Node], sources: Sources, given: ConcreteArgs = NOTHING
+) -> Looked:
     """Where a rule may be applied."""
     looked = Looked()
     known: dict[int, list[tuple[Match, Alternative]]] = {}
@@ -98,12 +100,12 @@ def look(rule: Rule, nodes: Iterable[Node], sources: Sources, given: Given = NOT
             known[number] = list(_matches(rule, node, sources, looked, given))
         for match, alternative in known[number]:
             here = match if match.path == node.path else replace(match, path=node.path)
-            _take(rule, Found(here, node, alternative, sources), looked)
+            _take(rule, RuleMatch(here, node, alternative, sources), looked)
     return looked
 
 
 def nearest_miss(
-    rule: Rule, nodes: Sequence[Node], sources: Sources, given: Given = NOTHING
+    rule: Rule, nodes: Sequence[Node], sources: Sources, given: ConcreteArgs = NOTHING
 ) -> Miss | None:
     """What comes nearest to a rule that matches nothing, wherever that is."""
     scopes, by_path = _editable(nodes, sources), {node.path: node for node in nodes}
@@ -116,7 +118,7 @@ def _editable(nodes: Iterable[Node], sources: Sources) -> list[Scope]:
 
 
 def _matches(
-    rule: Rule, node: Node, sources: Sources, looked: Looked, given: Given
+    rule: Rule, node: Node, sources: Sources, looked: Looked, given: ConcreteArgs
 ) -> Iterator[tuple[Match, Alternative]]:
     """What the alternatives of a rule find in a module, each place once."""
     scopes = _editable([node], sources)
@@ -139,7 +141,7 @@ def _find(
     node: Node,
     sources: Sources,
     looked: Looked,
-    given: Given,
+    given: ConcreteArgs,
 ) -> Matches:
     """Looks for a pattern in those functions of a module that carry out all that it needs."""
     assert isinstance(alternative.pattern, types.FunctionType)
@@ -150,11 +152,11 @@ def _find(
     return find(pattern, looked.able(able, pattern.needs), {node.path: node}, sources, given)
 
 
-def _take(rule: Rule, found: Found, looked: Looked) -> None:
+def _take(rule: Rule, found: RuleMatch, looked: Looked) -> None:
     reason = rule.refuses(found)
     if reason is not None:
         nothing = Calling(rule.name, rule.name, ())
-        looked.left.append(Left(Claim(found.match, found.node, nothing, {}, rule.name), reason))
+        looked.left.append(Skipped(Claim(found.match, found.node, nothing, {}, rule.name), reason))
         return
     expression = rule.expression(found) or read(rule.replacement(found))
     claim = Claim(

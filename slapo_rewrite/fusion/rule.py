@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from slapo_rewrite.code.facts import dotted
 from slapo_rewrite.examples import Example, Refusal
-from slapo_rewrite.fusion.engine import Calling, Renamed, Spread
+from slapo_rewrite.fusion.engine import Calling, MultiSiteRewrite, Renamed
 from slapo_rewrite.model.layers import MULTIPLIED, qualified
 from slapo_rewrite.model.node_facts import method_of
 from slapo_rewrite.model.sources import Sources
@@ -83,7 +83,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Found:
+class RuleMatch:
     """A match of a rule, and the live module that it is in.
 
     Attributes:
@@ -258,31 +258,31 @@ class Rule:
     examples: ClassVar[tuple[Example, ...]] = ()
     refusals: ClassVar[tuple[Refusal, ...]] = ()
 
-    def refuses(self, found: Found) -> str | None:
+    def refuses(self, found: RuleMatch) -> str | None:
         """Why a match is left alone, in words; None where the rule takes it."""
         return None
 
-    def replacement(self, found: Found) -> Callable[..., Any]:
+    def replacement(self, found: RuleMatch) -> Callable[..., Any]:
         """The function whose expression is written."""
         assert found.alternative.replacement is not None, f"{self.name} has no `expression`"
         return found.alternative.replacement
 
-    def expression(self, found: Found) -> Calling | Renamed | None:
+    def expression(self, found: RuleMatch) -> Calling | Renamed | None:
         """A call whose arguments depend on the match; None where `replacement` says it all."""
         return None
 
-    def operands(self, found: Found) -> Mapping[str, str]:
+    def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """The text of each parameter of the replacement, by name."""
         return found.operands
 
-    def biased(self, found: Found) -> str | None:
-        """The linear layer before the match whose bias the replacement adds (`Found.layer`).
+    def biased(self, found: RuleMatch) -> str | None:
+        """The linear layer before the match whose bias the replacement adds (`RuleMatch.layer`).
 
         Where the layer is called, the product alone is written then.
         """
         return None
 
-    def spread(self, found: Found) -> Spread | None:
+    def spread(self, found: RuleMatch) -> MultiSiteRewrite | None:
         """How it is written where one place is not enough."""
         return None
 

@@ -11,7 +11,7 @@ RUNTIME = "slapo_rewrite.runtime."
 SCHEDULE, MODULES = "schedule_file", "modules"
 
 
-class Speller:
+class Spelling:
     """Gives the text for dotted names, and notes what has to be imported for them.
 
     Attributes:

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import Function
-from slapo_rewrite.changes.state import EMPTY, ModuleState, Sync
+from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Sync
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.layers import Layer, split_of
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding import CannotFollow, MissingCollective
 
-States = dict[str, ModuleState]
+States = dict[str, ModuleRequests]
 
 
 class Inference:
@@ -31,7 +31,7 @@ class Inference:
         states: What was asked of each module path.
     """
 
-    def __init__(self, tree: Tree, states: Mapping[str, ModuleState]) -> None:
+    def __init__(self, tree: Tree, states: Mapping[str, ModuleRequests]) -> None:
         self.tree = tree
         self.causes = {p: s.infer_sync.cause for p, s in states.items() if s.infer_sync}
 
@@ -124,7 +124,7 @@ class Inference:
             found[above] = self._with(states.get(above, EMPTY), replace(remedy, path=above))
         return found
 
-    def passes_on(self, path: str, state: ModuleState) -> bool:
+    def passes_on(self, path: str, state: ModuleRequests) -> bool:
         """Whether what a layer gives may go into a loss as the parts that it is.
 
         Whoever states that its gradient is added up, and no gather, wants the parts passed on; of a
@@ -141,7 +141,7 @@ class Inference:
             return split.has_input_gradient
         return (remedy.operation == "all_gather") == (split.output == "partition")
 
-    def _with(self, state: ModuleState, remedy: MissingCollective) -> ModuleState:
+    def _with(self, state: ModuleRequests, remedy: MissingCollective) -> ModuleRequests:
         cause = self._cause(remedy.path)
         assert cause is not None
         directive = replace(

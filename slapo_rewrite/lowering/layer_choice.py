@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import ModuleState, Shard, Sync
+from slapo_rewrite.changes.state import ModuleRequests, Shard, Sync
 from slapo_rewrite.model.layers import Layer, Split, splits_of
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.tensor_parallel import ReduceScatter, sum_later
 from slapo_rewrite.sharding import SPOKEN
 
 
-def choose_layer(node: Node, state: ModuleState) -> Layer:
+def choose_layer(node: Node, state: ModuleRequests) -> Layer:
     """The layer that takes the place of a sharded torch layer, with the collectives at its border.
 
     Raises:
@@ -51,12 +51,12 @@ def choose_layer(node: Node, state: ModuleState) -> Layer:
     return Layer(split.module, split.name, tuple(keywords.items()), split.arguments)
 
 
-def done_inside(node: Node, state: ModuleState) -> list[Sync]:
+def done_inside(node: Node, state: ModuleRequests) -> list[Sync]:
     """The collectives that a sharded layer carries out by itself."""
     return _done_inside(_split(node, state), state)
 
 
-def _done_inside(split: Split, state: ModuleState) -> list[Sync]:
+def _done_inside(split: Split, state: ModuleRequests) -> list[Sync]:
     done = [s for s in _collectives(state) if s.mode == "bwd_post" and s.of is None][:1]
     after = [s for s in _collectives(state) if s.mode == "fwd_post"][:1]
     if split.output == "partial sum":
@@ -70,11 +70,11 @@ def _done_inside(split: Split, state: ModuleState) -> list[Sync]:
     return done + after
 
 
-def _collectives(state: ModuleState) -> list[Sync]:
+def _collectives(state: ModuleRequests) -> list[Sync]:
     return [sync for sync in state.syncs if isinstance(sync.op, str)]
 
 
-def _split(node: Node, state: ModuleState) -> Split:
+def _split(node: Node, state: ModuleRequests) -> Split:
     """How the shards split the layer, all of them together."""
     possible = splits_of(node.live) or {}
     chosen: dict[Split, Shard] = {}
@@ -116,7 +116,7 @@ def _split(node: Node, state: ModuleState) -> Split:
     return split
 
 
-def check_sync(node: Node, split: Split, sync: Sync, state: ModuleState) -> None:
+def check_sync(node: Node, split: Split, sync: Sync, state: ModuleRequests) -> None:
     """Refuses a collective that does not fit what a split layer takes in or gives out.
 
     Raises:

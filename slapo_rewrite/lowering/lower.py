@@ -24,7 +24,7 @@ from slapo_rewrite.changes.pretrained import keep_all_treatments
 from slapo_rewrite.changes.reduced_gradients import place_gradients
 from slapo_rewrite.changes.regions import ForkRegion
 from slapo_rewrite.changes.sizes import place_full_sizes, place_sizes, place_statistic
-from slapo_rewrite.changes.state import ModuleState, Sync
+from slapo_rewrite.changes.state import ModuleRequests, Sync
 from slapo_rewrite.changes.vocab_parallel_loss import place_loss
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import Edit
@@ -32,7 +32,7 @@ from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.lowering.inferred_syncs import Inference, named
 from slapo_rewrite.lowering.layer_choice import choose_layer, done_inside
-from slapo_rewrite.lowering.specialize import settle
+from slapo_rewrite.lowering.specialize import specialize
 from slapo_rewrite.lowering.tied_parameters import annotate_ties, follow_ties
 from slapo_rewrite.model.join import Sources, find_parameter_site
 from slapo_rewrite.model.layers import Layer, base_of, is_grouped
@@ -76,7 +76,7 @@ class Lowered:
 
 def lower(
     tree: Tree,
-    states: Mapping[str, ModuleState],
+    states: Mapping[str, ModuleRequests],
     number: int,
     before: tuple[Directive, ...],
     sources: Sources,
@@ -109,7 +109,7 @@ class _Lowering:
     def __init__(
         self,
         tree: Tree,
-        states: dict[str, ModuleState],
+        states: dict[str, ModuleRequests],
         number: int,
         before: tuple[Directive, ...],
         sources: Sources,
@@ -169,7 +169,7 @@ class _Lowering:
             for way, place in followed.unfollowed:
                 where = f"{self.files.at(place).file.display}:{place.line}: " if place else ""
                 self.warnings.append(f"{where}not followed: {way}")
-            edits = settle(self.tree, self.files, self.line_length)
+            edits = specialize(self.tree, self.files, self.line_length)
         return Lowered(self.files, edits, inferred, self.warnings)
 
     def _place(self, asked: ShardingRequest, followed: ShardingResult) -> None:
@@ -262,7 +262,7 @@ class _Lowering:
                 )
         return layers, parameters
 
-    def _makes(self, node: Node, state: ModuleState) -> bool:
+    def _makes(self, node: Node, state: ModuleRequests) -> bool:
         """Whether the classes of a module make what is split of it, and not torch's own layer."""
         try:
             sites = [find_parameter_site(self.sources, node, s.name) for s in state.shards]
@@ -323,7 +323,7 @@ class _Lowering:
         refused: CannotFollow | None = None
         records: Records = {}
         for states in self.inference.starts(self.states, self._asked().layers):
-            repaired: dict[str, ModuleState] | None = states
+            repaired: dict[str, ModuleRequests] | None = states
             while repaired is not None:
                 self.states = repaired
                 asked = self._asked()
@@ -424,7 +424,7 @@ class _Lowering:
         return None
 
 
-def _check_called(path: str, state: ModuleState) -> None:
+def _check_called(path: str, state: ModuleRequests) -> None:
     """What happens when a module is called cannot be asked of one that is not."""
     asked = [s.cause for s in (*state.syncs, state.decompose) if s]
     asked += [cause for change, cause in state.asks(Requested) if change.is_called]

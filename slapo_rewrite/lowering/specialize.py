@@ -21,13 +21,13 @@ from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.places import AtParameter, AtSite, BeforeBases, Place
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.directive import merged_causes
-from slapo_rewrite.lowering.subclass_choice import Variants
+from slapo_rewrite.lowering.subclass_choice import SubclassChoice
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node, Tree
 
 
-def settle(tree: Tree, files: OutputFiles, line_length: int) -> dict[str, list[Edit]]:
+def specialize(tree: Tree, files: OutputFiles, line_length: int) -> dict[str, list[Edit]]:
     """The edits of each file that carry out the collected changes, by the name of its module.
 
     A class comes before those that make its instances, since what an instance is made of may have
@@ -42,7 +42,9 @@ def settle(tree: Tree, files: OutputFiles, line_length: int) -> dict[str, list[E
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
     edits: dict[str, list[Edit]] = {}
-    settling = {output.file.name: _Settling(tree, output, files, line_length) for output in files}
+    settling = {
+        output.file.name: _Specializing(tree, output, files, line_length) for output in files
+    }
     for cls, nodes in _lowest_first(tree):
         home = files.of(cls)
         for name in sorted(settling, key=lambda n: home is None or n != home.file.name):
@@ -68,7 +70,7 @@ def _lowest_first(tree: Tree) -> list[tuple[type, list[Node]]]:
     return [(cls, by_class[cls]) for cls in sorted(by_class, key=lambda c: height_of[c])]
 
 
-class _Settling:
+class _Specializing:
     """The edits of one file."""
 
     def __init__(
@@ -77,7 +79,7 @@ class _Settling:
         self.tree, self.file = tree, output.file
         self.changes, self.classes = output.changes, output.classes
         self.writer = ClassWriter(output.classes, output.imports, line_length)
-        self.variants = Variants(output.changes, self.writer, output.imports, files)
+        self.variants = SubclassChoice(output.changes, self.writer, output.imports, files)
 
     def of_class(self, cls: type, nodes: list[Node]) -> list[Edit]:
         """What changes in a class, or in what it has of a class of this file."""

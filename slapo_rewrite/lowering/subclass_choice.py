@@ -41,7 +41,7 @@ class _Wrapper:
     why: str = ""
 
 
-class Variants:
+class SubclassChoice:
     """Names the subclasses, and has the places that make the instances pick them.
 
     Args:

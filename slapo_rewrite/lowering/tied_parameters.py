@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.parameter_attributes import Annotate
-from slapo_rewrite.changes.state import EMPTY, ModuleState, Shard, Sync
+from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Shard, Sync
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.layers import splits_of
 from slapo_rewrite.model.tree import Node, Tree
 
 
-def follow_ties(tree: Tree, states: dict[str, ModuleState]) -> None:
+def follow_ties(tree: Tree, states: dict[str, ModuleRequests]) -> None:
     """Shards what is tied to a sharded parameter the same way.
 
     A module that is split because of a tie keeps its meaning for whoever calls it: what it gives
@@ -48,7 +48,7 @@ def follow_ties(tree: Tree, states: dict[str, ModuleState]) -> None:
                     changed = True
 
 
-def annotate_ties(tree: Tree, states: dict[str, ModuleState]) -> None:
+def annotate_ties(tree: Tree, states: dict[str, ModuleRequests]) -> None:
     """Annotates all names of a tied parameter: which of them stays is decided when it is tied.
 
     Raises:
@@ -81,11 +81,11 @@ def annotate_ties(tree: Tree, states: dict[str, ModuleState]) -> None:
                 states[path] = state
 
 
-def _shards(states: Mapping[str, ModuleState], node: Node) -> tuple[Shard, ...]:
+def _shards(states: Mapping[str, ModuleRequests], node: Node) -> tuple[Shard, ...]:
     return states.get(node.path, EMPTY).shards
 
 
-def _tied(node: Node, state: ModuleState, name: str, shard: Shard) -> ModuleState:
+def _tied(node: Node, state: ModuleRequests, name: str, shard: Shard) -> ModuleRequests:
     splits = splits_of(node.live)
     added = [replace(shard, name=name)]
     if splits is None or (name, shard.axis) not in splits:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from slapo_rewrite.code.evaluate import (
     UNKNOWN,
     Constant,
-    Something,
+    Unknown,
     Worth,
     is_plain,
     operated,
@@ -42,12 +42,12 @@ def _worth(value: Value, facts: Facts, given: Mapping[str, object]) -> Worth:
             return Constant(value.literal)
         case "parameter" if value.literal in given and value.inside is None:
             found = given[str(value.literal)]
-            return Constant(found) if is_plain(found) else Something(True)
+            return Constant(found) if is_plain(found) else Unknown(True)
         case "attribute":
             fact = facts.look(str(value.literal))
             if isinstance(fact, Constant):
                 return fact
-            return Something(isinstance(fact, Submodule | Tensor | Function))
+            return Unknown(isinstance(fact, Submodule | Tensor | Function))
         case "not":
             way = decided(parts[0], facts, given)
             return UNKNOWN if way is None else Constant(not way)

@@ -17,7 +17,7 @@ _OTHERS = 2
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Sunk:
     """Statements around a branch that are to stand in its arms.
 
     Attributes:
@@ -91,7 +91,7 @@ class Drawn:
 
 def drawn(
     file: SourceFile, function: ast.FunctionDef, branch: ast.If, wanted: Iterable[ast.stmt]
-) -> Drawn | str | None:
+) -> Sunk | str | None:
     """The statements that have to stand in the arms of a branch, for some to stand in one.
 
     Args:
@@ -126,7 +126,7 @@ def drawn(
         return "a statement around it shares its line with another"
     if (lost := _lost(file, branch.test, before)) is not None:
         return f"its condition reads `{lost}`, which is not the same further up"
-    return Drawn(file, branch, before, after)
+    return Sunk(file, branch, before, after)
 
 
 def way_hint(node: ast.AST, function: ast.FunctionDef | None) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from slapo_rewrite.patterns.code_sinking import way_hint
-from slapo_rewrite.patterns.matching import Pairing, Spot, Stop
+from slapo_rewrite.patterns.matching import Bindings, Mismatch, Note
 from slapo_rewrite.patterns.pattern import Pattern
 from slapo_rewrite.patterns.replacement import Place, Standing
 from slapo_rewrite.patterns.value_graph import Arm, Graph, Use, Value, described, region
@@ -21,7 +21,7 @@ class Judge(Standing):
         self,
         pattern: Pattern,
         graph: Graph,
-        pairing: Pairing,
+        pairing: Bindings,
         results: Sequence[Value],
         place: Place,
     ) -> None:
@@ -35,7 +35,7 @@ class Judge(Standing):
         moments = [*(value.order for value in self.moved), place.moment]
         self.start, self.end = min(moments), max(moments)
 
-    def stop(self) -> Stop | None:
+    def stop(self) -> Mismatch | None:
         """Why the match cannot be one call at the place of its result; None where it can."""
         checks = (
             self._hidden,
@@ -54,16 +54,16 @@ class Judge(Standing):
         )
         return next((stop for check in checks if (stop := check()) is not None), None)
 
-    def _stop(self, reason: str, *spots: Spot, wanted: Value | None = None) -> Stop:
+    def _stop(self, reason: str, *spots: Note, wanted: Value | None = None) -> Mismatch:
         node = self._wanted_of(spots[0].node) if wanted is None else wanted
-        where = Spot(node.file, node.node, described(node)) if node is not None else None
-        return Stop(reason, spots, where, None, self.pattern.size, complete=True)
+        where = Note(node.file, node.node, described(node)) if node is not None else None
+        return Mismatch(reason, spots, where, None, self.pattern.size, complete=True)
 
     def _wanted_of(self, node: ast.AST) -> Value | None:
         held = self.pairing.held.items()
         return next((w for w, v in held if v.node is node and not w.is_leaf), None)
 
-    def _hidden(self) -> Stop | None:
+    def _hidden(self) -> Mismatch | None:
         for wanted, value in self.pairing.held.items():
             if wanted.operation == "parameter" and value.inside and not _is_readable(value):
                 return self._stop(
@@ -81,7 +81,7 @@ class Judge(Standing):
                 )
         return None
 
-    def _within(self) -> Stop | None:
+    def _within(self) -> Mismatch | None:
         """All of it in the call of one module that holds state: it is that module's own."""
         site = self.place.value.site
         if not site.stateful or any(v.site is not site for v in self.nodes):
@@ -93,7 +93,7 @@ class Judge(Standing):
         )
         return replace(stop, hint="look for it in that module")
 
-    def _idle(self) -> Stop | None:
+    def _idle(self) -> Mismatch | None:
         """One of several results that nobody else reads."""
         if len(self.results) == 1:
             return None
@@ -107,7 +107,7 @@ class Judge(Standing):
                 return replace(stop, hint="leave it out of what the pattern returns")
         return None
 
-    def _nameless(self) -> Stop | None:
+    def _nameless(self) -> Mismatch | None:
         """Results that no names can be found for."""
         names = [target.name for target in self.targets if target.name != "_"]
         for target in self.targets:
@@ -118,7 +118,7 @@ class Judge(Standing):
                 )
         return None
 
-    def _used_elsewhere(self) -> Stop | None:
+    def _used_elsewhere(self) -> Mismatch | None:
         ours = {id(node) for node in self.nodes}
         for value in self.inner:
             for use in value.uses if value.inside is None else ():
@@ -140,10 +140,10 @@ class Judge(Standing):
                     )
         return None
 
-    def _used(self, use: Use) -> Spot:
-        return Spot(self.graph.file, use.node, f"{use.why} here" if use.why else "used here")
+    def _used(self, use: Use) -> Note:
+        return Note(self.graph.file, use.node, f"{use.why} here" if use.why else "used here")
 
-    def _branched(self) -> Stop | None:
+    def _branched(self) -> Mismatch | None:
         around = self.place.value.site.regions
         for wanted, value in self.pairing.held.items():
             if wanted.is_leaf:
@@ -156,7 +156,7 @@ class Judge(Standing):
                 stop = self._stop(
                     f"{region(arm[0])} lies between",
                     _spot(value, "computed here"),
-                    Spot(self.graph.file, arm[0], "this lies between"),
+                    Note(self.graph.file, arm[0], "this lies between"),
                     wanted=wanted,
                 )
                 return replace(stop, hint=way_hint(arm[0], self.graph.function))
@@ -167,7 +167,7 @@ class Judge(Standing):
         arms = {id(ours): theirs for ours, theirs in self.pairing.arms}
         return tuple((arms[id(node)], arm) for node, arm in wanted.regions if id(node) in arms)
 
-    def _written(self) -> Stop | None:
+    def _written(self) -> Mismatch | None:
         """Memory written between the first operation and the last."""
         values = [*self.pairing.held.values(), *self.nodes]
         own = {id(node.node) for node in self.nodes}
@@ -180,14 +180,14 @@ class Judge(Standing):
                     continue
                 return self._stop(
                     "a value is overwritten that may be read by others",
-                    Spot(self.graph.file, mutation.node, "overwritten here"),
+                    Note(self.graph.file, mutation.node, "overwritten here"),
                     _spot(target, "made here"),
                 )
             touched = next((v for v in values if v.bases & mutation.target.bases), None)
             if touched is not None:
                 return self._stop(
                     "a value is overwritten in between",
-                    Spot(self.graph.file, mutation.node, "overwritten here"),
+                    Note(self.graph.file, mutation.node, "overwritten here"),
                     _spot(touched, "the value"),
                     wanted=self.pattern.roots[0],
                 )
@@ -200,7 +200,7 @@ class Judge(Standing):
             use.by is not None and use.by.node is node for use in value.uses
         )
 
-    def _random(self) -> Stop | None:
+    def _random(self) -> Mismatch | None:
         held = self.pairing.held
         wanted = sorted((w for w in held if held[w].random), key=lambda w: w.order)
         for one, other in itertools.pairwise(wanted):
@@ -219,7 +219,7 @@ class Judge(Standing):
             if first < way.order < last:
                 return self._stop(
                     "random numbers would be drawn on one way only",
-                    Spot(self.graph.file, way.node, "a way out in between"),
+                    Note(self.graph.file, way.node, "a way out in between"),
                     _spot(drawn[0], "after this"),
                     wanted=self.pattern.roots[0],
                 )
@@ -233,19 +233,19 @@ class Judge(Standing):
                 )
         return None
 
-    def _rebound(self) -> Stop | None:
+    def _rebound(self) -> Mismatch | None:
         for wanted, value in self.pairing.held.items():
             lost = self._lost(value) if wanted.operation == "parameter" else None
             if lost is not None:
                 return self._stop(
                     f"`{lost[0]}` is bound again in between",
-                    Spot(value.file, lost[1], "read here"),
+                    Note(value.file, lost[1], "read here"),
                     _spot(self.place.value.site, "something else here"),
                     wanted=wanted,
                 )
         return None
 
-    def _repeated(self) -> Stop | None:
+    def _repeated(self) -> Mismatch | None:
         """What stays where it is, and would be computed or bound once more at the place."""
         for value in self.operands:
             if id(value.site.node) not in self.covered:
@@ -258,7 +258,7 @@ class Judge(Standing):
                 )
         return None
 
-    def _changed(self) -> Stop | None:
+    def _changed(self) -> Mismatch | None:
         """An operand that is read later than before, and may hold something else then."""
         held = self.pairing.held.items()
         read = [v for w, v in held if w.operation == "parameter" and v.operation == "attribute"]
@@ -268,7 +268,7 @@ class Judge(Standing):
                 return self._stop(
                     f"{described(value)} may be changed in between",
                     _spot(value, "read here"),
-                    Spot(self.graph.file, change, "changed here"),
+                    Note(self.graph.file, change, "changed here"),
                     wanted=self.pattern.roots[0],
                 )
         return None
@@ -285,20 +285,20 @@ class Judge(Standing):
             if value.order < bound.order <= self.end and bound.name.startswith("self."):
                 yield bound.statement
 
-    def _left(self) -> Stop | None:
+    def _left(self) -> Mismatch | None:
         """What is computed earlier, past a way out; and what changes all that follows."""
         for way in self.graph.exits:
             early = self.place.moment < way.order < self.end
             if early or (way.total and self.start < way.order < self.end):
                 return self._stop(
                     "a statement lies between after which others may not run, or run otherwise",
-                    Spot(self.graph.file, way.node, "this statement"),
+                    Note(self.graph.file, way.node, "this statement"),
                     _spot(self.place.value.site, "the result"),
                     wanted=self.pattern.roots[0],
                 )
         return None
 
-    def _bound_inside(self) -> Stop | None:
+    def _bound_inside(self) -> Mismatch | None:
         """A name given by `:=` in what goes, which others read."""
         for bound in self.graph.bound:
             if bound.walrus is None or id(bound.walrus) not in self.covered:
@@ -310,8 +310,8 @@ class Judge(Standing):
                 if outside and node.id == bound.name and self.may_be(value, bound.value):
                     return self._stop(
                         f"`{bound.name}` is bound inside, and read elsewhere",
-                        Spot(self.graph.file, bound.walrus, "bound here"),
-                        Spot(self.graph.file, node, "read here"),
+                        Note(self.graph.file, bound.walrus, "bound here"),
+                        Note(self.graph.file, node, "read here"),
                     )
         return None
 
@@ -355,8 +355,8 @@ def _is_readable(value: Value) -> bool:
     return value.is_leaf and not of_file
 
 
-def _spot(value: Value, note: str) -> Spot:
-    return Spot(value.file, value.node, note)
+def _spot(value: Value, note: str) -> Note:
+    return Note(value.file, value.node, note)
 
 
 def _same_arms(ones: tuple[Arm, ...], others: tuple[Arm, ...]) -> bool:

@@ -14,7 +14,7 @@ from slapo_rewrite.patterns.value_graph import Graph, Value, described, equal, r
 
 
 @dataclass(frozen=True)
-class Spot:
+class Note:
     """A node of a file, and what is to be said of it."""
 
     file: SourceFile
@@ -23,7 +23,7 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class Stop:
+class Mismatch:
     """Why a pattern does not match somewhere.
 
     Attributes:
@@ -38,8 +38,8 @@ class Stop:
     """
 
     reason: str
-    spots: tuple[Spot, ...]
-    wanted: Spot | None = None
+    spots: tuple[Note, ...]
+    wanted: Note | None = None
     hint: str | None = None
     matched: int = 0
     complete: bool = False
@@ -53,7 +53,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Pairing:
+class Bindings:
     """Which value of the model stands for which of the pattern, so far.
 
     Attributes:
@@ -68,7 +68,7 @@ class Pairing:
     calls: tuple[Value, ...] = ()
     arms: tuple[tuple[ast.AST, ast.AST], ...] = ()
 
-    def hold(self, wanted: Value, value: Value) -> Pairing:
+    def hold(self, wanted: Value, value: Value) -> Bindings:
         """One pair more."""
         computed = () if wanted.is_leaf or value in self.nodes else (value,)
         held = self.held if wanted in self.held else {**self.held, wanted: value}
@@ -94,7 +94,7 @@ class Matcher:
 
     def __init__(self, pattern: Pattern, graph: Graph) -> None:
         self.pattern, self.graph = pattern, graph
-        self.nearest: Stop | None = None
+        self.nearest: Mismatch | None = None
         self.branched = False
 
     def starts(self) -> list[Value]:
@@ -107,19 +107,19 @@ class Matcher:
         found = [value for value in found if not (value.number or value.lazy)]
         if not found and self.graph.values:
             wanted = self.pattern.roots[0]
-            here = Spot(self.graph.file, self.graph.function or self.graph.values[0].node)
-            where = Spot(wanted.file, wanted.node, described(wanted))
+            here = Note(self.graph.file, self.graph.function or self.graph.values[0].node)
+            where = Note(wanted.file, wanted.node, described(wanted))
             reason = f"the pattern has {described(wanted)}, the model has none"
-            self.stop(Stop(reason, (here,), where))
+            self.stop(Mismatch(reason, (here,), where))
         return found
 
-    def at(self, value: Value) -> Iterator[Pairing]:
+    def at(self, value: Value) -> Iterator[Bindings]:
         """The ways in which the pattern's first result may be this value."""
         first, *others = self.pattern.roots
-        for pairing in self._pairs(first, value, Pairing({})):
+        for pairing in self._pairs(first, value, Bindings({})):
             yield from self._others(others, pairing)
 
-    def _others(self, roots: list[Value], so_far: Pairing) -> Iterator[Pairing]:
+    def _others(self, roots: list[Value], so_far: Bindings) -> Iterator[Bindings]:
         """The ways in which the pattern's other results may be values of the function."""
         if not roots:
             yield so_far
@@ -135,25 +135,25 @@ class Matcher:
                     beside = True
                     yield from self._others(others, pairing)
         if not beside:
-            spots = [Spot(v.site.file, v.site.node, "beside this") for v in so_far.nodes[:1]]
-            where = Spot(wanted.file, wanted.node, described(wanted))
+            spots = [Note(v.site.file, v.site.node, "beside this") for v in so_far.nodes[:1]]
+            where = Note(wanted.file, wanted.node, described(wanted))
             reason = f"there is no {described(wanted)} of the pattern beside what is found"
-            self.stop(Stop(reason, tuple(spots), where, None, so_far.matched))
+            self.stop(Mismatch(reason, tuple(spots), where, None, so_far.matched))
 
     @staticmethod
-    def _may_be(wanted: Value, value: Value, so_far: Pairing) -> bool:
+    def _may_be(wanted: Value, value: Value, so_far: Bindings) -> bool:
         """Whether it is worth looking closer whether a value is a further result."""
         through = wanted.inner is not None or value.look_through is not None
         alike = wanted.operation in (value.operation, "call_module")
         return (through or alike) and value not in so_far.nodes
 
-    def stop(self, stop: Stop) -> None:
+    def stop(self, stop: Mismatch) -> None:
         """Notes why an attempt ended; the one that came furthest is kept."""
         self.branched |= stop.complete
         if self.nearest is None or stop.reach > self.nearest.reach:
             self.nearest = stop
 
-    def _pairs(self, wanted: Value, value: Value, so_far: Pairing) -> Iterator[Pairing]:
+    def _pairs(self, wanted: Value, value: Value, so_far: Bindings) -> Iterator[Bindings]:
         held = so_far.held.get(wanted)
         if held is not None:
             if self._same(held, value):
@@ -177,7 +177,7 @@ class Matcher:
         else:
             yield from self._computed(wanted, value, so_far)
 
-    def _computed(self, wanted: Value, value: Value, so_far: Pairing) -> Iterator[Pairing]:
+    def _computed(self, wanted: Value, value: Value, so_far: Bindings) -> Iterator[Bindings]:
         found = False
         if wanted.operation == "call_module":
             pairs = self._module_call(wanted, value)
@@ -197,7 +197,7 @@ class Matcher:
             self._differs(wanted, value, so_far)
 
     @staticmethod
-    def _entered(wanted: Value, value: Value, so_far: Pairing) -> Pairing:
+    def _entered(wanted: Value, value: Value, so_far: Bindings) -> Bindings:
         pairing = so_far.hold(wanted, value)
         if wanted.operation == "choice":
             pairing = replace(pairing, arms=(*pairing.arms, (wanted.node, value.node)))
@@ -227,7 +227,7 @@ class Matcher:
         if len(operands) == len(value.given):
             yield [(o, v) for (_, o), (_, v) in zip(operands, value.given, strict=True)]
 
-    def _all(self, pairs: list[tuple[Value, Value]], so_far: Pairing) -> Iterator[Pairing]:
+    def _all(self, pairs: list[tuple[Value, Value]], so_far: Bindings) -> Iterator[Bindings]:
         if not pairs:
             yield so_far
             return
@@ -239,7 +239,7 @@ class Matcher:
         return self.graph.same(one, other)
 
     def _differs(
-        self, wanted: Value, value: Value, so_far: Pairing, held: Value | None = None
+        self, wanted: Value, value: Value, so_far: Bindings, held: Value | None = None
     ) -> None:
         hidden = value.inside is not None
         between = False
@@ -251,13 +251,13 @@ class Matcher:
         reach = (so_far.matched, False, between, not hidden)
         if self.nearest is not None and self.nearest.reach >= reach:
             return
-        spots = [Spot(value.file, value.node, f"{described(value)} here")]
+        spots = [Note(value.file, value.node, f"{described(value)} here")]
         reason = f"the pattern has {described(wanted)} where the model has {described(value)}"
         hint = None
         if held is not None:
             reason = f"{described(wanted)} of the pattern would be two different values"
-            spots.append(Spot(held.file, held.node, "one of them"))
-            spots[0] = Spot(value.file, value.node, "the other")
+            spots.append(Note(held.file, held.node, "one of them"))
+            spots[0] = Note(value.file, value.node, "the other")
         elif between:
             reason = f"{region(value.node)} lies between: there are several values there"
             hint = way_hint(value.node, self.graph.function)
@@ -267,11 +267,13 @@ class Matcher:
             hint = "make it a parameter of the pattern: `training=training`"
         elif {"*0", "*1", "*2", "**1", "**2"} & {name for name, _ in value.arguments}:
             hint = "a star-argument hides the operands"
-        where = Spot(wanted.file, wanted.node, described(wanted))
-        self.stop(Stop(reason, tuple(spots), where, hint, so_far.matched, False, between, hidden))
+        where = Note(wanted.file, wanted.node, described(wanted))
+        self.stop(
+            Mismatch(reason, tuple(spots), where, hint, so_far.matched, False, between, hidden)
+        )
 
 
-def outermost(wanted: Value, pairing: Pairing) -> Value:
+def outermost(wanted: Value, pairing: Bindings) -> Value:
     """A result of the pattern, or what stands for it where its own call is looked through."""
     while wanted not in pairing.held and wanted.inner is not None:
         wanted = wanted.inner

@@ -12,10 +12,10 @@ from typing import overload
 from slapo_rewrite import errors
 from slapo_rewrite.code.facts import Facts, NoFacts, Property, Submodule
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.patterns.code_sinking import Drawn
+from slapo_rewrite.patterns.code_sinking import Sunk
 from slapo_rewrite.patterns.graph_of_function import chain_graph, graph_of
 from slapo_rewrite.patterns.legality import Judge
-from slapo_rewrite.patterns.matching import Matcher, Pairing, Spot, Stop, outermost
+from slapo_rewrite.patterns.matching import Bindings, Matcher, Mismatch, Note, outermost
 from slapo_rewrite.patterns.pattern import Pattern
 from slapo_rewrite.patterns.replacement import Replaced, places, text_of
 from slapo_rewrite.patterns.value_graph import Graph, Value
@@ -63,7 +63,7 @@ class Match:
     nodes: tuple[Value, ...]
     replaced: Replaced
     results: tuple[Value, ...]
-    drawn: Drawn | None = None
+    drawn: Sunk | None = None
 
     @property
     def root(self) -> Value:
@@ -126,7 +126,7 @@ class Miss:
     function: str
     pattern: str
     size: int
-    stop: Stop
+    stop: Mismatch
 
     def render(self) -> str:
         """The reason, with the line of the model and that of the pattern."""
@@ -279,7 +279,7 @@ def _matches(matcher: Matcher, scope: Scope) -> Iterator[Match]:
                 break
 
 
-def _judged(matcher: Matcher, graph: Graph, pairing: Pairing) -> Judge | None:
+def _judged(matcher: Matcher, graph: Graph, pairing: Bindings) -> Judge | None:
     """A pairing at the best place for a call; None where there is no place for one."""
     results = [pairing.held[outermost(root, pairing)] for root in matcher.pattern.roots]
     partly: Judge | None = None
@@ -369,5 +369,5 @@ def _lines(node: ast.AST) -> range:
     return range(first, (getattr(node, "end_lineno", None) or first) + 1)
 
 
-def _span(spot: Spot) -> errors.Span:
+def _span(spot: Note) -> errors.Span:
     return spot.file.at(spot.node, spot.note)

@@ -9,7 +9,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.parameter_attributes import Annotate as Change
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,
@@ -96,7 +96,7 @@ def schedule(s):
 
         return signature_of(annotate)
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Adds the attribute."""
         at = call.directive.at
         name, key, value = (call.arguments[n] for n in ("param_name", "key", "value"))

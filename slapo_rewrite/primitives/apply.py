@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import packed
@@ -105,7 +105,7 @@ class Apply(Rebuilding, Rewriting):
         self,
         call: Call,
         nodes: list[Node],
-        states: Mapping[str, ModuleState],
+        states: Mapping[str, ModuleRequests],
         line_length: int,
     ) -> Rewrite:
         """The rule's own replacement at each of its matches."""
@@ -126,7 +126,7 @@ class Apply(Rebuilding, Rewriting):
             return Rebuilding.targets(self, call, nodes)
         return Rewriting.targets(self, call, nodes)
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Records the new class of a module, where the rule has one for it."""
         if call.done is None or node.path not in call.done.classes:
             return Rewriting.apply(self, call, node, state)

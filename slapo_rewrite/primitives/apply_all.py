@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Mapping
 
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import ModuleState
-from slapo_rewrite.fusion.engine import Claim, Engine, Left
+from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.fusion.engine import Claim, Engine, Skipped
 from slapo_rewrite.fusion.known_branches import given_for
 from slapo_rewrite.fusion.match_rules import Looked, below, look
 from slapo_rewrite.fusion.registry import rules
@@ -72,7 +72,7 @@ class ApplyAll(Rewriting):
         self,
         call: Call,
         nodes: list[Node],
-        states: Mapping[str, ModuleState],
+        states: Mapping[str, ModuleRequests],
         line_length: int,
     ) -> Rewrite:
         """What all rules give."""
@@ -80,7 +80,7 @@ class ApplyAll(Rewriting):
         engine = Engine(call.tree, call.sources, states, call.directive, line_length)
         given = given_for(call.arguments["concrete_args"], inner, call.directive.at)
         claims: list[Claim] = []
-        left: list[Left] = []
+        left: list[Skipped] = []
         every: list[tuple[str, Looked]] = []
         for rule in rules().values():
             if rule.pays:

@@ -13,7 +13,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.placement import Subgraph
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import Decompose, ModuleState
+from slapo_rewrite.changes.state import Decompose, ModuleRequests
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.examples import Example as Example
@@ -67,7 +67,7 @@ class Primitive:
         """The arguments that the primitive takes in a schedule."""
         raise NotImplementedError
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """What is asked of `node` after this call.
 
         Raises:
@@ -83,7 +83,7 @@ class Primitive:
         self,
         call: Call,
         nodes: list[Node],
-        states: Mapping[str, ModuleState],
+        states: Mapping[str, ModuleRequests],
         line_length: int,
     ) -> Rewrite | None:
         """How the source changes before the schedule goes on; see `Rewriting`."""
@@ -123,7 +123,7 @@ class Primitive:
 class Question(Primitive):
     """A verb that asks: it looks at the selected modules, and changes nothing."""
 
-    def answer(self, call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> Any:
+    def answer(self, call: Call, nodes: list[Node], states: Mapping[str, ModuleRequests]) -> Any:
         """What the call gives to the schedule.
 
         Args:
@@ -136,7 +136,7 @@ class Question(Primitive):
         """
         raise NotImplementedError
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Asks nothing of a module."""
         return state
 
@@ -153,7 +153,7 @@ class Rewriting(Primitive):
         self,
         call: Call,
         nodes: list[Node],
-        states: Mapping[str, ModuleState],
+        states: Mapping[str, ModuleRequests],
         line_length: int,
     ) -> Rewrite | None:
         """How the source changes; None where it does not.
@@ -175,7 +175,7 @@ class Rewriting(Primitive):
         found = {node.path: node for node in nodes}
         return (found | {path: call.tree.nodes[path] for path in layers}).values()
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Records of such a layer that where it is called, the product alone is taken."""
         if call.done is None or node.path not in call.done.multiplied:
             return state

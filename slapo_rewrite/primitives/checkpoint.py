@@ -9,8 +9,8 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import Recompute
 from slapo_rewrite.changes.regions import RecomputeRegion
-from slapo_rewrite.changes.save_policy import Kept
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.save_policy import SavePolicy
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.model.operation_names import UnknownOperation, operations
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
@@ -164,7 +164,7 @@ class Checkpoint(Primitive):
 
         return signature_of(checkpoint)
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Marks the module, or part of it."""
         check_called(call, node)
         at = call.directive.at
@@ -196,7 +196,7 @@ class Checkpoint(Primitive):
         return state.asking(Recompute(kept), call.directive)
 
 
-def kept_of(call: Call) -> Kept:
+def kept_of(call: Call) -> SavePolicy:
     """What a call's `save` means.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import TARGETS, ModuleState, StageEnd
+from slapo_rewrite.changes.state import TARGETS, ModuleRequests, StageCut
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,
@@ -143,7 +143,7 @@ class CutPipelineStage(Primitive):
 
         return signature_of(cut_pipeline_stage)
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Marks the module."""
         target = call.arguments["target"]
         if target not in TARGETS:
@@ -165,4 +165,4 @@ class CutPipelineStage(Primitive):
                 at=call.directive.at,
                 cause=state.cut.cause,
             )
-        return replace(state, cut=StageEnd(target, call.directive))
+        return replace(state, cut=StageCut(target, call.directive))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import Decompose as DecomposeState
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.model.layers import MULTIPLIED, qualified
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import check_uncalled
@@ -105,7 +105,7 @@ class Decompose(Primitive):
             check_uncalled(node.path or "s", node.live, call.directive.at)
         return nodes
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Marks the layer."""
         at = call.directive.at
         if qualified(node.cls) not in MULTIPLIED:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Example, Question, Refusal, signature_of
 from slapo_rewrite.primitives.find import MLP, MODEL, found
@@ -77,7 +77,7 @@ def schedule(s):
 
         return signature_of(explain)
 
-    def answer(self, call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> str:
+    def answer(self, call: Call, nodes: list[Node], states: Mapping[str, ModuleRequests]) -> str:
         """The matches, or the nearest misses."""
         matches = found(call, nodes, states)
         text = "\n".join([*map(str, matches), *(miss.render() for miss in matches.misses)])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.fusion import known_branches
 from slapo_rewrite.fusion.match_rules import pattern_for, scopes_for
 from slapo_rewrite.model.sources import Sources
@@ -253,12 +253,14 @@ def schedule(s):
 
         return signature_of(find)
 
-    def answer(self, call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> Matches:
+    def answer(
+        self, call: Call, nodes: list[Node], states: Mapping[str, ModuleRequests]
+    ) -> Matches:
         """The matches in all selected modules."""
         return found(call, nodes, states)
 
 
-def found(call: Call, nodes: list[Node], states: Mapping[str, ModuleState]) -> Matches:
+def found(call: Call, nodes: list[Node], states: Mapping[str, ModuleRequests]) -> Matches:
     """The matches of a call's pattern in all selected modules."""
     sources, at, wanted = call.sources, call.directive.at, call.arguments["pattern"]
     where = call.arguments.get("where")
@@ -308,7 +310,9 @@ def _by_predicate(
     return find_calls(scopes_for(nodes, sources), lambda _, site: bool(where(site)))
 
 
-def _check_original(node: Node, states: Mapping[str, ModuleState], at: errors.Span | None) -> None:
+def _check_original(
+    node: Node, states: Mapping[str, ModuleRequests], at: errors.Span | None
+) -> None:
     """What stands in the place of a replaced module has to be known."""
     above: Node | None = node
     while above is not None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import ForkRandom
 from slapo_rewrite.changes.regions import ForkRegion
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,
@@ -141,7 +141,7 @@ class ForkRng(Primitive):
 
         return signature_of(fork_rng)
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Marks the module."""
         check_called(call, node)
         part = subgraph_of(call)

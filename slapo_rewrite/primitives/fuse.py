@@ -9,7 +9,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.fusion.engine import Calling, Claim, Engine
 from slapo_rewrite.fusion.extract_function import moved
 from slapo_rewrite.fusion.match_rules import look, scopes_for
@@ -198,7 +198,7 @@ class Fuse(Rewriting):
         self,
         call: Call,
         nodes: list[Node],
-        states: Mapping[str, ModuleState],
+        states: Mapping[str, ModuleRequests],
         line_length: int,
     ) -> Rewrite:
         """The matches as functions, methods or kernels."""

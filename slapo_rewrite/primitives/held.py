@@ -10,7 +10,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import Packed, packed
 from slapo_rewrite.fusion.spelled_names import SCHEDULE
@@ -24,7 +24,7 @@ def in_place_of(
     call: Call,
     matches: Matches,
     target: Function,
-    states: Mapping[str, ModuleState],
+    states: Mapping[str, ModuleRequests],
     line_length: int,
 ) -> Rewrite:
     """Subclasses that hold one module in the place of several calls on one operand.

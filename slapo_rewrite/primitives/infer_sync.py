@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import InferSync as InferSyncState
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
 from slapo_rewrite.primitives.shard import MLP, MODEL
@@ -101,7 +101,7 @@ def schedule(s):
 
         return signature_of(infer_sync)
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Leaves the collectives of the module and below it open, until all shards are known."""
         if state.infer_sync is not None:
             raise errors.Unsupported(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import Inlined, ModuleState
+from slapo_rewrite.changes.state import Inlined, ModuleRequests
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.inlining import inline_edits
 from slapo_rewrite.code.names import module_paths
@@ -139,7 +139,7 @@ class Inline(Rewriting):
         self,
         call: Call,
         nodes: list[Node],
-        states: Mapping[str, ModuleState],
+        states: Mapping[str, ModuleRequests],
         line_length: int,
     ) -> Rewrite:
         """The child's `forward` in the methods of the selected modules' class."""
@@ -205,7 +205,7 @@ class Inline(Rewriting):
                     hint="inline in all modules that share the text",
                 )
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Notes that the submodule is not called any more."""
         if state.inlined is None and not replace(state, shards=(), shares=()).is_plain():
             raise errors.ConflictingEdits(

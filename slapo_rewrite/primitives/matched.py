@@ -9,9 +9,9 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.text import with_wildcards
-from slapo_rewrite.fusion.engine import Calling, Claim, Engine, Left
+from slapo_rewrite.fusion.engine import Calling, Claim, Engine, Skipped
 from slapo_rewrite.fusion.match_rules import Looked, spots
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match, Miss
@@ -25,7 +25,7 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 def carried_out(
     engine: Engine,
     claims: Sequence[Claim],
-    left: Sequence[Left],
+    left: Sequence[Skipped],
     rules: Sequence[tuple[str, Looked]] = (),
 ) -> Rewrite:
     """What claims give that one line of the schedule makes.
@@ -52,7 +52,7 @@ def opening(engine: Engine, match: Match, name: str) -> Claim:
 
 
 def noted(
-    rules: Sequence[tuple[str, Looked]], kept: Sequence[Claim], left: Sequence[Left]
+    rules: Sequence[tuple[str, Looked]], kept: Sequence[Claim], left: Sequence[Skipped]
 ) -> tuple[Mapping[str, object], ...]:
     """What became of each rule, for the record: where it was applied, and why not elsewhere."""
     notes = []
@@ -97,7 +97,7 @@ def nothing_found(name: str, nearest: Miss | None, at: errors.Span | None) -> er
 
 
 def replaced(
-    call: Call, nodes: list[Node], states: Mapping[str, ModuleState], line_length: int
+    call: Call, nodes: list[Node], states: Mapping[str, ModuleRequests], line_length: int
 ) -> Rewrite:
     """A call of the new function in the place of each match.
 

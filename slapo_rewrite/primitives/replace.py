@@ -12,7 +12,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import WrapForward
 from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import ModuleState, Replacement
+from slapo_rewrite.changes.state import ModuleRequests, Replacement
 from slapo_rewrite.model.substitute import (
     CannotBuild,
     Misfit,
@@ -130,7 +130,7 @@ class Rebuilding(Primitive):
             return nodes
         return [call.tree.nodes[path] for path in call.done.classes]
 
-    def rebuilt(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def rebuilt(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Records the new class that the source has for a module."""
         assert call.done is not None
         check_free(call, node, state)
@@ -192,7 +192,7 @@ class Replacing(Rebuilding):
 
     new: ClassVar[str]
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Records the new class, if its weights can be had from the original's."""
         new, arguments = call.arguments[self.new], call.arguments.get("args")
         check_free(call, node, state)
@@ -209,7 +209,7 @@ class Replacing(Rebuilding):
         return call.arguments[self.new] if call.done is None else super()._class(call, node)
 
 
-def check_free(call: Call, node: Node, state: ModuleState) -> None:
+def check_free(call: Call, node: Node, state: ModuleRequests) -> None:
     """Refuses to replace the model itself, and what the schedule has changed before."""
     at = call.directive.at
     if not state.is_plain():
@@ -425,7 +425,7 @@ class Replace(Replacing):
         self,
         call: Call,
         nodes: list[Node],
-        states: Mapping[str, ModuleState],
+        states: Mapping[str, ModuleRequests],
         line_length: int,
     ) -> Rewrite | None:
         """A call of the new function in the place of each match of a pattern."""
@@ -435,7 +435,7 @@ class Replace(Replacing):
             return None
         return replaced(call, nodes, states, line_length)
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Records the new class, which a pattern may have asked for."""
         if call.done is None:
             return super().apply(call, node, state)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import ModuleState, Share
+from slapo_rewrite.changes.state import ModuleRequests, ShardedAttribute
 from slapo_rewrite.changes.state import Shard as ShardState
 from slapo_rewrite.model.layers import base_of
 from slapo_rewrite.model.tree import Node
@@ -232,7 +232,7 @@ class Shard(Primitive):
 
         return signature_of(shard)
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Adds one split for each name."""
         given = call.arguments["names"]
         names = [given] if isinstance(given, str) else given
@@ -250,7 +250,7 @@ class Shard(Primitive):
             state = self._one(call, node, state, name)
         return state
 
-    def _one(self, call: Call, node: Node, state: ModuleState, name: str) -> ModuleState:
+    def _one(self, call: Call, node: Node, state: ModuleRequests, name: str) -> ModuleRequests:
         at = call.directive.at
         parameter = {**node.buffers, **node.parameters}.get(name)
         if parameter is None and name in _attributes(node):
@@ -293,7 +293,7 @@ class Shard(Primitive):
         added = ShardState(name, axis, parts, call.directive, as_sizes)
         return replace(state, shards=(*state.shards, added))
 
-    def _share(self, call: Call, node: Node, state: ModuleState, name: str) -> ModuleState:
+    def _share(self, call: Call, node: Node, state: ModuleRequests, name: str) -> ModuleRequests:
         """An integer attribute that becomes this rank's share."""
         at, spoken = call.directive.at, f"`{node.path or 's'}.{name}`"
         for earlier in state.shares:
@@ -324,7 +324,7 @@ class Shard(Primitive):
         size = vars(node.live)[name]
         if size < 2:
             raise errors.BadSize(f"{spoken} is {size}: there is nothing to split", at=at)
-        return replace(state, shares=(*state.shares, Share(name, call.directive)))
+        return replace(state, shares=(*state.shares, ShardedAttribute(name, call.directive)))
 
     def _parts(self, call: Call, node: Node, name: str, size: int) -> tuple[int, ...]:
         parts = call.arguments["parts"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.changes.state import Sync as SyncState
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
@@ -236,7 +236,7 @@ def schedule(s):
 
         return signature_of(sync)
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Adds the collective; whether it fits the module's shards is judged when all are known."""
         at, arguments = call.directive.at, call.arguments
         mode, operation, axis = arguments["mode"], arguments["sync_op_or_fn"], arguments["axis"]

@@ -9,7 +9,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import WrapForward
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import EMPTY, ModuleState
+from slapo_rewrite.changes.state import EMPTY, ModuleRequests
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.sources import Sources
@@ -54,7 +54,7 @@ class Plan:
         self.tree, self.schedule, self.sources = tree, schedule, sources
         self.change, self.line_length = change, line_length
         self.directives: list[Directive] = []
-        self.states: dict[str, ModuleState] = {}
+        self.states: dict[str, ModuleRequests] = {}
         self.idle: dict[str, Directive] = {}
         self.seldom: dict[str, Directive] = {}
         self.notes: dict[int, tuple[Mapping[str, object], ...]] = {}
@@ -94,7 +94,7 @@ class Plan:
             if done.notes:
                 self.notes[directive.number] = done.notes
         self.directives.append(directive)
-        decided: dict[tuple[int, int], ModuleState] = {}
+        decided: dict[tuple[int, int], ModuleRequests] = {}
         grafts: dict[str, Any] = {}
         for node in primitive.targets(call, nodes):
             if self.tree.nodes.get(node.path) is not node:
@@ -123,9 +123,12 @@ class Plan:
         return None
 
     def _first_named(self, nodes: list[Node]) -> list[Node]:
-        """The nodes, each by the first name of its module: what is asked of one, is of all."""
+        """The nodes, each by the first name of its module: what is asked of one, is of all.
+
+        What is no more part of the tree keeps its name, to be refused by that.
+        """
         named = ([node, *self.sources.same_live(node)] for node in nodes)
-        first = (min(group, key=lambda n: self.order[n.path]) for group in named)
+        first = (min(group, key=lambda n: self.order.get(n.path, -1)) for group in named)
         return list({node.path: node for node in first}.values())
 
     def _graft(self, grafts: Mapping[str, Any]) -> None:
@@ -180,7 +183,7 @@ class Plan:
             words, hint = f"in training `{node.path}` is no longer called", "leave it as it is"
             raise _conflict(words, self.seldom[node.path], directive, hint)
 
-    def _check_ties(self, node: Node, state: ModuleState) -> None:
+    def _check_ties(self, node: Node, state: ModuleRequests) -> None:
         """What is read of a module that is not called stays whole, by whatever name."""
         for shard in state.shards if self.seldom else ():
             name = f"{node.path}.{shard.name}"

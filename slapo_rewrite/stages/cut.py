@@ -15,7 +15,7 @@ from slapo_rewrite.stages.dry_run import Trial
 from slapo_rewrite.stages.for_torch import TorchText
 from slapo_rewrite.stages.inline_forward import Flattening
 from slapo_rewrite.stages.pipeline_module import (
-    Text,
+    PipelineModule,
     check_one_group,
     check_picked,
     forward_text,
@@ -35,7 +35,7 @@ def pipeline(
     schedule: Any,
     cuts: Sequence[Cut],
     sliced: Directive | None = None,
-) -> Text:
+) -> PipelineModule:
     """The stages of a rewritten model.
 
     Args:
@@ -63,7 +63,7 @@ def _pipeline(
     cuts: Sequence[Cut],
     sliced: Directive | None,
     emitted: Emitted,
-) -> Text:
+) -> PipelineModule:
     module, tree = emitted.module, emitted.tree(schedule.model)
     model = tree.root.live
     at = cuts[0].cause.at
@@ -73,7 +73,7 @@ def _pipeline(
         raise errors.CannotCut(
             f"the model's class {type(model).__name__} is not defined in {file.path.name}", at=at
         )
-    engine = TorchText if cuts[0].target == "torch" else Text
+    engine = TorchText if cuts[0].target == "torch" else PipelineModule
     trial = Trial(schedule, module, model, at)
     inside = ways(tree, cuts)
     world = vars(module)
@@ -94,7 +94,7 @@ def _pipeline(
     paths = [[part.path for part in parts] for parts in held]
     trial.check([run(text, world) for text in texts], stages, paths)
     shared = ties_of(held, model)
-    if engine is Text:
+    if engine is PipelineModule:
         check_one_group(shared, at)
         check_picked(held, at)
         check_tensors(stages, trial.inputs, at)

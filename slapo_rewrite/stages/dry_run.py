@@ -18,7 +18,7 @@ from slapo_rewrite.code.liveness import blocks, statements
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model import small_model
 from slapo_rewrite.stages.program import ARGUMENT, Program, Version
-from slapo_rewrite.stages.stage_inputs import Like, Seen, Stages
+from slapo_rewrite.stages.stage_inputs import Like, Stages, ValueKind
 
 
 class Trial:
@@ -103,7 +103,7 @@ class Trial:
         small, full = (m.get_submodule(path) for m in (self.model, self.full))
         return round(number * len(small) / len(full))  # type: ignore[arg-type]
 
-    def seen(self, program: Program) -> dict[Version, Seen]:
+    def seen(self, program: Program) -> dict[Version, ValueKind]:
         """What the values of a program are.
 
         Raises:
@@ -314,13 +314,15 @@ def apart(inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def described(value: object, is_drawn: bool = False) -> Seen:
+def described(value: object, is_drawn: bool = False) -> ValueKind:
     """What a value is."""
     if not isinstance(value, Tensor):
-        return Seen("other", is_drawn=is_drawn)
+        return ValueKind("other", is_drawn=is_drawn)
     like = (tuple(value.shape), value.dtype)
     kind = "float" if value.is_floating_point() else "int"
-    return Seen("grad" if value.requires_grad else kind, like, not value.is_contiguous(), is_drawn)
+    return ValueKind(
+        "grad" if value.requires_grad else kind, like, not value.is_contiguous(), is_drawn
+    )
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:

@@ -12,9 +12,9 @@ from slapo_rewrite.code.evaluate import (
     NONE,
     UNKNOWN,
     Constant,
-    Extra,
-    Fields,
-    Something,
+    KnownKwargs,
+    KnownObject,
+    Unknown,
     Worth,
     attribute_of,
     computed,
@@ -35,7 +35,7 @@ def is_module(value: object) -> bool:
 
 
 @dataclass
-class Names:
+class Environment:
     """What the names of a function stand for.
 
     Attributes:
@@ -141,7 +141,7 @@ class Names:
                 if steps and (known or is_given(value)) and of(right) == NONE:
                     read[self._path(steps)] = NOT_NONE
         if isinstance(found, Constant) and not (found.is_setting or _is_written(found.value)):
-            return Something(True)
+            return Unknown(True)
         return found
 
     def _path(self, steps: list[str]) -> str:
@@ -156,7 +156,7 @@ class Names:
         except AttributeError:
             return UNKNOWN
         if found is not None and not isinstance(found, bool | int | str):  # rates are tuned
-            return Something(True, is_module=is_module(found))
+            return Unknown(True, is_module=is_module(found))
         if steps[-1] in self.changing:
             return UNKNOWN
         read[self._path(steps)] = found
@@ -175,16 +175,16 @@ class Names:
                 args=[ast.Constant(value=str(key)), *default],
             ):
                 extra = self.values.get(name)
-                if isinstance(extra, Extra):
+                if isinstance(extra, KnownKwargs):
                     otherwise = self.value(default[0], read) if default else NONE
                     return extra.values.get(key, otherwise)
         if isinstance(node.func, ast.Name):
             called = self.values.get(node.func.id)
-            return Something(isinstance(called, Something) and called.is_module)
+            return Unknown(isinstance(called, Unknown) and called.is_module)
         steps = self.chain(node.func)
         if steps:
             try:
-                return Something(is_module(self.object_at(steps)))
+                return Unknown(is_module(self.object_at(steps)))
             except AttributeError:
                 pass
         return UNKNOWN
@@ -194,7 +194,7 @@ class Names:
             match value:
                 case Constant(value=constant):
                     return Constant(isinstance(constant, classes))
-                case Fields(cls=kind) | Something(cls=type() as kind):
+                case KnownObject(cls=kind) | Unknown(cls=type() as kind):
                     return Constant(issubclass(kind, classes))
         except TypeError:
             pass

@@ -10,7 +10,7 @@ from typing import Any
 from slapo_rewrite.code.evaluate import Worth
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.errors import Span
-from slapo_rewrite.stages.environment import Names
+from slapo_rewrite.stages.environment import Environment
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Scope:
 
     function: ast.FunctionDef
     file: SourceFile
-    names: Names
+    names: Environment
     prefix: str
     written: dict[str, str]
     after: frozenset[str]

@@ -9,7 +9,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.dataflow import bound_in
-from slapo_rewrite.code.evaluate import Constant, Fields, Something, field_at, truth_of
+from slapo_rewrite.code.evaluate import Constant, KnownObject, Unknown, field_at, truth_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.errors import Span
 from slapo_rewrite.stages.environment import CHANGING
@@ -87,7 +87,7 @@ class Expressions(ABC):
         new: str | None = None
         if isinstance(node, _CLOSED):
             own = {n: names.values[n] for n in bound_in(node) if n in names.values}
-            names.values.update(dict.fromkeys(own, Something()))
+            names.values.update(dict.fromkeys(own, Unknown()))
             for child in ast.iter_child_nodes(node):
                 yield from list(self.edits(child, scope, out))
             names.values.update(own)
@@ -143,7 +143,7 @@ class Expressions(ABC):
         value = scope.names.values.get(node.id)
         if isinstance(node.ctx, ast.Load) and isinstance(value, Constant):
             return repr(value.value)
-        if isinstance(value, Fields) and isinstance(node.ctx, ast.Load):
+        if isinstance(value, KnownObject) and isinstance(node.ctx, ast.Load):
             if OUTDATED in value.texts.values():
                 raise self.refused("what this was made of has another value by now", scope, node)
             return written_out(value)
@@ -152,7 +152,7 @@ class Expressions(ABC):
     def field(self, node: ast.Attribute | ast.Subscript, scope: Scope) -> str | None:
         """The expression that an attribute, or an element by number, of a known object is."""
         base = scope.names.value(node.value)
-        if not isinstance(base, Fields):
+        if not isinstance(base, KnownObject):
             return None
         name: str | None = None
         if isinstance(node, ast.Attribute):

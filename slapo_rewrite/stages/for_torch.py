@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from slapo_rewrite.stages.pipeline_module import Text
+from slapo_rewrite.stages.pipeline_module import PipelineModule
 
 
-class TorchText(Text):
+class TorchText(PipelineModule):
     """Everything that `pipeline.py` is made of, for torch's own schedules."""
 
     engine: ClassVar[str] = "`torch.distributed.pipelining`"

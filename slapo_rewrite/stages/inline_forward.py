@@ -16,10 +16,10 @@ from torch import Tensor
 
 from slapo_rewrite.code.arguments import Signature, all_arguments, first_parameter
 from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
-from slapo_rewrite.code.evaluate import NONE, Constant, Extra, Fields, Something, Worth
+from slapo_rewrite.code.evaluate import NONE, Constant, KnownKwargs, KnownObject, Unknown, Worth
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.errors import Span
-from slapo_rewrite.stages.environment import Names, is_module
+from slapo_rewrite.stages.environment import Environment, is_module
 from slapo_rewrite.stages.flat import Flat, Line, Result, Scope
 from slapo_rewrite.stages.flat_expressions import OUTDATED
 from slapo_rewrite.stages.function_syntax import (
@@ -67,14 +67,14 @@ class Flattening(Calls):
         given = set(given)
         function = only_loss(self.method_of(self.model, "", "forward"), self.loss)
         values: dict[str, Worth] = {}
-        names = Names(None, self.model, "", values, self.world, self.settings, self.changing)
+        names = Environment(None, self.model, "", values, self.world, self.settings, self.changing)
         scope = Scope(function, self.file, names, "self", {}, frozenset())
         parameters = []
         takes = Signature.of(function, bound=True)
         for name, argument in zip(takes.names, all_arguments(function)[1:], strict=False):
             default = takes.defaults.get(name)
             if name in given:
-                values[name] = Something(True, Tensor)
+                values[name] = Unknown(True, Tensor)
                 parameters.append(name)
             elif name == "use_cache":
                 values[name] = Constant(False)
@@ -89,11 +89,11 @@ class Flattening(Calls):
                 )
         if takes.options:
             more: dict[str, Worth] = {
-                name: Something(True, Tensor) for name in sorted(given - set(parameters))
+                name: Unknown(True, Tensor) for name in sorted(given - set(parameters))
             }
             values |= more
             parameters += more
-            values[takes.options] = Extra({name: name for name in more}, more)
+            values[takes.options] = KnownKwargs({name: name for name in more}, more)
         names.me = first_parameter(function)
         lines: list[Line] = []
         result = self.block(body_of(function), scope, lines)
@@ -181,8 +181,8 @@ class Flattening(Calls):
                 args=[ast.Constant(value=str(key)), *_],
             ):
                 extra = scope.names.values.get(name)
-                if isinstance(extra, Extra):
-                    scope.names.values[name] = Extra(
+                if isinstance(extra, KnownKwargs):
+                    scope.names.values[name] = KnownKwargs(
                         {k: v for k, v in extra.texts.items() if k != key},
                         {k: v for k, v in extra.values.items() if k != key},
                     )
@@ -214,18 +214,18 @@ class Flattening(Calls):
                 is_bare = isinstance(each, ast.Tuple) and not text.startswith("()")
                 texts.append(f"({text})" if is_bare else text)
             listed = ", ".join(texts) + ("," if len(texts) == 1 else "")
-            return Result(listed or "()", Something(True), tuple(texts))
+            return Result(listed or "()", Unknown(True), tuple(texts))
         made = self.made(node, scope, out)
         if made is not None:
             return Result(written_out(made), made)
         value = scope.names.settled(node)
-        if isinstance(node, ast.Call) and isinstance(value, Something):
+        if isinstance(node, ast.Call) and isinstance(value, Unknown):
             value = self.known_of_result(node, scope) or value
         return Result(alone(self.text(node, scope, out)), value)
 
     def handed_on(
         self, target: ast.Name, value: ast.expr, scope: Scope, out: list[Line]
-    ) -> Extra | None:
+    ) -> KnownKwargs | None:
         """A dictionary that is there for `**` in calls only, so that its arguments can stand there.
 
         Its values are names and attributes: what is called is called where it stands.
@@ -241,9 +241,9 @@ class Flattening(Calls):
             return None
         texts = {n: self.text(v, scope, out) for n, v in zip(names, value.values, strict=True)}
         known = {n: scope.names.settled(v) for n, v in zip(names, value.values, strict=True)}
-        return Extra(texts, known)
+        return KnownKwargs(texts, known)
 
-    def made(self, node: ast.expr, scope: Scope, out: list[Line]) -> Fields | None:
+    def made(self, node: ast.expr, scope: Scope, out: list[Line]) -> KnownObject | None:
         """The object that a call of a data class with keywords makes."""
         if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
             return None
@@ -252,7 +252,7 @@ class Flattening(Calls):
             return None
         texts = {str(k.arg): self.text(k.value, scope, out) for k in node.keywords}
         values = {str(k.arg): scope.names.settled(k.value) for k in node.keywords}
-        return Fields(cls, texts, values)
+        return KnownObject(cls, texts, values)
 
     def branch(self, node: ast.If, scope: Scope, out: list[Line]) -> Result | None:
         """Writes the branch that training takes, or all of them."""
@@ -273,7 +273,7 @@ class Flattening(Calls):
         given = self.given(scope)
         self.forget(bound_in(node), scope, node, out)
         for name, elements in self.elements(node, scope):
-            scope.names.values[name] = Something(True, is_module=True)
+            scope.names.values[name] = Unknown(True, is_module=True)
             kinds = {type(element): element for element in elements}
             if len({str(signature_of(element)) for element in kinds.values()}) == 1:
                 scope.elements[name] = elements[0]
@@ -287,7 +287,7 @@ class Flattening(Calls):
         return {
             name
             for name, value in scope.names.values.items()
-            if isinstance(value, Something) and value.is_given
+            if isinstance(value, Unknown) and value.is_given
         }
 
     def elements(self, node: ast.For, scope: Scope) -> Iterator[tuple[str, list[Any]]]:
@@ -341,7 +341,7 @@ class Flattening(Calls):
         self.depth -= 1
         self.comments = comments
         for name in bound_in(node):  # what is known of it inside holds for one way only
-            scope.names.values[name] = Something(name in given and name not in self.unsure)
+            scope.names.values[name] = Unknown(name in given and name not in self.unsure)
         self.unsure |= around
         if not texts[0] and not texts[1]:
             self.comments.clear()
@@ -385,7 +385,7 @@ class Flattening(Calls):
             return
         for number, name in enumerate(names):
             text = result.parts[number]
-            value = Constant(None) if text == "None" else Something()
+            value = Constant(None) if text == "None" else Unknown()
             self.bind(node, name, Result(text, value), scope, out)
 
     def bind(
@@ -399,11 +399,11 @@ class Flattening(Calls):
             scope.names.values[name] = value
             self.comments.clear()
             return
-        if isinstance(value, Fields) and not inside_compound:
+        if isinstance(value, KnownObject) and not inside_compound:
             scope.names.values[name] = value
             self.comments.clear()
             return
-        known = value if isinstance(value, Something) else Something()
+        known = value if isinstance(value, Unknown) else Unknown()
         scope.names.values[name] = known
         if not known.is_given:
             self.unsure.add(name)
@@ -420,7 +420,7 @@ class Flattening(Calls):
             if isinstance(value, Constant) and (hasattr(node, "body") or reads_in(node, name)):
                 text = f"{scope.spelled(name)} = {value.value!r}"
                 out.append(Line(text, scope.file.at(node)))
-            scope.names.values[name] = Something()
+            scope.names.values[name] = Unknown()
             if not isinstance(node, (*_COMPOUND, ast.If)):
                 self.unsure.add(name)
             self.outdate(scope.spelled(name), scope)
@@ -429,7 +429,7 @@ class Flattening(Calls):
     def outdate(written: str, scope: Scope) -> None:
         """A name of the result has another value now: objects made of the old one end here."""
         for name, value in scope.names.values.items():
-            if isinstance(value, Fields | Extra):
+            if isinstance(value, KnownObject | KnownKwargs):
                 texts = {
                     key: OUTDATED if written in names_in(ast.parse(text)) else text
                     for key, text in value.texts.items()

@@ -13,10 +13,10 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import Signature, first_parameter
 from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
-from slapo_rewrite.code.evaluate import NONE, Constant, Extra, Fields, Something, Worth
+from slapo_rewrite.code.evaluate import NONE, Constant, KnownKwargs, KnownObject, Unknown, Worth
 from slapo_rewrite.code.liveness import live_after, local_names
 from slapo_rewrite.code.text import accessor
-from slapo_rewrite.stages.environment import Names
+from slapo_rewrite.stages.environment import Environment
 from slapo_rewrite.stages.flat import Line, Result, Scope
 from slapo_rewrite.stages.flat_expressions import OUTDATED, Expressions
 from slapo_rewrite.stages.function_syntax import (
@@ -49,7 +49,7 @@ class Calls(Expressions):
         match node.func:
             case ast.Attribute(value=ast.Name(id=name), attr="get" | "pop"):
                 extra = scope.names.values.get(name)
-                if isinstance(extra, Extra) and isinstance(node.args[0], ast.Constant):
+                if isinstance(extra, KnownKwargs) and isinstance(node.args[0], ast.Constant):
                     key = str(node.args[0].value)
                     if key in extra.texts:
                         return self.current(extra, scope, node)[key]
@@ -61,7 +61,7 @@ class Calls(Expressions):
         changed = False
         for keyword in node.keywords:
             value = scope.names.value(keyword.value)
-            if keyword.arg is None and isinstance(value, Extra):
+            if keyword.arg is None and isinstance(value, KnownKwargs):
                 changed = True
                 by_name += [
                     (f"{name}={text}", "")
@@ -100,7 +100,7 @@ class Calls(Expressions):
         body = "\n".join(f"    {text},{comment}" for text, comment in kept)
         return f"{function}(\n{body}\n)"
 
-    def current(self, extra: Extra, scope: Scope, node: ast.AST) -> Mapping[str, str]:
+    def current(self, extra: KnownKwargs, scope: Scope, node: ast.AST) -> Mapping[str, str]:
         """The arguments that are handed on, where they are what they were."""
         for name, text in extra.texts.items():
             if text == OUTDATED:
@@ -109,13 +109,13 @@ class Calls(Expressions):
                 )
         return extra.texts
 
-    def known_of_result(self, node: ast.Call, scope: Scope) -> Something | None:
+    def known_of_result(self, node: ast.Call, scope: Scope) -> Unknown | None:
         """What is known of what a module gives, from the `forward` that makes it."""
         steps = scope.names.chain(node.func)
         if not steps or self.is_aside:
             return None
         comments, depth, settings = list(self.comments), self.depth, dict(self.settings)
-        value: Worth = Something()
+        value: Worth = Unknown()
         self.is_aside = True
         try:
             found = scope.names.object_at(steps)
@@ -127,8 +127,8 @@ class Calls(Expressions):
             pass
         self.is_aside = False
         self.comments, self.depth = comments, depth
-        if isinstance(value, Fields):
-            return Something(True, value.cls, value.values)
+        if isinstance(value, KnownObject):
+            return Unknown(True, value.cls, value.values)
         self.settings.clear()
         self.settings.update(settings)
         return None
@@ -222,7 +222,7 @@ class Calls(Expressions):
         self.comments.clear()
         arguments = self.bound(node, function, scope, out)
         values: dict[str, Worth] = {}
-        names = Names(None, live, path, values, self.world, self.settings, self.changing)
+        names = Environment(None, live, path, values, self.world, self.settings, self.changing)
         needed = scope.after | self.needed_after(node, scope)
         inner = Scope(function, self.file, names, prefix, {}, frozenset(needed))
         bound = bound_in(*function.body)
@@ -234,7 +234,7 @@ class Calls(Expressions):
         taken = {inner.spelled(n) for n in bound}
         for name, result in arguments.items():
             values[name] = result.value
-            if not isinstance(result.value, Something):
+            if not isinstance(result.value, Unknown):
                 if name in needed and name in bound:
                     inner.written[name] = f"{word}_{name}"
                 continue
@@ -269,7 +269,7 @@ class Calls(Expressions):
         for keyword in node.keywords:
             if keyword.arg is None:
                 extra = scope.names.value(keyword.value)
-                if not isinstance(extra, Extra):
+                if not isinstance(extra, KnownKwargs):
                     raise self.refused("what `**` stands for here is not known", scope, node)
                 given_texts = self.current(extra, scope, keyword.value)
                 arguments += [(k, Result(given_texts[k], extra.values[k])) for k in extra.texts]
@@ -292,7 +292,7 @@ class Calls(Expressions):
             more = {name: result for name, result in bound.extra if name not in aside}
             texts = {name: result.text for name, result in more.items()}
             values = {name: result.value for name, result in more.items()}
-            given[takes.options] = Result("", Extra(texts, values))
+            given[takes.options] = Result("", KnownKwargs(texts, values))
         return given
 
     def needed_after(self, node: ast.AST, scope: Scope) -> set[str]:
@@ -307,7 +307,7 @@ class Calls(Expressions):
         found: set[str] = set()
         for name in live_after(scope.function, statement) - bound_in(statement) | beside:
             value = scope.names.values.get(name)
-            if isinstance(value, Fields | Extra):
+            if isinstance(value, KnownObject | KnownKwargs):
                 found |= {n for text in value.texts.values() for n in names_in(ast.parse(text))}
             elif name in scope.names.values and not isinstance(value, Constant):
                 found.add(scope.spelled(name))

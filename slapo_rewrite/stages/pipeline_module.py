@@ -346,7 +346,7 @@ FILE_READER = "_can_set_experts_implementation"
 
 
 @dataclass(frozen=True)
-class Text:
+class PipelineModule:
     """Everything that `pipeline.py` is made of, for DeepSpeed's engine.
 
     Attributes:

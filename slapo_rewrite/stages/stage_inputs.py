@@ -28,7 +28,7 @@ Like = tuple[tuple[int, ...], Any]
 
 
 @dataclass(frozen=True)
-class Seen:
+class ValueKind:
     """What a value was in a run.
 
     Attributes:
@@ -45,7 +45,7 @@ class Seen:
     is_scattered: bool = False
     is_drawn: bool = False
 
-    def is_like(self, other: Seen) -> bool:
+    def is_like(self, other: ValueKind) -> bool:
         """Whether two tensors are of one type and, but for the last axis, of one shape."""
         if self.like is None or other.like is None:
             return False
@@ -155,7 +155,7 @@ class Planner:
     def __init__(
         self,
         program: Program,
-        seen: Mapping[Version, Seen],
+        seen: Mapping[Version, ValueKind],
         model: Any,
         cuts: Sequence[Span | None],
         by_name: bool,

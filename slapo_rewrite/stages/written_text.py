@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from slapo_rewrite.code.evaluate import Fields
+from slapo_rewrite.code.evaluate import KnownObject
 from slapo_rewrite.code.file import SourceFile
 
 
-def written_out(made: Fields) -> str:
+def written_out(made: KnownObject) -> str:
     """The call that makes an object."""
     return f"{made.cls.__name__}({', '.join(f'{k}={v}' for k, v in made.texts.items())})"
 

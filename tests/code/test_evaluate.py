@@ -7,9 +7,9 @@ import pytest
 from slapo_rewrite.code.evaluate import (
     UNKNOWN,
     Constant,
-    Extra,
-    Fields,
-    Something,
+    KnownKwargs,
+    KnownObject,
+    Unknown,
     Worth,
     attribute_of,
     computed,
@@ -40,13 +40,13 @@ NAMES: dict[str, Worth] = {
     "no": Constant(False),
     "sizes": Constant((3, 4)),
     "broken": Constant(Broken()),
-    "tensor": Something(True),
-    "layer": Something(True, is_module=True),
-    "output": Fields(
+    "tensor": Unknown(True),
+    "layer": Unknown(True, is_module=True),
+    "output": KnownObject(
         Output, {"a": "x", "b": "y"}, {"a": Constant(1), "n": Constant(None), "b": UNKNOWN}
     ),
-    "known": Something(True, Output, {"a": Constant(1)}),
-    "more": Extra({}, {}),
+    "known": Unknown(True, Output, {"a": Constant(1)}),
+    "more": KnownKwargs({}, {}),
 }
 
 
@@ -103,11 +103,11 @@ def test_known_operands_give_what_python_gives(text):
         ("output is None", Constant(False)),
         ("more is not None", Constant(True)),
         ("tensor == None", UNKNOWN),
-        ("(what, 1)", Something(True)),
-        ("[what]", Something(True)),
+        ("(what, 1)", Unknown(True)),
+        ("[what]", Unknown(True)),
         ("{'a': what}", UNKNOWN),
         ("f'{two!r}'", UNKNOWN),
-        ("(*what, 1)", Something(True)),
+        ("(*what, 1)", Unknown(True)),
         ("1 < what < 3", UNKNOWN),
         ("2 < 1 < what", Constant(False)),
         ("what or two", UNKNOWN),
@@ -116,7 +116,7 @@ def test_known_operands_give_what_python_gives(text):
         ("not (what and no)", Constant(True)),
         ("3 if what else 4", UNKNOWN),
         ("3 if what else 3", Constant(3)),
-        ("tensor if yes else none", Something(True)),
+        ("tensor if yes else none", Unknown(True)),
         ("broken == 1", UNKNOWN),
         ("not broken", UNKNOWN),
         ("broken if what else two", UNKNOWN),

@@ -18,7 +18,7 @@ from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import Place
-from slapo_rewrite.changes.state import ModuleState
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Node
@@ -70,7 +70,7 @@ class Record(Primitive):
 
         return signature_of(record)
 
-    def apply(self, call: Call, node: Node, state: ModuleState) -> ModuleState:
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         check_called(call, node)
         if earlier := [cause for _, cause in state.asks(RecordForward)]:
             raise errors.ConflictingEdits(

@@ -12,7 +12,7 @@ import pytest
 
 from slapo_rewrite.emit import kernels
 from slapo_rewrite.emit.helpers import RUNTIME
-from slapo_rewrite.emit.used_definitions import Library
+from slapo_rewrite.emit.used_definitions import Definitions
 from tests.runtime.kernels.picked import ORDER, PUBLIC, one_file
 
 FILES = sorted((RUNTIME / "kernels").glob("*.py"))
@@ -45,7 +45,7 @@ def path_env() -> dict[str, str]:
 
 
 def test_the_guarded_import_is_picked_with_what_it_binds():
-    library = Library((RUNTIME / "kernels" / "launch.py").read_text())
+    library = Definitions((RUNTIME / "kernels" / "launch.py").read_text())
     assert "except ImportError:" in library.pick({"tl"}).body
     assert "def jit" not in library.pick({"triton"}).body
     assert "import triton\n" in library.pick({"jit"}).body
