@@ -20,8 +20,32 @@ from slapo_rewrite import __version__, errors
 DONE, NO, DEFECT = 0, 1, 3  # 2 is what errors say of themselves
 
 
+BERT = "transformers.models.bert.modeling_bert --schedule bert"  # for examples
+EXIT_CODES = """\
+exit codes:
+  0  done
+  1  the answer is no: --check, verify, or a merge that leaves conflicts
+  2  the input is wrong
+  3  a defect of slapo-rewrite"""
+
+
 class _Parser(argparse.ArgumentParser):
-    """Reports what is wrong as the tool reports everything else."""
+    """Reports what is wrong as the tool reports everything else.
+
+    Args:
+        command: The command's name behind the program's.
+        description: What it does.
+        example: What one types to call it.
+        more: Further words for its help.
+    """
+
+    def __init__(self, command: str, description: str, example: str, *more: str) -> None:
+        super().__init__(
+            prog=f"slapo-rewrite {command}".strip(),
+            description=description,
+            epilog="\n\n".join([f"example:\n  {example}", *more, EXIT_CODES]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
 
     def error(self, message: str) -> NoReturn:
         raise errors.UsageError(message, hint=f"{self.prog} --help")
@@ -55,9 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _rewrite(arguments: list[str]) -> int:
     parser = _Parser(
-        prog="slapo-rewrite",
-        description="Rewrite a PyTorch model file as a schedule says.",
-        epilog="Other commands: " + ", ".join(f"slapo-rewrite {name}" for name in COMMANDS),
+        "",
+        "Rewrite a PyTorch model file as a schedule says.",
+        f"slapo-rewrite {BERT} --set ckpt_ratio=0.5 -o out",
+        "other commands (each has a --help of its own):\n  "
+        + "\n  ".join(f"slapo-rewrite {name}" for name in COMMANDS),
     )
     parser.add_argument("source", metavar="SOURCE", help="a Python file or an importable module")
     parser.add_argument(
@@ -248,8 +274,9 @@ def _verified(
 
 def _verify(arguments: list[str]) -> int:
     parser = _Parser(
-        prog="slapo-rewrite verify",
-        description="Run original against rewritten in real processes and compare their numbers.",
+        "verify",
+        "Run original against rewritten in real processes and compare their numbers.",
+        "slapo-rewrite verify out --world 2",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
     _add_worlds(parser)
@@ -265,8 +292,9 @@ def _verify(arguments: list[str]) -> int:
 
 def _explain(arguments: list[str]) -> int:
     parser = _Parser(
-        prog="slapo-rewrite explain",
-        description="Say which line of the schedule caused a line of the output, and why.",
+        "explain",
+        "Say which line of the schedule caused a line of the output, and why.",
+        "slapo-rewrite explain out modeling_bert.py:120",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
     parser.add_argument(
@@ -282,8 +310,9 @@ def _explain(arguments: list[str]) -> int:
 
 def _tree(arguments: list[str]) -> int:
     parser = _Parser(
-        prog="slapo-rewrite tree",
-        description="Print the module tree: path, class, parameters, construction site.",
+        "tree",
+        "Print the module tree: path, class, parameters, construction site.",
+        f"slapo-rewrite tree {BERT}",
     )
     parser.add_argument("source", metavar="SOURCE", help="a Python file or an importable module")
     parser.add_argument(
@@ -301,8 +330,9 @@ def _tree(arguments: list[str]) -> int:
 
 def _primitives(arguments: list[str]) -> int:
     parser = _Parser(
-        prog="slapo-rewrite primitives",
-        description="List the primitives, or show one with its worked example.",
+        "primitives",
+        "List the primitives, or show one with its worked example.",
+        "slapo-rewrite primitives shard",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="a primitive")
     options = parser.parse_args(arguments)

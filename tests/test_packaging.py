@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from slapo_rewrite import __version__
+from slapo_rewrite.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "slapo_rewrite", "rules")
@@ -115,19 +116,21 @@ def test_rules_are_a_package_in_a_checkout_too():
     assert Path(str(schedules.__file__)).parent.name == "schedules"
 
 
-def test_the_command_starts_without_what_costs_seconds():
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_is_whole_and_needs_nothing_that_costs_seconds(command):
     script = f"""
         import sys
         from slapo_rewrite import cli
         try:
-            cli.main(["--help"])
+            cli.main([*{command!r}.split(), "--help"])
         except SystemExit as done:
             assert not done.code
         print([name for name in {HEAVY!r} if name in sys.modules])
     """
     shown = python(script)
-    assert "--schedule" in shown
     assert shown.splitlines()[-1] == "[]"
+    assert f"example:\n  slapo-rewrite {command}" in shown
+    assert [line.split()[0] for line in shown.splitlines()[-5:-1]] == ["0", "1", "2", "3"]
 
 
 def python(script: str, *arguments: str) -> str:
