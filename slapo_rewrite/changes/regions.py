@@ -20,10 +20,10 @@ from slapo_rewrite.changes.save_policy import SavePolicy, buffers_context, conte
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.dataflow import bound_in, names_in
-from slapo_rewrite.code.layout import at_column, formatted
-from slapo_rewrite.code.lines import Causes, past_comment, written
+from slapo_rewrite.code.layout import fitting_at
+from slapo_rewrite.code.lines import Causes, written
 from slapo_rewrite.code.liveness import local_names, part_of
-from slapo_rewrite.code.splice import apply_edits, moved
+from slapo_rewrite.code.runs import Run, behind, compound
 from slapo_rewrite.code.subgraphs import Calls, called_names, obstacle
 from slapo_rewrite.code.text import within
 from slapo_rewrite.directive import Directive
@@ -183,46 +183,26 @@ class _Regions:
 
     # Several statements -----------------------------------------------------------------------
 
-    def _text(self, wanted: _Wanted) -> tuple[int, int, str]:
-        """Where the statements stand, comments above included, and their text with what changes.
+    def _text(self, wanted: _Wanted) -> tuple[Run, str]:
+        """The statements with the comments above, and their text with what changes.
 
         The changes are taken out of those of the class.
         """
-        start, end = self._lead(wanted.span[0]), past_comment(self.file, wanted.span[1])
+        run = Run.of(self.file, wanted.calls.run).with_comments()
         lines = self.text.lines
         inside = {
             s: c for s, c in lines.items() if any(within(outer, s) for outer in wanted.calls.run)
         }
         for statement in inside:
             del lines[statement]
-        edits = moved(written(self.file, inside, self.line_length), -start)
-        text, _ = apply_edits(self.file.text[start:end], edits)
-        return start, end, text
-
-    def _lead(self, start: int) -> int:
-        """The first character of the comment lines directly above, or of the statement."""
-        text = self.file.text
-        line = text.rfind("\n", 0, start) + 1
-        while True:
-            above = text.rfind("\n", 0, max(0, line - 1)) + 1
-            shown = text[above:line].strip()
-            if above == line or not shown.startswith("#"):
-                break
-            if len(text[above:line]) - len(text[above:line].lstrip()) != start - (
-                text.rfind("\n", 0, start) + 1
-            ):
-                break
-            line = above
-        return line + len(text[line:]) - len(text[line:].lstrip(" \t"))
+        return run, run.text(written(self.file, inside, self.line_length))
 
     def _fork(self, wanted: _Wanted) -> None:
-        start, end, text = self._text(wanted)
-        column = wanted.calls.run[0].col_offset
+        run, text = self._text(wanted)
         fork_rng = self.imports.helper("rng", "fork_rng", wanted.causes)
-        body = at_column(text, column, column + 4, self.line_length)
-        text = f"with {fork_rng}():\n{' ' * (column + 4)}{body}"
+        placed = run.replaced(compound(f"with {fork_rng}():", text), self.line_length)
         why = "random numbers that differ between ranks"
-        self.text.splice(wanted.calls.run[0], start, end, text, wanted.causes, why)
+        self.text.place(run.statements[0], placed, wanted.causes, why)
 
     def _take_out(self, wanted: _Wanted, change: RecomputeRegion) -> None:
         """A method of the statements, and in their place its checkpointed call."""
@@ -249,25 +229,21 @@ class _Regions:
         function = self.imports.outside(CHECKPOINT, "checkpoint", wanted.causes)
         results = ", ".join(part.outputs)
         call = f"{'return' if returned else results + ' ='} {function}({call})"
-
-        start, end, text = self._text(wanted)
-        indent, why = run[0].col_offset, f"`{name}`, checkpointed"
-        call = formatted(call, indent, self.line_length)
-        self.text.splice(run[0], start, end, call, wanted.causes, why)
+        why = f"`{name}`, checkpointed"
+        statements, text = self._text(wanted)
+        placed = statements.replaced(call, self.line_length)
+        self.text.place(run[0], placed, wanted.causes, why)
         self._empty_caches(wanted, run[0], set(inputs))
 
-        margin = method.col_offset
+        column, margin = method.col_offset, method.body[0].col_offset
+        if statements.column != margin:  # the author's own lines stay as long as they are
+            text = fitting_at(text, margin, self.line_length)
         doc = f"The part of `{method.name}` that is computed again in the backward pass."
-        head = formatted(
-            f"def {name}({', '.join(['self', *shown])}): ...", margin, self.line_length
-        )
-        body = [f'"""{doc}"""', at_column(text, indent, margin + 4, self.line_length)]
-        body += [] if returned else [f"return {results}"]
-        pad = " " * (margin + 4)
-        new = "\n\n" + " " * margin + head.removesuffix(" ...") + "\n"
-        new += "\n".join(pad + line for line in body)
-        place = past_comment(self.file, self.file.span(method)[1])
-        self.text.splice(method, place, place, new, wanted.causes, why)
+        body = [f'"""{doc}"""', text, *([] if returned else [f"return {results}"])]
+        head = f"def {name}({', '.join(['self', *shown])}):"
+        head = fitting_at(f"{head} ...", column, self.line_length).removesuffix(" ...")
+        placed = behind(self.file, method, compound(head, "\n".join(body)), 1)
+        self.text.place(method, placed, wanted.causes, why)
 
     def _check(self, wanted: _Wanted, unsure: tuple[str, ...], inputs: list[str]) -> None:
         run, method = wanted.calls.run, wanted.calls.method

@@ -15,8 +15,8 @@ from slapo_rewrite.changes.placement import Placement, at_node
 from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import with_callee, with_keywords
-from slapo_rewrite.code.layout import formatted
-from slapo_rewrite.code.lines import Causes, past_comment
+from slapo_rewrite.code.lines import Causes
+from slapo_rewrite.code.runs import in_else
 from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.sharding import ParallelLoss
 
@@ -195,13 +195,10 @@ class _Gathers:
         return isinstance(block[0], ast.If) and self.text.file.text.startswith("elif", start)
 
     def _add_else(self, node: ast.If, line: str) -> None:
-        end = past_comment(self.text.file, self.text.file.span(node)[1])
-        pad = "\n" + " " * node.col_offset
-        known = [e for e in self.text.at(node).around if e.start == end]
-        inner = formatted(line, node.col_offset + 4, self.text.line_length)
-        opening = "" if known else f"{pad}else:"
-        text = f"{opening}{pad}    {inner}"
-        self.text.splice(node, end, end, text, self.causes, "whole logits")
+        placed = in_else(self.text.file, node, line, self.text.line_length)
+        if any(edit.start == placed.start for edit in self.text.at(node).around):
+            placed = in_else(self.text.file, node, line, self.text.line_length, opened=True)
+        self.text.place(node, placed, self.causes, "whole logits")
 
 
 def _refused(words: str, at: errors.Span, causes: Causes) -> errors.Unsupported:

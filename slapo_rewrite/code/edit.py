@@ -19,7 +19,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from slapo_rewrite.code.build import bare, code, fitting, parsed
+from slapo_rewrite.code.build import bare, code, conditional, fitting, parsed
 from slapo_rewrite.code.file import SourceFile
 
 Span = tuple[int, int]
@@ -55,6 +55,17 @@ class Put:
             return parsed(self.text)
         line = cst.ensure_type(cst.parse_statement(self.text), cst.SimpleStatementLine)
         return line.body[0]
+
+
+@dataclass(frozen=True)
+class NoneIf:
+    """Makes what stands there None where a condition holds."""
+
+    condition: str
+
+    def __call__(self, made: cst.BaseExpression) -> cst.BaseExpression:
+        """`value` -> `None if condition else value`."""
+        return conditional(parsed("None"), self.condition, made)
 
 
 class NoPlaceError(Exception):

@@ -53,6 +53,11 @@ def at_column(text: str, column: int, indent: int, line_length: int) -> str:
     return moved
 
 
+def fitting_at(text: str, indent: int, line_length: int) -> str:
+    """Statements at column 0, such that no line is too long once they are indented."""
+    return reindented(at_column(text, 0, indent, line_length), indent, 0)
+
+
 def fitted(text: str, indent: int, line_length: int) -> str:
     """A statement as it is where it fits on its line, else as `formatted` gives it."""
     if "\n" not in text and indent + len(text) <= line_length:

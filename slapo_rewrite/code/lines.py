@@ -13,6 +13,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.edit import Edit, Written, edited
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.layout import fitted
+from slapo_rewrite.code.runs import past_comment
 from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.directive import Directive, merged_causes
 
@@ -44,7 +45,7 @@ class Lines:
         inside: Edits of the statement itself, with their causes and why.
         before: Statements before it.
         after: Statements after it.
-        around: Text that changes around it.
+        around: Text that changes around it, with its causes and why.
         gone: Who takes the statement away, if anybody does, and why.
         moved: Whether its comments go elsewhere with what is taken away.
         again: Whether a subclass repeats it although nothing in it changes.
@@ -179,10 +180,3 @@ def comments(text: str) -> list[str]:
     except (tokenize.TokenError, IndentationError):
         pass  # part of an expression: what was found up to its end is all
     return found
-
-
-def past_comment(file: SourceFile, position: int) -> int:
-    """Past a comment that stands behind a position on its line."""
-    line_end = file.text.find("\n", position)
-    rest = file.text[position : line_end if line_end >= 0 else None]
-    return position + len(rest.rstrip()) if rest.strip().startswith("#") else position

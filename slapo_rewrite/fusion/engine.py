@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -18,6 +17,7 @@ from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.facts import dotted
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.lines import Lines, written
+from slapo_rewrite.code.runs import above, behind
 from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
@@ -356,7 +356,7 @@ class Engine:
                 continue
             if drawn.branch not in first:
                 edits = tuple(drawn.edits())
-                first[drawn.branch] = ReplaceStatement(drawn.branch, claim.what, spliced=edits)
+                first[drawn.branch] = ReplaceStatement(drawn.branch, claim.what, placed=edits)
             branches.setdefault(claim.node.path, {})[drawn.branch] = first[drawn.branch]
         # Equal changes are one object, so that modules that are treated alike are seen to be.
         known: dict[frozenset[ast.stmt], dict[ast.stmt, ReplaceStatement]] = {}
@@ -481,9 +481,8 @@ class Engine:
         for claim in claims:
             if claim.method is not None:
                 method = self.sharing.function_of(claim.match.replaced.node)
-                end = self.file.span(method)[1]
-                text = "\n\n" + textwrap.indent(claim.method, " " * method.col_offset)
-                more.append(ReplaceStatement(method, claim.what, spliced=((end, end, text),)))
+                placed = behind(self.file, method, claim.method, 1)
+                more.append(ReplaceStatement(method, claim.what, placed=(placed,)))
         for change in more:
             known = found.get(change.statement)
             found[change.statement] = known.joined(change) if known else change
@@ -507,24 +506,19 @@ class Engine:
 
     def _functions(self, claims: Sequence[Claim]) -> list[Edit]:
         """New functions of the file, each above the first class or function that calls it."""
-        above: dict[str, ast.stmt] = {}
+        callers: dict[str, ast.stmt] = {}
         for claim in claims:
             function = self.sharing.function_of(claim.match.replaced.node)
             owner = self.sharing.owner_of(function)
             node: ast.stmt = self.file.classes[owner] if owner else function
             if claim.function is not None:
-                first = above.setdefault(claim.function, node)
+                first = callers.setdefault(claim.function, node)
                 if node.lineno < first.lineno:
-                    above[claim.function] = node
-        edits = []
-        for text, node in above.items():
-            decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-            line = min([node.lineno, *(d.lineno for d in decorators)])
-            while line > 1 and self.file.line(line - 1).startswith("#"):
-                line -= 1
-            start = self.file.offset(line, 0)
-            edits.append(Edit(start, start, text + "\n\n\n", (self.cause,), "called below"))
-        return edits
+                    callers[claim.function] = node
+        return [
+            above(self.file, node, text).caused_by((self.cause,), "called below")
+            for text, node in callers.items()
+        ]
 
     def _check_names(self, claim: Claim) -> None:
         """A name that the new text uses must not be a local one of the function."""

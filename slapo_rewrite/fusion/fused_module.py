@@ -16,6 +16,7 @@ from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.code.edit import Edit, Put
 from slapo_rewrite.code.lines import Line, Lines
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.runs import behind
 from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.model.join import find_site
@@ -276,8 +277,7 @@ def _holding(
             end.after.append(Line(text, (cause,), f"`{held.name}`"))
     text = writer.subclass(name, new_name, lines, {}, set(), doc)
     engine.speller.take(files.main.imports)
-    at = file.span(file.classes[name])[1]
-    return TextEdit(at, at, "\n\n\n" + text.rstrip("\n"), (cause,), f"`{new_name}`")
+    return behind(file, file.classes[name], text, 2).caused_by((cause,), f"`{new_name}`")
 
 
 def _side_by_side(

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import parameters
-from slapo_rewrite.code.splice import Edit, apply_edits
+from slapo_rewrite.code.sinking import Sunk
+from slapo_rewrite.code.splice import apply_edits
 from slapo_rewrite.model.node_facts import NodeFacts
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.patterns.code_sinking import Sunk, drawn
+from slapo_rewrite.patterns.code_sinking import drawn
 from slapo_rewrite.patterns.graph_of_function import graph_of
 from slapo_rewrite.patterns.matching import Mismatch, Note
 from slapo_rewrite.patterns.pattern import Pattern
@@ -164,7 +165,7 @@ def _opened(
 
 def _is_found(way: Sunk, pattern: Pattern, scope: Scope, node: Node, sources: Sources) -> bool:
     """Whether a pattern is found in more places once a branch has taken in what is around it."""
-    edits = [Edit(*edit, (), "") for edit in way.edits()]
+    edits = [placed.caused_by((), "") for placed in way.edits()]
     file = way.file.edited(apply_edits(way.file.text, edits)[0])
     owner = _owner(scope)
     function = file.method(owner, scope.function) if owner is not None else None

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
-from slapo_rewrite.code.build import reindented
 from slapo_rewrite.code.dataflow import bound_in
-from slapo_rewrite.code.layout import at_column
+from slapo_rewrite.code.edit import Edit, NoneIf, Put, substituted
+from slapo_rewrite.code.runs import Run, compound, or_else
 from slapo_rewrite.code.text import accessor, within
 from slapo_rewrite.fusion.lm_head import Declined, Head, Labels, depending, written
 from slapo_rewrite.fusion.rule import RuleMatch
@@ -123,92 +123,72 @@ class _Writer:
     def changes(self) -> Changes:
         fork = self.fork
         first, last = fork.making[0], fork.losing[-1]
-        named = f"{fork.hidden} = {fork.named}\n" if fork.named else ""
+        named = (f"{fork.hidden} = {fork.named}",) if fork.named else ()
         if fork.alone:
             return self._alone(named)
-        none, condition = f"{fork.name} = None", self.condition
+        none, condition = f"{fork.name} = None", f"if {self.condition}:"
         if self._joined():
-            block = f"{named}if {condition}:\n    {none}\n    {self._loss()}\nelse:\n"
-            return {first: self._fork(block, first, last)}
+            made = f"{none}\n{self._loss()}"
+            return {first: self._fork(named, condition, made, (*fork.making, *fork.losing))}
         found: Changes = {}
         if len(fork.making) == 1:
             found[first] = self._none_or_made(first, named)
         else:
-            block = f"{named}if {condition}:\n    {none}\nelse:\n"
-            found[first] = self._fork(block, first, fork.making[-1])
-        block = f"if {fork.name} is None:\n    {self._loss()}\n"
-        if fork.place is fork.guard:
-            start, indent = self.file.span(fork.guard)[0], fork.guard.col_offset
-            above = self._laid(block, indent) + "\n" + " " * indent + "el"
-            found[fork.guard] = self._splice(fork.guard, start, start, above)
+            found[first] = self._fork(named, condition, none, fork.making)
+        is_none = f"if {fork.name} is None:"
+        block = compound(is_none, self._loss())
+        if fork.guard is not None and fork.place is fork.guard:
+            placed = or_else(self.file, fork.guard, block, self.line_length)
+            found[fork.guard] = ReplaceStatement(fork.guard, self.what, placed=(placed,))
         elif isinstance(last, ast.Return):
-            start, indent = self.file.span(fork.losing[0])[0], last.col_offset
-            above = self._laid(block, indent) + "\n" + " " * indent
-            found[fork.losing[0]] = self._splice(fork.losing[0], start, start, above)
+            place = fork.losing[0]
+            found[place] = ReplaceStatement(place, self.what, before=(block,))
         else:
-            found[fork.losing[0]] = self._fork(f"{block}else:\n", fork.losing[0], last)
+            found[fork.losing[0]] = self._fork((), is_none, self._loss(), fork.losing)
         return found
 
-    def _alone(self, named: str) -> Changes:
+    def _alone(self, named: tuple[str, ...]) -> Changes:
         """The loss alone, where nobody else reads the logits."""
         making, (*before, last) = self.fork.making, self.fork.losing
         found: Changes = {s: ReplaceStatement(s, self.what, gone=True) for s in (*making, *before)}
-        if named:
-            start, end = self.file.span(making[0])
-            laid = self._laid(named, making[0].col_offset)
-            found[making[0]] = self._splice(making[0], start, end, laid)
-        start, end = self.file.span(last)
-        found[last] = self._splice(last, start, end, self._laid(self._loss(), last.col_offset))
+        for text in named:
+            edit = Edit(making[0], Put(text))
+            found[making[0]] = ReplaceStatement(making[0], self.what, (edit,))
+        found[last] = ReplaceStatement(last, self.what, (Edit(self.fork.loss, Put(self.text)),))
         return found
 
     def _joined(self) -> bool:
         """Whether the loss follows at once, so that one fork does."""
-        fork = self.fork
-        end, start = self.file.span(fork.making[-1])[1], self.file.span(fork.losing[0])[0]
-        lines = self.file.text[end:start].splitlines()
-        code = (line for line in lines if not line.strip().startswith("#"))
-        return fork.guard is None and not "".join(code).strip()
+        end, start = self.fork.making[-1].end_lineno or 0, self.fork.losing[0].lineno
+        lines = (self.file.line(n).strip() for n in range(end + 1, start))
+        return self.fork.guard is None and all(not line or line.startswith("#") for line in lines)
 
     def _loss(self) -> str:
         """The statement that gives the loss, of the new call."""
-        start, end = self.file.span(self.fork.losing[-1])
-        begin, stop = self.file.span(self.fork.loss)
-        return self.file.text[start:begin] + self.text + self.file.text[stop:end]
+        return substituted(self.file, self.fork.losing[-1], {self.fork.loss: self.text})
 
-    def _none_or_made(self, statement: ast.stmt, named: str) -> ReplaceStatement:
+    def _none_or_made(self, statement: ast.stmt, named: tuple[str, ...]) -> ReplaceStatement:
         """An assignment of the logits, or of None."""
         assert isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None
-        start, end = self.file.span(statement)
-        begin = self.file.span(statement.value)[0]
-        value = self._with_name(begin, end)
-        text = f"{self.file.text[start:begin]}None if {self.condition} else {value}"
-        return self._splice(statement, start, end, self._laid(named + text, statement.col_offset))
+        edits = [Edit(node, Put(text)) for node, text in self._named().items()]
+        edits.append(Edit(statement.value, NoneIf(self.condition), outer=True))
+        return ReplaceStatement(statement, self.what, tuple(edits), before=named)
 
-    def _with_name(self, start: int, end: int) -> str:
-        """Some text, with the name of the head's input in the place of what gets that name."""
-        call, text = self.fork.head.call.node, self.file.text[start:end]
-        if not self.fork.named:
-            return text
+    def _named(self) -> dict[ast.expr, str]:
+        """The name of the head's input, by the expression in the head's call that gets it."""
+        call = self.fork.head.call.node
         assert isinstance(call, ast.Call)
-        begin, stop = self.file.span(_given(call)[0])
-        return text[: begin - start] + self.fork.hidden + text[stop - start :]
+        return {_given(call)[0]: self.fork.hidden} if self.fork.named else {}
 
-    def _fork(self, block: str, first: ast.stmt, last: ast.stmt) -> ReplaceStatement:
+    def _fork(
+        self, named: tuple[str, ...], test: str, body: str, statements: tuple[ast.stmt, ...]
+    ) -> ReplaceStatement:
         """A fork in the place of statements, which become its last way."""
-        start, end = self.file.span(first)[0], self.file.span(last)[1]
-        comment = self.file.text[end:].partition("\n")[0]
-        end += len(comment)
-        makes = first is self.fork.making[0]
-        old = self._with_name(start, end) if makes else self.file.text[start:end]
-        inner = "    " + reindented(old, first.col_offset, 4)
-        return self._splice(first, start, end, self._laid(block + inner, first.col_offset))
-
-    def _laid(self, text: str, indent: int) -> str:
-        """Statements at a column, laid out anew where they are too long."""
-        return at_column(text.rstrip("\n"), 0, indent, self.line_length)
-
-    def _splice(self, statement: ast.stmt, start: int, end: int, text: str) -> ReplaceStatement:
-        return ReplaceStatement(statement, self.what, spliced=((start, end, text),))
+        run = Run.of(self.file, statements)
+        old = run.text_with(self._named())
+        text = "\n".join([*named, compound(test, body, "else:", old)])
+        placed = run.replaced(text, self.line_length)
+        return ReplaceStatement(statements[0], self.what, placed=(placed,))
 
 
 def fork_of(found: RuleMatch, head: Head, loss: Value, labels: Labels) -> Fork:

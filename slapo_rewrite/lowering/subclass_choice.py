@@ -23,6 +23,7 @@ from slapo_rewrite.changes.parameter_attributes import Annotate
 from slapo_rewrite.changes.places import AtBase, Place
 from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
+from slapo_rewrite.code.runs import above, behind
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.join import find_site
@@ -240,16 +241,12 @@ class SubclassChoice:
     def _class_after(
         self, class_name: str, text: str, causes: tuple[Directive, ...], why: str
     ) -> Edit:
-        end = self.file.span(self.file.classes[class_name])[1]
-        return Edit(end, end, "\n\n\n" + text.rstrip("\n"), causes, why)
+        return behind(self.file, self.file.classes[class_name], text, 2).caused_by(causes, why)
 
     def _class_before(
         self, class_name: str, text: str, causes: tuple[Directive, ...], why: str
     ) -> Edit:
-        node = self.file.classes[class_name]
-        line = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-        start = self.file.offset(line, 0)
-        return Edit(start, start, text.rstrip("\n") + "\n\n\n", causes, why)
+        return above(self.file, self.file.classes[class_name], text).caused_by(causes, why)
 
     def _rename(
         self, nodes: list[Node], name: str, original: str, causes: tuple[Directive, ...]

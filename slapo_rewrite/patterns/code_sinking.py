@@ -1,92 +1,18 @@
-"""Draws statements that stand around a branch into its arms, where they do the same."""
+"""Whether statements around a branch may stand in its arms, where they do the same."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from slapo_rewrite.code.arguments import parameters
-from slapo_rewrite.code.build import reindented
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.sinking import Sunk, is_alone
+from slapo_rewrite.code.text import within
 
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
-_LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 # How many statements that are no part of the match may go along with it.
 _OTHERS = 2
-
-
-@dataclass(frozen=True)
-class Sunk:
-    """Statements around a branch that are to stand in its arms.
-
-    Attributes:
-        file: The file.
-        branch: The branch.
-        before: What stands above it, without gaps.
-        after: What stands below it, without gaps.
-    """
-
-    file: SourceFile
-    branch: ast.If
-    before: Sequence[ast.stmt]
-    after: Sequence[ast.stmt]
-
-    def edits(self) -> list[tuple[int, int, str]]:
-        """From where to where in the file, and what stands there then."""
-        found = [self._gone(s) for s in (self.before, self.after) if s]
-        for arm in (self.branch.body, self.branch.orelse):
-            after = "" if arm and _leaves(arm) else self._below(arm)
-            if arm:
-                first, last = self._ends(arm)
-                found += [
-                    (at, at, t) for at, t in ((first, self._text(self.before)), (last, after))
-                ]
-            else:
-                end = self._line_end(self.branch)
-                head = " " * self.branch.col_offset + "else:\n"
-                found.append((end, end, head + self._text(self.before) + after))
-        return sorted(found, key=lambda edit: edit[:2])
-
-    def _gone(self, statements: Sequence[ast.stmt]) -> tuple[int, int, str]:
-        """The lines of statements, and a blank line that would part nothing then."""
-        first, last = self._lines(statements)
-        if not self.file.line(first - 1).strip() and not self.file.line(last + 1).strip():
-            last += 1
-        return self.file.offset(first, 0), self.file.offset(last + 1, 0), ""
-
-    def _lines(self, statements: Sequence[ast.stmt]) -> tuple[int, int]:
-        """The first line, with the comments above it, and the last."""
-        first, last = statements[0].lineno, statements[-1]
-        while self.file.line(first - 1).lstrip().startswith("#"):
-            first -= 1
-        return first, last.end_lineno or last.lineno
-
-    def _text(self, statements: Sequence[ast.stmt]) -> str:
-        """Statements with their comments, as they stand in an arm."""
-        if not statements:
-            return ""
-        first, last = self._lines(statements)
-        lines = "\n".join(self.file.line(n) for n in range(first, last + 1))
-        column = self.branch.body[0].col_offset
-        return " " * column + reindented(lines.lstrip(), self.branch.col_offset, column) + "\n"
-
-    def _below(self, arm: Sequence[ast.stmt]) -> str:
-        """The text of what stands below, for the end of an arm."""
-        text = self._text(self.after)
-        end = self.branch.end_lineno or self.branch.lineno
-        parted = not self.file.line(end + 1).strip()
-        return f"\n{text}" if text and parted and arm else text
-
-    def _ends(self, arm: Sequence[ast.stmt]) -> tuple[int, int]:
-        """Where the lines of an arm begin and end."""
-        head = arm[0].lineno - 1
-        while not self.file.line(head).partition("#")[0].rstrip().endswith(":"):
-            head -= 1
-        return self.file.offset(head + 1, 0), self._line_end(arm[-1])
-
-    def _line_end(self, statement: ast.stmt) -> int:
-        return self.file.offset((statement.end_lineno or statement.lineno) + 1, 0)
 
 
 def drawn(
@@ -122,7 +48,7 @@ def drawn(
         return "what lies between would have to stand in both arms"
     if not _is_plain(file, branch):
         return "it is an `elif`, has one, or stands on one line"
-    if not all(_is_alone(file, statement) for statement in around):
+    if not all(is_alone(file, statement) for statement in around):
         return "a statement around it shares its line with another"
     if (lost := _lost(file, branch.test, before)) is not None:
         return f"its condition reads `{lost}`, which is not the same further up"
@@ -140,25 +66,12 @@ def way_hint(node: ast.AST, function: ast.FunctionDef | None) -> str | None:
     return f'if it always goes one way, say which: concrete_args={{"{named[0]}": ...}}'
 
 
-def within(outer: ast.AST, inner: ast.AST) -> bool:
-    """Whether a node is part of another, or the other itself."""
-    return any(node is inner for node in ast.walk(outer))
-
-
 def _blocks(function: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
     for node in ast.walk(function):
         for name in ("body", "orelse", "finalbody"):
             block = getattr(node, name, None)
             if isinstance(block, list):
                 yield block
-
-
-def _leaves(block: Sequence[ast.stmt]) -> bool:
-    """Whether what stands behind a block is not reached from it."""
-    last = block[-1]
-    if isinstance(last, ast.If) and last.orelse:
-        return _leaves(last.body) and _leaves(last.orelse)
-    return isinstance(last, _LEAVING)
 
 
 def _is_plain(file: SourceFile, branch: ast.If) -> bool:
@@ -174,15 +87,6 @@ def _is_plain(file: SourceFile, branch: ast.If) -> bool:
         for line in range(end + 1, branch.orelse[0].lineno)
     )
     return branch.orelse[0].col_offset == column and own_line
-
-
-def _is_alone(file: SourceFile, statement: ast.stmt) -> bool:
-    """Whether a statement has its lines for itself."""
-    start, end = file.span(statement)
-    first = file.offset(statement.lineno, 0)
-    last = file.offset((statement.end_lineno or statement.lineno) + 1, 0)
-    rest = file.text[end:last].strip()
-    return not file.text[first:start].strip() and (not rest or rest.startswith("#"))
 
 
 def _lost(file: SourceFile, test: ast.expr, before: Sequence[ast.stmt]) -> str | None:

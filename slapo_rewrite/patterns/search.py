@@ -12,7 +12,7 @@ from typing import overload
 from slapo_rewrite import errors
 from slapo_rewrite.code.facts import Facts, NoFacts, Property, Submodule
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.patterns.code_sinking import Sunk
+from slapo_rewrite.code.sinking import Sunk
 from slapo_rewrite.patterns.graph_of_function import chain_graph, graph_of
 from slapo_rewrite.patterns.legality import Judge
 from slapo_rewrite.patterns.matching import Bindings, Matcher, Mismatch, Note, outermost

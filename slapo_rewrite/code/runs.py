@@ -1,0 +1,160 @@
+"""Statements that follow one another in a block: their text, and what is put in their place.
+
+Text is given and taken as it reads at column 0; where it goes, it is indented, and laid out anew
+where a line would be too long.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from slapo_rewrite.code.build import reindented
+from slapo_rewrite.code.edit import substituted
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.layout import at_column, formatted
+from slapo_rewrite.code.splice import Edit, apply_edits, moved
+from slapo_rewrite.directive import Directive
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Text in the place of a run of statements, or beside one, before anyone has asked for it.
+
+    Attributes:
+        start: The first character that it replaces.
+        end: One past the last.
+        text: What stands there then.
+    """
+
+    start: int
+    end: int
+    text: str
+
+    def caused_by(self, causes: tuple[Directive, ...], why: str) -> Edit:
+        """The same as an edit."""
+        return Edit(self.start, self.end, self.text, causes, why)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Statements that follow one another in a block.
+
+    Attributes:
+        file: The file.
+        statements: The statements.
+        start: Where their text begins: with the first, or with the comments above it.
+        end: Where it ends, the comment behind the last one included.
+    """
+
+    file: SourceFile
+    statements: tuple[ast.stmt, ...]
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, file: SourceFile, statements: Sequence[ast.stmt]) -> Run:
+        """The statements alone, with the comment behind the last one."""
+        start, end = file.span(statements[0])[0], file.span(statements[-1])[1]
+        return cls(file, tuple(statements), start, past_comment(file, end))
+
+    @property
+    def column(self) -> int:
+        """Where they are indented to."""
+        return self.statements[0].col_offset
+
+    def with_comments(self) -> Run:
+        """The same with the comments directly above, at the statements' own column."""
+        file, start = self.file, self.start
+        line = self.statements[0].lineno - 1
+        while (text := file.line(line)).lstrip().startswith("#"):
+            indent = len(text) - len(text.lstrip())
+            if indent != self.column:
+                break
+            start = file.offset(line, 0) + indent
+            line -= 1
+        return replace(self, start=start)
+
+    def text(self, edits: Sequence[Edit] = ()) -> str:
+        """Their text, with edits of the file inside of it."""
+        text, _ = apply_edits(self.file.text[self.start : self.end], moved(edits, -self.start))
+        return reindented(text, self.column, 0)
+
+    def text_with(self, texts: Mapping[ast.expr, str]) -> str:
+        """Their text with expressions in the places of parts of them."""
+        inside = {id(node) for statement in self.statements for node in ast.walk(statement)}
+        by_statement: dict[ast.stmt, dict[ast.expr, str]] = {}
+        for node, text in texts.items():
+            if id(node) in inside:
+                by_statement.setdefault(self.file.statement_of(node), {})[node] = text
+        written = {s: substituted(self.file, s, own) for s, own in by_statement.items()}
+        return self.text([Edit(*self.file.span(s), text, (), "") for s, text in written.items()])
+
+    def replaced(self, text: str, line_length: int) -> Placed:
+        """Statements in their place."""
+        return Placed(self.start, self.end, at_column(text, 0, self.column, line_length))
+
+
+def compound(*parts: str) -> str:
+    """A compound statement: its headers, each with the statements below it.
+
+    `compound("if a:", "x = 1", "else:", "x = 2")`
+    """
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return "\n".join(f"{header}\n    {reindented(body, 0, 4)}" for header, body in pairs)
+
+
+def or_else(file: SourceFile, branch: ast.If, text: str, line_length: int) -> Placed:
+    """A branch above another, which is taken where the first one is not: `elif`.
+
+    Args:
+        file: The file.
+        branch: The other.
+        text: The first, an `if` without `else`.
+        line_length: The file's own.
+    """
+    start, column = file.span(branch)[0], branch.col_offset
+    above = at_column(text, 0, column, line_length)
+    return Placed(start, start, f"{above}\n{' ' * column}el")
+
+
+def in_else(
+    file: SourceFile, branch: ast.If, text: str, line_length: int, opened: bool = False
+) -> Placed:
+    """A statement in the `else` that a branch gets; in one that it has got if that is `opened`."""
+    end, pad = past_comment(file, file.span(branch)[1]), "\n" + " " * branch.col_offset
+    inner = formatted(text, branch.col_offset + 4, line_length)
+    return Placed(end, end, f"{'' if opened else f'{pad}else:'}{pad}    {inner}")
+
+
+def behind(file: SourceFile, definition: ast.stmt, text: str, gap: int) -> Placed:
+    """A definition behind another of the same block.
+
+    Args:
+        file: The file.
+        definition: The other one.
+        text: The new one.
+        gap: How many blank lines part them.
+    """
+    end = past_comment(file, file.span(definition)[1])
+    pad = " " * definition.col_offset
+    body = pad + reindented(text.strip("\n"), 0, definition.col_offset)
+    return Placed(end, end, "\n" * (gap + 1) + body)
+
+
+def above(file: SourceFile, definition: ast.stmt, text: str) -> Placed:
+    """A definition at module level above another, its decorators and its comments."""
+    decorators: list[ast.expr] = getattr(definition, "decorator_list", [])
+    line = min([definition.lineno, *(d.lineno for d in decorators)])
+    while line > 1 and file.line(line - 1).startswith("#"):
+        line -= 1
+    start = file.offset(line, 0)
+    return Placed(start, start, text.rstrip("\n") + "\n\n\n")
+
+
+def past_comment(file: SourceFile, position: int) -> int:
+    """Past a comment that stands behind a position on its line."""
+    line_end = file.text.find("\n", position)
+    rest = file.text[position : line_end if line_end >= 0 else None]
+    return position + len(rest.rstrip()) if rest.strip().startswith("#") else position
