@@ -263,7 +263,9 @@ def _verified(
     assert verified is not None
     worlds = chosen(out, options.world, options.pp, options.tp, options.dp)
     with _working(f"verifying {out}") as progress:
-        report = verify(out, worlds, source=source, schedule=schedule, progress=progress)
+        report = verify(
+            out, worlds, source=source, schedule=schedule, progress=progress, checked=_say
+        )
     print(report.render())
     if not note_verification(out, report.record(), verified):
         print(
@@ -340,6 +342,11 @@ def _primitives(arguments: list[str]) -> int:
 
     print(page(options.name) if options.name else listing())
     return DONE
+
+
+def _say(line: str) -> None:
+    """A line that stands in a log too; on a terminal, above what shows that work goes on."""
+    print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

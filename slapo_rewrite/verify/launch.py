@@ -36,6 +36,7 @@ class Ranks:
         folder: A new folder for what they write.
         timeout_s: How long they may take, from their start.
         progress: Told what rank 0 is doing.
+        checked: Told of each check that is done, and whether it holds so far.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class Ranks:
         folder: Path,
         timeout_s: float,
         progress: Callable[[str], None],
+        checked: Callable[[str], None],
     ) -> None:
         self.job, self.folder = job, folder
         self.world, self.count = world, ranks_of(world)
-        self.timeout_s, self.progress = timeout_s, progress
+        self.timeout_s, self.progress, self.checked = timeout_s, progress, checked
+        self.told: dict[str, bool] = {}
         self.processes: list[subprocess.Popen[bytes]] = []
         self.killed: set[int] = set()
 
@@ -64,6 +67,7 @@ class Ranks:
             self._watch(deadline)
         finally:
             self._end()
+        self._tell()
 
     def _start(self, job: Path, rank: int) -> None:
         with open(self.folder / f"{rank}.log", "wb") as log:
@@ -91,7 +95,21 @@ class Ranks:
             if stage != shown:
                 shown = stage
                 self.progress(stage)
+                self._tell()  # checks are told as well when the next stage begins
             time.sleep(POLL_S)
+
+    def _tell(self) -> None:
+        """Tells of what rank 0 has checked, and once more where the answer is another one since.
+
+        That comes of a rank that is behind, or of float64, which decides what may be rounding.
+        """
+        texts = (self._read(rank, "checks") for rank in range(self.count))
+        done: list[dict[str, bool]] = [json.loads(text or "{}") for text in texts]
+        for name in done[0]:
+            ok = all(checks.get(name, True) for checks in done)
+            if self.told.get(name) != ok:
+                self.told[name] = ok
+                self.checked(f"{named(self.world)}: {name}: {'ok' if ok else 'WRONG'}")
 
     def _end(self) -> None:
         for rank, process in enumerate(self.processes):

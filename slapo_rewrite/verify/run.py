@@ -41,7 +41,8 @@ def verify(
     source: str | None = None,
     schedule: str | None = None,
     timeout_s: float = 300,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+    checked: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Compares the model in an output folder with its original.
 
@@ -54,6 +55,7 @@ def verify(
         schedule: The schedule, a file or the name of a bundled one; by default the recorded one.
         timeout_s: How long one world may take.
         progress: Told in a few words what is being done.
+        checked: Told of each check, once it is done.
 
     Raises:
         NotAnOutput: `out` has no readable record, or lacks the rewritten model.
@@ -98,7 +100,7 @@ def verify(
         with tempfile.TemporaryDirectory(prefix="slapo-verify-") as folder:
             layout = None if isinstance(world, int) else asdict(world)
             told = {**job, "layout": layout}
-            ranks = Ranks(told, world, Path(folder), timeout_s, progress or (lambda text: None))
+            ranks = Ranks(told, world, Path(folder), timeout_s, progress, checked)
             ranks.run()
             failure = ranks.failure(out)
             _add(report, world, ranks.results(), record)

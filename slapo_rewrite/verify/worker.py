@@ -4,7 +4,8 @@
 
 JOB is a JSON file that `run.py` writes. The schedule is loaded first; from then on nothing can
 import the tool, as on a machine that does not have it. What was found goes to `RANK.json` in the
-job's folder, what is being done to `RANK.stage`, and where it hangs to `RANK.hang`.
+job's folder, what is being done to `RANK.stage`, the checks that are done to `RANK.checks`, and
+where it hangs to `RANK.hang`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,16 @@ def compare(job: dict[str, Any], rank: int, stage: Callable[[str], None], result
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)
     stopped = importlib.import_module(f"{PARTS}.figures").StoppedError
-    pair, checks = models_and_checks(job, rank, stage)
+    told = Path(job["folder"]) / f"{rank}.checks"
+
+    def tell() -> None:
+        write(told, json.dumps({check.name: check.ok for check in checks.done}))
+
+    def next_stage(name: str) -> None:
+        tell()  # what is done is, when the next thing begins
+        stage(name)
+
+    pair, checks = models_and_checks(job, rank, next_stage)
     result["stopped"] = False
     try:
         pair.load()
@@ -94,6 +104,7 @@ def compare(job: dict[str, Any], rank: int, stage: Callable[[str], None], result
     except stopped:
         result["stopped"] = True
     finally:
+        tell()
         result["checks"] = [asdict(check) for check in checks.done]
         result.update(source=pair.source, share=pair.share, notes=pair.notes, module=checks.module)
 

@@ -27,8 +27,8 @@ def test_right_output_passes_at_both_world_sizes(tmp_path):
     # A folder whose name cannot be imported by an import statement.
     out = outputs.write(tmp_path, "out-1.2")
     before = sorted(p.name for p in out.rglob("*"))
-    stages = []
-    report = verify(out, [1, 2], progress=stages.append)
+    stages, checked = [], []
+    report = verify(out, [1, 2], progress=stages.append, checked=checked.append)
     text = report.render()
     assert report.ok, text
     assert text.endswith("verified: rewritten equals original at world sizes 1, 2\n")
@@ -56,6 +56,7 @@ def test_right_output_passes_at_both_world_sizes(tmp_path):
     assert gradients.error < 1e-4 and gradients.own < 1e-4 and gradients.reference < 1e-4
     dropout = [row.detail for row in report.rows if row.name == "gradients with dropout"]
     assert dropout == ["", ""]  # it was compared
+    assert checked == [f"world size {row.world}: {row.name}: ok" for row in report.rows]
     assert {s.split(":")[0] for s in stages} == {"world size 1", "world size 2"}
     assert sorted(p.name for p in out.rglob("*")) == before
     record = json.dumps(report.record())
@@ -65,9 +66,12 @@ def test_right_output_passes_at_both_world_sizes(tmp_path):
 
 def test_missing_all_reduce(tmp_path):
     change = ("SumForward.apply(F.linear(x, self.weight))", "F.linear(x, self.weight)")
-    report = verify(outputs.write(tmp_path, "out", {"tensor_parallel.py": change}), [2])
+    out, checked = outputs.write(tmp_path, "out", {"tensor_parallel.py": change}), []
+    report = verify(out, [2], checked=checked.append)
     text = report.render()
     assert {"outputs", "loss", "gradients", "outputs in eval mode"} <= wrong(report)
+    assert "world size 2: keeps tied parameters tied: ok" in checked
+    assert "world size 2: outputs: WRONG" in checked
     assert "NOT equal at world size 2: outputs, loss, gradients" in text
     assert "first module with another output: blocks.0.down" in text
     place = f'{tmp_path / "plan.py"}:14: s["blocks.*.down"].sync("fwd_post", "all_reduce")'
