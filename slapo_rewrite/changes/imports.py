@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from slapo_rewrite import errors, runtime
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.import_lines import below
 from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.directive import Directive, merged_causes
@@ -244,18 +245,8 @@ class Imports:
 
     def _after(self, statement: ast.stmt | None, text: str, *modules: str) -> Edit:
         causes = merged_causes(*(self._causes.get(m, []) for m in modules))
-        if statement is not None:
-            place = self.file.span(statement)[1]
-            rest = self.file.text[place : self.file.text.find("\n", place)]
-            place += len(rest) if rest.strip().startswith("#") else 0
-            return Edit(place, place, "\n" + text, causes, "import what is used below")
-        # A file without imports: after its docstring.
-        first = self.file.tree.body[0] if self.file.tree.body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            return Edit(
-                *2 * (self.file.span(first)[1],), "\n\n" + text.lstrip("\n"), causes, "import"
-            )
-        return Edit(0, 0, text.lstrip("\n") + "\n\n", causes, "import what is used below")
+        placed = below(self.file, statement, "\n" + text)
+        return placed.caused_by(causes, "import what is used below")
 
 
 def _neighbour(statements: list[ast.Import | ast.ImportFrom], module: str) -> ast.stmt | None:

@@ -19,7 +19,7 @@ from slapo_rewrite.code.build import code
 from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.code.lines import Causes, Lines, changed, written
-from slapo_rewrite.code.splice import apply_edits, moved
+from slapo_rewrite.code.runs import definition_text, header_text
 from slapo_rewrite.code.text import accessor, docstring, within
 from slapo_rewrite.hugging_face import CACHES
 
@@ -84,7 +84,7 @@ class SubclassWriter:
         relatives: Mapping[int, str],
         optional: set[int],
     ) -> str:
-        header = self._header(constructor)
+        header = header_text(self.file, constructor)
         passed = ", ".join(passed_on(constructor))
         call = fitted(f"super().__init__({passed})", 8, self.line_length)
         text = [header, " " * 8 + call]
@@ -195,33 +195,15 @@ class SubclassWriter:
     def _override(
         self, class_name: str, method: ast.FunctionDef, lines: Mapping[ast.stmt, Lines]
     ) -> str:
-        start = (
-            self.file.span(method.decorator_list[0])[0] - 1
-            if method.decorator_list
-            else self.file.span(method)[0]
-        )
-        end = self.file.span(method)[1]
-        if "super()" in self.file.text[start:end]:
+        if "super()" in self.file.segment(method):
             raise errors.UnfollowableConstruction(
                 f"some instances of `{class_name}` need another `{method.name}`, and this one "
                 "calls `super()`",
                 at=self.file.at(method),
                 hint="schedule all instances alike",
             )
-        text, _ = apply_edits(
-            self.file.text[start:end], moved(written(self.file, lines, self.line_length), -start)
-        )
-        return " " * method.col_offset + text + "\n"
-
-    def _header(self, method: ast.FunctionDef) -> str:
-        start, _ = self.file.span(method)
-        first = method.body[0]
-        end = self.file.offset(first.lineno, 0)
-        header = self.file.text[start:end].rstrip()
-        # Comments between the header and the body do not belong to it.
-        while header.rsplit("\n", 1)[-1].lstrip().startswith("#"):
-            header = header.rsplit("\n", 1)[0].rstrip()
-        return " " * method.col_offset + header
+        edits = written(self.file, lines, self.line_length)
+        return definition_text(self.file, method, edits) + "\n"
 
     def forking(self, new_name: str, shown: str, causes: Causes) -> str:
         """A subclass whose random numbers differ between tensor-parallel ranks."""
@@ -318,7 +300,7 @@ class SubclassWriter:
         plain = [p for p in passed if not p.startswith("**")]
         arguments = ", ".join(["super().forward", *plain, *options, *stars])
         text += [
-            self._header(forward),
+            header_text(self.file, forward),
             "        if self.training:",
             "            # Computing the layer a second time would fill the cache a second time.",
             *(f"            {name} = None" for name in caches),

@@ -128,6 +128,25 @@ def in_else(
     return Placed(end, end, f"{'' if opened else f'{pad}else:'}{pad}    {inner}")
 
 
+def definition_text(file: SourceFile, definition: ast.FunctionDef, edits: Sequence[Edit]) -> str:
+    """A definition with its decorators as it stands in the file, with edits of the file in it."""
+    decorators = definition.decorator_list
+    start = file.span(decorators[0])[0] - 1 if decorators else file.span(definition)[0]
+    end = file.span(definition)[1]
+    text, _ = apply_edits(file.text[start:end], moved(edits, -start))
+    return " " * definition.col_offset + text
+
+
+def header_text(file: SourceFile, definition: ast.FunctionDef) -> str:
+    """A definition as it stands in the file, up to the colon before its body."""
+    end = file.offset(definition.body[0].lineno, 0)
+    header = file.text[file.span(definition)[0] : end].rstrip()
+    # Comments between the header and the body do not belong to it.
+    while header.rsplit("\n", 1)[-1].lstrip().startswith("#"):
+        header = header.rsplit("\n", 1)[0].rstrip()
+    return " " * definition.col_offset + header
+
+
 def behind(file: SourceFile, definition: ast.stmt, text: str, gap: int) -> Placed:
     """A definition behind another of the same block.
 

@@ -24,8 +24,8 @@ from slapo_rewrite.changes.imports import Reference
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.code import import_lines
 from slapo_rewrite.code.file import SourceFile, lines_of, locate
-from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.code.splice import Change, Edit, apply_edits
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.emit import record
@@ -591,19 +591,16 @@ def idle_imports(
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
         kept = [a for a in node.names if (a.asname or a.name) not in idle]
-        start, end = file.span(node)
-        beside = file.text[end:].partition("\n")[0].strip()
-        if len(kept) == len(node.names) or beside or "#" in file.segment(node):
+        if len(kept) == len(node.names) or import_lines.is_remarked(file, node):
             continue  # a comment there may be about the import: leave both
+        placed = import_lines.without(file, node)
         if kept:
             names = ast.unparse(ast.Import(kept)).removeprefix("import ")
             lead = "import"
             if isinstance(node, ast.ImportFrom):
                 lead = f"from {file.resolve_import(node)} import"
-            new = formatted(f"{lead} {names}", 0, line_length)
-        else:  # with its line break
-            start, end, new = (start - 1, end, "") if start else (0, end + 1, "")
-        removed.append(Edit(start, end, new, causes, "import what is used, no more"))
+            placed = import_lines.instead(file, node, [f"{lead} {names}"], line_length)
+        removed.append(placed.caused_by(causes, "import what is used, no more"))
     return removed
 
 

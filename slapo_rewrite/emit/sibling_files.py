@@ -19,7 +19,8 @@ from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.import_lines import from_module, instead
+from slapo_rewrite.code.runs import Placed
 from slapo_rewrite.code.splice import Change, Edit
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model import construction_calls
@@ -288,23 +289,19 @@ class SiblingFiles:
         if not targets:
             yield from _absolute(file, node)
             return
-        start, end = file.span(node)
         causes = merged_causes(*(self._causes(m) for m in dict.fromkeys(targets)))
         why = "import from the copy of the file"
         same = [a for names in groups.values() for a in names] == node.names
         if len(groups) == 1 and same:
             new = next(iter(groups))
-            old = "." * node.level + (node.module or "")
-            if new != old:
-                first = start + file.text[start:end].index("from") + len("from")
-                first += len(file.text[first:end]) - len(file.text[first:end].lstrip())
-                yield Edit(first, first + len(old), new, causes, why)
+            if new != "." * node.level + (node.module or ""):
+                yield from_module(file, node, new).caused_by(causes, why)
             return
         lines = [
             f"from {lead} import {', '.join(map(ast.unparse, names))}"
             for lead, names in groups.items()
         ]
-        yield Edit(start, end, _lines(lines, node.col_offset, line_length), causes, why)
+        yield instead(file, node, lines, line_length).caused_by(causes, why)
 
     def _check_star(self, file: SourceFile, node: ast.ImportFrom, base: str) -> None:
         """A star may not bring in what changed: no one sees which names those are."""
@@ -336,11 +333,10 @@ class SiblingFiles:
             if dotted:
                 self._check_free(file, node, stem)
             shown.append(stem if local == stem else f"{stem} as {local}")
-        start, end = file.span(node)
         causes = merged_causes(*(self._causes(a.name) for a in copied))
         lines.append(f"from . import {', '.join(shown)}")
-        text = _lines(lines, node.col_offset, line_length)
-        yield Edit(start, end, text, causes, "import the copy of the file")
+        placed = instead(file, node, lines, line_length)
+        yield placed.caused_by(causes, "import the copy of the file")
 
     def _through_module(self, file: SourceFile, node: ast.Attribute) -> Iterator[Edit]:
         """`package.layers` of a copied module that is reached through its package."""
@@ -356,8 +352,8 @@ class SiblingFiles:
         if file.imports[root.id] in self.files:
             return  # the name itself means the copy
         if module is not None and qualified in self.files:
-            start, end = file.span(node)
-            yield Edit(start, end, self._stem(qualified), self._causes(qualified), "the copy")
+            placed = Placed(*file.span(node), self._stem(qualified))
+            yield placed.caused_by(self._causes(qualified), "the copy")
         elif target is not None and target[0] in self.files and holder not in self.files:
             raise errors.Unsupported(
                 f"`{ast.unparse(node)}` comes from `{target[0]}`, which is rewritten as well",
@@ -406,16 +402,8 @@ def _absolute(file: SourceFile, node: ast.ImportFrom) -> list[Edit]:
             at=file.at(node),
             hint="give the file's dotted module name instead of its path",
         )
-    start, _ = file.span(node)
-    dots = file.text.index(".", start)
-    end = dots + node.level + len(node.module or "")
-    return [Edit(dots, end, file.resolve_import(node), (), "import from outside the package")]
-
-
-def _lines(lines: Sequence[str], indent: int, line_length: int) -> str:
-    """Statements, to stand in the place of one that is indented."""
-    break_ = "\n" + " " * indent
-    return break_.join(formatted(line, indent, line_length) for line in lines)
+    placed = from_module(file, node, file.resolve_import(node))
+    return [placed.caused_by((), "import from outside the package")]
 
 
 def _imported(sources: Sources, file: SourceFile) -> Iterator[tuple[str, Target]]:
