@@ -170,6 +170,19 @@ def test_libcst_is_known_where_source_is_changed_alone():
     assert {str(f) for f in files if f.parts[0] != "changes"} == {"code/build.py", "code/edit.py"}
 
 
+def test_characters_of_source_are_counted_in_one_folder():
+    """Others say which node changes, and what stands there then."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in FILES
+        if path.relative_to(PACKAGE).parts[0] not in ("code", "runtime")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith((".offset", "Splice", "TextEdit"))
+    ]
+    assert not wrong
+
+
 def test_source_is_not_compared_as_text():
     """`ast.unparse(call.func) == "self.up"` misses `act = self.up`; `code/names.py` does not."""
     wrong = [

@@ -15,7 +15,7 @@ from slapo_rewrite.changes.places import AtNode, Place
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.edit import Edit
 from slapo_rewrite.code.lines import Causes, Line, Lines
-from slapo_rewrite.code.runs import Placed
+from slapo_rewrite.code.runs import Splice
 from slapo_rewrite.model.construction_sites import Site
 
 
@@ -124,7 +124,7 @@ class ClassText:
         """Puts a statement behind another."""
         self.at(statement).after.append(Line(text, causes, why, once))
 
-    def place(self, statement: ast.stmt, placed: Placed, causes: Causes, why: str) -> None:
+    def place(self, statement: ast.stmt, placed: Splice, causes: Causes, why: str) -> None:
         """Puts text in the place of statements from this one on, or beside it."""
         self.at(statement).around.append(placed.caused_by(causes, why))
 

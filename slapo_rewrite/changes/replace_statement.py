@@ -10,7 +10,7 @@ from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.code.edit import Edit
 from slapo_rewrite.code.lines import Causes, Line, Lines
-from slapo_rewrite.code.runs import Placed
+from slapo_rewrite.code.runs import Splice
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ReplaceStatement(Change):
         after: Statements to stand behind it.
         gone: Whether it is taken away.
         moved: Whether comments of what goes are elsewhere then; they stay above it otherwise.
-        placed: Text in the place of statements from this one on, or beside it.
+        splices: Text in the place of statements from this one on, or beside it.
     """
 
     statement: ast.stmt
@@ -35,7 +35,7 @@ class ReplaceStatement(Change):
     after: tuple[str, ...] = ()
     gone: bool = False
     moved: bool = False
-    placed: tuple[Placed, ...] = ()
+    splices: tuple[Splice, ...] = ()
 
     prefix = "Fused"
     is_parallel = False
@@ -51,7 +51,7 @@ class ReplaceStatement(Change):
             self.after + other.after,
             self.gone or other.gone,
             self.moved and other.moved,
-            self.placed + other.placed,
+            self.splices + other.splices,
         )
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
@@ -65,7 +65,7 @@ class ReplaceStatement(Change):
         lines.inside += [(edit, causes, why) for edit in self.edits]
         lines.before += [Line(text, causes, why) for text in self.before]
         lines.after += [Line(text, causes, why) for text in self.after]
-        lines.around += [placed.caused_by(causes, why) for placed in self.placed]
+        lines.around += [splice.caused_by(causes, why) for splice in self.splices]
         lines.moved = self.moved
         if self.gone:
             lines.gone = (causes, why)

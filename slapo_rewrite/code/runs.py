@@ -19,7 +19,7 @@ from slapo_rewrite.directive import Directive
 
 
 @dataclass(frozen=True)
-class Placed:
+class Splice:
     """Text in the place of a run of statements, or beside one, before anyone has asked for it.
 
     Attributes:
@@ -31,6 +31,11 @@ class Placed:
     start: int
     end: int
     text: str
+
+    @classmethod
+    def instead_of(cls, file: SourceFile, node: ast.AST, text: str) -> Splice:
+        """Text in the place of a node."""
+        return cls(*file.span(node), text)
 
     def caused_by(self, causes: tuple[Directive, ...], why: str) -> Edit:
         """The same as an edit."""
@@ -91,9 +96,9 @@ class Run:
         written = {s: substituted(self.file, s, own) for s, own in by_statement.items()}
         return self.text([Edit(*self.file.span(s), text, (), "") for s, text in written.items()])
 
-    def replaced(self, text: str, line_length: int) -> Placed:
+    def replaced(self, text: str, line_length: int) -> Splice:
         """Statements in their place."""
-        return Placed(self.start, self.end, at_column(text, 0, self.column, line_length))
+        return Splice(self.start, self.end, at_column(text, 0, self.column, line_length))
 
 
 def compound(*parts: str) -> str:
@@ -105,7 +110,7 @@ def compound(*parts: str) -> str:
     return "\n".join(f"{header}\n    {reindented(body, 0, 4)}" for header, body in pairs)
 
 
-def or_else(file: SourceFile, branch: ast.If, text: str, line_length: int) -> Placed:
+def or_else(file: SourceFile, branch: ast.If, text: str, line_length: int) -> Splice:
     """A branch above another, which is taken where the first one is not: `elif`.
 
     Args:
@@ -116,16 +121,16 @@ def or_else(file: SourceFile, branch: ast.If, text: str, line_length: int) -> Pl
     """
     start, column = file.span(branch)[0], branch.col_offset
     above = at_column(text, 0, column, line_length)
-    return Placed(start, start, f"{above}\n{' ' * column}el")
+    return Splice(start, start, f"{above}\n{' ' * column}el")
 
 
 def in_else(
     file: SourceFile, branch: ast.If, text: str, line_length: int, opened: bool = False
-) -> Placed:
+) -> Splice:
     """A statement in the `else` that a branch gets; in one that it has got if that is `opened`."""
     end, pad = past_comment(file, file.span(branch)[1]), "\n" + " " * branch.col_offset
     inner = formatted(text, branch.col_offset + 4, line_length)
-    return Placed(end, end, f"{'' if opened else f'{pad}else:'}{pad}    {inner}")
+    return Splice(end, end, f"{'' if opened else f'{pad}else:'}{pad}    {inner}")
 
 
 def definition_text(file: SourceFile, definition: ast.FunctionDef, edits: Sequence[Edit]) -> str:
@@ -147,7 +152,7 @@ def header_text(file: SourceFile, definition: ast.FunctionDef) -> str:
     return " " * definition.col_offset + header
 
 
-def behind(file: SourceFile, definition: ast.stmt, text: str, gap: int) -> Placed:
+def behind(file: SourceFile, definition: ast.stmt, text: str, gap: int) -> Splice:
     """A definition behind another of the same block.
 
     Args:
@@ -159,17 +164,17 @@ def behind(file: SourceFile, definition: ast.stmt, text: str, gap: int) -> Place
     end = past_comment(file, file.span(definition)[1])
     pad = " " * definition.col_offset
     body = pad + reindented(text.strip("\n"), 0, definition.col_offset)
-    return Placed(end, end, "\n" * (gap + 1) + body)
+    return Splice(end, end, "\n" * (gap + 1) + body)
 
 
-def above(file: SourceFile, definition: ast.stmt, text: str) -> Placed:
+def above(file: SourceFile, definition: ast.stmt, text: str) -> Splice:
     """A definition at module level above another, its decorators and its comments."""
     decorators: list[ast.expr] = getattr(definition, "decorator_list", [])
     line = min([definition.lineno, *(d.lineno for d in decorators)])
     while line > 1 and file.line(line - 1).startswith("#"):
         line -= 1
     start = file.offset(line, 0)
-    return Placed(start, start, text.rstrip("\n") + "\n\n\n")
+    return Splice(start, start, text.rstrip("\n") + "\n\n\n")
 
 
 def past_comment(file: SourceFile, position: int) -> int:

@@ -356,7 +356,7 @@ class Engine:
                 continue
             if drawn.branch not in first:
                 edits = tuple(drawn.edits())
-                first[drawn.branch] = ReplaceStatement(drawn.branch, claim.what, placed=edits)
+                first[drawn.branch] = ReplaceStatement(drawn.branch, claim.what, splices=edits)
             branches.setdefault(claim.node.path, {})[drawn.branch] = first[drawn.branch]
         # Equal changes are one object, so that modules that are treated alike are seen to be.
         known: dict[frozenset[ast.stmt], dict[ast.stmt, ReplaceStatement]] = {}
@@ -482,7 +482,7 @@ class Engine:
             if claim.method is not None:
                 method = self.sharing.function_of(claim.match.replaced.node)
                 placed = behind(self.file, method, claim.method, 1)
-                more.append(ReplaceStatement(method, claim.what, placed=(placed,)))
+                more.append(ReplaceStatement(method, claim.what, splices=(placed,)))
         for change in more:
             known = found.get(change.statement)
             found[change.statement] = known.joined(change) if known else change

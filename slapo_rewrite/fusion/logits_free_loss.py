@@ -139,7 +139,7 @@ class _Writer:
         block = compound(is_none, self._loss())
         if fork.guard is not None and fork.place is fork.guard:
             placed = or_else(self.file, fork.guard, block, self.line_length)
-            found[fork.guard] = ReplaceStatement(fork.guard, self.what, placed=(placed,))
+            found[fork.guard] = ReplaceStatement(fork.guard, self.what, splices=(placed,))
         elif isinstance(last, ast.Return):
             place = fork.losing[0]
             found[place] = ReplaceStatement(place, self.what, before=(block,))
@@ -188,7 +188,7 @@ class _Writer:
         old = run.text_with(self._named())
         text = "\n".join([*named, compound(test, body, "else:", old)])
         placed = run.replaced(text, self.line_length)
-        return ReplaceStatement(statements[0], self.what, placed=(placed,))
+        return ReplaceStatement(statements[0], self.what, splices=(placed,))
 
 
 def fork_of(found: RuleMatch, head: Head, loss: Value, labels: Labels) -> Fork:
