@@ -118,6 +118,9 @@ def _rewrite(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     _check_combination(options)
     if options.output is not None:
+        from slapo_rewrite.emit.output_name import check_name
+
+        check_name(options.output, options.source, options.schedule, options.single_file)
         _tidy(options.output)
     if options.check:
         return _check(options)

@@ -318,6 +318,7 @@ def test_a_defect_is_called_one(run: Run, capsys, monkeypatch):
         raise KeyError("broken")
 
     monkeypatch.setattr(module, "rewrite", broken)
+    (run.folder / "s.py").write_text(MODEL + "    pass\n")
     assert main(["net.py", "--schedule", "s.py", "-o", "out"]) == 3
     assert "this is a defect of slapo-rewrite" in capsys.readouterr().err
     assert not os.path.exists("out")

@@ -68,3 +68,62 @@ def test_a_log_has_a_line_for_each_check(capsys):
     report = shown.out.splitlines()
     assert report[0].startswith("world  check")
     assert "verified: rewritten equals original at world size 2" in report
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "instead"),
+    [
+        ("my-out", "`my-out` cannot be imported", "`-o my_out`"),
+        ("../of it/2 x/", "`2 x` cannot be imported", "`-o ../of it/out_2_x`"),
+        ("class", "`class` cannot be imported", "`-o class_`"),
+        ("torch", "called `torch` hides the module `torch`", "`-o torch_rewritten`"),
+        ("sub/transformers", "hides the module `transformers`", "`-o sub/transformers_rewritten`"),
+        ("json", "hides the module `json`", "`-o json_rewritten`"),
+        ("layers", "hides the module `layers`", "`-o layers_rewritten`"),
+        ("knobs", "hides the module `knobs`", "`-o knobs_rewritten`"),
+        ("out.py", "`out.py` is the name of a file: an output is a folder", "`-o out`"),
+    ],
+)
+def test_an_output_that_could_not_be_imported(name, words, instead, tmp_path, capsys, monkeypatch):
+    (tmp_path / "net.py").write_text("from layers.own import Layer\n" + SOURCE)
+    (tmp_path / "s.py").write_text(SCHEDULE + "    import knobs.own\n")
+
+    def never(*args: object, **options: object) -> None:
+        raise AssertionError("something is done")
+
+    monkeypatch.setattr("slapo_rewrite.emit.rewrite.rewrite", never)
+    monkeypatch.setattr("slapo_rewrite.emit.write.tidied", never)
+    for option in ([], ["--check"], ["--diff"], ["--verify"]):
+        assert main([*REWRITE, "-o", name, *option]) == 2
+        shown = capsys.readouterr().err
+        assert words in shown and f"= help: give another name, such as {instead}\n" in shown
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / "rewrite.json").write_text("{}")
+    assert main([*REWRITE, "-o", name]) == 2
+    other = instead.replace("-o ", "")
+    assert f"rename the folder that is there to {other}, and give {instead}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_current_folder_needs_a_name_too(tmp_path, capsys, monkeypatch):
+    (tmp_path / "my-out").mkdir()
+    monkeypatch.chdir(tmp_path / "my-out")
+    assert main(["../net.py", "--schedule", "../s.py", "-o", "."]) == 2
+    assert "`my-out` cannot be imported" in capsys.readouterr().err
+
+
+def test_names_that_hide_nothing(tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").touch()
+    for name in ("out/", "my-models/net", "models/torch"):
+        assert main([*REWRITE, "-o", name]) == 0
+    for name in ("my-out", "torch"):
+        assert main([*REWRITE, "-o", name, "--single-file"]) == 0
+        assert (tmp_path / name / "net.py").is_file()
+
+
+def test_a_single_file_lies_in_a_folder_too(tmp_path, capsys):
+    assert main([*REWRITE, "-o", "x.py", "--single-file"]) == 2
+    assert "`x.py` is the name of a file: an output is a folder" in capsys.readouterr().err
+    assert not (tmp_path / "x.py").exists()

@@ -1,0 +1,101 @@
+"""What an output folder may be called: it is a package, imported by its name."""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import os
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.file import locate as locate_source
+from slapo_rewrite.emit import record
+from slapo_rewrite.emit.write import check_apart
+from slapo_rewrite.schedule.load import locate as locate_schedule
+
+# What an output may import, whatever its source does.
+IMPORTED = frozenset({"torch", "transformers", "triton", "deepspeed", "safetensors"})
+
+
+def check_name(out: Path, source: str, schedule: str, single_file: bool) -> None:
+    """Refuses a name by which an output could not be imported, or would hide what it imports.
+
+    A single module is imported by a name of its own, so its folder may be called anything but what
+    is a file's name.
+
+    Args:
+        out: The folder, as the user gave it.
+        source: A file or an importable module.
+        schedule: A file, or the name of a schedule that ships with the tool.
+        single_file: Whether no package is written.
+
+    Raises:
+        UsageError: It is such a name.
+        NotAnOutput: The folder holds the source or the schedule.
+    """
+    path = Path(os.path.abspath(out))
+    if path.suffix == ".py":
+        raise errors.UsageError(
+            f"`{out}` is the name of a file: an output is a folder, with the model file, its "
+            "record and its diff",
+            hint=_another(out, path.stem),
+        )
+    if single_file or not path.name:
+        return
+    if not path.name.isidentifier() or keyword.iskeyword(path.name):
+        raise errors.UsageError(
+            f"`{path.name}` cannot be imported: an output is a package, and its name a word of "
+            "letters, digits and underscores that Python has no other use for",
+            hint=_another(out, path.name),
+        )
+    (file, module), plan = locate_source(source), locate_schedule(schedule)
+    check_apart(out, [file, plan])
+    inside = (path.parent / "__init__.py").is_file()  # a package, where it has a longer name
+    if not inside and path.name in _imported(module, [file, plan]):
+        raise errors.UsageError(
+            f"an output called `{path.name}` hides the module `{path.name}` from what imports it",
+            hint=_another(out, f"{path.name}_rewritten"),
+        )
+
+
+def _imported(module: str, files: Iterable[Path]) -> set[str]:
+    """The top-level modules that an output may import.
+
+    Args:
+        module: The source's dotted name.
+        files: The source and the schedule.
+    """
+    package, dot, _ = module.partition(".")
+    found = {*sys.stdlib_module_names, *IMPORTED, *([package] if dot else [])}
+    for file in files:
+        try:
+            nodes = list(ast.walk(ast.parse(file.read_bytes())))
+        except (OSError, SyntaxError, ValueError):
+            continue  # which is told in its turn, with its place
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+    return found
+
+
+def _another(out: Path, wanted: str) -> str:
+    """What to do instead.
+
+    Args:
+        out: The folder, as the user gave it.
+        wanted: What it is to be called, but for what no name can have.
+    """
+    name = re.sub(r"\W", "_", wanted)
+    name = f"out_{name}" if not name.isidentifier() else name
+    name = f"{name}_" if keyword.iskeyword(name) else name
+    if out.name != os.path.basename(os.path.abspath(out)):  # `.`, say
+        return "give a folder of its own, such as `-o out`"
+    other = out.with_name(name)
+    if (out / record.NAME).is_file():
+        return f"rename the folder that is there to `{other}`, and give `-o {other}`"
+    return f"give another name, such as `-o {other}`"
