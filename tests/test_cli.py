@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from slapo_rewrite.cli import main
+from slapo_rewrite.verify import launch
 
 SOURCE = """\
 import torch
@@ -68,6 +70,28 @@ def test_a_log_has_a_line_for_each_check(capsys):
     report = shown.out.splitlines()
     assert report[0].startswith("world  check")
     assert "verified: rewritten equals original at world size 2" in report
+
+
+@pytest.mark.processes
+def test_a_size_that_does_not_fit_is_told_before_its_ranks_start(capsys, monkeypatch):
+    assert main([*REWRITE, "-o", "out"]) == 0
+    started, start = [], launch.subprocess.Popen
+
+    def counted(*args, **options):
+        started.append(start(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(
+        launch, "subprocess", SimpleNamespace(**{**vars(launch.subprocess), "Popen": counted})
+    )
+    capsys.readouterr()
+    assert main(["verify", "out", "--world", "2", "64"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "the model cannot be built at world size 64: 32 cannot be shared by 64" in shown.err
+    assert len(started) == 1
+    assert main(["verify", "out", "--world", "16"]) == 0
+    assert len(started) == 1 + 1 + 16
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,14 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.verify.launch import Ranks
-from slapo_rewrite.verify.rank_layout import Layout, Training, World
+from slapo_rewrite.verify.rank_layout import Layout, Training, World, named, ranks_of
 from slapo_rewrite.verify.report import Directive, Report, merge
 
 TWIN = Path(__file__).resolve().parents[1] / "model" / "small_model.py"
 # No other world gets further than one that fails here.
 EARLY = ("starting", "importing", "loading the schedule", "building the original")
 ORIGINAL = ("building the original", "making the inputs", "the original")
+MANY = 8  # with more ranks, what cannot be built is told before they are started
 # Where the record of a rule names outputs that are None in training, by the schedule's wish.
 ABSENT = "none in training"
 TWIN_HINT = (
@@ -61,7 +62,8 @@ def verify(
         NotAnOutput: `out` has no readable record, or lacks the rewritten model.
         SourceError: There is no such file.
         ScheduleError: There is no such schedule.
-        UsageError: A world size is not a positive number, or the output does not fit a layout.
+        UsageError: A world size is not a positive number, or the output does not fit it or a
+            layout.
     """
     out = Path(out).resolve()
     record = read_record(out)
@@ -94,7 +96,11 @@ def verify(
         "sys_path": [os.path.abspath(path) for path in sys.path],
         "training": asdict(training or Training()),
         "engine": "deepspeed" if needs_deepspeed(out) else "torch",
+        "fits": None,
     }
+    for world in report.worlds:
+        if ranks_of(world) > MANY:
+            _check_fits(job, world, timeout_s, progress)
     _compare_hash(report, "schedule", record, _sha256(schedule_path))
     for world in report.worlds:
         with tempfile.TemporaryDirectory(prefix="slapo-verify-") as folder:
@@ -111,6 +117,35 @@ def verify(
             if failure.stage.startswith(EARLY):
                 break
     return report
+
+
+def _check_fits(
+    job: Mapping[str, Any], world: World, timeout_s: float, progress: Callable[[str], None]
+) -> None:
+    """Asks one process whether the model can be built on many, before these are started.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    ranks = world if isinstance(world, int) else world.tensor
+    with tempfile.TemporaryDirectory(prefix="slapo-verify-") as folder:
+        told = {**job, "layout": None, "fits": ranks}
+        one = Ranks(
+            told,
+            1,
+            Path(folder),
+            timeout_s,
+            lambda text: progress(f"can the model be built at {named(world)}?"),
+            lambda text: None,
+        )
+        one.run()
+        words = one.results().get(0, {}).get("misfit")
+    if words:
+        raise errors.UsageError(
+            f"the model cannot be built at {named(world)}: {words}",
+            hint="the model that is verified may be a smaller one: give a size that fits, or let "
+            "verify_model(m) in the schedule build another",
+        )
 
 
 def chosen(

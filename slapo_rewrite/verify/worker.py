@@ -82,10 +82,19 @@ def write(path: Path, text: str) -> None:
 
 
 def compare(job: dict[str, Any], rank: int, stage: Callable[[str], None], result: Result) -> None:
-    """Builds both models and compares them; `result` gets what was found, as far as it went."""
+    """Builds both models and compares them; `result` gets what was found, as far as it went.
+
+    Or only says whether the rewritten one can be built on as many ranks as the job asks.
+    """
     stage("importing torch")
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)
+    if job["fits"]:
+        original = importlib.import_module(f"{PARTS}.original").Original(job, rank, stage)
+        original.import_all()
+        misfit = importlib.import_module(f"{PARTS}.fit").misfit
+        result.update(stopped=False, misfit=misfit(original, job["fits"]))
+        return
     stopped = importlib.import_module(f"{PARTS}.figures").StoppedError
     told = Path(job["folder"]) / f"{rank}.checks"
 
