@@ -80,7 +80,7 @@ def test_every_changed_line_has_a_cause(output: Output):
         if change["file"] == output.model_file:
             assert change["directives"]
             covered.update(range(change["lines"][0], change["lines"][1] + 1))
-    before = output.originals[output.model_file].splitlines()
+    before = output.originals[output.model_file].text.splitlines()
     after = output.files[output.model_file].splitlines()
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     for tag, _, _, first, last in matcher.get_opcodes():
@@ -93,7 +93,7 @@ def test_every_changed_line_has_a_cause(output: Output):
 
 
 def test_original_lines_are_kept(output: Output):
-    before = output.originals[output.model_file].splitlines()
+    before = output.originals[output.model_file].text.splitlines()
     after = output.files[output.model_file].splitlines()
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     kept = sum(block.size for block in matcher.get_matching_blocks())
@@ -130,7 +130,7 @@ def test_new_files_are_clean(output: Output, tmp_path):
 
 
 def test_no_line_is_longer_than_the_file_allows(output: Output):
-    longest = max(len(x) for x in output.originals[output.model_file].splitlines())
+    longest = max(len(x) for x in output.originals[output.model_file].text.splitlines())
     for line in output.files[output.model_file].splitlines():
         assert len(line) <= max(longest, 120), line
 

@@ -45,7 +45,7 @@ def explain(out: Path, place: str | None) -> str:
     if name == content["source"]["file"] or name in content.get("copies", {}):
         why = (
             "an import made absolute, since the file left its package"
-            if number in added and not blank
+            if number in content.get("absolute", {}).get(name, ())
             else "as in the original"
         )
         return "\n".join([*lines, f"{name}:{number}: {text.strip()}", f"    {why}"])

@@ -68,6 +68,7 @@ def written(
     helpers: Mapping[str, Iterable[Directive]],
     single_file: bool,
     further: Iterable[str],
+    absolute: Mapping[str, Iterable[int]],
     copies: Mapping[str, SourceFile],
     rules: Mapping[int, Iterable[Mapping[str, object]]],
     own: Mapping[str, Path],
@@ -85,6 +86,7 @@ def written(
         helpers: Helper files, with what caused them.
         single_file: Whether the helpers are part of the model file.
         further: The further helpers that were asked for.
+        absolute: The lines of rewritten files with imports that were made absolute.
         copies: The other files that are rewritten, by their names in the output.
         rules: What became of the rules that a directive asked for, by its number.
         own: The user's modules that source and schedule import, by their names.
@@ -129,6 +131,7 @@ def written(
             }
             for name, causes in sorted(helpers.items())
         ],
+        **({"absolute": {n: [*lines] for n, lines in absolute.items()}} if absolute else {}),
         **({"rules": applied} if applied else {}),
         "verification": None,
         "written": {n: packed(t) for n, t in sorted(files.items()) if n.endswith(".py")},
@@ -217,6 +220,7 @@ SHAPE: Any = {
     "set?": {"*": str},
     "single_file?": bool,
     "with?": [str],
+    "absolute?": {"*": [int]},
     "packages?": {"*": str},
     "copies?": {"*": {"module": str, "sha256": str}},
     "depends?": {"*": str},

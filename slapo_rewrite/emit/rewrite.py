@@ -34,7 +34,7 @@ from slapo_rewrite.emit.helpers import helper_files, inlined_helpers, optional_h
 from slapo_rewrite.emit.inputs import is_own, own_modules
 from slapo_rewrite.emit.pipeline_file import stage_files
 from slapo_rewrite.emit.shard_check import check_parts
-from slapo_rewrite.emit.sibling_files import SiblingFiles
+from slapo_rewrite.emit.sibling_files import SiblingFiles, absolute_imports
 from slapo_rewrite.lowering.lower import lower
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted, imported
@@ -48,13 +48,44 @@ from slapo_rewrite.schedule.selection import Selection
 from slapo_rewrite.stages.program import Cut
 
 
+@dataclass(frozen=True)
+class Original:
+    """What a rewritten file is compared with.
+
+    Attributes:
+        text: The source.
+        absolute: The same, with those imports absolute that are so in the rewritten file.
+        lines: The lines of the rewritten file on which these begin.
+    """
+
+    text: str
+    absolute: str
+    lines: tuple[int, ...]
+
+    @classmethod
+    def of(cls, file: SourceFile, rewritten: str) -> Original:
+        """The source of a rewritten file."""
+        lines = dict(enumerate(rewritten.splitlines(), 1))
+        imports = absolute_imports(file) if file.package else []
+        edits = [e for e in imports if any(_is_from(e.text, line) for line in lines.values())]
+        text = file.as_stored(apply_edits(file.text, edits)[0])
+        made = {e.text for e in edits}
+        own = tuple(n for n, line in lines.items() if any(_is_from(m, line) for m in made))
+        return cls(file.as_stored(file.text), text, own)
+
+
+def _is_from(module: str, line: str) -> bool:
+    """Whether a line begins an import from a module."""
+    return line.split()[:2] == ["from", module]
+
+
 @dataclass
 class Output:
     """What a rewrite gives.
 
     Attributes:
         files: The output folder's files, by name.
-        originals: The texts of the sources, by the names of the rewritten files.
+        originals: The sources, by the names of the rewritten files.
         model_file: The name of the rewritten model file.
         warnings: What could not be checked, in words.
         seconds: CPU time of each part of the work.
@@ -62,14 +93,17 @@ class Output:
     """
 
     files: dict[str, str]
-    originals: dict[str, str]
+    originals: dict[str, Original]
     model_file: str
     warnings: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     inputs: list[Path] = field(default_factory=list)
 
     def diff(self, context: int = 3) -> str:
-        """The unified diff of the rewritten files against their originals."""
+        """The unified diff of the rewritten files against their originals.
+
+        Imports that only became absolute are one remark above it.
+        """
         return whole_diff(self.originals, self.files, context)
 
 
@@ -342,9 +376,9 @@ def carry_out(
     with project.timed("write"):
         if not single_file:
             files["__init__.py"] = init_text(name, helpers)
-        originals = {copies.name(f): f.as_stored(f.text) for f in copies.files.values()}
-        originals[name] = project.original.as_stored(project.original.text)
         files |= {copies.name(f): f.as_stored(texts[copies.name(f)]) for f in copies.files.values()}
+        sources = {copies.name(f): f for f in copies.files.values()} | {name: project.original}
+        originals = {n: Original.of(file, files[n]) for n, file in sources.items()}
         if diff := whole_diff(originals, files, 1):
             files["rewrite.diff"] = diff
         given = dict(item.split("=", 1) for item in settings)
@@ -361,6 +395,7 @@ def carry_out(
             by_file,
             single_file,
             [name for names in optional.values() for name in names],
+            {n: each.lines for n, each in originals.items() if each.lines},
             {copies.name(f): f for f in copies.files.values() if f is not project.file},
             plan.notes,
             users,
@@ -666,9 +701,15 @@ def init_text(name: str, helpers: dict[str, str]) -> str:
     return f'"""{name}, {what}; rewrite.diff shows what changed."""\n'
 
 
-def whole_diff(originals: Mapping[str, str], files: Mapping[str, str], context: int) -> str:
+def whole_diff(originals: Mapping[str, Original], files: Mapping[str, str], context: int) -> str:
     """The differences of all rewritten files from their originals, the model file's first."""
-    return "".join(unified_diff(originals[n], files[n], n, context) for n in originals)
+    text = ""
+    for name, original in originals.items():
+        if count := len(original.lines):
+            shown = "a relative import" if count == 1 else f"{count} relative imports"
+            text += f"# {name}: {shown} of the original made absolute, which is not shown\n"
+        text += unified_diff(original.absolute, files[name], name, context)
+    return text
 
 
 def unified_diff(before: str, after: str, name: str, context: int) -> str:
