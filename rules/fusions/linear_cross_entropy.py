@@ -340,6 +340,8 @@ def written(found: RuleMatch) -> Renamed:
     given = [hidden, f"{layer}.weight", parted.labels]
     if found.attribute(f"{parted.head.path}.bias") is not None:
         given.append(f"bias={layer}.bias")
+    if parted.alone:
+        given.append(f"layer={layer}")
     if parted.head.softcap is not None:
         given.append(f"softcap={text_of(parted.head.softcap)}")
     more = options(loss) if operation in PLAIN else others(found, parted)

@@ -3,7 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from slapo_rewrite.rules.fusions.residual_rms_norm import added, broadcast
+from slapo_rewrite.rules.fusions.residual_rms_norm import (
+    added,
+    broadcast,
+    called_with_more,
+    normed_by,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -60,40 +65,6 @@ def summed(
     x: Tensor, residual: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float
 ) -> Tensor:
     return F.layer_norm(x + residual, shape, weight, bias, eps)
-
-
-def dropped_and_kept_kernel(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    p: float,
-    training: bool,
-) -> tuple[Tensor, Tensor]:
-    return residual_layer_norm(x, residual, weight, bias, eps, p=p, training=training)
-
-
-def kept_kernel(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    return residual_layer_norm(x, residual, weight, bias, eps)
-
-
-def dropped_kernel(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    p: float,
-    training: bool,
-) -> Tensor:
-    return add_layer_norm(x, residual, weight, bias, eps, p=p, training=training)
-
-
-def summed_kernel(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return add_layer_norm(x, residual, weight, bias, eps)
 
 
 POST = """\
@@ -175,8 +146,9 @@ class ResidualLayerNorm(Rule):
 
     Before a norm that closes a block (BERT) nothing else reads the sum: `add_layer_norm`. Before
     one that opens a block (GPT) the sum goes on as the residual: `residual_layer_norm`. The norm's
-    weight and bias are read where it was called. So is the bias of a linear layer right before: the
-    layer gives its product alone then, and backwards the bias's gradient is summed on the way.
+    weight and bias are read where it was called; where hooks or an adapter are put on it later, it
+    is called. The bias of a linear layer right before is added as well: the layer gives its product
+    alone then, and backwards the bias's gradient is summed on the way.
 
     Rewrite:
         hidden_states = self.dense(hidden_states)
@@ -186,15 +158,16 @@ class ResidualLayerNorm(Rule):
         hidden_states = linear_product(hidden_states, self.dense)
         hidden_states = add_layer_norm(
             hidden_states, input_tensor, self.LayerNorm.weight, self.LayerNorm.bias,
-            self.LayerNorm.eps, input_bias=self.dense.bias, p=self.dropout.p,
-            training=self.dropout.training
+            self.LayerNorm.eps, norm=self.LayerNorm, input_bias=self.dense.bias,
+            p=self.dropout.p, training=self.dropout.training
         )
 
         x = x + self.attn(self.ln_1(x))
         x = x + self.mlp(self.ln_2(x))
         -->
         normed, x = residual_layer_norm(
-            self.attn(self.ln_1(x)), x, self.ln_2.weight, self.ln_2.bias, self.ln_2.eps
+            self.attn(self.ln_1(x)), x, self.ln_2.weight, self.ln_2.bias, self.ln_2.eps,
+            norm=self.ln_2
         )
         x = x + self.mlp(normed)
 
@@ -220,11 +193,12 @@ class ResidualLayerNorm(Rule):
     pays = "the sum is read once, and dropout keeps no mask"
     rank = 40
     alternatives = (
-        Alternative(dropped_and_kept, dropped_and_kept_kernel),
-        Alternative(kept, kept_kernel),
-        Alternative(dropped, dropped_kernel),
-        Alternative(summed, summed_kernel),
+        Alternative(dropped_and_kept),
+        Alternative(kept),
+        Alternative(dropped),
+        Alternative(summed),
     )
+    functions = (add_layer_norm, residual_layer_norm)
     examples = (
         Example(
             POST,
@@ -241,6 +215,7 @@ class ResidualLayerNorm(Rule):
 +            self.LayerNorm.weight,
 +            self.LayerNorm.bias,
 +            self.LayerNorm.eps,
++            norm=self.LayerNorm,
 +            input_bias=self.dense.bias,
 +            p=self.dropout.p,
 +            training=self.dropout.training,
@@ -260,6 +235,7 @@ class ResidualLayerNorm(Rule):
 +            self.ln_2.weight,
 +            self.ln_2.bias,
 +            self.ln_2.eps,
++            norm=self.ln_2,
 +            input_bias=self.attn.bias,
 +        )
 +        x = x + self.mlp(normed)
@@ -280,24 +256,23 @@ class ResidualLayerNorm(Rule):
         shape = found.live("shape")
         if not (isinstance(shape, int) or (isinstance(shape, tuple) and len(shape) == 1)):
             return "the norm is not known to go over the last axis alone"
-        return broadcast(found)
+        return broadcast(found) or called_with_more(found)
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """Of two that are added as they are, the older one is the residual."""
         layer = self.biased(found)
-        return added(found) | ({"input_bias": f"self.{layer}.bias"} if layer else {})
+        bias = {"input_bias": f"self.{layer}.bias"} if layer else {}
+        return added(found) | normed_by(found) | bias
 
     def biased(self, found: RuleMatch) -> str | None:
         """The layer that gives what is added to the residual."""
         swapped = added(found)["x"] != found.operands["x"]
         return found.layer("residual" if swapped else "x")
 
-    def expression(self, found: RuleMatch) -> Calling | None:
-        """The kernel with the bias, where it adds one."""
-        if self.biased(found) is None:
-            return None
+    def expression(self, found: RuleMatch) -> Calling:
+        """The call, with the keywords that it needs."""
+        given = self.operands(found)
         both = found.alternative.pattern in (dropped_and_kept, kept)
         kernel = residual_layer_norm if both else add_layer_norm
-        keywords = ("input_bias", "p", "training") if "p" in found.operands else ("input_bias",)
-        given = ("x", "residual", "weight", "bias", "eps")
-        return Calling.of(kernel, given, keywords)
+        keywords = tuple(k for k in ("norm", "input_bias", "p", "training") if k in given)
+        return Calling.of(kernel, ("x", "residual", "weight", "bias", "eps"), keywords)

@@ -13,6 +13,7 @@ from slapo_rewrite.rules.fusions.rms_norm import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slapo_rewrite.code.text import accessor
 from slapo_rewrite.fusion import (
     BY_KERNEL,
     Alternative,
@@ -112,7 +113,7 @@ class ResidualRmsNorm(Rule):
     """Add to the residual and normalise the sum in one kernel, forward and backward.
 
     Dropout of what is added is taken in. The norm may be a module of the file: its weight is read
-    where it was called.
+    where it was called; where hooks or an adapter are put on it later, it is called.
 
     Rewrite:
         hidden_states = residual + hidden_states
@@ -120,7 +121,7 @@ class ResidualRmsNorm(Rule):
         hidden_states = self.norm(hidden_states)
         -->
         hidden_states, residual = residual_rms_norm(
-            hidden_states, residual, self.norm.weight, self.norm.variance_epsilon
+            hidden_states, residual, self.norm.weight, self.norm.variance_epsilon, norm=self.norm
         )
 
     Shapes:
@@ -155,7 +156,9 @@ class ResidualRmsNorm(Rule):
 -        x = residual + x
 -        residual = x
 -        x = self.norm(x)
-+        x, residual = residual_rms_norm(x, residual, self.norm.weight, 1e-06)
++        x, residual = residual_rms_norm(
++            x, residual, self.norm.weight, 1e-06, norm=self.norm
++        )
 """,
         ),
     )
@@ -171,17 +174,17 @@ class ResidualRmsNorm(Rule):
 
     def refuses(self, found: RuleMatch) -> str | None:
         """Two things added of which one is not of the size of the sum; an unusual weight."""
-        return broadcast(found) or of_another_shape(found)
+        return broadcast(found) or of_another_shape(found) or called_with_more(found)
 
     def expression(self, found: RuleMatch) -> Calling:
         """The call, with the keywords that it needs."""
         given = self.operands(found)
-        keywords = tuple(k for k in ("offset", "cast", "p", "training") if k in given)
+        keywords = tuple(k for k in ("norm", "offset", "cast", "p", "training") if k in given)
         return Calling.of(residual_rms_norm, ("x", "residual", "weight", "eps"), keywords)
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """What the kernel is told of the norm goes with what it is given."""
-        return added(found) | PATTERNS[found.alternative.pattern]
+        return added(found) | normed_by(found) | PATTERNS[found.alternative.pattern]
 
 
 def added(found: RuleMatch) -> dict[str, str]:
@@ -190,6 +193,24 @@ def added(found: RuleMatch) -> dict[str, str]:
     if "p" not in given and found.value("x").order < found.value("residual").order:
         given["x"], given["residual"] = given["residual"], given["x"]
     return given
+
+
+def normed_by(found: RuleMatch) -> dict[str, str]:
+    """The module that normalises, where it is one that is called: it may get hooks later."""
+    layer = found.match.results[0].site.called
+    return {"norm": accessor(layer)} if layer is not None else {}
+
+
+def called_with_more(found: RuleMatch) -> str | None:
+    """Why the module that normalises cannot be called with the sum; None where it can."""
+    call = found.match.results[0].site
+    if call.called is None:
+        return None
+    if found.attribute(call.called)._modules:
+        return f"`{call.called}` holds modules: an adapter of the norm would look alike"
+    if len(call.given) != 1:
+        return f"`{call.called}` is given more than the sum"
+    return None
 
 
 def broadcast(found: RuleMatch) -> str | None:

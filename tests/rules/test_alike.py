@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -159,7 +161,7 @@ def test_a_module_that_has_to_be_called(source, line, code, tmp_path):
 class Adapter(nn.Module):
     """A layer of low rank beside another, as LoRA has it."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base, self.down = base, nn.Linear(8, 2, dtype=torch.float64)
         self.up = nn.Linear(2, 8, dtype=torch.float64)
@@ -167,13 +169,11 @@ class Adapter(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.up(self.down(x))
 
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.base.weight
-
-    @property
-    def bias(self) -> torch.Tensor:
-        return self.base.bias
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base, name)
 
 
 def adapted(module) -> None:
@@ -186,6 +186,8 @@ def replaced(module) -> None:
     module.l.forward = lambda x: 2 * forward(x)
 
 
+# How the output takes a layer of which it reads parameters.
+NOTICED = ("is_plain(self.l)", "linear_product(x, self.l)", "norm=self.l", "layer=self.l")
 # What is done to a layer after the model was made.
 LATER = {
     "an adapter": adapted,
@@ -195,10 +197,29 @@ LATER = {
     "a parametrization": lambda module: nn.utils.parametrizations.weight_norm(module.l, dim=None),
 }
 LOSS_LATER = model(LOSS, *LAYERS, "self.f = nn.CrossEntropyLoss()")
+LAST = (*LAYERS, "self.l, self.n = self.n, self.l")
+GOES_ON = "x = x + self.n(x)\nreturn self.l(x), x"
+RMS = """\
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        variance = x.float().pow(2).mean(-1, keepdim=True)
+        return self.weight * (x.float() * torch.rsqrt(variance + 1e-6)).to(x.dtype)"""
 FUSED = {
     "gelu": (model(GELU, *LAYERS), "s.apply_all()"),
     "norm": (model(NORM, *LAYERS), "s.apply_all()"),
     "dropped": (model("return (x + F.dropout(self.l(x), 0.1),)", *LAYERS), "s.apply_all()"),
+    "activated": (model("return (F.dropout(F.relu(self.l(x)), 0.1),)", *LAYERS), "s.apply_all()"),
+    "layer norm": (model("return (self.l(x + self.n(x)),)", *LAST), "s.apply_all()"),
+    "layer norm of a sum that goes on": (model(GOES_ON, *LAST), "s.apply_all()"),
+    "root mean square norm": (
+        model(GOES_ON, "self.n, self.l = nn.Linear(8, 8), Norm()", classes=RMS),
+        's.apply("residual_rms_norm")',
+    ),
+    "loss alone": (LOSS_LATER, 's.apply("linear_cross_entropy")'),
     "decomposed": (model("return (self.l(x).relu(),)", *LAYERS), 's["l"].decompose()'),
     "loss": (LOSS_LATER.replace("(loss,)", "(loss, o)"), 's.apply("linear_cross_entropy")'),
 }
@@ -211,7 +232,7 @@ def test_what_is_put_around_a_layer_later(source, line, later, tmp_path):
     if "cross" in line:
         schedule = schedule.replace("sum(output.pow(3).mean() for output in outputs)", "outputs[0]")
     *models, given, text = both(tmp_path, source, schedule)
-    assert "is_plain(self.l)" in text or "linear_product(x, self.l)" in text
+    assert any(each in text for each in NOTICED)
     for module in models:
         later(module)
     hold_alike(*models, given)

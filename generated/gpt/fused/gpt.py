@@ -88,7 +88,12 @@ class Block(nn.Module):
 
     def forward(self, x):
         normed, x = residual_layer_norm(
-            self.attn(self.ln_1(x)), x, self.ln_2.weight, self.ln_2.bias, self.ln_2.eps
+            self.attn(self.ln_1(x)),
+            x,
+            self.ln_2.weight,
+            self.ln_2.bias,
+            self.ln_2.eps,
+            norm=self.ln_2,
         )
         x = x + self.mlp(normed)
         return x

@@ -821,6 +821,21 @@ def cross_entropy(
     return loss
 
 
+# Layers of which kernels take the parameters, and what makes them be called after all.
+
+
+def runs_forward_alone(layer: nn.Module) -> bool:
+    """Whether a call runs the `forward` of the layer's class and nothing else.
+
+    A layer with parameters for kernels holds no other module: what does is an adapter
+    around one, or has a parametrization.
+    """
+    if "forward" in layer.__dict__ or layer._modules:
+        return False
+    hooks = (layer._forward_pre_hooks, layer._forward_hooks)
+    return not any((*hooks, layer._backward_pre_hooks, layer._backward_hooks))
+
+
 # Layer normalisation, with the bias, dropout and residual addition before it.
 
 
@@ -832,11 +847,14 @@ def residual_layer_norm_reference(
     eps: float,
     input_bias: Tensor | None,
     p: float,
+    norm: nn.Module | None,
 ) -> tuple[Tensor, Tensor]:
-    """`residual_layer_norm` in PyTorch's operations."""
+    """`residual_layer_norm` in PyTorch's operations, or with a norm that is called."""
     if input_bias is not None:
         x = x + input_bias
     total = nn.functional.dropout(x, p) + residual
+    if norm is not None:
+        return norm(total), total
     return nn.functional.layer_norm(total, total.shape[-1:], weight, bias, eps), total
 
 
@@ -1219,6 +1237,7 @@ def residual_layer_norm(
     bias: Tensor | None,
     eps: float = 1e-5,
     *,
+    norm: nn.Module | None = None,
     input_bias: Tensor | None = None,
     p: float = 0.0,
     training: bool = True,
@@ -1240,6 +1259,8 @@ def residual_layer_norm(
         weight: The scale.
         bias: The shift.
         eps: Added to the variance.
+        norm: The layer that these three are of. It is called where hooks or an adapter
+            were put on it.
         input_bias: Added to x first, the bias of the linear layer before.
         p: The share of x that dropout drops.
         training: Whether dropout drops at all.
@@ -1248,9 +1269,12 @@ def residual_layer_norm(
     vectors = (weight, bias, input_bias)
     plain = all(one_each(each, x) for each in vectors) and not isinstance(eps, Tensor)
     same = x.shape == residual.shape
-    if not runs_triton(x, residual, *vectors) or not (same and plain):
+    if norm is not None and runs_forward_alone(norm):
+        norm = None
+    kernel = norm is None and same and plain
+    if not (kernel and runs_triton(x, residual, *vectors)):
         return residual_layer_norm_reference(
-            x, residual, weight, bias, eps, input_bias, p
+            x, residual, weight, bias, eps, input_bias, p, norm
         )
     y, total = LayerNormFunction.apply(x, residual, input_bias, weight, bias, eps, p)
     return y, total

@@ -819,7 +819,7 @@ def swiglu(
     return gated(gate, up, "silu", p=p, training=training)
 
 
-# Layers that do nothing but multiply and add, and others in their place.
+# Layers of which kernels take the parameters, and what makes them be called after all.
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -828,8 +828,12 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 def runs_forward_alone(layer: nn.Module) -> bool:
-    """Whether a call runs the `forward` of the layer's class and nothing else."""
-    if "forward" in layer.__dict__ or "parametrizations" in layer._modules:
+    """Whether a call runs the `forward` of the layer's class and nothing else.
+
+    A layer with parameters for kernels holds no other module: what does is an adapter
+    around one, or has a parametrization.
+    """
+    if "forward" in layer.__dict__ or layer._modules:
         return False
     hooks = (layer._forward_pre_hooks, layer._forward_hooks)
     return not any((*hooks, layer._backward_pre_hooks, layer._backward_hooks))
@@ -1234,6 +1238,7 @@ def residual_rms_norm(
     weight: Tensor | None,
     eps: float = 1e-6,
     *,
+    norm: nn.Module | None = None,
     offset: float = 0.0,
     cast: str = "input",
     p: float = 0.0,
@@ -1254,6 +1259,8 @@ def residual_rms_norm(
         residual: The stream that runs past the layers.
         weight: The scale, or None for none.
         eps: Added to the mean of the squares.
+        norm: The layer that these are of. It is called where hooks or an adapter were
+            put on it.
         offset: Added to the weight; 1 as Gemma has it.
         cast: When the normalised rows leave float32, as in `rms_norm`.
         p: The share of x that dropout drops.
@@ -1262,8 +1269,13 @@ def residual_rms_norm(
     p = p if training else 0.0
     plain = one_each(weight, x) and not isinstance(eps, Tensor)
     same = x.shape == residual.shape
-    if not runs_triton(x, residual, weight) or not (same and plain):
+    if norm is not None and runs_forward_alone(norm):
+        norm = None
+    kernel = norm is None and same and plain
+    if not (kernel and runs_triton(x, residual, weight)):
         total = residual + nn.functional.dropout(x, p)
+        if norm is not None:
+            return norm(total), total
         return rms_norm_reference(total, weight, eps, offset, cast), total
     y, total = RMSNormFunction.apply(x, residual, weight, eps, offset, cast, p)
     return y, total

@@ -25,6 +25,7 @@ from .launch import (
     runs_triton,
     tl,
 )
+from .plain import runs_forward_alone
 
 
 def residual_layer_norm_reference(
@@ -35,11 +36,14 @@ def residual_layer_norm_reference(
     eps: float,
     input_bias: Tensor | None,
     p: float,
+    norm: nn.Module | None,
 ) -> tuple[Tensor, Tensor]:
-    """`residual_layer_norm` in PyTorch's operations."""
+    """`residual_layer_norm` in PyTorch's operations, or with a norm that is called."""
     if input_bias is not None:
         x = x + input_bias
     total = nn.functional.dropout(x, p) + residual
+    if norm is not None:
+        return norm(total), total
     return nn.functional.layer_norm(total, total.shape[-1:], weight, bias, eps), total
 
 
@@ -439,6 +443,7 @@ def residual_layer_norm(
     bias: Tensor | None,
     eps: float = 1e-5,
     *,
+    norm: nn.Module | None = None,
     input_bias: Tensor | None = None,
     p: float = 0.0,
     training: bool = True,
@@ -460,6 +465,8 @@ def residual_layer_norm(
         weight: The scale.
         bias: The shift.
         eps: Added to the variance.
+        norm: The layer that these three are of. It is called where hooks or an adapter
+            were put on it.
         input_bias: Added to x first, the bias of the linear layer before.
         p: The share of x that dropout drops.
         training: Whether dropout drops at all.
@@ -468,9 +475,12 @@ def residual_layer_norm(
     vectors = (weight, bias, input_bias)
     plain = all(one_each(each, x) for each in vectors) and not isinstance(eps, Tensor)
     same = x.shape == residual.shape
-    if not runs_triton(x, residual, *vectors) or not (same and plain):
+    if norm is not None and runs_forward_alone(norm):
+        norm = None
+    kernel = norm is None and same and plain
+    if not (kernel and runs_triton(x, residual, *vectors)):
         return residual_layer_norm_reference(
-            x, residual, weight, bias, eps, input_bias, p
+            x, residual, weight, bias, eps, input_bias, p, norm
         )
     y, total = LayerNormFunction.apply(x, residual, input_bias, weight, bias, eps, p)
     return y, total
@@ -483,12 +493,21 @@ def add_layer_norm(
     bias: Tensor | None,
     eps: float = 1e-5,
     *,
+    norm: nn.Module | None = None,
     input_bias: Tensor | None = None,
     p: float = 0.0,
     training: bool = True,
 ) -> Tensor:
     """The normalised rows of `residual_layer_norm`, where nothing else reads the sum."""
     normed, _ = residual_layer_norm(
-        x, residual, weight, bias, eps, input_bias=input_bias, p=p, training=training
+        x,
+        residual,
+        weight,
+        bias,
+        eps,
+        norm=norm,
+        input_bias=input_bias,
+        p=p,
+        training=training,
     )
     return normed

@@ -21,6 +21,7 @@ from .cross_entropy import (
     shifted,
 )
 from .launch import runs_triton
+from .plain import is_plain
 
 
 def chunk_rows(m: int, v: int) -> int:
@@ -139,6 +140,7 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
+    layer: nn.Module | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
@@ -157,6 +159,7 @@ def linear_cross_entropy(
         weight: The output layer's weight.
         labels: Class indices, already shifted.
         bias: The output layer's bias.
+        layer: The output layer, which is called where hooks or an adapter were put on it.
         ignore_index: A label that does not count.
         label_smoothing: The share that is spread over all classes.
         softcap: Where there is one, logits become softcap * tanh(logits / softcap).
@@ -166,13 +169,20 @@ def linear_cross_entropy(
     """
     options = (ignore_index, label_smoothing, softcap)
     dtype = None
-    if runs_triton(hidden, weight, bias) and labels.dtype == torch.int64:
+    if layer is not None and is_plain(layer):
+        layer = None
+    kernel = layer is None and labels.dtype == torch.int64
+    if kernel and runs_triton(hidden, weight, bias):
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
         elif len({t.dtype for t in (hidden, weight, bias) if t is not None}) == 1:
             dtype = hidden.dtype
     if dtype is None:
-        logits = nn.functional.linear(hidden, weight, bias)
+        logits = (
+            nn.functional.linear(hidden, weight, bias)
+            if layer is None
+            else layer(hidden)
+        )
         return cross_entropy_reference(logits, labels, options, num_items, upcast)
     differentiate = torch.is_grad_enabled()
     loss: Tensor = LinearCrossEntropyFunction.apply(
@@ -189,6 +199,7 @@ def masked_lm_linear_cross_entropy(
     ignore_index: int = -100,
     *,
     bias: Tensor | None = None,
+    layer: nn.Module | None = None,
     softcap: float | None = None,
     **_: Any,
 ) -> Tensor:
@@ -202,6 +213,7 @@ def masked_lm_linear_cross_entropy(
             over several batches; without it, the number of labels that count here.
         ignore_index: The label of predictions that do not count.
         bias: The output layer's bias, (V,).
+        layer: As in `linear_cross_entropy`.
         softcap: As in `linear_cross_entropy`.
     """
     return linear_cross_entropy(
@@ -209,6 +221,7 @@ def masked_lm_linear_cross_entropy(
         weight,
         labels,
         bias=bias,
+        layer=layer,
         ignore_index=ignore_index,
         softcap=softcap,
         num_items=num_items_in_batch,
@@ -225,6 +238,7 @@ def causal_lm_linear_cross_entropy(
     shift_labels: Tensor | None = None,
     *,
     bias: Tensor | None = None,
+    layer: nn.Module | None = None,
     softcap: float | None = None,
     **_: Any,
 ) -> Tensor:
@@ -238,6 +252,7 @@ def causal_lm_linear_cross_entropy(
         ignore_index: The label of predictions that do not count.
         shift_labels: The labels as they stand beside their predictions, if that is done.
         bias: The output layer's bias, (V,).
+        layer: As in `linear_cross_entropy`.
         softcap: As in `linear_cross_entropy`.
     """
     if shift_labels is None:
@@ -249,5 +264,6 @@ def causal_lm_linear_cross_entropy(
         num_items_in_batch,
         ignore_index,
         bias=bias,
+        layer=layer,
         softcap=softcap,
     )

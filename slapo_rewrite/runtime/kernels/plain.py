@@ -1,7 +1,7 @@
-"""Layers that do nothing but multiply and add, and others in their place.
+"""Layers of which kernels take the parameters, and what makes them be called after all.
 
-A hook, a parametrization, or an adapter put around a layer later makes it do more: it is
-called then, as ever.
+A hook, a parametrization, a `forward` of its own, or an adapter put around a layer later
+makes it do more: it is called then, as ever.
 """
 
 from typing import Any
@@ -16,8 +16,12 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 def runs_forward_alone(layer: nn.Module) -> bool:
-    """Whether a call runs the `forward` of the layer's class and nothing else."""
-    if "forward" in layer.__dict__ or "parametrizations" in layer._modules:
+    """Whether a call runs the `forward` of the layer's class and nothing else.
+
+    A layer with parameters for kernels holds no other module: what does is an adapter
+    around one, or has a parametrization.
+    """
+    if "forward" in layer.__dict__ or layer._modules:
         return False
     hooks = (layer._forward_pre_hooks, layer._forward_hooks)
     return not any((*hooks, layer._backward_pre_hooks, layer._backward_hooks))

@@ -24,6 +24,7 @@ from .launch import (
     tl,
     triton_dtype,
 )
+from .plain import runs_forward_alone
 
 
 def rms_norm_reference(
@@ -357,6 +358,7 @@ def residual_rms_norm(
     weight: Tensor | None,
     eps: float = 1e-6,
     *,
+    norm: nn.Module | None = None,
     offset: float = 0.0,
     cast: str = "input",
     p: float = 0.0,
@@ -377,6 +379,8 @@ def residual_rms_norm(
         residual: The stream that runs past the layers.
         weight: The scale, or None for none.
         eps: Added to the mean of the squares.
+        norm: The layer that these are of. It is called where hooks or an adapter were
+            put on it.
         offset: Added to the weight; 1 as Gemma has it.
         cast: When the normalised rows leave float32, as in `rms_norm`.
         p: The share of x that dropout drops.
@@ -385,8 +389,13 @@ def residual_rms_norm(
     p = p if training else 0.0
     plain = one_each(weight, x) and not isinstance(eps, Tensor)
     same = x.shape == residual.shape
-    if not runs_triton(x, residual, weight) or not (same and plain):
+    if norm is not None and runs_forward_alone(norm):
+        norm = None
+    kernel = norm is None and same and plain
+    if not (kernel and runs_triton(x, residual, weight)):
         total = residual + nn.functional.dropout(x, p)
+        if norm is not None:
+            return norm(total), total
         return rms_norm_reference(total, weight, eps, offset, cast), total
     y, total = RMSNormFunction.apply(x, residual, weight, eps, offset, cast, p)
     return y, total

@@ -350,6 +350,34 @@ def linear_each_adds_up_in_the_products(device):
 
 
 @case
+def layers_that_do_more_are_called(device):
+    """A layer that is given with its parameters changes nothing, until it gets a hook."""
+    make = Maker(device, torch.float32)
+    x, residual, labels = make(3, 4, 40), make(3, 4, 40), torch.arange(12, device=device).view(3, 4)
+    norm, rms = torch.nn.LayerNorm(40).to(device), torch.nn.RMSNorm(40, eps=1e-6).to(device)
+    head = torch.nn.Linear(40, 20).to(device)
+    of_norm, of_rms = (x, residual, norm.weight, norm.bias), (x, residual, rms.weight)
+    of_head = (x, head.weight, labels)
+    given = {
+        norm: lambda **layer: residual_layer_norm(*of_norm, **layer, p=0.0),
+        rms: lambda **layer: residual_rms_norm(*of_rms, **layer),
+    }
+    for layer, kernel in given.items():
+        alone = kernel()
+        assert all(map(torch.equal, kernel(norm=layer), alone))
+        assert type(kernel(norm=layer)[0].grad_fn) is type(alone[0].grad_fn)
+        layer.register_forward_hook(lambda module, args, output: 2 * output)
+        normed, total = kernel(norm=layer)
+        torch.testing.assert_close((normed, total), (2 * alone[0], alone[1]))
+    loss = linear_cross_entropy(*of_head, bias=head.bias)
+    assert torch.equal(linear_cross_entropy(*of_head, bias=head.bias, layer=head), loss)
+    head.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    doubled = linear_cross_entropy(2 * x, *of_head[1:], bias=head.bias)
+    called = linear_cross_entropy(*of_head, bias=head.bias, layer=head)
+    torch.testing.assert_close(called, doubled)
+
+
+@case
 def linear_each_calls_layers_that_do_more(device):
     class Scaled(torch.nn.Linear):
         def forward(self, x):
