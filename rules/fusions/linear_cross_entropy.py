@@ -81,6 +81,21 @@ class Writer(nn.Module):
             loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
         return loss, logits
 """
+ALONE = """\
+from torch import nn
+from torch.nn import functional as F
+
+
+class Writer(nn.Module):
+    def __init__(self, width, classes):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes, bias=False)
+
+    def forward(self, x, labels):
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
+"""
 GPT = WRITER.replace(
     """\
         logits = self.head(x)
@@ -121,6 +136,7 @@ def loss(outputs):
 def schedule(s):
     s.apply("linear_cross_entropy")
 """
+ALONE_SCHEDULE = SCHEDULE.replace("outputs[0]", "outputs")
 GPT_SCHEDULE = SCHEDULE.replace("-100", "-1")
 SHIFTED = WRITER.replace(", bias=False", "").replace(
     """\
@@ -162,7 +178,8 @@ class LinearCrossEntropy(Rule):
 
     The logits may pass through a soft cap, `bound * tanh(logits / bound)`, through `.float()` and
     a shift of causal models. Where hooks or an adapter are put on the layer later, it is called as
-    before. Its weight has to stay whole, by whatever name.
+    before; where nobody else reads the logits, the kernel is given the layer to call it. Its weight
+    has to stay whole, by whatever name.
 
     Rewrite:
         logits = self.head(x)
@@ -220,6 +237,18 @@ class LinearCrossEntropy(Rule):
 +        if logits is None:
 +            loss = linear_cross_entropy(x, self.head.weight, labels)
 +        elif labels is not None:
+""",
+        ),
+        Example(
+            ALONE,
+            ALONE_SCHEDULE,
+            """\
+-from torch.nn import functional as F
++from .kernels import linear_cross_entropy
+-        logits = self.head(self.norm(x))
+-        return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
++        hidden = self.norm(x)
++        return linear_cross_entropy(hidden, self.head.weight, labels, layer=self.head)
 """,
         ),
         Example(
