@@ -137,7 +137,9 @@ def _rewrite(arguments: list[str]) -> int:
     for warning in output.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if options.diff:
-        print(output.diff(), end="")
+        from slapo_rewrite.emit.diff_colours import coloured
+
+        print(coloured(output.diff()) if _shows_colours() else output.diff(), end="")
         return DONE
     from slapo_rewrite.emit.merge import Merged, merged
     from slapo_rewrite.emit.write import write
@@ -159,6 +161,12 @@ def _rewrite(arguments: list[str]) -> int:
     if options.verify:
         return _verified(options.output, options, options.source, options.schedule)
     return DONE
+
+
+def _shows_colours() -> bool:
+    """Whether ordinary output goes to a terminal whose user wants colours (no-color.org)."""
+    unwanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not unwanted
 
 
 def _tidy(out: Path) -> None:

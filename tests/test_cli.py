@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from slapo_rewrite.cli import main
+from slapo_rewrite.emit.diff_colours import coloured
 from slapo_rewrite.verify import launch
 
 SOURCE = """\
@@ -151,3 +153,51 @@ def test_a_single_file_lies_in_a_folder_too(tmp_path, capsys):
     assert main([*REWRITE, "-o", "x.py", "--single-file"]) == 2
     assert "`x.py` is the name of a file: an output is a folder" in capsys.readouterr().err
     assert not (tmp_path / "x.py").exists()
+
+
+DIFF = """\
+--- original/net.py
++++ rewritten/net.py
+@@ -1,3 +1,2 @@
+ import torch
+--- a comment of SQL
+-b
++++ x
+@@ -9 +8,0 @@
+-c
+--- original/other.py
++++ rewritten/other.py
+@@ -0,0 +1 @@
++d
+\\ No newline at end of file
+"""
+
+
+def test_colours_of_a_diff():
+    shown = coloured(DIFF)
+    assert re.sub(r"\x1b\[\d*m", "", shown) == DIFF
+    names = {"1": "header", "36": "place", "31": "gone", "32": "new"}
+    found = [re.match(r"\x1b\[(\d+)m(.*)\x1b\[m$", line) for line in shown.splitlines()]
+    assert [names[match[1]] if match else "" for match in found] == [
+        *("header", "header", "place", "", "gone", "gone", "new", "place", "gone"),
+        *("header", "header", "place", "new", ""),
+    ]
+
+
+def test_a_diff_is_coloured_on_a_terminal_alone(capsys, monkeypatch):
+    def shown() -> str:
+        assert main([*REWRITE, "--diff"]) == 0
+        return capsys.readouterr().out
+
+    output = SimpleNamespace(warnings=[], diff=lambda: DIFF)
+    monkeypatch.setattr("slapo_rewrite.emit.rewrite.rewrite", lambda *args, **options: output)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert shown() == DIFF
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda stream: stream is sys.stdout)
+    assert shown() == coloured(DIFF)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown() == DIFF
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert shown() == DIFF
