@@ -38,8 +38,9 @@ example: $(READY)
 	@echo '== two stages of two tensor-parallel ranks: the same losses'
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/train_gpt/train.py --tensor 2
 
-# One file after the other, in their order, goes to whichever of the processes is free.
-PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# One file after the other, in their order, goes to whichever of the processes is free. Threads of
+# torch would only wait for those of the other one.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
 	$(PYTEST) -m 'not long'
