@@ -65,18 +65,17 @@ class Original:
     @classmethod
     def of(cls, file: SourceFile, rewritten: str) -> Original:
         """The source of a rewritten file."""
-        lines = dict(enumerate(rewritten.splitlines(), 1))
-        imports = absolute_imports(file) if file.package else []
-        edits = [e for e in imports if any(_is_from(e.text, line) for line in lines.values())]
+        imported = {
+            number: line.split()[1]
+            for number, line in enumerate(rewritten.splitlines(), 1)
+            if line.lstrip().startswith("from ") and len(line.split()) > 1
+        }
+        known = set(imported.values())
+        edits = [e for e in (absolute_imports(file) if file.package else []) if e.text in known]
         text = file.as_stored(apply_edits(file.text, edits)[0])
         made = {e.text for e in edits}
-        own = tuple(n for n, line in lines.items() if any(_is_from(m, line) for m in made))
+        own = tuple(number for number, module in imported.items() if module in made)
         return cls(file.as_stored(file.text), text, own)
-
-
-def _is_from(module: str, line: str) -> bool:
-    """Whether a line begins an import from a module."""
-    return line.split()[:2] == ["from", module]
 
 
 @dataclass
