@@ -65,10 +65,11 @@ class Original:
     @classmethod
     def of(cls, file: SourceFile, rewritten: str) -> Original:
         """The source of a rewritten file."""
+        before = set(lines_of(file.text))  # what was absolute stays, as do examples in strings
         imported = {
             number: line.split()[1]
-            for number, line in enumerate(rewritten.splitlines(), 1)
-            if line.lstrip().startswith("from ") and len(line.split()) > 1
+            for number, line in enumerate(lines_of(rewritten), 1)
+            if line.lstrip().startswith("from ") and len(line.split()) > 1 and line not in before
         }
         known = set(imported.values())
         edits = [e for e in (absolute_imports(file) if file.package else []) if e.text in known]

@@ -1,8 +1,8 @@
 """From what was asked of each module to edits of the source.
 
 Three steps. What was asked is taken as layers and split parameters, and what follows from their
-sizes is followed through a run of the model. All of it becomes changes at places of the classes
-that make the modules (`collect`), and these become edits (`settle`).
+sizes is followed through a run of the model. Each change is placed in the class that makes or
+calls the module, and the changes of a class become edits (`specialize`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import sys
@@ -12,7 +13,8 @@ import torch
 
 from slapo_rewrite import errors
 from slapo_rewrite.cli import main
-from slapo_rewrite.emit.rewrite import Output, rewrite
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.emit.rewrite import Original, Output, rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.verify.run import verify
 
@@ -480,3 +482,15 @@ def test_names_that_clash(tmp_path):
     assert f"{copy}.py" in output.files
     assert f"from .{copy} import Norm\n" in output.files["model.py"]
     imported(package.written(output), "model").Model()
+
+
+def test_lines_with_imports_that_became_absolute(tmp_path):
+    """Not those that were absolute, nor a line of a docstring that reads as one."""
+    text = 'from .a import b\n\nX = """\x0c\nfrom p.a import c\n"""\n'
+    file = SourceFile(tmp_path / "p" / "m.py", "p.m", text, ast.parse(text))
+    rewritten = f"from p.a import b\n{text.partition(chr(10))[2]}    from p.a import d\n"
+    original = Original.of(file, rewritten)
+    assert original.text == text
+    assert original.absolute == "from p.a import b\n" + text.partition("\n")[2]
+    assert original.lines == (1, 6)
+    assert Original.of(file, text).lines == ()
