@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
+import pickle
 import sys
 from functools import partial
 from pathlib import Path
@@ -173,8 +175,10 @@ def check_save(folder: Path, name: str, loading, module, world: int) -> None:
     loading.load_pretrained(again, there)
     same(again.state_dict(), model.state_dict())
     if world > 1:
-        with pytest.raises(RuntimeError, match=r"use `loading\.save_pretrained\(model, path\)`"):
-            model.save_pretrained(folder / f"{name}_refused")
+        for side in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            for given in ({}, {"state_dict": model.state_dict()}):
+                with pytest.raises(RuntimeError, match=r"use `loading\.save_pretrained\(model, "):
+                    side.save_pretrained(folder / f"{name}_refused", **given)
         with pytest.raises(RuntimeError, match=r"use `loading\.load_pretrained"):
             getattr(module, CASES[name]).from_pretrained(wanted)
     # transformers' own way, with all weights in memory on every rank
