@@ -22,8 +22,8 @@ def same_weights(module: nn.Module) -> Iterator[None]:
     for path, made in module.named_modules():
         replaced = before.get(path, made)
         if made is not replaced and not path.startswith(taken):
-            weights = replaced.state_dict()
+            weights = replaced.state_dict(keep_vars=True)
             # What is packed is drawn otherwise.
-            if weights.keys() == made.state_dict().keys():
+            if weights.keys() == made.state_dict(keep_vars=True).keys():
                 made.load_state_dict(weights)
                 taken = (*taken, f"{path}.")

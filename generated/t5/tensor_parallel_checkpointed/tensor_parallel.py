@@ -5,12 +5,10 @@ Shapes: B batch, T tokens, D features in, F features out, V vocabulary. A prime 
 marks the part that this rank holds.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from types import FrameType
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -312,22 +310,11 @@ def record_shard(module: Any, name: str, shard: Shard) -> None:
 
     The note stands on the module since parameters may be replaced (`to_empty`, FSDP).
     From then on `load_state_dict` takes the full tensor and keeps this rank's part.
-
-    Raises:
-        RuntimeError: transformers' `from_pretrained`, which cuts nothing, is making the
-            model in a group of several ranks.
     """
-    if world_size() > 1 and is_inside_method("from_pretrained"):
-        raise RuntimeError(
-            "`from_pretrained` reads whole tensors, and this rank holds parts: build the "
-            "model and use `loading.load_pretrained(model, path)`, which is there if the "
-            "model was rewritten `--with load_pretrained`"
-        )
     if world_size() > 1:
         watch_registrations()
     if not hasattr(module, "sharded_parameters"):
         module.sharded_parameters, module.parts_differ = {}, False
-        module.register_state_dict_pre_hook(_refuse_to_save_parts)
         module.register_state_dict_post_hook(_note_whose_parts)
         module.register_load_state_dict_pre_hook(_cut_full_tensors)
         module.register_load_state_dict_post_hook(_mark_parameters)
@@ -343,6 +330,8 @@ def watch_registrations() -> Any:
 
 def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     """Refuses to put into `parent` what would train other weights than the model's.
+
+    Has a parent that can save itself refuse to save parts.
 
     Raises:
         RuntimeError: An adapter or a parametrization comes to a layer that works on
@@ -361,6 +350,8 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
             "would train other parameters beside it. Adapters (LoRA) and parametrizations "
             "of such layers are trained in one process; leave the layer out of them here"
         )
+    if hasattr(type(parent), "save_pretrained") and parts_in(module):
+        vars(parent)["save_pretrained"] = partial(_save_whole, parent)
     replicas = vars(parent).get("process_group")
     if isinstance(replicas, dist.ProcessGroup) and parts_in(module):
         ranks = dist.get_process_group_ranks
@@ -416,7 +407,12 @@ def check_parts(layer: Any) -> None:
 def _note_whose_parts(
     module: Any, state_dict: Any, prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """In a state dict: notes which of how many ranks the parts belong to."""
+    """In a state dict: notes which of how many ranks the parts belong to.
+
+    Raises:
+        RuntimeError: They are on the meta device, as when transformers' `from_pretrained`,
+            which cuts nothing, asks for the names of what it is to read.
+    """
     if world_size() == 1:
         return
     metadata["part"] = rank(), world_size()
@@ -425,7 +421,13 @@ def _note_whose_parts(
         if hasattr(part, "to_local"):  # FSDP2's, which asks what it holds
             with torch.no_grad():
                 part = part.to_local()
-        if type(part) is Tensor:  # not the parameter itself
+        if type(part) is Tensor and part is not getattr(module, name):
+            if part.is_meta:
+                raise RuntimeError(
+                    "`from_pretrained` reads whole tensors, and this rank holds parts: "
+                    "build the model and use `loading.load_pretrained(model, path)`, which "
+                    "is there if the model was rewritten `--with load_pretrained`"
+                )
             # The checkpoint asks the one first; the other keeps both out of pickles.
             vars(part).update(
                 __create_write_items__=_refuse_checkpoint, __getstate__=dict
@@ -483,29 +485,21 @@ def keeps_parts(module: Any, tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor") or getattr(module, "takes_parts", False)
 
 
-def _refuse_to_save_parts(*_: object) -> None:
-    """Before a state dict is taken: stops transformers from writing parts as a whole.
+def _save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's own `save_pretrained`, of full tensors.
 
     Raises:
-        RuntimeError: `model.save_pretrained` takes it, in a group of several ranks.
+        RuntimeError: It would write the parts of one of several ranks.
     """
-    if world_size() > 1 and is_inside_method("save_pretrained"):
+    given = args[2] if len(args) > 2 else kwargs.get("state_dict")
+    notes = getattr(given, "_metadata", {}).values()
+    if world_size() > 1 and (given is None or any("part" in each for each in notes)):
         raise RuntimeError(
             "`model.save_pretrained` would write this rank's parts only: use "
             "`loading.save_pretrained(model, path)` on every rank, which is there if the "
             "model was rewritten `--with save_pretrained`"
         )
-
-
-def is_inside_method(name: str) -> bool:
-    """Whether a method of this name is running."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == name and code.co_varnames[:1] in (("self",), ("cls",)):
-            return True
-        frame = frame.f_back
-    return False
+    return type(model).save_pretrained(model, *args, **kwargs)
 
 
 def _mark_parameters(module: Any, *_: object) -> None:
