@@ -6,7 +6,7 @@ import ast
 import re
 import textwrap
 import types
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from slapo_rewrite import errors, runtime
 from slapo_rewrite.code.file import SourceFile
@@ -98,7 +98,13 @@ class Imports:
         if package != runtime.__name__:
             return repr(value)
         name = self.helper(module, defined.__name__, causes)
-        return name if defined is value else name + repr(value).removeprefix(defined.__name__)
+        if defined is value:
+            return name
+        given = [
+            (f"{each.name}=" if each.kw_only else "") + repr(getattr(value, each.name))
+            for each in fields(value)  # type: ignore[arg-type]
+        ]
+        return f"{name}({', '.join(given)})"
 
     def outside(self, module: str, name: str, causes: tuple[Directive, ...]) -> str:
         """The reference to a name of an installed package."""

@@ -14,6 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.late import Late, names_read
@@ -23,7 +24,7 @@ from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import Sources, size_at
 from slapo_rewrite.model.layers import Written
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.runtime.tensor_parallel import Blocks
+from slapo_rewrite.runtime.packed_axes import Packed, PackedSizes
 from slapo_rewrite.sharding import Place
 from slapo_rewrite.sharding.packed_parts import reduced
 
@@ -66,8 +67,8 @@ class _BlockWriter:
 
     def parts(
         self, shard: Shard, full: int, size: ast.expr | None, places: Iterable[tuple[Place, int]]
-    ) -> int | Written | Blocks:
-        """What is given for `parts`: a number of equal blocks, or sizes, relative or whole.
+    ) -> Packed | PackedSizes | None:
+        """What is given for `parts`; None for one block.
 
         Args:
             shard: What was asked.
@@ -78,18 +79,21 @@ class _BlockWriter:
         """
         count = self.count = len(shard.parts)
         pieces, ends = self._taken_apart(places)
-        if count == 1 or (_is_number(shard) and _are_alike(pieces, ends, count)):
-            return count
+        if count == 1:
+            return None
+        if _is_number(shard) and _are_alike(pieces, ends, count):
+            return Packed(count)
         cuts = [self._told(sizes) for sizes in pieces]
         size = size if size is not None and self._value(size) == full else None
         if ends:
             cuts.append(self._between(ends, size, full))
         found = self._found(shard.parts, size, [cut for cut in cuts if cut])
         if found is None or None in cuts:
-            return Blocks(_sizes(shard, full))
+            return PackedSizes(_sizes(shard, full))
         if all(block.meaning == found[0].meaning for block in found):
-            return count
-        return Written(f"({', '.join(map(ast.unparse, self._products(found)))})")
+            return Packed(count)
+        sizes: Any = Written(f"({', '.join(map(ast.unparse, self._products(found)))})")
+        return Packed(sizes)
 
     def _found(
         self, ratio: tuple[int, ...], size: ast.expr | None, cuts: Sequence[Sequence[_Block]]
@@ -245,8 +249,8 @@ class _BlockWriter:
 
 def place_blocks(
     to: Placement, node: Node, shard: Shard, site: Site | None, size: ast.expr | None
-) -> int | Written | Blocks:
-    """How the blocks of a tensor are written at its site, or in its own class.
+) -> Packed | PackedSizes | None:
+    """How the blocks of a tensor are written at its site, or in its own class; None for one block.
 
     Args:
         to: Has the files and what follows from the sharded sizes.
@@ -264,9 +268,11 @@ def place_blocks(
     return writer.parts(shard, full, size, sorted(cuts, key=lambda cut: cut[0].line))
 
 
-def _fixed(shard: Shard, full: int) -> int | Blocks:
+def _fixed(shard: Shard, full: int) -> Packed | PackedSizes | None:
     """What is given for `parts` where no names are known: a number of blocks, or their sizes."""
-    return len(shard.parts) if _is_number(shard) else Blocks(_sizes(shard, full))
+    if len(shard.parts) == 1:
+        return None
+    return Packed(len(shard.parts)) if _is_number(shard) else PackedSizes(_sizes(shard, full))
 
 
 def _is_number(shard: Shard) -> bool:

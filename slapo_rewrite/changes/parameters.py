@@ -18,9 +18,8 @@ from slapo_rewrite.changes.places import AtParameter, AtReads
 from slapo_rewrite.changes.reads import values_read
 from slapo_rewrite.changes.state import Shard
 from slapo_rewrite.model.join import find_parameter_site
-from slapo_rewrite.model.layers import Written
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.runtime.tensor_parallel import Blocks
+from slapo_rewrite.runtime.packed_axes import Packed, PackedSizes
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class ShardParameter(Change):
 
     name: str
     axis: int
-    parts: int | Written | Blocks
+    parts: Packed | PackedSizes | None
 
     says = "whose parameters are split over the tensor-parallel group"
 
@@ -45,7 +44,7 @@ class ShardParameter(Change):
         assert isinstance(asked.place, AtParameter)
         site = text.classes.sites[asked.place.start]
         function = text.imports.helper("tensor_parallel", "shard_parameter", asked.causes)
-        packed = text.imports.value(self.parts, asked.causes) if self.parts != 1 else ""
+        packed = text.imports.value(self.parts, asked.causes) if self.parts is not None else ""
         parts = f", parts={packed}" if packed else ""
         line = f'{function}(self, "{self.name}", axis={self.axis}{parts})'
         bound = getattr(site.statement, "value", None)

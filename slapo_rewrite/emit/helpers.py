@@ -24,6 +24,9 @@ RUNTIME_ORDER = (
     "annotations",
     "remaking",
     "recomputation",
+    "shards",
+    "guards",
+    "packed_axes",
     "tensor_parallel",
     "vocab_parallel_loss",
     "rng",
@@ -172,7 +175,7 @@ def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, P
     if KERNELS in wanted:
         found[KERNELS] = kernels.picked(wanted.pop(KERNELS))
     for module in sorted(wanted.keys() - {MODULES}):
-        found[module] = runtime_library(module).pick(wanted[module] | SURFACE.get(module, set()))
+        found[module] = runtime_library(module).pick(wanted[module])
     return found
 
 
@@ -185,11 +188,13 @@ def runtime_library(module: str) -> Definitions:
 def _close(wanted: dict[str, set[str]]) -> None:
     """Adds what the wanted names need of other runtime modules."""
     waiting = [m for m in wanted if m not in (MODULES, KERNELS)]
+    for module in waiting:
+        wanted[module] |= SURFACE.get(module, set())
     while waiting:
         module = waiting.pop()
         for other, names in runtime_library(module).pick(wanted[module]).helpers.items():
             if not names <= wanted.get(other, set()):
-                wanted.setdefault(other, set()).update(names)
+                wanted.setdefault(other, set(SURFACE.get(other, ()))).update(names)
                 waiting.append(other)
 
 

@@ -51,17 +51,22 @@ class Definitions:
         self.text, self.tree = text, tree or ast.parse(text)
         self.lines = lines_of(text)
         self.defined = _definitions(self.tree)
+        imports = [s for s in self.tree.body if isinstance(s, ast.ImportFrom)]
+        self.handed_on = {a.name for s in imports for a in s.names if a.asname == a.name}
         self._used: dict[int, set[str]] = {}
 
     def pick(self, names: Iterable[str]) -> Picked:
         """The definitions of `names`, and of what they refer to, in the file's order.
 
+        Names that the file hands on (`import name as name`) are imported.
+
         Raises:
-            KeyError: The file does not define one of the names.
+            KeyError: The file neither defines nor hands on one of the names.
         """
+        names = set(names)
         statements = {id(s) for name in self.closure(names) for s in self.defined[name]}
         ordered = [s for s in self.tree.body if id(s) in statements]
-        used = {name for s in ordered for name in self._names_in(s)}
+        used = names | {name for s in ordered for name in self._names_in(s)}
         groups, helpers = _imports(self.tree, used)
         body = "".join(
             self._gap(before, statement) + self._block(statement)
@@ -75,7 +80,7 @@ class Definitions:
         waiting = list(names)
         while waiting:
             name = waiting.pop()
-            if name not in found:
+            if name not in found | self.handed_on:
                 found.add(name)
                 for statement in self.defined[name]:
                     waiting += self._names_in(statement) & self.defined.keys()

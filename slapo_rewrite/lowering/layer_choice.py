@@ -6,6 +6,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.state import ModuleRequests, Shard, Sync
 from slapo_rewrite.model.layers import Layer, Split, splits_of
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.runtime.packed_axes import Packed
 from slapo_rewrite.runtime.tensor_parallel import ReduceScatter, sum_later
 from slapo_rewrite.sharding import SPOKEN
 
@@ -34,7 +35,7 @@ def choose_layer(node: Node, state: ModuleRequests) -> Layer:
         )
     packed = parts.pop()
     if len(packed) > 1:
-        keywords["parts"] = len(packed) if len(set(packed)) == 1 else packed
+        keywords["parts"] = Packed(len(packed) if len(set(packed)) == 1 else packed)
     for sync in _collectives(state):
         check_sync(node, split, sync, state)
     done = {sync.mode: sync for sync in _done_inside(split, state)}
@@ -45,7 +46,7 @@ def choose_layer(node: Node, state: ModuleRequests) -> Layer:
         keywords["gather_output"] = True
     if split.output == "partial sum" and after and after.op == "reduce_scatter":
         assert after.axis is not None
-        keywords["reduce"] = ReduceScatter(after.axis)
+        keywords["reduce"] = ReduceScatter(axis=after.axis)
     if split.output == "partial sum" and not after:
         keywords["reduce"] = sum_later
     return Layer(split.module, split.name, tuple(keywords.items()), split.arguments)

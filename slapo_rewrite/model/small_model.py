@@ -115,7 +115,7 @@ def _scaled(module: Any) -> Iterator[None]:
     package = getattr(module, "__name__", "").rpartition(".")[0]
     beside = [each for name, each in sys.modules.items() if name.startswith(f"{package}.")]
     names = [getattr(each, "__dict__", {}) for each in (module, *(beside if package else ()))]
-    found: list[Any] = [each["Blocks"] for each in names if "Blocks" in each]
+    found: list[Any] = [each["PackedSizes"] for each in names if "PackedSizes" in each]
     fixed = {blocks: blocks.may_scale for blocks in found if hasattr(blocks, "may_scale")}
     for blocks in fixed:
         blocks.may_scale = True

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from .loading import shards, under_original_names
+from .shards import world_of
 from .stages import has_place
-from .tensor_parallel import world_of
 
 
 def layer_files(

@@ -9,20 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .guards import check_parts
+from .shards import Parts, Shard, part_size, part_sizes, rank, world_size
 from .tensor_parallel import (
-    Parts,
     Reduction,
-    Shard,
     all_reduce_gradient,
-    block_sizes,
-    check_parts,
     gather_if_sharded,
-    part_size,
-    part_sizes,
-    rank,
     record_shard,
     sum_now,
-    world_size,
 )
 
 
@@ -42,7 +36,7 @@ class ColumnParallelConvolution(nn.Module):
         in_channels: C.
         out_channels: F, of the whole layer; the attribute of that name is F'.
         args: The further arguments of the torch class.
-        parts: Blocks packed along the output, as in `block_sizes`.
+        parts: Divides the output: one block, or several packed along it.
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce_input_gradient: Sum the input's gradient over the ranks. Off where
             that is done once for several layers.
@@ -55,13 +49,13 @@ class ColumnParallelConvolution(nn.Module):
         in_channels: int,
         out_channels: int,
         *args: Any,
-        parts: Parts = 1,
+        parts: Parts = Shard,
         multiple_of: int = 0,
         reduce_input_gradient: bool = True,
         gather_output: bool = False,
         **kwargs: Any,
     ) -> None:
-        shard = Shard(0, block_sizes(out_channels, parts), multiple_of)
+        shard = parts(0, out_channels, multiple_of)
         super().__init__(in_channels, shard.local_size(), *args, **kwargs)
         refuse_groups(self)
         self.reduce_input_gradient = reduce_input_gradient
@@ -93,7 +87,7 @@ class RowParallelConvolution(nn.Module):
         in_channels: C, of the whole layer; the attribute of that name is C'.
         out_channels: F.
         args: The further arguments of the torch class.
-        parts: Blocks packed along the input, as in `block_sizes`.
+        parts: Divides the input: one block, or several packed along it.
         reduce: Adds up the ranks' partial outputs, and the bias to the sum.
         kwargs: The further keyword arguments of the torch class.
     """
@@ -106,11 +100,11 @@ class RowParallelConvolution(nn.Module):
         in_channels: int,
         out_channels: int,
         *args: Any,
-        parts: Parts = 1,
+        parts: Parts = Shard,
         reduce: Reduction = sum_now,
         **kwargs: Any,
     ) -> None:
-        shard = Shard(1, block_sizes(in_channels, parts))
+        shard = parts(1, in_channels, 0)
         super().__init__(shard.local_size(), out_channels, *args, **kwargs)
         refuse_groups(self)
         self.reduce = reduce
@@ -184,7 +178,7 @@ class GroupParallelConvolution(nn.Module):
             bias,
             **kwargs,
         )
-        shard = Shard(0, (out_channels,), 0 if single else out_channels // groups)
+        shard = Shard(0, out_channels, 0 if single else out_channels // groups)
         self.output_shard = replace(shard, axis=1) if gather_output else None
         record_shard(self, "weight", shard)
         if bias:

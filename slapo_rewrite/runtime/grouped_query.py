@@ -9,39 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .tensor_parallel import (
-    Shard,
-    all_reduce_gradient,
-    check_parts,
-    collective,
-    rank,
-    record_shard,
-    sum_parts,
-    unchanged,
-    world_size,
-)
+from .guards import check_parts
+from .shards import Shard, rank, sum_parts, world_size
+from .tensor_parallel import all_reduce_gradient, collective, record_shard, unchanged
 
 
 @dataclass(frozen=True)
 class ReplicatedShard(Shard):
-    """A shard of one block whose units may be fewer than the ranks.
+    """A shard whose units may be fewer than the ranks.
 
     Then every unit is held by as many ranks in a row as there are ranks for each.
     """
 
     def replicas(self) -> int:
         """How many ranks hold the same part; more than one where units are few."""
-        units, world = self.full_size() // self.multiple_of, world_size()
+        units, world = self.size // self.multiple_of, world_size()
         return world // units if world > units and world % units == 0 else 1
 
-    def sizes(self) -> list[list[int]]:
-        """Sizes of the pieces that each rank holds, one for each block."""
+    def sizes(self) -> list[int]:
+        """The axis's size in every rank's part."""
         if self.replicas() == 1:
             return super().sizes()
-        return [[self.multiple_of]] * world_size()
+        return [self.multiple_of] * world_size()
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Where this rank's piece lies on the full axis."""
+        """Where what this rank holds lies on the full axis."""
         if self.replicas() == 1:
             return super().ranges()
         start = rank() // self.replicas() * self.multiple_of
@@ -60,7 +52,7 @@ class ReplicatedShard(Shard):
     def sum_replicas(self, part: Tensor) -> Tensor:
         """The sum of what the ranks have that hold the same part."""
         shape = list(part.shape)
-        shape[self.axis] = self.full_size()
+        shape[self.axis] = self.size
         full = part.new_zeros(shape)
         start, end = self.ranges()[0]
         full.narrow(self.axis, start, end - start).copy_(part)
@@ -98,7 +90,7 @@ class KeyValueParallelLinear(nn.Linear):
         multiple_of: int,
         reduce_input_gradient: bool = True,
     ) -> None:
-        shard = ReplicatedShard(0, (out_features,), multiple_of)
+        shard = ReplicatedShard(0, out_features, multiple_of)
         super().__init__(in_features, shard.local_size(), bias, device, dtype)
         self.shard, self.replicas = shard, shard.replicas()
         self.reduce_input_gradient = reduce_input_gradient

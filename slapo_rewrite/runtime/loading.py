@@ -11,14 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .tensor_parallel import (
-    Shard,
-    gather_parts,
-    parts_in,
-    wait_for_group,
-    world_of,
-    world_size,
-)
+from .shards import Shard, gather_parts, parts_in, wait_for_group, world_of, world_size
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
@@ -293,9 +286,9 @@ def read_part(stored: Any, shard: Shard | None) -> Tensor:
         whole: Tensor = stored[tuple(slices)]
         return whole
     size = stored.shape[shard.axis]
-    if size != shard.full_size():
+    if size != shard.size:
         raise ValueError(
-            f"{stored.name} is {size} long in the checkpoint, not {shard.full_size()}"
+            f"{stored.name} is {size} long in the checkpoint, not {shard.size}"
         )
     pieces = []
     for start, stop in shard.ranges():
@@ -360,7 +353,7 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 def size_in_bytes(part: Tensor, shard: Shard | None) -> int:
     """How large the full tensor is."""
     size = part.numel() * part.element_size()
-    return size if shard is None else size // shard.local_size() * shard.full_size()
+    return size if shard is None else size // shard.local_size() * shard.size
 
 
 def checkpoint_files(

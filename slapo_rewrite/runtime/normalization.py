@@ -11,16 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .tensor_parallel import (
-    Parts,
-    Shard,
-    block_sizes,
-    collective,
-    gather_if_sharded,
-    part_size,
-    record_shard,
-    sum_parts,
-)
+from .shards import Parts, Shard, part_size, sum_parts
+from .tensor_parallel import collective, gather_if_sharded, record_shard
 
 
 class ParallelBatchNorm(nn.Module):
@@ -31,7 +23,7 @@ class ParallelBatchNorm(nn.Module):
     Args:
         num_features: C, of the whole layer; the attribute of that name is C'.
         args: The further arguments of the torch class.
-        parts: Blocks packed along the channels, as in `block_sizes`.
+        parts: Divides the channels: one block, or several packed along it.
         gather_output: Return (B, C, *S) on every rank.
         kwargs: The further keyword arguments of the torch class.
     """
@@ -40,11 +32,11 @@ class ParallelBatchNorm(nn.Module):
         self,
         num_features: int,
         *args: Any,
-        parts: Parts = 1,
+        parts: Parts = Shard,
         gather_output: bool = False,
         **kwargs: Any,
     ) -> None:
-        shard = Shard(0, block_sizes(num_features, parts))
+        shard = parts(0, num_features, 0)
         super().__init__(shard.local_size(), *args, **kwargs)
         self.output_shard = replace(shard, axis=1) if gather_output else None
         for name in ("weight", "bias", "running_mean", "running_var"):
@@ -83,7 +75,7 @@ class ParallelGroupNorm(nn.GroupNorm):
         gather_output: bool = False,
         **kwargs: Any,
     ) -> None:
-        shard = Shard(0, (num_channels,), num_channels // num_groups)
+        shard = Shard(0, num_channels, num_channels // num_groups)
         super().__init__(part_size(num_groups), shard.local_size(), *args, **kwargs)
         self.output_shard = replace(shard, axis=1) if gather_output else None
         if self.affine:
@@ -98,7 +90,7 @@ class ParallelGroupNorm(nn.GroupNorm):
 def full_size(module: Any, name: str) -> int:
     """How many elements all ranks have of the sharded parameter `module.<name>`."""
     shard: Shard = module.sharded_parameters[name]
-    return shard.full_size()
+    return shard.size
 
 
 def mean_of_parts(
@@ -172,7 +164,7 @@ class ParallelLayerNorm(nn.LayerNorm):
     Args:
         normalized_shape: D, of the whole layer; the attribute of that name is D'.
         args: The further arguments of `nn.LayerNorm`.
-        parts: Blocks packed along the features, as in `block_sizes`.
+        parts: Divides the features: one block, or several packed along it.
         gather_output: Return (..., D) on every rank.
         kwargs: The further keyword arguments of `nn.LayerNorm`.
     """
@@ -181,13 +173,13 @@ class ParallelLayerNorm(nn.LayerNorm):
         self,
         normalized_shape: int | Sequence[int],
         *args: Any,
-        parts: Parts = 1,
+        parts: Parts = Shard,
         gather_output: bool = False,
         **kwargs: Any,
     ) -> None:
-        shard = Shard(0, block_sizes(single_size(normalized_shape), parts))
+        shard = parts(0, single_size(normalized_shape), 0)
         super().__init__(shard.local_size(), *args, **kwargs)
-        self.full_size = shard.full_size()
+        self.full_size = shard.size
         self.output_shard = replace(shard, axis=-1) if gather_output else None
         for name in ("weight", "bias"):
             if getattr(self, name) is not None:
@@ -213,7 +205,7 @@ class ParallelRMSNorm(nn.RMSNorm):
     Args:
         normalized_shape: D, of the whole layer; the attribute of that name is D'.
         args: The further arguments of `nn.RMSNorm`.
-        parts: Blocks packed along the features, as in `block_sizes`.
+        parts: Divides the features: one block, or several packed along it.
         gather_output: Return (..., D) on every rank.
         kwargs: The further keyword arguments of `nn.RMSNorm`.
     """
@@ -222,13 +214,13 @@ class ParallelRMSNorm(nn.RMSNorm):
         self,
         normalized_shape: int | Sequence[int],
         *args: Any,
-        parts: Parts = 1,
+        parts: Parts = Shard,
         gather_output: bool = False,
         **kwargs: Any,
     ) -> None:
-        shard = Shard(0, block_sizes(single_size(normalized_shape), parts))
+        shard = parts(0, single_size(normalized_shape), 0)
         super().__init__(shard.local_size(), *args, **kwargs)
-        self.full_size = shard.full_size()
+        self.full_size = shard.size
         self.output_shard = replace(shard, axis=-1) if gather_output else None
         if self.weight is not None:
             record_shard(self, "weight", shard)

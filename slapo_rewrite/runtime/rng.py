@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .tensor_parallel import rank, world_size
+from .shards import rank, world_size
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .tensor_parallel import block_sizes, world_of
+from .packed_axes import block_sizes
+from .shards import world_of
 
 # From where to where along each axis of a tensor.
 Ranges = Sequence[tuple[int, int]]

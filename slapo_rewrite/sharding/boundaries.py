@@ -99,7 +99,7 @@ def _check_same_blocks(
     run: Run, path: str, tensor: torch.Tensor, axis: int, keywords: Mapping[str, Any]
 ) -> None:
     packed = run.blocks.get(id(tensor), {}).get(axis, (1,))
-    ratio = ratio_of(keywords.get("parts", 1))
+    ratio = ratio_of(keywords)
     if reduced(packed) != reduced(ratio):
         raise PlacementError(
             f"the input of `{path}` has {described(packed)} along its split axis, but the layer is "
@@ -138,7 +138,7 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
             run.blocks[id(tensor)] = {axis % tensor.dim(): (shape[axis],)}
             continue
         run.origins[id(tensor)] = path
-        ratio = ratio_of(keywords.get("parts", 1))
+        ratio = ratio_of(keywords)
         own = split.axes[0] % tensor.dim()
         run.blocks[id(tensor)] = {own: tuple(shape[own] * r // sum(ratio) for r in ratio)}
 

@@ -153,7 +153,7 @@ def _check_hooks(node: Node) -> None:
 
 def _know_tensors(run: Run, node: Node, layer: Layer, new: Any) -> None:
     """The parameters and buffers of a sharded layer, which may be read past its call."""
-    ratio = ratio_of(dict(layer.keywords).get("parts", 1))
+    ratio = ratio_of(dict(layer.keywords))
     copies = getattr(new, "replicas", 1) > 1
     originals = {**node.live._parameters, **node.live._buffers}
     for name, tensor in [*new._parameters.items(), *new._buffers.items()]:

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slapo_rewrite.runtime.packed_axes import Packed
 from slapo_rewrite.sharding.tracked_sizes import Shape
 
 # The sizes of the blocks that lie packed along each split axis of a tensor.
 Blocks = dict[int, Shape]
 
 
-def ratio_of(parts: Any) -> Shape:
-    """The blocks that an argument `parts` means."""
-    return (1,) * parts if isinstance(parts, int) else tuple(parts)
+def ratio_of(keywords: Mapping[str, Any]) -> Shape:
+    """The blocks that a layer's argument `parts` means."""
+    packed = keywords.get("parts")
+    if packed is None:
+        return (1,)
+    assert isinstance(packed, Packed)
+    return (1,) * packed.blocks if isinstance(packed.blocks, int) else packed.blocks
 
 
 def reduced(packed: Sequence[int]) -> Shape:

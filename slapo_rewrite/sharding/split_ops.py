@@ -53,7 +53,7 @@ def _note_cut(run: Run, tensor: torch.Tensor, axis: int, number: int = 0) -> Non
         return
     asked = [shard.parts for shard in run.asked.parameters.get(path, ())]
     if path in run.asked.layers:
-        asked.append(ratio_of(dict(run.asked.layers[path].keywords).get("parts", 1)))
+        asked.append(ratio_of(dict(run.asked.layers[path].keywords)))
     # One of the blocks may be taken apart further.
     if reduced(run.blocks.get(id(tensor), {}).get(axis, (1,))) in map(reduced, asked):
         run.followed.cuts.add((path, place, number))

@@ -122,9 +122,9 @@ class StandIn:
         return self._translated(found)
 
     def _asked(self, asked: ShardingRequest) -> ShardingRequest:
-        packed = [dict(layer.keywords).get("parts", 1) for layer in asked.layers.values()]
+        packed = [ratio_of(dict(layer.keywords)) for layer in asked.layers.values()]
         packed += [shard.parts for shards in asked.parameters.values() for shard in shards]
-        if any(len(set(ratio_of(parts))) > 1 for parts in packed):
+        if any(len(set(parts)) > 1 for parts in packed):
             raise CannotStandIn("parts of different sizes may be of other sizes in the small model")
 
         def those_in(values: Mapping[str, Any]) -> dict[str, Any]:

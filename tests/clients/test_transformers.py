@@ -188,12 +188,12 @@ def check_save(folder: Path, name: str, loading, module, world: int) -> None:
         same(type(original).from_pretrained(folder / f"{name}_whole_{world}").state_dict(), full)
 
 
-def check_build(name: str, loading, module, tensor_parallel) -> None:
+def check_build(name: str, loading, module, shards) -> None:
     # transformers initialises a file of its own a little differently from one outside of it,
     # so the reference is the rewritten model in a world of one.
     schedule = ScheduleFile.load(name).module
     torch.manual_seed(3)
-    with tensor_parallel.world_of(1):
+    with shards.world_of(1):
         whole = schedule.verify_model(module).state_dict()
     torch.manual_seed(3)
     built = loading.full_state_dict(loading.build(partial(schedule.verify_model, module)))
@@ -208,7 +208,7 @@ def check_all(folder: Path) -> None:
         state, tokens = torch.load(folder / f"{name}.pt")
         check_load(folder, name, loading, module, state)
         check_save(folder, name, loading, module, tensor_parallel.world_size())
-        check_build(name, loading, module, tensor_parallel)
+        check_build(name, loading, module, load_module(folder, name, "shards"))
         check_generation(folder, name, name, tokens)
         if name in GENERATING and tensor_parallel.world_size() == 2:
             check_generation(folder, name, f"{name}_split", tokens)

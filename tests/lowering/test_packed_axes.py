@@ -127,13 +127,13 @@ def parts_of(text: str) -> str:
     return ast.unparse(found)
 
 
-HEADS = "(config.heads, config.few, config.few)"
-OWN_HEADS = "(self.heads, self.few, self.few)"
-SIZES = "(config.dim, config.few * config.head_dim, config.few * config.head_dim)"
+HEADS = "Packed((config.heads, config.few, config.few))"
+OWN_HEADS = "Packed((self.heads, self.few, self.few))"
+SIZES = "Packed((config.dim, config.few * config.head_dim, config.few * config.head_dim))"
 REST = SIZES[: SIZES.rindex(",")] + (
-    ", config.head_dim * config.heads + config.few * config.head_dim - config.dim)"
+    ", config.head_dim * config.heads + config.few * config.head_dim - config.dim))"
 )
-EQUAL = "Blocks(sizes=(64, 64, 64))"
+EQUAL = "PackedSizes((64, 64, 64))"
 
 
 @pytest.mark.parametrize(
@@ -173,11 +173,12 @@ EQUAL = "Blocks(sizes=(64, 64, 64))"
         ({"cut": SLICED}, 8, None, REST),
         ({"cut": SLICED}, 8, 3, REST),
         ({"cut": SLICED.replace("self.dim", "self.heads * self.head_dim")}, 8, 3, HEADS),
-        ({"cut": IN_THREE}, 8, 3, "3"),
+        ({"cut": IN_THREE}, 8, 3, "Packed(3)"),
         # Equal by what they are.
-        ({"size": "3 * config.dim", "cut": "q, k, v = self.wqkv(x).chunk(3, -1)"}, 8, None, "3"),
-        ({"cut": "q, k, v = self.wqkv(x).split(self.dim, -1)"}, 8, 3, "3"),
-        ({"cut": "q, k, v = self.wqkv(x).split([self.dim] * 3, -1)"}, 8, None, "3"),
+        ({"size": "3 * config.dim", "cut": "q, k, v = self.wqkv(x).chunk(3, -1)"}, 8, None,
+         "Packed(3)"),
+        ({"cut": "q, k, v = self.wqkv(x).split(self.dim, -1)"}, 8, 3, "Packed(3)"),
+        ({"cut": "q, k, v = self.wqkv(x).split([self.dim] * 3, -1)"}, 8, None, "Packed(3)"),
         # Nothing is known to be right.
         ({"size": "packed(config)", "cut": SLICED}, 8, None, EQUAL),
         ({"cut": "q, k, v = self.wqkv(x).split(self.sizes(), -1)"}, 8, None, EQUAL),
@@ -303,4 +304,7 @@ def schedule(s):
 def test_a_name_stands_for_itself(tmp_path):
     """What it is bound to has summands of its own, which are no blocks."""
     text = rewritten(tmp_path, PACKED, OF_PACKED).files["source_0.py"]
-    assert "parts=(dim, dim, dim, self.mlp)" in text and "parts=(dim, self.mlp)" in text
+    assert (
+        "parts=Packed((dim, dim, dim, self.mlp))" in text
+        and "parts=Packed((dim, self.mlp))" in text
+    )

@@ -6,22 +6,23 @@ from torch import nn
 
 from slapo_rewrite.runtime import checkpoints
 from slapo_rewrite.runtime.grouped_query import ReplicatedShard
-from slapo_rewrite.runtime.tensor_parallel import Shard, world_of
+from slapo_rewrite.runtime.packed_axes import Packed
+from slapo_rewrite.runtime.shards import Shard, world_of
 
 
 @pytest.mark.parametrize(
     "shard",
     [
-        Shard(0, (8,)),
-        Shard(1, (11,)),
-        Shard(0, (8, 4, 4)),
-        Shard(0, (16,), multiple_of=4),
-        ReplicatedShard(0, (8,), multiple_of=4),
+        Shard(0, 8),
+        Shard(1, 11),
+        Packed((2, 1, 1))(0, 16),
+        Shard(0, 16, multiple_of=4),
+        ReplicatedShard(0, 8, multiple_of=4),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_parts_make_up_the_whole(shard, size):
-    full = torch.rand(shard.full_size(), shard.full_size())
+    full = torch.rand(shard.size, shard.size)
     parts = []
     for rank in range(size):
         with world_of(size, rank):

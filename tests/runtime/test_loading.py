@@ -12,6 +12,7 @@ from torch import nn
 from slapo_rewrite.runtime import loading
 from slapo_rewrite.runtime import tensor_parallel as tp
 from slapo_rewrite.runtime.deferred_init import build_deferred
+from slapo_rewrite.runtime.packed_axes import Packed
 from tests.marks import long
 from tests.processes import run
 
@@ -27,7 +28,7 @@ class Block(nn.Module):
             self.qkv = nn.Linear(WIDTH, 2 * WIDTH)
             self.out = nn.Linear(WIDTH, WIDTH)
         else:
-            self.qkv = tp.ColumnParallelLinear(WIDTH, 2 * WIDTH, parts=(2, 1, 1))
+            self.qkv = tp.ColumnParallelLinear(WIDTH, 2 * WIDTH, parts=Packed((2, 1, 1)))
             self.out = tp.RowParallelLinear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
 

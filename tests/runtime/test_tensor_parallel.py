@@ -16,9 +16,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from slapo_rewrite.model.meta_device import pretend_world
+from slapo_rewrite.runtime import shards
 from slapo_rewrite.runtime import tensor_parallel as tp
 from slapo_rewrite.runtime.conv1d import ColumnParallelConv1D, RowParallelConv1D
 from slapo_rewrite.runtime.loading import to_full
+from slapo_rewrite.runtime.packed_axes import Packed, block_sizes
 from slapo_rewrite.runtime.replicated import (
     ReplicatedEmbedding,
     ReplicatedLayerNorm,
@@ -31,15 +33,15 @@ from tests.processes import run
 COLUMN_CASES = [
     (12, {}),
     (10, {}),
-    (24, {"parts": 3}),
-    (21, {"parts": 3}),
-    (48, {"parts": (4, 1, 1), "multiple_of": 2}),
+    (24, {"parts": Packed(3)}),
+    (21, {"parts": Packed(3)}),
+    (48, {"parts": Packed((4, 1, 1)), "multiple_of": 2}),
     (12, {"bias": False}),
 ]
 ROW_CASES = [
     (12, {}),
     (10, {}),
-    (24, {"parts": 2, "multiple_of": 3}),
+    (24, {"parts": Packed(2), "multiple_of": 3}),
     (12, {"bias": False}),
 ]
 
@@ -136,7 +138,7 @@ def check_row_parallel_linear():
             nn.Linear(size, 8, options.get("bias", True)),
             tp.RowParallelLinear(size, 8, **options),
             tp.RowParallelLinear(size, 8, **options, reduce=tp.sum_later),
-            tp.RowParallelLinear(size, 8, **options, reduce=tp.ReduceScatter(1)),
+            tp.RowParallelLinear(size, 8, **options, reduce=tp.ReduceScatter(axis=1)),
         )
     layer = tp.RowParallelLinear(12, 8)
     assert (layer.in_features, layer.out_features) == (12 // tp.world_size(), 8)
@@ -150,7 +152,7 @@ def check_row_parallel_conv1d():
                 Conv1D(8, size),
                 RowParallelConv1D(8, size, **options),
                 RowParallelConv1D(8, size, **options, reduce=tp.sum_later),
-                RowParallelConv1D(8, size, **options, reduce=tp.ReduceScatter(1)),
+                RowParallelConv1D(8, size, **options, reduce=tp.ReduceScatter(axis=1)),
             )
     layer = RowParallelConv1D(8, 12)
     assert (layer.nx, layer.nf) == (12 // tp.world_size(), 8)
@@ -198,7 +200,7 @@ def check_vocab_parallel_embedding():
         )
         partial, scattering = (
             tp.VocabParallelEmbedding(10, 4, padding_idx, reduce=reduce).double()
-            for reduce in (tp.sum_later, tp.ReduceScatter(1))
+            for reduce in (tp.sum_later, tp.ReduceScatter(axis=1))
         )
         partial.load_state_dict(whole.state_dict())
         scattering.load_state_dict(whole.state_dict())
@@ -362,7 +364,7 @@ def check_collectives():
 
     for axis, size in ((0, 4), (1, 8), (-2, 8)):
         whole = seeded(size, size, 5)
-        shard = tp.Shard(axis, (size,))
+        shard = tp.Shard(axis, size)
         y, gradient = forward_and_gradient(tp.scatter, axis, x=whole)
         close(y, shard.cut(whole))
         close(gradient, torch.cat([seeded(*y.shape) * (r + 1) for r in range(world)], axis))
@@ -372,14 +374,14 @@ def check_collectives():
 
     full = seeded(3, 8, 4)
     for old, new in ((-1, -2), (-2, -1), (1, 2)):
-        before, after = tp.Shard(old, (full.shape[old],)), tp.Shard(new, (full.shape[new],))
+        before, after = tp.Shard(old, full.shape[old]), tp.Shard(new, full.shape[new])
         y, gradient = forward_and_gradient(tp.all_to_all, old, new, x=before.cut(full))
         close(y, after.cut(full))
         pieces = [seeded(*y.shape) * (r + 1) for r in range(world)]
         close(gradient, before.cut(torch.cat(pieces, new)))
 
     for size in (8, 10):  # 10 divides unevenly over 4
-        shard = tp.Shard(1, (size,))
+        shard = tp.Shard(1, size)
         whole = seeded(3, size, 5)
         y, gradient = forward_and_gradient(tp.all_gather, 1, size, x=shard.cut(whole))
         close(y, whole)
@@ -406,12 +408,12 @@ def check_collectives_leave_a_world_of_one_alone():
 
 
 def check_loading_full_and_local_tensors():
-    whole, sharded = pair(nn.Linear(6, 12), tp.ColumnParallelLinear(6, 12, parts=3))
+    whole, sharded = pair(nn.Linear(6, 12), tp.ColumnParallelLinear(6, 12, parts=Packed(3)))
     full = whole.state_dict()
     local = copy.deepcopy(sharded.state_dict())
     assert all(torch.equal(to_full(sharded, local)[name], full[name]) for name in full)
 
-    other = tp.ColumnParallelLinear(6, 12, parts=3).double()
+    other = tp.ColumnParallelLinear(6, 12, parts=Packed(3)).double()
     other.load_state_dict(local)
     assert all(torch.equal(other.state_dict()[name], local[name]) for name in local)
     assert all(full[name].shape == p.shape for name, p in whole.named_parameters())
@@ -545,7 +547,7 @@ def check_meta_device():
         model.table = nn.Parameter(torch.empty(8, 3))
         tp.shard_parameter(model, "table", 0)
         assert tp.VocabParallelEmbedding(10, 4, 0).weight.is_meta
-        assert ColumnParallelConv1D(12, 4, parts=3).weight.is_meta
+        assert ColumnParallelConv1D(12, 4, parts=Packed(3)).weight.is_meta
     assert model.table.is_meta and model.table.shape == (8 // tp.world_size(), 3)
 
 
@@ -560,7 +562,7 @@ def check_shard_parameter():
         return model
 
     whole, model = build(), build()
-    tp.shard_parameter(model, "table", -1, parts=(4, 1, 1))
+    tp.shard_parameter(model, "table", -1, parts=Packed((4, 1, 1)))
     tp.shard_parameter(model, "scale", 0)
     tp.shard_parameter(model, "ids", 0)
     tp.shard_parameter(model, "mask", 0)
@@ -657,8 +659,7 @@ def test_a_model_that_is_older_than_the_group():
 @pytest.fixture
 def world_of(monkeypatch):
     def pretend(world, rank=0):
-        monkeypatch.setattr(tp, "world_size", lambda: world)
-        monkeypatch.setattr(tp, "rank", lambda: rank)
+        monkeypatch.setattr(shards, "_supposed", (world, rank))
 
     return pretend
 
@@ -696,7 +697,7 @@ def test_world_of_one_is_the_whole_layer(sharded, whole):
             "the largest tensor-parallel size below 8 that fits is 6",
         ),
         (
-            lambda: tp.ColumnParallelLinear(6, 48, parts=(4, 1, 1), multiple_of=4),
+            lambda: tp.ColumnParallelLinear(6, 48, parts=Packed((4, 1, 1)), multiple_of=4),
             "8 = 2 heads of 4 does not divide over 8 ranks; "
             "the largest tensor-parallel size below 8 that fits is 2",
         ),
@@ -705,7 +706,7 @@ def test_world_of_one_is_the_whole_layer(sharded, whole):
             "7 cannot be shared by 8 ranks; the largest tensor-parallel size that fits is 7",
         ),
         (
-            lambda: tp.RowParallelLinear(64, 4, parts=5),
+            lambda: tp.RowParallelLinear(64, 4, parts=Packed(5)),
             "64 does not divide into blocks of relative sizes (1, 1, 1, 1, 1): "
             "it is not a multiple of 5",
         ),
@@ -738,8 +739,8 @@ def test_a_sequence_that_does_not_divide(world_of, collective):
 
 def test_sizes():
     assert tp.part_size(12) == 12 and tp.part_sizes(7, 2) == [7]  # a world of one fits all
-    assert tp.block_sizes(48, (4, 1, 1)) == (32, 8, 8)
-    assert tp.block_sizes(48, [32, 8, 8]) == (32, 8, 8)
+    assert block_sizes(48, (4, 1, 1)) == (32, 8, 8)
+    assert block_sizes(48, [32, 8, 8]) == (32, 8, 8)
 
 
 def test_uneven_sizes_put_the_larger_first(world_of):
@@ -752,16 +753,14 @@ def test_uneven_sizes_put_the_larger_first(world_of):
 def test_blocks_are_cut_one_by_one(world_of, world):
     full = torch.arange(3 * 12 * 2).view(3, 12, 2)
     world_of(world)
-    shard = tp.Shard(1, (8, 4))
+    shard = Packed((2, 1))(1, 12)
     parts = []
     for rank in range(world):
         world_of(world, rank)
         parts.append(shard.cut(full))
-        assert parts[-1].shape[1] == shard.local_size() == sum(shard.sizes()[rank])
-    first = torch.cat(
-        [part[:, : sizes[0]] for part, sizes in zip(parts, shard.sizes(), strict=True)], 1
-    )
-    second = torch.cat(
-        [part[:, sizes[0] :] for part, sizes in zip(parts, shard.sizes(), strict=True)], 1
-    )
+        assert parts[-1].shape[1] == shard.local_size() == shard.sizes()[rank]
+    ends = shard.by_block()[0]
+    first = torch.cat([part[:, :end] for part, end in zip(parts, ends, strict=True)], 1)
+    second = torch.cat([part[:, end:] for part, end in zip(parts, ends, strict=True)], 1)
     assert torch.equal(torch.cat([first, second], 1), full)
+    assert torch.equal(shard.joined(parts), full)

@@ -24,7 +24,7 @@ VOCABULARY = 203  # no world size divides it
 
 def divided(axis: int = -1) -> tp.Shard:
     """How logits are divided over the ranks that there are."""
-    return tp.Shard(axis, (VOCABULARY,))
+    return tp.Shard(axis, VOCABULARY)
 
 
 def seeded(*shape: int) -> torch.Tensor:

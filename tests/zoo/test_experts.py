@@ -123,7 +123,7 @@ def test_mixtral(tmp_path):
     output = rewrite(MIXTRAL, str(path))
     assert not output.warnings
     diff = output.diff(0)
-    assert '+        shard_parameter(self, "gate_up_proj", axis=1, parts=2)' in diff
+    assert '+        shard_parameter(self, "gate_up_proj", axis=1, parts=Packed(2))' in diff
     assert "F.linear(hidden_states, all_reduce_gradient(self.weight))" in diff
     write(tmp_path / "out", output.files)
     report = verify(tmp_path / "out", [2, 4])

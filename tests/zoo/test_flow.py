@@ -159,7 +159,7 @@ def test_parts_that_are_joined_lie_packed(flat, tmp_path):
     text = refused(tmp_path, source, BOTH + '    down.shard("weight", axis=1)\n', "SR104")
     assert "has 2 equal parts along its split axis" in text
     schedule = BOTH + '    down.shard("weight", axis=1, parts=2)\n'
-    assert "RowParallelLinear(4 * width, width, parts=2)" in changed_lines(
+    assert "RowParallelLinear(4 * width, width, parts=Packed(2))" in changed_lines(
         rewritten(tmp_path, source, schedule)
     )
 

@@ -204,11 +204,11 @@ def test_what_is_repeated_is_split_evenly_or_not_at_all(tmp_path, body):
     case = Case(OF_ONE_FEATURE.replace("BODY", body), OF_ONE_SCHEDULE)
     prepare(tmp_path, {"few": case})
     module = modules(tmp_path, "few", case)[1]
-    parallel = importlib.import_module("few_out.tensor_parallel")
+    shards = importlib.import_module("few_out.shards")
     words = (
         "4 does not divide over 3 ranks; the largest tensor-parallel size below 3 that fits is 2"
     )
-    with parallel.world_of(3), pytest.raises(ValueError, match=words):
+    with shards.world_of(3), pytest.raises(ValueError, match=words):
         module.Model()
 
 

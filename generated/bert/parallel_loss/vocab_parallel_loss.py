@@ -7,10 +7,11 @@ Shapes: B batch, T tokens, N predictions, V vocabulary, V' the part that this ra
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .tensor_parallel import max_of_parts, part_sizes, rank, sum_parts, world_size
+from .shards import part_sizes, rank, sum_parts, world_size
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -31,7 +32,7 @@ class _CrossEntropy(torch.autograd.Function):
         elsewhere |= (target >= end) & (target < vocab_size)
         column = (target - first).masked_fill(elsewhere, 0).unsqueeze(-1)
 
-        logits = logits - max_of_parts(logits.amax(-1)).unsqueeze(-1)
+        logits = logits - sum_parts(logits.amax(-1), dist.ReduceOp.MAX).unsqueeze(-1)
         sums = [logits.gather(-1, column).squeeze(-1).masked_fill(elsewhere, 0)]
         if weight is not None:
             sums.append(logits @ weight[first:end])

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .kernels import bias_gelu, cross_entropy, residual_layer_norm
+from .packed_axes import Packed
 from .tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -38,7 +39,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         assert config.n_embd % config.n_head == 0
-        self.c_attn = ColumnParallelLinear(config.n_embd, 3 * config.n_embd, parts=3)  # query, key and value in one
+        self.c_attn = ColumnParallelLinear(config.n_embd, 3 * config.n_embd, parts=Packed(3))  # query, key and value in one
         self.c_proj = RowParallelLinear(config.n_embd, config.n_embd)
         self.n_head = config.n_head
         self.n_embd = config.n_embd

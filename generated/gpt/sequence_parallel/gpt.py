@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .packed_axes import Packed
 from .replicated import ReplicatedLayerNorm
 from .tensor_parallel import (
     ColumnParallelLinear,
@@ -41,7 +42,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         assert config.n_embd % config.n_head == 0
         self.c_attn = ColumnParallelLinear(
-            config.n_embd, 3 * config.n_embd, parts=3, reduce_input_gradient=False
+            config.n_embd, 3 * config.n_embd, parts=Packed(3), reduce_input_gradient=False
         )  # query, key and value in one
         self.c_proj = RowParallelLinear(config.n_embd, config.n_embd, reduce=ReduceScatter(axis=1))
         self.n_head = config.n_head

@@ -10,7 +10,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
-from .tensor_parallel import Shard, all_reduce_gradient
+from .shards import Shard
+from .tensor_parallel import all_reduce_gradient
 
 
 def with_summed_gradient(parameter: Tensor | None) -> Tensor | None:

@@ -9,17 +9,14 @@ from dataclasses import replace
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
+from .guards import check_parts
+from .shards import Parts, Shard, world_size
 from .tensor_parallel import (
-    Parts,
     Reduction,
-    Shard,
     all_reduce_gradient,
-    block_sizes,
-    check_parts,
     gather_if_sharded,
     record_shard,
     sum_now,
-    world_size,
 )
 
 
@@ -29,7 +26,7 @@ class ColumnParallelConv1D(Conv1D):
     Args:
         nf: F, of the whole layer; the attribute of that name is F'.
         nx: D.
-        parts: Blocks packed along the output, as in `block_sizes`.
+        parts: Divides the output: one block, or several packed along it.
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce_input_gradient: Sum the input's gradient over the ranks. Off where
             that is done once for several layers.
@@ -41,12 +38,12 @@ class ColumnParallelConv1D(Conv1D):
         nf: int,
         nx: int,
         *,
-        parts: Parts = 1,
+        parts: Parts = Shard,
         multiple_of: int = 0,
         reduce_input_gradient: bool = True,
         gather_output: bool = False,
     ) -> None:
-        shard = Shard(1, block_sizes(nf, parts), multiple_of)
+        shard = parts(1, nf, multiple_of)
         super().__init__(shard.local_size(), nx)
         self.reduce_input_gradient = reduce_input_gradient
         self.output_shard = replace(shard, axis=-1) if gather_output else None
@@ -67,7 +64,7 @@ class RowParallelConv1D(Conv1D):
     Args:
         nf: F.
         nx: D, of the whole layer; the attribute of that name is D'.
-        parts: Blocks packed along the input, as in `block_sizes`.
+        parts: Divides the input: one block, or several packed along it.
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce: Adds up the ranks' partial outputs, and the bias to the sum.
     """
@@ -77,11 +74,11 @@ class RowParallelConv1D(Conv1D):
         nf: int,
         nx: int,
         *,
-        parts: Parts = 1,
+        parts: Parts = Shard,
         multiple_of: int = 0,
         reduce: Reduction = sum_now,
     ) -> None:
-        shard = Shard(0, block_sizes(nx, parts), multiple_of)
+        shard = parts(0, nx, multiple_of)
         super().__init__(nf, shard.local_size())
         self.reduce = reduce
         record_shard(self, "weight", shard)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .tensor_parallel import Shard, gather_parts, parts_in, world_of, world_size
+from .shards import Shard, gather_parts, parts_in, world_of, world_size
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:

@@ -5,257 +5,26 @@ Shapes: B batch, T tokens, D features in, F features out, V vocabulary. A prime 
 marks the part that this rank holds.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
-_group = None
-# Its ranks; none where it holds all that there are.
-_ranks: tuple[int, ...] = ()
-# How many ranks there are inside `world_of`, and which of them this is.
-_supposed: tuple[int, int] | None = None
-
-
-def set_group(group: dist.ProcessGroup | None) -> None:
-    """Names the tensor-parallel process group. Call it before the model is built.
-
-    Without it the group is the default one where `torch.distributed` is initialised,
-    and a world of one where it is not.
-
-    A model belongs to the group that it is built in. It runs while that one is named:
-    with several, name a model's own before it runs.
-    """
-    global _group, _ranks
-    _group, _ranks = group, ()
-    if group is not None and dist.get_world_size(group) < dist.get_world_size():
-        _ranks = tuple(dist.get_process_group_ranks(group))
-
-
-@contextmanager
-def in_group(group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> Iterator[None]:
-    """Inside, another group is the one that is named."""
-    global _group, _ranks
-    before = _group, _ranks
-    _group, _ranks = group, ranks
-    try:
-        yield
-    finally:
-        _group, _ranks = before
-
-
-@contextmanager
-def world_of(size: int, rank: int = 0) -> Iterator[None]:
-    """Inside, layers are made as on one of so many ranks, which need not be there.
-
-    In a world of one they are made whole.
-    """
-    global _supposed
-    before, _supposed = _supposed, (size, rank)
-    try:
-        yield
-    finally:
-        _supposed = before
-
-
-def world_size() -> int:
-    """How many ranks share the model's layers."""
-    if _supposed is not None:
-        return _supposed[0]
-    return dist.get_world_size(_group) if dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """This process's place in the tensor-parallel group."""
-    if _supposed is not None:
-        return _supposed[1]
-    return dist.get_rank(_group) if dist.is_initialized() else 0
-
-
-def part_size(size: int, multiple_of: int = 1) -> int:
-    """This rank's share of `size`, which must divide evenly in units of `multiple_of`.
-
-    Raises:
-        ValueError: `size` does not divide over this many ranks.
-    """
-
-    def fits(ranks: int) -> bool:
-        return ranks == 1 or size % (ranks * multiple_of) == 0
-
-    world = world_size()
-    if not fits(world):
-        largest = max(filter(fits, range(1, world)))
-        heads = f" = {size / multiple_of:g} heads of {multiple_of}"
-        raise ValueError(
-            f"{size}{heads if multiple_of > 1 else ''} does not divide over {world} ranks; "
-            f"the largest tensor-parallel size below {world} that fits is {largest}"
-        )
-    return size // world
-
-
-def part_sizes(size: int, multiple_of: int = 0) -> list[int]:
-    """Every rank's share of `size`: as even as possible, the larger shares first.
-
-    Shares in units of `multiple_of` must be even.
-
-    Raises:
-        ValueError: `size` cannot be shared by this many ranks.
-    """
-    world = world_size()
-    if multiple_of:
-        return [part_size(size, multiple_of)] * world
-    if size < world:
-        raise ValueError(
-            f"{size} cannot be shared by {world} ranks; "
-            f"the largest tensor-parallel size that fits is {size}"
-        )
-    share, rest = divmod(size, world)
-    return [share + (r < rest) for r in range(world)]
-
-
-# What is packed along an axis: how many equal blocks, or the blocks' relative sizes,
-# such as (4, 1, 1), or what gives these for the whole axis's size.
-Parts = int | Sequence[int] | Callable[[int], Sequence[int]]
-
-
-def block_sizes(size: int, parts: Parts) -> tuple[int, ...]:
-    """Sizes of the blocks packed along an axis of `size`.
-
-    Args:
-        size: The whole axis.
-        parts: The blocks.
-
-    Raises:
-        ValueError: `size` does not divide into such blocks.
-    """
-    given = parts(size) if callable(parts) else parts
-    ratio = (1,) * given if isinstance(given, int) else tuple(given)
-    if size % sum(ratio):
-        raise ValueError(
-            f"{size} does not divide into blocks of relative sizes {ratio}: "
-            f"it is not a multiple of {sum(ratio)}"
-        )
-    return tuple(size // sum(ratio) * r for r in ratio)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """How a tensor is divided over the ranks.
-
-    Attributes:
-        axis: The axis that is divided.
-        blocks: Full sizes of the blocks packed along the axis, ordinarily one. Every
-            rank holds a part of each block.
-        multiple_of: What equal parts are multiples of, a head say; 0: they may differ.
-        group: How many ranks there were when this was made, and which the group had.
-    """
-
-    axis: int
-    blocks: tuple[int, ...]
-    multiple_of: int = 0
-    group: tuple[int, tuple[int, ...]] = field(
-        default_factory=lambda: (world_size(), _ranks), compare=False
-    )
-
-    def check_group(self) -> None:
-        """Refuses another group than the one that the tensor is divided over.
-
-        Raises:
-            RuntimeError: It is another.
-        """
-        if self.group != (world_size(), _ranks) and _supposed is None:
-            raise RuntimeError(
-                f"this model was built in a tensor-parallel group of {self.group[0]}, and "
-                f"another of {world_size()} is named now: call `set_group` with its own "
-                "group before it runs, and `init_process_group` before it is built"
-            )
-
-    def full_size(self) -> int:
-        """The axis's size in the full tensor."""
-        return sum(self.blocks)
-
-    def sizes(self) -> list[list[int]]:
-        """Sizes of the pieces that each rank holds, one for each block."""
-        self.check_group()
-        by_block = [part_sizes(size, self.multiple_of) for size in self.blocks]
-        return [[sizes[r] for sizes in by_block] for r in range(world_size())]
-
-    def ranges(self) -> list[tuple[int, int]]:
-        """Where this rank's pieces lie on the full axis, one for each block."""
-        found, start = [], 0
-        for block, size in enumerate(self.blocks):
-            before = sum(sizes[block] for sizes in self.sizes()[: rank()])
-            length = self.sizes()[rank()][block]
-            found.append((start + before, start + before + length))
-            start += size
-        return found
-
-    def local_size(self) -> int:
-        """The axis's size in this rank's part."""
-        return sum(self.sizes()[rank()])
-
-    def is_first(self) -> bool:
-        """Whether no rank before this one holds the same part."""
-        return True
-
-    def is_full(self, tensor: Tensor) -> bool:
-        """Whether `tensor` has the full tensor's size along the axis."""
-        return tensor.shape[self.axis : self.axis + 1] == (self.full_size(),)
-
-    def cut(self, full: Tensor) -> Tensor:
-        """This rank's part of a full tensor."""
-        if world_size() == 1:
-            return full
-        pieces = [full.narrow(self.axis, a, b - a) for a, b in self.ranges()]
-        return torch.cat(pieces, self.axis)
-
-    def gather(self, part: Tensor) -> Tensor:
-        """The full tensor, on every rank, from the parts that the ranks hold."""
-        self.check_group()
-        if world_size() == 1:
-            return part
-        sizes = [sum(pieces) for pieces in self.sizes()]
-        return self.joined(gather_parts(part, self.axis, sizes))
-
-    def joined(self, parts: list[Tensor]) -> Tensor:
-        """The full tensor, from the parts of all ranks."""
-        sizes = self.sizes()
-        pieces = [torch.split(p, sizes[r], self.axis) for r, p in enumerate(parts)]
-        by_block = [p[block] for block in range(len(self.blocks)) for p in pieces]
-        return torch.cat(by_block, self.axis)
-
-
-def gather_parts(part: Tensor, axis: int, sizes: list[int]) -> list[Tensor]:
-    """Every rank's part, given the ranks' sizes along `axis`."""
-    part = part.detach().contiguous()
-    # gloo gathers parts of one size only, so pad to the largest and cut again.
-    if min(sizes) < max(sizes):
-        padding = list(part.shape)
-        padding[axis] = max(sizes) - part.shape[axis]
-        part = torch.cat([part, part.new_empty(padding)], axis)
-    parts = [torch.empty_like(part) for _ in sizes]
-    dist.all_gather(parts, part, group=_group)
-    return [p.narrow(axis, 0, sizes[r]) for r, p in enumerate(parts)]
-
-
-def sum_parts(x: Tensor) -> Tensor:
-    """The sum of the ranks' tensors, in a new tensor."""
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=_group)
-    return x
-
-
-def max_of_parts(x: Tensor) -> Tensor:
-    """The largest of the ranks' tensors, element by element, in a new tensor."""
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, dist.ReduceOp.MAX, group=_group)
-    return x
+from .guards import OwnSize, check_parts, guard
+from .shards import (
+    Parts,
+    Shard,
+    in_group,
+    named_group,
+    part_sizes,
+    rank,
+    sum_parts,
+    world_size,
+)
+from .shards import set_group as set_group
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -274,12 +43,12 @@ class _Collective(torch.autograd.Function):
         run_gradient: Callable[[Tensor], Tensor],
     ) -> Tensor:
         ctx.run, ctx.run_gradient = run, run_gradient
-        ctx.group, ctx.ranks = _group, _ranks
+        ctx.group = named_group()
         return run(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        with in_group(ctx.group, ctx.ranks):
+        with in_group(*ctx.group):
             return collective(gradient, ctx.run_gradient, ctx.run), None, None
 
 
@@ -311,139 +80,13 @@ def record_shard(module: Any, name: str, shard: Shard) -> None:
     The note stands on the module since parameters may be replaced (`to_empty`, FSDP).
     From then on `load_state_dict` takes the full tensor and keeps this rank's part.
     """
-    if world_size() > 1:
-        watch_registrations()
     if not hasattr(module, "sharded_parameters"):
-        module.sharded_parameters, module.parts_differ = {}, False
-        module.register_state_dict_post_hook(_note_whose_parts)
+        module.sharded_parameters = {}
+        guard(module)
         module.register_load_state_dict_pre_hook(_cut_full_tensors)
         module.register_load_state_dict_post_hook(_mark_parameters)
     module.sharded_parameters[name] = shard
     _mark_parameters(module)
-
-
-@cache
-def watch_registrations() -> Any:
-    """From the first call on, what is put into a module is looked at first."""
-    return register_module_module_registration_hook(refuse_wrappers)
-
-
-def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Refuses to put into `parent` what would train other weights than the model's.
-
-    Has a parent that can save itself refuse to save parts.
-
-    Raises:
-        RuntimeError: An adapter or a parametrization comes to a layer that works on
-            parts, or the ranks that hold the parts are taken for replicas.
-    """
-    if module is None or world_size() == 1:
-        return
-    # `parametrizations` is what `torch.nn.utils.parametrize` puts into a layer first.
-    if name == "parametrizations":
-        refused = hasattr(parent, "sharded_parameters")
-    else:
-        refused = is_adapter(module, dict(parent.named_children()).get(name))
-    if refused:
-        raise RuntimeError(
-            f"`{name}` of `{type(parent).__name__}` works on this rank's part: each rank "
-            "would train other parameters beside it. Adapters (LoRA) and parametrizations "
-            "of such layers are trained in one process; leave the layer out of them here"
-        )
-    if hasattr(type(parent), "save_pretrained") and parts_in(module):
-        vars(parent)["save_pretrained"] = partial(_save_whole, parent)
-    replicas = vars(parent).get("process_group")
-    if isinstance(replicas, dist.ProcessGroup) and parts_in(module):
-        ranks = dist.get_process_group_ranks
-        if len({*ranks(replicas)} & {*ranks(_group)}) > 1:
-            raise RuntimeError(
-                f"`{type(parent).__name__}` would take the tensor-parallel ranks for "
-                "replicas and copy one rank's parts over those of the others: give it the "
-                "data-parallel group. Without replicas train the model itself, and not by "
-                "Trainer or accelerate, which know no other group"
-            )
-
-
-def is_adapter(module: nn.Module, layer: Any) -> bool:
-    """Whether a module adds parameters to a layer that works on parts, which it holds."""
-    if not hasattr(layer, "sharded_parameters") or layer not in module.modules():
-        return False
-    return not {*module.parameters()} <= {*layer.parameters()}
-
-
-def check_parts(layer: Any) -> None:
-    """Refuses to run a layer in another group than its own, or of which ranks have copies.
-
-    Where the first run finds the same weights on every rank, something has copied one
-    rank's part over those of the others, or all have drawn the same numbers.
-
-    Raises:
-        RuntimeError: It is so.
-    """
-    layer.sharded_parameters["weight"].check_group()
-    if world_size() == 1 or _supposed is not None:
-        return
-    weight = layer.weight.detach()
-    known = layer.parts_differ or weight.is_meta or hasattr(weight, "full_tensor")
-    if known or torch.compiler.is_compiling() or dist.get_backend(_group) == "fake":
-        return
-    layer.parts_differ = True
-    if not weight.numel() or weight.min() == weight.max():
-        weight = weight.new_tensor([rank()])  # what is constant may well be alike
-    first = layer.sharded_parameters["weight"].is_first()
-    total = weight.sum(dtype=torch.float64), weight.float().norm().double()
-    place = torch.tensor(float(first), dtype=torch.float64, device=weight.device)
-    found = gather_parts(torch.stack([*total, place]), 0, [3] * world_size())
-    parts = [tuple(each[:2].tolist()) for each in found if each[2]]
-    if len(parts) > 1 and len(set(parts)) == 1:
-        raise RuntimeError(
-            "all ranks have the same part of the weights. Did DeepSpeed take the tensor-"
-            "parallel ranks for replicas (give it `mpu`), or a checkpoint keep one rank's "
-            "`state_dict()` (save `loading.full_state_dict(model)`)? A new model begins "
-            "with `loading.build`"
-        )
-
-
-def _note_whose_parts(
-    module: Any, state_dict: Any, prefix: str, metadata: dict[str, Any]
-) -> None:
-    """In a state dict: notes which of how many ranks the parts belong to.
-
-    Raises:
-        RuntimeError: They are on the meta device, as when transformers' `from_pretrained`,
-            which cuts nothing, asks for the names of what it is to read.
-    """
-    if world_size() == 1:
-        return
-    metadata["part"] = rank(), world_size()
-    for name in module.sharded_parameters:
-        part = state_dict.get(prefix + name)
-        if hasattr(part, "to_local"):  # FSDP2's, which asks what it holds
-            with torch.no_grad():
-                part = part.to_local()
-        if type(part) is Tensor and part is not getattr(module, name):
-            if part.is_meta:
-                raise RuntimeError(
-                    "`from_pretrained` reads whole tensors, and this rank holds parts: "
-                    "build the model and use `loading.load_pretrained(model, path)`, which "
-                    "is there if the model was rewritten `--with load_pretrained`"
-                )
-            # The checkpoint asks the one first; the other keeps both out of pickles.
-            vars(part).update(
-                __create_write_items__=_refuse_checkpoint, __getstate__=dict
-            )
-
-
-def _refuse_checkpoint(name: str, part: Tensor) -> None:
-    """Stops torch.distributed.checkpoint from keeping one rank's part as the whole.
-
-    Raises:
-        RuntimeError: Always.
-    """
-    raise RuntimeError(
-        f"`{name}` is this rank's part, and torch.distributed.checkpoint would keep one "
-        "rank's part only: save `loading.full_state_dict(model)`, on every rank"
-    )
 
 
 def _cut_full_tensors(
@@ -475,7 +118,7 @@ def _cut_full_tensors(
         ):
             raise ValueError(
                 f"`{prefix}{name}` is {list(tensor.shape)}: axis {shard.axis} of the full "
-                f"tensor has {shard.full_size()} elements. Parts are taken from what "
+                f"tensor has {shard.size} elements. Parts are taken from what "
                 "`state_dict()` returned on this rank, not from a copy without its metadata"
             )
 
@@ -483,23 +126,6 @@ def _cut_full_tensors(
 def keeps_parts(module: Any, tensor: Tensor) -> bool:
     """Whether a tensor of a part's size is known to be one: FSDP2 or DeepSpeed kept it."""
     return hasattr(tensor, "full_tensor") or getattr(module, "takes_parts", False)
-
-
-def _save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's own `save_pretrained`, of full tensors.
-
-    Raises:
-        RuntimeError: It would write the parts of one of several ranks.
-    """
-    given = args[2] if len(args) > 2 else kwargs.get("state_dict")
-    notes = getattr(given, "_metadata", {}).values()
-    if world_size() > 1 and (given is None or any("part" in each for each in notes)):
-        raise RuntimeError(
-            "`model.save_pretrained` would write this rank's parts only: use "
-            "`loading.save_pretrained(model, path)` on every rank, which is there if the "
-            "model was rewritten `--with save_pretrained`"
-        )
-    return type(model).save_pretrained(model, *args, **kwargs)
 
 
 def _mark_parameters(module: Any, *_: object) -> None:
@@ -512,15 +138,6 @@ def _mark_parameters(module: Any, *_: object) -> None:
         # DeepSpeed counts a parameter in the gradient norm on every rank if it is so
         # marked, else on the first rank only.
         parameter.model_parallel = shard.is_first()
-
-
-def parts_in(model: nn.Module) -> dict[int, Shard]:
-    """How the model's parameters and buffers are divided, by the tensors' ids."""
-    return {
-        id(getattr(module, name)): shard
-        for module in model.modules()
-        for name, shard in getattr(module, "sharded_parameters", {}).items()
-    }
 
 
 def clip_grad_norm_(
@@ -546,33 +163,29 @@ def clip_grad_norm_(
         The norm before, the same on every rank.
 
     Raises:
-        RuntimeError: The norm is not finite.
+        RuntimeError: The norm is not finite, and `error_if_nonfinite`.
         ValueError: None of the parameters is known to be a part.
     """
     if isinstance(model, nn.Module):
-        divided = parts_in(model)
-        parameters: list[Any] = list(model.parameters())
-        firsts = {
-            id(p): divided[id(p)].is_first() for p in parameters if id(p) in divided
-        }
-    else:
-        parameters = [model] if isinstance(model, Tensor) else list(model)
-        marked = [p for p in parameters if hasattr(p, "model_parallel")]
-        firsts = {id(p): p.model_parallel for p in marked}
-        if world_size() > 1 and not marked:
-            raise ValueError(
-                "none of these parameters is known to be a part: `copy.deepcopy` and FSDP2 "
-                "make others; give the model itself"
-            )
+        for module in model.modules():
+            if hasattr(module, "sharded_parameters"):
+                _mark_parameters(module)
+        model = model.parameters()
+    parameters: list[Any] = [model] if isinstance(model, Tensor) else list(model)
+    if world_size() > 1 and not any(hasattr(p, "model_parallel") for p in parameters):
+        raise ValueError(
+            "none of these parameters is known to be a part: `copy.deepcopy` and FSDP2 "
+            "make others; give the model itself"
+        )
     parameters = [p for p in parameters if p.grad is not None]
-    counted = [p.grad for p in parameters if firsts.get(id(p), rank() == 0)]
+    counted = [p.grad for p in parameters if getattr(p, "model_parallel", rank() == 0)]
     norm: Any = nn.utils.get_total_norm(counted, norm_type, foreach=foreach)
     if hasattr(norm, "full_tensor"):  # FSDP2 divides gradients over the replicas
         norm = norm.full_tensor()
     if parameters and world_size() > 1:
         norm = norm.to(parameters[0].grad.device)
         if norm_type == float("inf"):
-            norm = max_of_parts(norm)
+            norm = sum_parts(norm, dist.ReduceOp.MAX)
         else:
             norm = sum_parts(norm**norm_type) ** (1 / norm_type)
     if error_if_nonfinite and not norm.isfinite():
@@ -586,25 +199,6 @@ def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:
     return y if shard is None else collective(y, shard.gather, shard.cut)
 
 
-class OwnSize:
-    """A size of this rank's part, which only the layer's constructor sets."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        return self if layer is None else vars(layer)[self.name]
-
-    def __set__(self, layer: Any, size: int) -> None:
-        if vars(layer).get(self.name, size) != size and world_size() > 1:
-            raise RuntimeError(
-                f"`{self.name}` is this rank's part and would no longer fit those of the "
-                "others: call `resize_token_embeddings` on the original, in one process, "
-                "and load what it saves"
-            )
-        vars(layer)[self.name] = size
-
-
 class ColumnParallelLinear(nn.Linear):
     """A linear layer split over its output features: (..., D) -> (..., F').
 
@@ -612,10 +206,8 @@ class ColumnParallelLinear(nn.Linear):
         in_features: D.
         out_features: F, of the whole layer; the attribute of that name is F', and
             `full_out_features` is F.
-        bias: Whether a bias is added.
-        device: Where the parameters are made.
-        dtype: Their type.
-        parts: Blocks packed along the output, as in `block_sizes`.
+        bias, device, dtype: As in `nn.Linear`.
+        parts: How the output is divided: whole, or by blocks packed along it.
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce_input_gradient: Sum the input's gradient over the ranks. Off where
             that is done once for several layers.
@@ -632,12 +224,12 @@ class ColumnParallelLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        parts: Parts = 1,
+        parts: Parts = Shard,
         multiple_of: int = 0,
         reduce_input_gradient: bool = True,
         gather_output: bool = False,
     ) -> None:
-        shard = Shard(0, block_sizes(out_features, parts), multiple_of)
+        shard = parts(0, out_features, multiple_of)
         super().__init__(in_features, shard.local_size(), bias, device, dtype)
         self.full_out_features = out_features
         self.reduce_input_gradient = reduce_input_gradient
@@ -670,10 +262,8 @@ class RowParallelLinear(nn.Linear):
     Args:
         in_features: D, of the whole layer; the attribute of that name is D'.
         out_features: F.
-        bias: Whether a bias is added.
-        device: Where the parameters are made.
-        dtype: Their type.
-        parts: Blocks packed along the input, as in `block_sizes`.
+        bias, device, dtype: As in `nn.Linear`.
+        parts: How the input is divided: whole, or by blocks packed along it.
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce: Adds up the ranks' partial outputs, and the bias to the sum.
     """
@@ -686,11 +276,11 @@ class RowParallelLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        parts: Parts = 1,
+        parts: Parts = Shard,
         multiple_of: int = 0,
         reduce: Reduction = sum_now,
     ) -> None:
-        shard = Shard(1, block_sizes(in_features, parts), multiple_of)
+        shard = parts(1, in_features, multiple_of)
         super().__init__(shard.local_size(), out_features, bias, device, dtype)
         self.reduce = reduce
         record_shard(self, "weight", shard)
@@ -711,8 +301,7 @@ class VocabParallelEmbedding(nn.Embedding):
         embedding_dim: D.
         padding_idx: The id whose row gets no gradient. The attribute is that row in
             this rank's part, None where another rank holds it.
-        device: Where the table is made.
-        dtype: Its type.
+        device, dtype: As in `nn.Embedding`.
         reduce: Adds up what the ranks find.
     """
 
@@ -740,7 +329,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.first_id = first_id
         self.full_num_embeddings = num_embeddings
         self.reduce = reduce
-        record_shard(self, "weight", Shard(0, (num_embeddings,)))
+        record_shard(self, "weight", Shard(0, num_embeddings))
 
     def forward(self, input: Tensor) -> Tensor:
         """Looks up ids; what the ranks find is added up as `reduce` does it."""

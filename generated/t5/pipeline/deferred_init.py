@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .loading import take_parts
-from .tensor_parallel import world_of
+from .shards import world_of
 
 META = torch.device("meta")
 # What these leave in a tensor does not depend on what it held before.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .deferred_init import Recording, take_drawn
-from .tensor_parallel import world_size
+from .shards import world_size
 
 
 def check_settings(model: nn.Module, settings: Mapping[str, Any]) -> None:
