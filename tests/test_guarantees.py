@@ -163,7 +163,7 @@ def test_check_and_explain(tmp_path, monkeypatch, capsys):
     assert main([*command, "--check", "--set", "ckpt_ratio=0.5"]) == 1
     assert "knobs were" in capsys.readouterr().out
     text = (out / "gpt.py").read_text()
-    number = 1 + next(i for i, x in enumerate(text.splitlines()) if "parts=3" in x)
+    number = 1 + next(i for i, x in enumerate(text.splitlines()) if "parts=Packed(3)" in x)
     assert main(["explain", str(out), f"gpt.py:{number}"]) == 0
     shown = capsys.readouterr().out
     assert 'blocks["*.attn.c_attn"].shard(["weight", "bias"], axis=0, parts=3)' in shown

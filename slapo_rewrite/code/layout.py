@@ -58,8 +58,18 @@ def fitting_at(text: str, indent: int, line_length: int) -> str:
     return reindented(at_column(text, 0, indent, line_length), indent, 0)
 
 
-def fitted(text: str, indent: int, line_length: int) -> str:
-    """A statement as it is where it fits on its line, else as `formatted` gives it."""
-    if "\n" not in text and indent + len(text) <= line_length:
+def fitted(text: str, indent: int, line_length: int, comment: str = "") -> str:
+    """A statement as it is where it fits on its line, else as `formatted` gives it.
+
+    Args:
+        text: The statement.
+        indent: The column at which it stands.
+        line_length: The file's own.
+        comment: What follows it on its last line.
+    """
+    if "\n" not in text and indent + len(text) + len(comment) <= line_length:
         return text
-    return formatted(text, indent, line_length)
+    laid_out = formatted(text + comment, indent, line_length)
+    if not laid_out.endswith(comment):  # black has put it elsewhere
+        return formatted(text, indent, line_length)
+    return laid_out.removesuffix(comment)

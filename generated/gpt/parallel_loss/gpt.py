@@ -39,7 +39,9 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         assert config.n_embd % config.n_head == 0
-        self.c_attn = ColumnParallelLinear(config.n_embd, 3 * config.n_embd, parts=Packed(3))  # query, key and value in one
+        self.c_attn = ColumnParallelLinear(
+            config.n_embd, 3 * config.n_embd, parts=Packed(3)
+        )  # query, key and value in one
         self.c_proj = RowParallelLinear(config.n_embd, config.n_embd)
         self.n_head = config.n_head
         self.n_embd = config.n_embd

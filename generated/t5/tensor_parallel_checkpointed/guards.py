@@ -121,7 +121,7 @@ def note_whose_parts(
             with torch.no_grad():
                 part = part.to_local()
         if type(part) is Tensor and part is not getattr(module, name):
-            if part.is_meta:
+            if part.is_meta and not is_supposed():
                 raise RuntimeError(
                     "`from_pretrained` reads whole tensors, and this rank holds parts: "
                     "build the model and use `loading.load_pretrained(model, path)`, which "
