@@ -38,6 +38,7 @@ RUNTIME_ORDER = (
     "weights",
     "loading",
     "deferred_init",
+    "lora",
     "pretrained",
     "stages",
     "checkpoints",
@@ -57,6 +58,7 @@ SURFACE = {
 }
 # What is added where it is asked for, and the helper module that has it.
 OPTIONAL = {
+    "add_adapters": "lora",
     "build_deferred": "deferred_init",
     "load_pretrained": "loading",
     "save_pretrained": "loading",

@@ -41,12 +41,14 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
     if name == "parametrizations":
         refused = hasattr(parent, "sharded_parameters")
     else:
-        refused = is_adapter(module, dict(parent.named_children()).get(name))
+        layer = dict(parent.named_children()).get(name)
+        refused = is_adapter(module, layer) and not hasattr(layer, "takes_adapters")
     if refused:
         raise RuntimeError(
             f"`{name}` of `{type(parent).__name__}` works on this rank's part: each rank "
-            "would train other parameters beside it. Adapters (LoRA) and parametrizations "
-            "of such layers are trained in one process; leave the layer out of them here"
+            "would train other parameters beside it. LoRA adapters are put in by "
+            "`lora.add_adapters`, which is there if the model was rewritten `--with "
+            "add_adapters`; leave the layer out of others, and of parametrizations"
         )
     if hasattr(type(parent), "save_pretrained") and parts_in(module):
         vars(parent)["save_pretrained"] = partial(save_whole, parent)
@@ -151,13 +153,14 @@ def save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         RuntimeError: It would write the parts of one of several ranks.
     """
-    given = args[2] if len(args) > 2 else kwargs.get("state_dict")
-    notes = getattr(given, "_metadata", {}).values()
-    if world_size() > 1 and (given is None or any("part" in each for each in notes)):
+    states = [a for a in (*args, kwargs.get("state_dict")) if isinstance(a, dict)]
+    notes = [n for state in states for n in getattr(state, "_metadata", {}).values()]
+    if world_size() > 1 and (not states or any("part" in each for each in notes)):
         raise RuntimeError(
             "`model.save_pretrained` would write this rank's parts only: use "
             "`loading.save_pretrained(model, path)` on every rank, which is there if the "
-            "model was rewritten `--with save_pretrained`"
+            "model was rewritten `--with save_pretrained`; or let one rank write with "
+            "`state_dict=loading.full_state_dict(model)`, which every rank calls"
         )
     return type(model).save_pretrained(model, *args, **kwargs)
 
