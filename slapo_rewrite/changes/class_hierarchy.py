@@ -11,7 +11,7 @@ from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.model.construction_sites import Site
 
 # A call or subscript, with the method that it stands in.
-Found = tuple[ast.FunctionDef, ast.Call | ast.Subscript]
+Found = tuple[ast.FunctionDef, ast.Call | ast.Subscript | ast.BinOp]
 
 
 class ClassHierarchy:
@@ -70,10 +70,10 @@ class ClassHierarchy:
     def nodes_at(
         self, class_name: str, start: tuple[int, int], end: tuple[int, int]
     ) -> Iterator[Found]:
-        """The calls and subscripts of a class's methods at a place, by line and column."""
+        """The calls, subscripts and products of a class's methods at a place."""
         for method in self.methods(class_name):
             for node in ast.walk(method):
-                if not isinstance(node, (ast.Call, ast.Subscript)):
+                if not isinstance(node, (ast.Call, ast.Subscript, ast.BinOp)):
                     continue
                 starts = [(node.lineno, node.col_offset)]
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

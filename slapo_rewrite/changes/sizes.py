@@ -112,6 +112,8 @@ class ChangeArgument(Change):
             if self.index == (CALL,) and isinstance(node, ast.Call):
                 self._call_layer(method, node, text, asked.causes)
                 return
+            if isinstance(node, ast.BinOp):
+                continue
             argument, is_list = self._argument(node, text)
             if argument is None:
                 continue

@@ -132,6 +132,10 @@ class Inference:
         """
         return self._cause(path) is None or any(not s.cause.inferred for s in state.syncs)
 
+    def may_tie(self, path: str, layer: Layer) -> bool:
+        """Whether a layer's table may be a head as well, whose collectives are inferred."""
+        return layer.name == "VocabParallelEmbedding" and self._cause(path) is not None
+
     def _fits(self, layers: Mapping[str, Layer], remedy: MissingCollective) -> bool:
         layer = layers.get(remedy.path)
         if layer is None:

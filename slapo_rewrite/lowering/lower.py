@@ -25,6 +25,7 @@ from slapo_rewrite.changes.reduced_gradients import place_gradients
 from slapo_rewrite.changes.regions import ForkRegion
 from slapo_rewrite.changes.sizes import place_full_sizes, place_sizes, place_statistic
 from slapo_rewrite.changes.state import ModuleRequests, Sync
+from slapo_rewrite.changes.tied_heads import place_tied_head
 from slapo_rewrite.changes.vocab_parallel_loss import place_loss
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import Edit
@@ -198,6 +199,8 @@ class _Lowering:
             place_loss(to, loss)
         for statistic in followed.statistics:
             place_statistic(to, statistic)
+        for head in followed.tied_heads:
+            place_tied_head(to, head)
         for path, layer in layers.items():
             place_full_sizes(to, self.tree.nodes[path], layer)
         cuts = (state.cut.cause for state in self.states.values() if state.cut)
@@ -224,6 +227,7 @@ class _Lowering:
             self._attributes(layers),
             frozenset(path for path, state in self.states.items() if state.asks(ForkRandom)),
             frozenset(p for p, s in self.states.items() if s.decompose and not s.decompose.adds),
+            frozenset(p for p in layers if self.inference.may_tie(p, layers[p])),
         )
 
     def _layers_and_parameters(self) -> tuple[dict[str, Layer], dict[str, list[ShardedParameter]]]:

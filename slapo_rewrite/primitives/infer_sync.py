@@ -19,9 +19,11 @@ class InferSync(Primitive):
     Each value in `forward` is followed: where nothing adds up a gradient, the layer gets
     `sync("bwd_post", "all_reduce")`; a layer whose partial sums are needed whole gets
     `sync("fwd_post", "all_reduce")`; one whose partitions are needed whole, by a reduction or as
-    the model's output, gets `sync("fwd_post", "all_gather", axis=-1)`. It may stand before the
-    shards that it is about. What a `sync` states is left alone, and stated collectives of the
-    modules around count. `slapo-rewrite explain` shows what was inferred.
+    the model's output, gets `sync("fwd_post", "all_gather", axis=-1)`. An embedding's table that
+    is the head as well, `x @ self.embedding.weight.T`, gives whole logits.
+
+    The call may stand before the shards that it is about. What a `sync` states is left alone, and
+    stated collectives of the modules around count. `slapo-rewrite explain` shows what was inferred.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)

@@ -483,6 +483,12 @@ class VocabParallelEmbedding(nn.Embedding):
         return self.reduce(x, None)
 
 
+def tied_head(x: Tensor, embedding: VocabParallelEmbedding) -> Tensor:
+    """Logits by an embedding's table, (..., D) -> (..., V), on every rank."""
+    y = nn.functional.linear(all_reduce_gradient(x), embedding.weight)
+    return all_gather(y, full_size=embedding.full_num_embeddings)
+
+
 class ColumnParallelEmbedding(nn.Embedding):
     """An embedding split over its features: ids (B, T) -> (B, T, D').
 

@@ -13,6 +13,7 @@ place of a model that does not run without values, its small twin is followed.
 from slapo_rewrite.sharding.propagate import Records, propagate
 from slapo_rewrite.sharding.random_ops import out_of_step
 from slapo_rewrite.sharding.stand_in import CannotStandIn, StandIn
+from slapo_rewrite.sharding.tied_heads import head_of
 from slapo_rewrite.sharding.tracked_sizes import Attribute
 from slapo_rewrite.sharding.types import (
     CALL,
@@ -30,6 +31,7 @@ from slapo_rewrite.sharding.types import (
     ShardingRequest,
     ShardingResult,
     Statistic,
+    TiedHead,
     layer_key,
 )
 
@@ -53,6 +55,8 @@ __all__ = [
     "ShardingResult",
     "StandIn",
     "Statistic",
+    "TiedHead",
+    "head_of",
     "layer_key",
     "out_of_step",
     "propagate",

@@ -16,7 +16,14 @@ from torch.overrides import TorchFunctionMode
 from slapo_rewrite.model.meta_device import QUESTIONS, answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.operations import name_of, treatment
-from slapo_rewrite.sharding import losses, random_ops, reshapes, split_ops, statistics
+from slapo_rewrite.sharding import (
+    losses,
+    random_ops,
+    reshapes,
+    split_ops,
+    statistics,
+    tied_heads,
+)
 from slapo_rewrite.sharding.functional_layers import spelled_call
 from slapo_rewrite.sharding.packed_parts import Blocks, described, moved_axis, reduced
 from slapo_rewrite.sharding.placements import PARTIAL, REDUCE, REPLICATE, SHARD, State, gather_line
@@ -124,6 +131,8 @@ class RankRun(TorchFunctionMode):
         known = entry is not None and entry.function == func
         if known and (loss := losses.of_parts(run, name, args, kwargs)) is not None:
             return loss
+        if known and (whole := tied_heads.logits(run, func, name, args, kwargs)) is not None:
+            return whole
         blocks: Blocks | None = None
         if rule and args and isinstance(args[0], torch.Tensor) and known:
             assert entry is not None

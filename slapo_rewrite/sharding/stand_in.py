@@ -138,6 +138,7 @@ class StandIn:
             those_in(asked.attributes),
             frozenset(own for own, path in self.paths.items() if path in asked.forked),
             frozenset(own for own, path in self.paths.items() if path in asked.multiplied),
+            frozenset(own for own, path in self.paths.items() if path in asked.tied_heads),
         )
 
     def _translated(self, found: ShardingResult) -> ShardingResult:
@@ -166,6 +167,10 @@ class StandIn:
                 for place, loss in found.losses.items()
             },
             statistics={replace(s, owner=paths[s.owner]) for s in found.statistics},
+            tied_heads={
+                replace(h, owner=paths[h.owner], embedding=paths[h.embedding])
+                for h in found.tied_heads
+            },
             draws=set(),
             cuts={(paths[path], place, number) for path, place, number in found.cuts},
             even=set(),

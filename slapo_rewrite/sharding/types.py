@@ -82,6 +82,7 @@ class ShardingRequest:
         attributes: The integer attributes that are this rank's share, by the module's path.
         forked: The modules all of whose random numbers are a rank's own.
         multiplied: The linear layers whose bias another module's text adds.
+        tied_heads: The embeddings whose tables may be heads, with the collectives inferred.
     """
 
     layers: Mapping[str, Layer]
@@ -91,6 +92,7 @@ class ShardingRequest:
     attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     forked: frozenset[str] = frozenset()
     multiplied: frozenset[str] = frozenset()
+    tied_heads: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,21 @@ class Statistic:
 
 
 @dataclass(frozen=True)
+class TiedHead:
+    """A product with the table of an embedding that is split, whose result is whole logits.
+
+    Attributes:
+        place: The product, in a method.
+        owner: The path of the module whose method that is.
+        embedding: The path of the embedding.
+    """
+
+    place: Place
+    owner: str
+    embedding: str
+
+
+@dataclass(frozen=True)
 class Draw:
     """Random numbers that are drawn for a part, and by all ranks alike.
 
@@ -275,6 +292,7 @@ class ShardingResult:
         nested: Modules whose output has its first tensor inside of something else.
         losses: Cross entropies of what stays split over the vocabulary, by place.
         statistics: Means and variances that are taken over all ranks.
+        tied_heads: Products with the tables of split embeddings.
         draws: Random numbers for parts that are drawn outside of what is forked.
         cuts: Where the parts that a module makes are taken apart by a list of sizes, or by slices:
             the module's path, the call or subscript, and the number of the slice in that.
@@ -300,6 +318,7 @@ class ShardingResult:
     nested: set[str] = field(default_factory=set)
     losses: dict[Place, ParallelLoss] = field(default_factory=dict)
     statistics: set[Statistic] = field(default_factory=set)
+    tied_heads: set[TiedHead] = field(default_factory=set)
     draws: set[Draw] = field(default_factory=set)
     cuts: set[tuple[str, Place, int]] = field(default_factory=set)
     even: set[int] = field(default_factory=set)

@@ -12,6 +12,8 @@ from slapo_rewrite.emit.explanation import explain
 from slapo_rewrite.emit.rewrite import Output, rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.lowering import lower
+from tests.numbers import Case, compare, prepare
+from tests.processes import run
 from tests.rewriting import refused, rewritten
 from tests.zoo.test_flow import BACKWARD, FORWARD, SCHEDULE, SOURCE
 
@@ -176,34 +178,88 @@ def schedule(s):
 """
 
 
-@pytest.mark.parametrize("logits", ["x @ self.emb.weight.T", "F.linear(x, self.emb.weight)"])
-def test_the_hint_at_a_table_that_is_multiplied_by_is_right(tmp_path, logits):
-    text = refused(
-        tmp_path, LOOKED_UP.replace("HEAD", "").replace("LOGITS", logits), OF_IDS, "SR104"
-    )
+def looked_up(logits: str, head: str = "") -> str:
+    return LOOKED_UP.replace("HEAD", head).replace("LOGITS", logits)
+
+
+def test_the_hint_at_a_table_that_is_multiplied_by_is_right(tmp_path):
+    """Written in a way of which it does not show that it is a head."""
+    logits = 'torch.einsum("btd,vd->btv", x, self.emb.weight)'
+    text = refused(tmp_path, looked_up(logits), OF_IDS, "SR104")
     assert (
         "a linear layer without bias, and `self.head.weight = self.embedding.weight` below" in text
     )
     head = "self.head = nn.Linear(width, vocabulary, bias=False)"
     tied = f"{head}\n        self.head.weight = self.emb.weight"
-    source = LOOKED_UP.replace("HEAD", tied).replace("LOGITS", "self.head(x)")
-    model = texts(rewritten(tmp_path, source, OF_IDS))["model"]
+    model = texts(rewritten(tmp_path, looked_up("self.head(x)", tied), OF_IDS))["model"]
     assert "width, vocabulary, bias=False, gather_output=True" in model
     assert "self.emb = VocabParallelEmbedding(vocabulary, width)" in model
 
 
-def test_a_module_that_is_given_the_table_says_where_its_parts_are_joined(tmp_path):
-    source = LOOKED_UP.replace("HEAD", "self.head = Head()").replace(
-        "LOGITS", "self.head(x, self.emb)"
-    )
-    source += """
+OF_ANOTHER = (
+    looked_up("self.head(x, self.emb)", "self.head = Head()")
+    + """
 
 class Head(nn.Module):
     def forward(self, x, emb):
         return x @ emb.weight.T
 """
-    text = refused(tmp_path, source, OF_IDS, "SR104")
+)
+# A vocabulary that 3 and 4 ranks do not divide.
+TIED = {
+    name: Case(source.replace("vocabulary=24", "vocabulary=26"), OF_IDS)
+    for name, source in {
+        "product": looked_up("x @ self.emb.weight.T"),
+        "linear": looked_up("F.linear(x, self.emb.weight) * 0.5"),
+        "matmul": looked_up("torch.matmul(x * 2, self.emb.weight.t()).softmax(-1)"),
+        "transposed": looked_up("(x + 1) @ self.emb.weight.transpose(0, 1)"),
+        "twice": looked_up("x @ self.emb.weight.T + F.linear(x.square(), self.emb.weight)"),
+        "another": OF_ANOTHER,
+        "split": looked_up("x @ self.emb.weight.T"),
+    }.items()
+}
+TIED["split"] = Case(
+    TIED["split"].source,
+    OF_IDS.replace("    s.infer", '    s["up"].shard(["weight", "bias"], axis=0)\n    s.infer'),
+)
+
+
+def check_tied(folder: Path) -> None:
+    compare(folder, TIED)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_table_that_is_the_head_as_well(tmp_path, world):
+    prepare(tmp_path, TIED)
+    run(check_tied, world, tmp_path)
+
+
+def test_what_is_written_for_a_table_that_is_the_head(tmp_path):
+    model = texts(rewritten(tmp_path, TIED["matmul"].source, OF_IDS))["model"]
+    assert "return tied_head(x * 2, self.emb).softmax(-1)" in model
+    model = texts(rewritten(tmp_path, OF_ANOTHER, OF_IDS))["model"]
+    assert "return tied_head(x, emb)" in model
+
+
+def test_a_table_whose_product_is_summed_already(tmp_path):
+    """The module around it adds its input's gradient up, and would do so a second time."""
+    syncs = '.sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)'
+    model = texts(rewritten(tmp_path, OF_ANOTHER, OF_IDS + f'    s["head"]{syncs}\n'))["model"]
+    assert "tied_head" not in model and "all_gather(x @ emb.weight.T)" in model
+
+
+def test_a_table_that_is_multiplied_by_with_its_collectives_stated(tmp_path):
+    text = refused(
+        tmp_path,
+        looked_up("x @ self.emb.weight.T"),
+        OF_IDS.replace("    s.infer_sync()", '    s["emb"].sync("fwd_post", "all_reduce")'),
+        "SR104",
+    )
+    assert "nothing adds it up" in text
+
+
+def test_a_module_that_is_given_the_table_may_say_where_its_parts_are_joined(tmp_path):
     line = '.sync("fwd_post", "all_gather", axis=-1)'
-    assert f"gather it: {line} on the module that makes it" in text
-    model = texts(rewritten(tmp_path, source, OF_IDS + f'    s["head"]{line}\n'))["model"]
+    model = texts(rewritten(tmp_path, OF_ANOTHER, OF_IDS + f'    s["head"]{line}\n'))["model"]
     assert "x = all_reduce_gradient(x)\n        return all_gather(x @ emb.weight.T)" in model
