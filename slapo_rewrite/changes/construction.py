@@ -16,6 +16,7 @@ from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.late import Late
 from slapo_rewrite.changes.places import AtSite, Place
 from slapo_rewrite.changes.weights import written
+from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.build import (
     code,
     conditional,
@@ -275,6 +276,14 @@ def _unit(unit: Unit, site: Site, text: ClassText, causes: Causes) -> str:
     attribute = re.match(r"self\.(\w+)", unit.text)
     if attribute is None:
         return unit.text
+    if "self" not in parameters(site.function):
+        raise errors.UnfollowableConstruction(
+            f"`{site.path}` must be split in multiples of `{unit.text}`, which "
+            f"`{site.function.name}`, which makes it, does not know",
+            at=text.file.at(site.value),
+            cause=causes,
+            hint=f"make `self.{site.path}` in the constructor itself",
+        )
     inside = unit.text[attribute.end() :]
     value = Late(text.file, site.function, site.statement).attribute(attribute[1])
     if value is not None and (not inside or re.fullmatch(r"[\w.]+", value)):

@@ -72,12 +72,14 @@ class Late:
         if bound is not None:
             return all(statement.lineno < self.line for statement, _ in bound)
         if name.startswith("self."):
-            return True  # it is a base's
+            return "self" in parameters(self.function)  # it is a base's
         known = self.arguments() | set(dir(builtins))
         return name in known or name in self.file.names
 
     def _assigned(self, name: str) -> ast.expr | None:
         """What a name is bound to, once and in any case."""
+        if name not in self.bound:
+            return None
         (statement, value), *others = self.bound[name]
         if others or statement not in self.function.body or value is None:
             return None

@@ -533,3 +533,44 @@ def test_what_a_function_makes_changes_alike_or_not_at_all(selected, words, tmp_
         return
     changed = changed_lines(rewritten(tmp_path, FUNCTION, schedule))
     assert "+    return CheckpointedLinear(n, n)\n" in changed and changed.count("-") == 1
+
+
+HEADS = """\
+import torch.nn.functional as F
+from torch import nn
+
+
+def proj(width):
+    return nn.Linear(width, width)
+
+
+class Model(nn.Module):
+    def __init__(self, width=16, heads=4):
+        super().__init__()
+        self.heads, self.size = heads, width // heads
+        self.q, self.k = nn.Linear(width, width), nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.o = nn.Linear(width, width)
+
+    def forward(self, x):
+        shape = (*x.shape[:-1], -1, self.size)
+        q, k, v = (p(x).view(shape).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+"""
+
+
+def test_a_function_that_does_not_know_the_size_of_a_head(tmp_path):
+    """`self.size` means nothing in the function that makes the layers of heads."""
+    schedule = "import torch\n\n\ndef model(m):\n    return m.Model()\n\n\n"
+    schedule += 'def inputs(model):\n    return {"x": torch.randn(2, 3, 16)}\n\n\n'
+    schedule += "def schedule(s):\n"
+    schedule += '    s["{q,k,v}"].shard(["weight", "bias"], axis=0)\n'
+    schedule += '    s["o"].shard("weight", axis=1)\n    s.infer_sync()\n'
+    text = rewritten(tmp_path, HEADS, schedule).files["source_0.py"]
+    assert "multiple_of=self.size" in text
+    source = HEADS.replace(
+        "self.q, self.k = nn.Linear(width, width),", "self.q, self.k = proj(width),"
+    )
+    text = refused(tmp_path, source, schedule, "SR103")
+    assert "multiples of `self.size`, which `proj`, which makes it, does not know" in text
+    assert "make `self.q` in the constructor itself" in text
