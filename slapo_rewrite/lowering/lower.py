@@ -25,8 +25,8 @@ from slapo_rewrite.changes.reduced_gradients import place_gradients
 from slapo_rewrite.changes.regions import ForkRegion
 from slapo_rewrite.changes.sizes import place_full_sizes, place_sizes, place_statistic
 from slapo_rewrite.changes.state import ModuleRequests, Sync
-from slapo_rewrite.changes.tied_heads import place_tied_head
 from slapo_rewrite.changes.vocab_parallel_loss import place_loss
+from slapo_rewrite.changes.whole_logits import place_tied_head
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import with_wildcards
