@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 
 from slapo_rewrite.errors import Span
+
+
+@dataclass(frozen=True)
+class Share:
+    """A slice of a module list by fractions of its length, which are rounded down.
+
+    Rounded so, `[:0.5]` and `[0.5:]` are all elements, each once, whatever their number.
+
+    Attributes:
+        path: The module list.
+        start: Where the slice begins, from 0 to 1.
+        stop: Where it ends.
+    """
+
+    path: str
+    start: Fraction
+    stop: Fraction
+
+    def elements(self, length: int) -> range:
+        """The elements that it takes of so many."""
+        return range(math.floor(self.start * length), math.floor(self.stop * length))
+
+    def __str__(self) -> str:
+        ends = (self.start or None, self.stop if self.stop < 1 else None)
+        start, stop = ("" if end is None else f"{float(end):.6g}" for end in ends)
+        return f"{self.path}[{start}:{stop}]"
 
 
 @dataclass(frozen=True)
@@ -18,6 +47,7 @@ class Directive:
         at: Where the schedule calls it.
         text: The call as the schedule writes it, on one line.
         paths: The module paths that it was called on.
+        shares: The slices by fractions by which these paths were selected.
         inferred: The collective that was inferred from it for these paths, if it infers any.
     """
 
@@ -26,6 +56,7 @@ class Directive:
     at: Span | None
     text: str
     paths: tuple[str, ...]
+    shares: tuple[Share, ...] = ()
     inferred: str | None = None
 
 
@@ -33,3 +64,11 @@ def merged_causes(*causes: Iterable[Directive]) -> tuple[Directive, ...]:
     """Directives without repetition, in the schedule's order."""
     found = {d.number: d for group in causes for d in group}
     return tuple(found[n] for n in sorted(found))
+
+
+def depth_of(shares: Iterable[Share]) -> int:
+    """How long module lists have to be, so that no share comes to nothing, or to the same."""
+    ends = sorted({Fraction(0), Fraction(1), *(e for s in shares for e in (s.start, s.stop))})
+    pairs = list(itertools.pairwise(ends))
+    lengths = (n for n in range(2, 1000) if all(Share("", *ab).elements(n) for ab in pairs))
+    return next(lengths, 2)

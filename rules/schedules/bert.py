@@ -78,6 +78,6 @@ def schedule(
         s.infer_sync()
     if fork_dropout:
         layers["*" if sequence_parallel else "*.attention.self"].fork_rng()
-    layers[: round(ckpt_ratio * len(layers["*"]))].checkpoint()
+    layers[:ckpt_ratio].checkpoint()
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)

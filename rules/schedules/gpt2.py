@@ -81,6 +81,6 @@ def schedule(
         blocks["*"].fork_rng()
     elif fork_dropout:  # what comes after `c_proj` is whole on every rank
         blocks["*.attn"].fork_rng(["attention_interface", "_upcast_and_reordered_attn"])
-    blocks[: round(ckpt_ratio * len(blocks["*"]))].checkpoint()
+    blocks[:ckpt_ratio].checkpoint()
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)

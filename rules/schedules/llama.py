@@ -85,6 +85,6 @@ def schedule(
         s.infer_sync()
     if fork_dropout:
         layers["*.self_attn"].fork_rng()
-    layers[: round(ckpt_ratio * len(layers["*"]))].checkpoint()
+    layers[:ckpt_ratio].checkpoint()
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)

@@ -73,7 +73,6 @@ def schedule(
                 s["lm_head"].sync("fwd_post", "all_gather", axis=-1)
     if fork_dropout:
         stacks["**.{SelfAttention,EncDecAttention,DenseReluDense}"].fork_rng()
-    for stack in stacks:
-        stack[: round(ckpt_ratio * len(stack["*"]))].checkpoint()
+    stacks[:ckpt_ratio].checkpoint()
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)

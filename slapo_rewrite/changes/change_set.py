@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from dataclasses import dataclass, field
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Change
-from slapo_rewrite.changes.class_text import IndexSets
 from slapo_rewrite.changes.construction import UseParallelLayer, UseSubclass
+from slapo_rewrite.changes.elements import ElementList, IndexSets
 from slapo_rewrite.changes.places import AtSite, Place
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.construction_sites import Site
-from slapo_rewrite.model.join import Sources, find_site, resolve
+from slapo_rewrite.model.join import Sources, find_site, resolve, size_at
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Node
 
@@ -28,6 +29,7 @@ class ChangeSet:
         sources: The source files.
         file: The file.
         siblings: The elements that a module stands for, itself included, by its path.
+        same: Directives that asked the same of these elements, by the number of the module's own.
         sites: Construction sites by the first character of their expression.
         indices: The elements that each site in a loop makes.
         by_path: By the path of the module whose class they change, and the place in it.
@@ -38,6 +40,7 @@ class ChangeSet:
     sources: Sources
     file: SourceFile
     siblings: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    same: dict[int, dict[int, Directive]] = field(default_factory=dict)
     sites: dict[int, Site] = field(default_factory=dict)
     indices: IndexSets = field(default_factory=IndexSets)
     by_path: dict[str, dict[Place, Change]] = field(default_factory=dict)
@@ -48,7 +51,8 @@ class ChangeSet:
         """Adds a change, and the causes to those that the place has."""
         self.by_path.setdefault(path, {})[place] = change
         known = self.causes.setdefault(path, {})
-        known[place] = merged_causes(known.get(place, ()), causes)
+        same = (self.same[c.number].values() for c in causes if c.number in self.same)
+        known[place] = merged_causes(known.get(place, ()), causes, *same)
 
     def site(self, node: Node, causes: tuple[Directive, ...]) -> tuple[AtSite, Node]:
         """The place that makes a module, and the module whose class holds it."""
@@ -77,6 +81,13 @@ class ChangeSet:
         index = _index(site.path, node.relative) if is_counted(site) else ""
         for each in self._indices(site, node) if index else (index,):
             self.indices.add(start, each)
+        holder = node.parent if index.isdecimal() else None
+        while holder is not None and not _is_list(holder, site):
+            holder = holder.parent
+        if holder is not None:
+            length = len(list(holder.live.children()))
+            counted = functools.partial(_counted, self.sources, site, node)
+            self.indices.add_list(start, ElementList(holder.path, length, counted))
         return AtSite(start, index)
 
     def alike(self, place: AtSite, node: Node) -> list[AtSite]:
@@ -200,6 +211,16 @@ def _index(pattern: str, path: str) -> str:
     """What stands in a path for the `*` of its pattern."""
     steps = zip(pattern.split("."), path.split("."), strict=False)
     return ".".join(have for want, have in steps if want == "*")
+
+
+def _counted(sources: Sources, site: Site, node: Node) -> int | None:
+    """What the expression that counts the elements of a site came to for the list of one."""
+    return None if site.count is None else size_at(sources, site.count, site, node)
+
+
+def _is_list(node: Node, site: Site) -> bool:
+    """Whether a module is the list whose elements a site makes, or makes parts of."""
+    return node.is_container and f".{node.path}".endswith("." + site.path.partition(".*")[0])
 
 
 def own_copy(name: str, into: SourceFile) -> str:

@@ -10,28 +10,13 @@ import libcst as cst
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy, Found
+from slapo_rewrite.changes.elements import IndexSets
 from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.places import AtNode, Place
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.edit import Edit
 from slapo_rewrite.code.lines import Causes, Line, Lines
 from slapo_rewrite.code.runs import Splice
-from slapo_rewrite.model.construction_sites import Site
-
-
-class IndexSets:
-    """Which elements of each looping construction site exist, over all instances of the class."""
-
-    def __init__(self) -> None:
-        self._present: dict[int, set[str]] = {}
-
-    def add(self, start: int, index: str) -> None:
-        """Notes that an instance has the element."""
-        self._present.setdefault(start, set()).add(index)
-
-    def of(self, site: Site) -> set[str]:
-        """The indices of the elements that the site makes."""
-        return self._present.get(site.file.span(site.value)[0], {""})
 
 
 class ClassText:

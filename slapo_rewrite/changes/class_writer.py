@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
-from slapo_rewrite.changes.class_text import ClassText, IndexSets
+from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.definition import Definition
+from slapo_rewrite.changes.elements import IndexSets
 from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.places import AtForward, Place
 from slapo_rewrite.changes.subclasses import SubclassWriter

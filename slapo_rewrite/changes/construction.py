@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -12,6 +12,7 @@ import libcst as cst
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.changes.elements import membership
 from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.late import Late
 from slapo_rewrite.changes.places import AtSite, Place
@@ -27,7 +28,6 @@ from slapo_rewrite.code.build import (
 )
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.lines import Causes
-from slapo_rewrite.code.text import condition
 from slapo_rewrite.directive import merged_causes
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.layers import Layer, Unit
@@ -79,10 +79,19 @@ class Construction(Change):
             text.replace(site.value, site.statement, make, causes, self.becomes(site))
             return
 
-        def choose(node: cst.BaseExpression) -> cst.BaseExpression:
-            return _choice(node, site, changes, present, variable, text, causes)
+        by_change: dict[Construction | None, set[int]] = {}
+        for index in sorted(present, key=_number):
+            by_change.setdefault(changes.get(index), set()).add(_number(index))
+        groups = list(by_change.values())
+        regions = text.indices.regions(site, causes, groups, counted=True)
 
-        why = f"choose by index for `{site.path}`"
+        def test(numbers: set[int]) -> str:
+            return membership(variable, numbers, len(present), regions, site.count)
+
+        def choose(node: cst.BaseExpression) -> cst.BaseExpression:
+            return _choice(node, by_change, site, test, text, causes)
+
+        why = f"choose by {'share' if regions else 'index'} for `{site.path}`"
         text.replace(site.value, site.statement, choose, causes, why)
         variable = _counter(site, text, causes)
 
@@ -321,29 +330,24 @@ def _call_of(node: cst.BaseExpression) -> cst.Call:
 
 def _choice(
     original: cst.BaseExpression,
+    made: Mapping[Construction | None, set[int]],
     site: Site,
-    changes: Mapping[str, Construction],
-    present: set[str],
-    variable: str,
+    test: Callable[[set[int]], str],
     text: ClassText,
     causes: Causes,
 ) -> cst.BaseExpression:
     """`New(...) if i < 6 else Old(...)`."""
-    by_change: dict[Construction | None, list[int]] = {}
-    for index in sorted(present, key=_number):
-        by_change.setdefault(changes.get(index), []).append(_number(index))
-    by_text: dict[str, tuple[cst.BaseExpression, list[int]]] = {}
+    by_text: dict[str, tuple[cst.BaseExpression, set[int]]] = {}
     unchanged = code(original)
-    for change, indices in by_change.items():
+    for change, numbers in made.items():
         node = original if change is None else change.made(original, site, text, causes)
-        by_text.setdefault(code(node), (node, []))[1].extend(indices)
+        by_text.setdefault(code(node), (node, set()))[1].update(numbers)
     # What most elements are stands last, the original's own class if it is among them.
     order = sorted(by_text, key=lambda t: (t == unchanged, len(by_text[t][1])))
     result = by_text[order[-1]][0]
     for choice in reversed(order[:-1]):
-        node, indices = by_text[choice]
-        test = condition(variable, sorted(indices), len(present))
-        result = conditional(node, test, result)
+        node, numbers = by_text[choice]
+        result = conditional(node, test(numbers), result)
     return result
 
 

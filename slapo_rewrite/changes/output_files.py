@@ -18,7 +18,9 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.change_set import ChangeSet
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.join import Sources, find_site
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding import Place
@@ -62,6 +64,7 @@ class OutputFiles:
         self._files: dict[str, OutputFile] = {}
         self._by_path: dict[str, OutputFile] = {}
         self._siblings: dict[str, tuple[str, ...]] = {}
+        self._same: dict[int, dict[int, Directive]] = {}
         self._stems: dict[str, str] = {}
         self.main = self._open(sources.main)
         self.stem(sources.main)
@@ -94,7 +97,7 @@ class OutputFiles:
         """What is collected for a file, from now on where it is new."""
         if file.name not in self._files:
             output = self._files[file.name] = self._new(file, self._classes)
-            output.changes.siblings = self._siblings
+            output.changes.siblings, output.changes.same = self._siblings, self._same
             path = file.path
             for name in (str(path), os.path.realpath(path), os.path.abspath(path)):
                 self._by_path[name] = output
@@ -192,6 +195,24 @@ class OutputFiles:
     def siblings(self, known: Mapping[str, tuple[str, ...]]) -> None:
         """Says which elements modules stand for."""
         self._siblings.update(known)
+
+    def asked_alike(self, states: Mapping[str, ModuleRequests]) -> None:
+        """Says what was asked of each module, be it by other calls of elements that are alike."""
+        first = {
+            f"{path.rpartition('.')[0]}.{name}".lstrip("."): path
+            for path, names in self._siblings.items()
+            for name in names
+        }
+        for path, state in states.items():
+            stands = ""
+            for name in path.split("."):
+                stands = f"{stands}.{name}".lstrip(".")
+                stands = first.get(stands, stands)
+            if stands == path or stands not in states:
+                continue
+            for mine, other in zip(states[stands].every_cause(), state.every_cause(), strict=True):
+                if mine.number != other.number:
+                    self._same.setdefault(mine.number, {})[other.number] = other
 
 
 def _identifier(stem: str) -> str:

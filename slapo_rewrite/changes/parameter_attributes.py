@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.changes.elements import sliced, spans
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import AtParameter, AtSite, Place
 from slapo_rewrite.changes.pretrained import ORIGINAL, keep_checkpoints
@@ -118,14 +119,22 @@ class Annotate(Requested):
         statement = loop if isinstance(loop, ast.For) else site.statement
         used = names_in(site.function)
         variable = next(n for n in ("module", "element", "each", "annotated") if n not in used)
+        every = {int(index) for index in text.indices.of(site)}
+        sets = [set(numbers) for _, numbers in groups.values()]
+        causes = merged_causes(*(wanted.causes for wanted, _ in groups.values()))
+        alike = [*sets, every.difference(*sets)]
+        regions = text.indices.regions(site, causes, alike, counted=False)
+        module = accessor(after.removeprefix(".")) if after else "self"
+        module = variable + module.removeprefix("self")
         for wanted, numbers in groups.values():
-            every = {str(n) for n in numbers} >= text.indices.of(site)
-            is_whole = every and _is_alone(site, before, text)
-            elements = _chosen(accessor(before), sorted(numbers), is_whole)
-            module = accessor(after.removeprefix(".")) if after else "self"
-            module = variable + module.removeprefix("self")
-            line = f"for {variable} in {elements}:\n    {self._call(module, text, wanted)}"
-            text.insert_after(statement, line, wanted.causes, f"attributes of `{self.name}`")
+            container = accessor(before)
+            is_whole = every.issubset(numbers) and _is_alone(site, before, text)
+            chosen = [_chosen(container, sorted(numbers), is_whole)]
+            if regions and not is_whole:
+                chosen = [sliced(container, *span) for span in spans(set(numbers), regions)]
+            for elements in chosen:
+                line = f"for {variable} in {elements}:\n    {self._call(module, text, wanted)}"
+                text.insert_after(statement, line, wanted.causes, f"attributes of `{self.name}`")
 
 
 def _is_alone(site: Site, container: str, text: ClassText) -> bool:

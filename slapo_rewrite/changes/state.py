@@ -165,6 +165,12 @@ class ModuleRequests:
         splits = (*(s.cause for s in self.shards), *(s.cause for s in self.shares))
         return (*splits, *(s.cause for s in self.syncs))
 
+    def every_cause(self) -> tuple[Directive, ...]:
+        """The directive behind each thing that was asked, in one order for equal requests."""
+        single = (self.replacement, self.infer_sync, self.decompose, self.inlined)
+        found = (*self.causes(), *(request.cause for request in self.changes))
+        return (*found, *(asked.cause for asked in single if asked is not None))
+
     def asking(self, change: Change, cause: Directive) -> ModuleRequests:
         """The same, with one more change."""
         return replace(self, changes=(*self.changes, Request(change, cause)))

@@ -46,6 +46,30 @@ def counter_of(target: ast.expr, iterable: ast.expr) -> str | None:
     return None
 
 
+# What computes the same each time that it stands somewhere, with `len(...)`.
+_REPEATABLE = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.operator, ast.expr_context)
+
+
+def count_of(iterable: ast.expr) -> ast.expr | None:
+    """How many turns a loop over it takes, as an expression; None where that is not simple."""
+    match iterable:
+        case ast.Call(func=ast.Name(id="range"), args=[count]):
+            pass
+        case ast.Call(func=ast.Name(id="range"), args=[first, count]) if is_zero(first):
+            pass
+        case ast.Call(func=ast.Name(id="enumerate"), args=[inner, *_]):
+            return count_of(inner)
+        case ast.Name() | ast.Attribute():
+            length = ast.Call(ast.Name("len", ast.Load()), [iterable], [])
+            count = ast.fix_missing_locations(ast.copy_location(length, iterable))
+        case _:
+            return None
+    calls = [node for node in ast.walk(count) if isinstance(node, ast.Call)]
+    repeatable = all(isinstance(n, _REPEATABLE) or n in calls for n in ast.walk(count))
+    repeatable &= all(isinstance(c.func, ast.Name) and c.func.id == "len" for c in calls)
+    return count if repeatable and not is_number(count) else None
+
+
 def is_number(expr: ast.expr) -> bool:
     """Whether an expression is a number written out."""
     return isinstance(expr, ast.Constant) and isinstance(expr.value, int | float)

@@ -7,26 +7,6 @@ import textwrap
 from collections.abc import Iterator
 
 
-def condition(variable: str, indices: list[int], total: int) -> str:
-    """An expression that is true for these indices out of `range(total)`.
-
-    `[0, 1, 2] -> i < 3`, `[4, 5] of 6 -> i >= 4`, `[0, 2, 4] -> i % 2 == 0`.
-    """
-    first, last, count = indices[0], indices[-1], len(indices)
-    if count == 1:
-        return f"{variable} == {first}"
-    step = indices[1] - first
-    if indices == list(range(first, last + 1)):
-        if first == 0:
-            return f"{variable} < {last + 1}"
-        return (
-            f"{variable} >= {first}" if last == total - 1 else f"{first} <= {variable} < {last + 1}"
-        )
-    if indices == list(range(first % step, total, step)):
-        return f"{variable} % {step} == {first % step}"
-    return f"{variable} in ({', '.join(map(str, indices))})"
-
-
 def accessor(path: str) -> str:
     """A module path as an expression: `mlp.0.c_fc -> self.mlp[0].c_fc`."""
     text = "self"

@@ -123,10 +123,13 @@ def _causes(content: dict[str, Any], change: dict[str, Any]) -> list[str]:
     schedule = content["schedule"]["name"]
     found = [content["directives"][number] for number in change["directives"]]
     # A loop in the schedule calls one line several times.
-    shown = dict.fromkeys(f"    {schedule}:{d['line']}  {d['text']}{_inferred(d)}" for d in found)
+    shown = dict.fromkeys(f"    {schedule}:{d['line']}  {d['text']}{_more(d)}" for d in found)
     return list(shown)
 
 
-def _inferred(directive: dict[str, Any]) -> str:
-    what = directive.get("inferred")
-    return f"  (inferred: {what} on {', '.join(directive['paths'])})" if what else ""
+def _more(directive: dict[str, Any]) -> str:
+    """What a line of the schedule does not say itself: the collective, the share of a list."""
+    shares = ", ".join(directive.get("shares", ()))
+    if what := directive.get("inferred"):
+        return f"  (inferred: {what} on {', '.join(directive['paths'])})"
+    return f"  ({shares})" if shares else ""

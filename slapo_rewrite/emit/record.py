@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from slapo_rewrite import __version__, errors
 from slapo_rewrite.bundle import rules_folder
 from slapo_rewrite.code.splice import Change
 from slapo_rewrite.code.text import with_wildcards
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Directive, depth_of
 from slapo_rewrite.emit import inputs
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 
@@ -60,7 +60,7 @@ def tool_digest() -> str:
 def written(
     project: Project,
     model_file: str,
-    directives: Iterable[Directive],
+    directives: Sequence[Directive],
     knobs: Mapping[str, Any],
     given: Mapping[str, str],
     files: Mapping[str, str],
@@ -91,6 +91,7 @@ def written(
         rules: What became of the rules that a directive asked for, by its number.
         own: The user's modules that source and schedule import, by their names.
     """
+    depth = depth_of(share for d in directives if d.paths for share in d.shares)
     applied = [{"directive": n, **note} for n, notes in rules.items() for note in notes]
     content = {
         "tool": {"name": "slapo-rewrite", "version": __version__, "digest": tool_digest()},
@@ -107,6 +108,7 @@ def written(
         "set": dict(sorted(given.items())),
         "single_file": single_file,
         **({"with": sorted(further)} if further else {}),
+        **({"depth": depth} if depth > 2 else {}),
         "packages": packages(project, own),
         **({"copies": copied(copies)} if copies else {}),
         "depends": depends(project, copies, own),
@@ -155,7 +157,10 @@ def directive(item: Directive) -> dict[str, Any]:
         "text": item.text,
         "paths": list(dict.fromkeys(with_wildcards(p) for p in item.paths)),
     }
-    return {**content, "inferred": item.inferred} if item.inferred else content
+    if item.inferred:
+        return {**content, "inferred": item.inferred}
+    shares = [str(share) for share in item.shares if item.paths]
+    return {**content, "shares": shares} if shares else content
 
 
 def packages(project: Project, own: Mapping[str, Path]) -> dict[str, str]:
@@ -220,12 +225,19 @@ SHAPE: Any = {
     "set?": {"*": str},
     "single_file?": bool,
     "with?": [str],
+    "depth?": int,
     "absolute?": {"*": [int]},
     "packages?": {"*": str},
     "copies?": {"*": {"module": str, "sha256": str}},
     "depends?": {"*": str},
     "directives?": [
-        {"line": (int, type(None)), "text": str, "paths": [str], "inferred?": str},
+        {
+            "line": (int, type(None)),
+            "text": str,
+            "paths": [str],
+            "inferred?": str,
+            "shares?": [str],
+        },
     ],
     "changes?": [
         {"file": str, "lines": ([int], type(None)), "directives": [int], "why": str},

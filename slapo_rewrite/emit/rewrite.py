@@ -27,7 +27,7 @@ from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code import import_lines
 from slapo_rewrite.code.file import SourceFile, lines_of, locate
 from slapo_rewrite.code.splice import Change, Edit, apply_edits
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Directive, depth_of, merged_causes
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.failures import Causes
 from slapo_rewrite.emit.helpers import helper_files, inlined_helpers, optional_helpers
@@ -39,7 +39,7 @@ from slapo_rewrite.lowering.lower import lower
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted, imported
 from slapo_rewrite.model.join import Sources
-from slapo_rewrite.model.rehearsal import OtherNumbersError, rehearse, worlds
+from slapo_rewrite.model.rehearsal import OtherNumbersError, not_run, rehearse, worlds
 from slapo_rewrite.model.tree import Tree, build_model, uncompiled
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 from slapo_rewrite.schedule.load import ScheduleFile
@@ -373,6 +373,7 @@ def carry_out(
         if sizes:
             with project.timed("rehearse"):
                 rehearsed(project, original, plan, emitted, sizes)
+    left = not_run(project.schedule.module, project.module, project.tree.root.live, plan.shares)
     with project.timed("write"):
         if not single_file:
             files["__init__.py"] = init_text(name, helpers)
@@ -404,7 +405,7 @@ def carry_out(
         dict(sorted(files.items())),
         originals,
         name,
-        lowered.warnings,
+        [*plan.warnings, *left, *lowered.warnings],
         project.seconds,
         [project.file.path, project.schedule.path, *users.values()],
     )
@@ -423,7 +424,7 @@ def rehearsed(
         OtherNumbers: It computes something else.
     """
     try:
-        rehearse(project.schedule.module, original, emitted, sizes)
+        rehearse(project.schedule.module, original, emitted, sizes, depth_of(plan.shares))
     except OtherNumbersError as error:
         inside = [path for path in plan.states if path and error.name.startswith(f"{path}.")]
         near = [plan.states[path].causes() for path in sorted(inside, key=len, reverse=True)]

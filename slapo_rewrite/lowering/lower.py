@@ -136,6 +136,7 @@ class _Lowering:
         alike, every = Representatives(self.tree, self.states), self.states
         self.inference = Inference(self.tree, every)
         self.files.siblings(alike.siblings)
+        self.files.asked_alike(every)
 
         def followed_itself(asked: ShardingRequest, records: Records) -> ShardingResult:
             return propagate(
@@ -171,6 +172,8 @@ class _Lowering:
                 where = f"{self.files.at(place).file.display}:{place.line}: " if place else ""
                 self.warnings.append(f"{where}not followed: {way}")
             edits = specialize(self.tree, self.files, self.line_length)
+            notes = (note for output in self.files for note in output.changes.indices.notes)
+            self.warnings += dict.fromkeys(notes)
         return Lowered(self.files, edits, inferred, self.warnings)
 
     def _place(self, asked: ShardingRequest, followed: ShardingResult) -> None:

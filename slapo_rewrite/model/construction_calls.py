@@ -144,10 +144,14 @@ def _calls(module: nn.Module, frame: FrameType | None) -> tuple[Stack, tuple[Sco
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:
-    """The variables of a call; inside a comprehension also those around it."""
-    if frame.f_code.co_name.startswith("<") and frame.f_back and frame.f_code.co_name != "<module>":
-        return {**_variables(frame.f_back), **frame.f_locals}
-    return dict(frame.f_locals)
+    """The variables of a call; inside a comprehension also those around it.
+
+    A generator is called by whoever consumes it, not by the function that it stands in.
+    """
+    around = frame.f_back if frame.f_code.co_name.startswith("<") else None
+    while around is not None and all(c is not frame.f_code for c in around.f_code.co_consts):
+        around = around.f_back
+    return {**_variables(around), **frame.f_locals} if around is not None else dict(frame.f_locals)
 
 
 @functools.cache

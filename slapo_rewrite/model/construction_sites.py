@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.syntax import local_assignments
+from slapo_rewrite.code.syntax import count_of, local_assignments
 from slapo_rewrite.model.constructor_values import (
     Frame,
     Guard,
@@ -136,6 +136,28 @@ class Site:
     def index(self) -> str | None:
         """The local variable that counts the elements it makes from 0, if there is one."""
         return self.loop.index if self.loop else None
+
+    @property
+    def count(self) -> ast.expr | None:
+        """How many turns the one loop around it takes, as an expression that can stand inside."""
+        loop = self.loop
+        if loop is None or loop.first != 0 or loop.every != 1 or len(self.loops) > 1:
+            return None
+        node = loop.node
+        if loop.frame.function is not self.function or isinstance(node, ast.While):
+            return None
+        count = count_of(node.iter)
+        inside = [node] if isinstance(node, ast.comprehension) else [node.target, *node.body]
+        if count is None or not _named(*inside, context=ast.Store).isdisjoint(_named(count)):
+            return None
+        return count
+
+
+def _named(*nodes: ast.AST, context: type[ast.expr_context] = ast.Load) -> set[str]:
+    """The names and attributes that some nodes read, or bind."""
+    named = (n for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name | ast.Attribute))
+    found = (n for n in named if isinstance(n.ctx, context))
+    return {n.id if isinstance(n, ast.Name) else n.attr for n in found}
 
 
 _Found = dict[str, list[Site]]

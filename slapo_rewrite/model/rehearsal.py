@@ -15,7 +15,7 @@ import math
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slapo_rewrite.directive import Share, depth_of
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.results import result_pairs
@@ -74,7 +75,11 @@ class _Step:
 
 
 def rehearse(
-    schedule: Any, original: types.ModuleType, output: Emitted, sizes: tuple[int, ...]
+    schedule: Any,
+    original: types.ModuleType,
+    output: Emitted,
+    sizes: tuple[int, ...],
+    depth: int = 2,
 ) -> None:
     """Runs the output's small model against the original's.
 
@@ -86,12 +91,13 @@ def rehearse(
         original: The module of the original source.
         output: The output, imported.
         sizes: The world sizes, as `worlds` gives them.
+        depth: How many layers a small model has that nobody else defines, at least.
 
     Raises:
         OtherNumbersError: They differ.
     """
     with _quiet(), _without_dropout(), _one_thread(), torch.random.fork_rng(devices=[]):
-        reference = _reference(schedule, original) if sizes else None
+        reference = _reference(schedule, original, depth) if sizes else None
         if reference is None:
             return
         parallel = _helper(output, "to_full") is not None
@@ -123,6 +129,36 @@ def worlds(schedule: Any, model: nn.Module) -> tuple[int, ...]:
     return WORLD_SIZES if small else ()
 
 
+def not_run(
+    schedule: Any, original: types.ModuleType, full: nn.Module, shares: Iterable[Share]
+) -> list[str]:
+    """The shares that the schedule's own small model has too few modules for, in words.
+
+    Args:
+        schedule: The schedule's module.
+        original: The module of the source.
+        full: The whole model.
+        shares: The shares.
+    """
+    found: list[str] = []
+    shares = list(shares)
+    if not shares or not hasattr(schedule, "verify_model"):
+        return found
+    with torch.device("meta"), contextlib.suppress(Exception):  # verification says what is wrong
+        small = small_model.build_small(schedule, original)
+        for share in shares:
+            models = (small, full)
+            few, many = (len(list(m.get_submodule(share.path).children())) for m in models)
+            taken, of_all = len(share.elements(few)), len(share.elements(many))
+            if taken in (0, few) and of_all not in (0, many):
+                how = "all" if taken else "none"
+                found.append(
+                    f"`{share}` takes {how} of the {few} modules that `verify_model(m)` builds, so "
+                    f"that is all that verification runs: build {depth_of([share])} or more"
+                )
+    return found
+
+
 @dataclass
 class _Reference:
     """The original's small model, its weights and inputs, and what it computes."""
@@ -132,6 +168,7 @@ class _Reference:
     inputs: dict[str, Any]
     dtype: torch.dtype
     want: _Step
+    depth: int
 
     def repeats(self, schedule: Any) -> bool:
         """Whether the original computes the same a second time."""
@@ -163,7 +200,8 @@ class _Rank:
         """
         try:
             with self.building:
-                model = small_model.build_small(self.schedule, self.output.module)
+                depth = self.reference.depth
+                model = small_model.build_small(self.schedule, self.output.module, depth)
                 model = model.to(self.reference.dtype)
                 model.load_state_dict(self.reference.weights)
         except (ValueError, RuntimeError) as error:
@@ -176,12 +214,12 @@ class _Rank:
         return _step(self.schedule, model, self.reference.inputs, self.output, self.reference.want)
 
 
-def _reference(schedule: Any, original: types.ModuleType) -> _Reference | None:
+def _reference(schedule: Any, original: types.ModuleType, depth: int = 2) -> _Reference | None:
     """The original's small model; None where it cannot be run."""
     for dtype in LIMIT:
         try:
             torch.manual_seed(0)
-            model = small_model.build_small(schedule, original).to(dtype)
+            model = small_model.build_small(schedule, original, depth).to(dtype)
             inputs = {
                 name: value.to(dtype) if _is_floating(value) else value
                 for name, value in small_model.training_inputs(schedule, model).items()
@@ -197,7 +235,7 @@ def _reference(schedule: Any, original: types.ModuleType) -> _Reference | None:
             want = _step(schedule, model, inputs, None)
             if not torch.equal(numbers, torch.random.get_rng_state()):
                 return None  # threads would share the random numbers that processes draw alike
-            return _Reference(model, weights, inputs, dtype, want)
+            return _Reference(model, weights, inputs, dtype, want, depth)
         except Exception:  # whatever the user's model does
             continue
     return None

@@ -126,12 +126,13 @@ def _scaled(module: Any) -> Iterator[None]:
             blocks.may_scale = before
 
 
-def build_small(schedule: Any, module: Any) -> nn.Module:
+def build_small(schedule: Any, module: Any, depth: int = 2) -> nn.Module:
     """The twin of the model that `schedule` describes, built from `module`.
 
     Args:
         schedule: The schedule's module.
         module: The module being rewritten, or what it was rewritten to.
+        depth: How many layers a smaller config has, at least, if its model has as many.
 
     Returns:
         `schedule.verify_model(module)` where that is defined; else the same Hugging Face class with
@@ -141,17 +142,17 @@ def build_small(schedule: Any, module: Any) -> nn.Module:
         ValueError: The model is too large to be run as it is, and has no config to make smaller.
     """
     with _scaled(module):
-        return _small(schedule, module)
+        return _small(schedule, module, depth)
 
 
-def _small(schedule: Any, module: Any) -> nn.Module:
+def _small(schedule: Any, module: Any, depth: int) -> nn.Module:
     if hasattr(schedule, "verify_model"):
         return _module(schedule.verify_model(module), "verify_model")
     with torch.device("meta"):
         full = _module(schedule.model(module), "model")
     config = getattr(full, "config", None)
     if hasattr(config, "to_dict"):
-        return _module(shrunk(full), "the model's class")
+        return _module(shrunk(full, depth), "the model's class")
     num_parameters = sum(p.numel() for p in full.parameters())
     if num_parameters > LARGEST_TWIN:
         raise ValueError(
@@ -179,7 +180,7 @@ def build_deep(schedule: Any, module: Any, full: nn.Module) -> nn.Module:
     if hasattr(config, "to_dict"):
         # What the schedule says may fit it better.
         with contextlib.suppress(Exception), _scaled(module):
-            return shrunk(full, keep_depth=True)
+            return shrunk(full, None)
     return build_small(schedule, module)
 
 
@@ -187,14 +188,14 @@ def _paths(model: nn.Module) -> set[str]:
     return {path for path, _ in model.named_modules()}
 
 
-def shrunk(full: nn.Module, keep_depth: bool = False) -> nn.Module:
+def shrunk(full: nn.Module, depth: int | None = 2) -> nn.Module:
     """A small model of the same Hugging Face class.
 
     Args:
         full: The model, also on the meta device.
-        keep_depth: Whether it has as many layers.
+        depth: How many layers it has, at least; None for as many.
     """
-    small = small_config(full.config, keep_depth=keep_depth)
+    small = small_config(full.config, depth)
     if type(full).__name__.endswith("ForSequenceClassification") and small.pad_token_id is None:
         small.pad_token_id = 0  # without one they refuse more than one row
     return type(full)(small)
@@ -206,19 +207,19 @@ def _module(built: Any, by: str) -> nn.Module:
     return built
 
 
-def small_config(config: Any, *, keep_depth: bool = False) -> Any:
+def small_config(config: Any, depth: int | None = 2) -> Any:
     """A copy of a Hugging Face config, small but consistent, without dropout.
 
     Args:
         config: The config.
-        keep_depth: Leave it as many layers as it has.
+        depth: How many layers it has, at least; None for as many.
     """
     small = copy.deepcopy(config)
-    _shrink(small, keep_depth)
+    _shrink(small, depth)
     return small
 
 
-def _shrink(config: Any, keep_depth: bool) -> None:
+def _shrink(config: Any, depth: int | None) -> None:
     # By the standard names; GPT-2's `n_embd` is known as `hidden_size`.
     standard = {own: name for name, own in getattr(config, "attribute_map", {}).items()}
     numbers = {
@@ -230,7 +231,7 @@ def _shrink(config: Any, keep_depth: bool) -> None:
     for own, value in list(vars(config).items()):
         name = standard.get(own, own)
         if hasattr(value, "to_dict") and hasattr(value, "attribute_map"):
-            _shrink(value, keep_depth)
+            _shrink(value, depth)
         elif name in sizes:
             setattr(config, own, sizes[name])
         elif name in _POSITIONS and name in numbers:
@@ -239,8 +240,8 @@ def _shrink(config: Any, keep_depth: bool) -> None:
             setattr(config, own, min(value, _AT_MOST[name]))
         elif "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool):
             setattr(config, own, type(value)(0))
-    if not keep_depth:
-        _shrink_layers(config)
+    if depth is not None:
+        _shrink_layers(config, depth)
     _shrink_rotary(config)
     _shrink_vocabulary(config)
 
@@ -281,8 +282,8 @@ def _head_sizes(numbers: Mapping[str, int]) -> dict[str, int]:
     return new
 
 
-def _shrink_layers(config: Any) -> None:
-    """Two layers, or as many as there are kinds; lists with an entry a layer are cut alike."""
+def _shrink_layers(config: Any, depth: int) -> None:
+    """So many layers, or as many as there are kinds; lists with an entry a layer are cut alike."""
     mapped = getattr(config, "attribute_map", {}).get("num_hidden_layers")
     counts = {
         name: value
@@ -296,12 +297,13 @@ def _shrink_layers(config: Any) -> None:
         for name, value in vars(config).items()
         if isinstance(value, (list, tuple)) and len(value) > 2 and len(value) in counts.values()
     }
-    kept = [0, 1]
+    kept = list(range(depth))
     if per_layer:
         kinds = list(zip(*per_layer.values(), strict=False))
         first_of_kind = {repr(kind): index for index, kind in reversed(list(enumerate(kinds)))}
         kept = sorted(first_of_kind.values())[:4]
-        kept = sorted([*kept, *(i for i in range(2) if i not in kept)][: max(2, len(kept))])
+        depth = min(depth, len(kinds))
+        kept = sorted([*kept, *(i for i in range(depth) if i not in kept)][: max(depth, len(kept))])
     for name, values in per_layer.items():
         setattr(config, name, type(getattr(config, name))(values[i] for i in kept))
     for name, value in counts.items():

@@ -85,8 +85,10 @@ class Checkpoint(Primitive):
     Rewrite:
         nn.ModuleList([Block(width) for _ in range(depth)])
         -->
-        nn.ModuleList([CheckpointedBlock(width) if i < 2 else Block(width) for i in range(depth)])
-        with a subclass `CheckpointedBlock` of `Block`
+        nn.ModuleList(
+            [CheckpointedBlock(width) if i < depth // 2 else Block(width) for i in range(depth)]
+        )
+        with a subclass `CheckpointedBlock` of `Block`, for `blocks[:0.5].checkpoint()`
 
     Shapes:
         Unchanged.
@@ -109,7 +111,7 @@ class Checkpoint(Primitive):
     examples = (
         Example(
             STACK,
-            MODEL + 'def schedule(s):\n    s["blocks"][:2].checkpoint()\n',
+            MODEL + 'def schedule(s):\n    s["blocks"][:0.5].checkpoint()\n',
             """\
 +from torch.utils.checkpoint import checkpoint
 +class CheckpointedBlock(Block):
@@ -118,7 +120,10 @@ class Checkpoint(Primitive):
 +        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
 -        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
 +        self.blocks = nn.ModuleList(
-+            [CheckpointedBlock(width) if i < 2 else Block(width) for i in range(depth)]
++            [
++                CheckpointedBlock(width) if i < depth // 2 else Block(width)
++                for i in range(depth)
++            ]
 +        )
 """,
         ),

@@ -209,7 +209,10 @@ class ScheduleFile:
                     hint=f"write `{parameter.name}: TYPE = VALUE`",
                 )
             annotation = hints.get(parameter.name, type(parameter.default))
-            found[parameter.name] = Knob(parameter.name, annotation, parameter.default)
+            default = parameter.default
+            if annotation is float and type(default) is int:
+                default = float(default)  # a slice to 1 would be one element, to 1.0 all of them
+            found[parameter.name] = Knob(parameter.name, annotation, default)
         return found
 
     def definition(self, name: str) -> Span | None:

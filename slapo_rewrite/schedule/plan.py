@@ -10,7 +10,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import WrapForward
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import EMPTY, ModuleRequests
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Directive, Share
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
@@ -34,6 +34,7 @@ class Plan:
         idle: Modules that are not called any more, and which directive did that.
         seldom: Modules that are only called in eval mode, likewise; what they hold may be.
         notes: What became of the rules that a directive asked for, by its number.
+        warnings: What other numbers of layers will not be treated as meant, in words.
 
     Args:
         tree: The module tree.
@@ -58,12 +59,18 @@ class Plan:
         self.idle: dict[str, Directive] = {}
         self.seldom: dict[str, Directive] = {}
         self.notes: dict[int, tuple[Mapping[str, object], ...]] = {}
+        self.warnings: list[str] = []
         self.order = {path: number for number, path in enumerate(tree.nodes)}
         # What put other modules into the tree, to be done again where that is built anew.
         self._grafted: list[tuple[Primitive, Call, list[str]]] = []
 
     def call(
-        self, primitive: Primitive, nodes: list[Node], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        primitive: Primitive,
+        nodes: list[Node],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        shares: tuple[Share, ...] = (),
     ) -> Any:
         """Carries out one primitive call on the selected modules.
 
@@ -82,6 +89,7 @@ class Plan:
             at,
             self.schedule.statement(at.line) if at else primitive.name,
             tuple(node.path for node in nodes),
+            shares,
         )
         arguments = primitive.bind(args, kwargs, at)
         call = Call(directive, self.schedule.module, arguments, self.sources, self.tree)
@@ -121,6 +129,11 @@ class Plan:
             self._grafted.append((primitive, call, list(grafts)))
             self._graft(grafts)
         return None
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """The slices by fractions by which modules were selected, each once."""
+        return tuple(dict.fromkeys(s for d in self.directives if d.paths for s in d.shares))
 
     def _first_named(self, nodes: list[Node]) -> list[Node]:
         """The nodes, each by the first name of its module: what is asked of one, is of all.

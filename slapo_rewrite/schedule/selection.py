@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 from slapo_rewrite import errors, primitives
+from slapo_rewrite.directive import Share
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.schedule.plan import Plan
 
@@ -15,13 +17,16 @@ class Selection:
     """Modules of the model, in the order of the tree.
 
     `s[path]` selects by dotted path, relative to what is selected already: `*` is one segment, `**`
-    any number, `{a,b}` one of several. `s[i]` and `s[a:b:c]` index a module list. `s.match(regex)`
-    selects by regular expression on the whole path. Every primitive is a method:
+    any number, `{a,b}` one of several. `s[i]` and `s[a:b:c]` index a module list; with
+    fractions, `s[:0.5]`, the slice is a share of the list, whatever its length, rounded down.
+    `s.match(regex)` selects by regular expression on the whole path. Every primitive is a method:
     `s["mlp.*"].shard("weight", axis=0)`.
     """
 
-    def __init__(self, plan: Plan, nodes: list[Node], said: str = "s") -> None:
-        self._plan, self._found, self._said = plan, nodes, said
+    def __init__(
+        self, plan: Plan, nodes: list[Node], said: str = "s", shares: tuple[Share, ...] = ()
+    ) -> None:
+        self._plan, self._found, self._said, self._shares = plan, nodes, said, shares
         self._tree = plan.tree
 
     @property
@@ -64,7 +69,11 @@ class Selection:
                 raise self._unknown(single)
         order = self._plan.order
         nodes = sorted(found.values(), key=lambda node: order[node.path])
-        return Selection(self._plan, nodes, f'{self._said}["{pattern}"]')
+        return self._inside(nodes, f'{self._said}["{pattern}"]')
+
+    def _inside(self, nodes: list[Node], said: str) -> Selection:
+        """Modules of what is selected, which are in the same shares."""
+        return Selection(self._plan, nodes, said, self._shares)
 
     def _unknown(self, pattern: str) -> errors.RewriteError:
         known = self._below()
@@ -75,7 +84,10 @@ class Selection:
         )
 
     def _by_index(self, key: int | slice) -> Selection:
+        ends = self._fractions(key) if isinstance(key, slice) else None
+        shown = key if isinstance(key, int) else _show_slice(key)
         nodes: list[Node] = []
+        shares: list[Share] = []
         for node in self._nodes:
             if not node.is_container:
                 raise errors.UnknownPath(
@@ -84,6 +96,12 @@ class Selection:
                     hint=_children_hint(node),
                 )
             items = list(node.children.values())
+            if ends is not None:
+                shares.append(share := Share(node.path, *ends))
+                taken = share.elements(len(items))
+                nodes += items[taken.start : taken.stop]
+                self._warn_of(share, len(taken), len(items))
+                continue
             try:
                 picked = items[key]
             except IndexError:
@@ -92,8 +110,44 @@ class Selection:
                     at=self._plan.schedule.caller(),
                 ) from None
             nodes += picked if isinstance(picked, list) else [picked]
-        shown = key if isinstance(key, int) else _show_slice(key)
-        return Selection(self._plan, nodes, f"{self._said}[{shown}]")
+        said = f"{self._said}[{shown}]"
+        return Selection(self._plan, nodes, said, (*self._shares, *shares))
+
+    def _fractions(self, key: slice) -> tuple[Fraction, Fraction] | None:
+        """The ends of a slice by fractions; None of one by numbers.
+
+        Raises:
+            BadArgument: It mixes them, or they are not from 0 to 1.
+        """
+        ends = [end for end in (key.start, key.stop, key.step) if end is not None]
+        if not any(isinstance(end, float) for end in ends):
+            return None
+        start = 0.0 if key.start is None else key.start
+        stop = 1.0 if key.stop is None else key.stop
+        hint = "a share goes from one fraction of a module list to another: [:0.5], [0.25:0.75]"
+        if key.step is not None:
+            wrong = "a share has no step"
+        elif not all(isinstance(end, float) for end in ends):
+            wrong = "a slice goes by numbers or by fractions, not by both"
+            hint += "; all of it is 1.0"
+        elif not 0 <= start <= stop <= 1:
+            wrong = "the fractions of a share go up, from 0.0 to 1.0"
+        else:
+            return _fraction(start), _fraction(stop)
+        shown = f"{self._said}[{_show_slice(key)}]"
+        raise errors.BadArgument(f"`{shown}`: {wrong}", at=self._plan.schedule.caller(), hint=hint)
+
+    def _warn_of(self, share: Share, taken: int, length: int) -> None:
+        """Says that a share came to nothing, or to everything, and the output is written so."""
+        how = "none" if not taken and share.start < share.stop else "all"
+        if how == "all" and (taken < length or share.stop - share.start == 1):
+            return
+        at = self._plan.schedule.caller()
+        where = f"{at.path}:{at.line}: " if at else ""
+        self._plan.warnings.append(
+            f"{where}`{share}` takes {how} of {length} modules, so the output takes {how} of "
+            "any number of them"
+        )
 
     def match(self, regex: str) -> Selection:
         """The modules below the selection whose relative path the whole expression matches.
@@ -115,7 +169,7 @@ class Selection:
                 at=self._plan.schedule.caller(),
                 hint=errors.did_you_mean(regex.replace("\\", ""), below),
             )
-        return Selection(self._plan, nodes, f"{self._said}.match({regex!r})")
+        return self._inside(nodes, f"{self._said}.match({regex!r})")
 
     def _below(self) -> dict[str, Node]:
         below: dict[str, Node] = {}
@@ -132,7 +186,7 @@ class Selection:
         return [node.path for node in self._nodes]
 
     def __iter__(self) -> Iterator[Selection]:
-        return (Selection(self._plan, [n], f's["{n.path}"]') for n in self._nodes)
+        return (self._inside([n], f's["{n.path}"]') for n in self._nodes)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -157,7 +211,7 @@ class Selection:
             )
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            answer = self._plan.call(primitive, self._nodes, args, kwargs)
+            answer = self._plan.call(primitive, self._nodes, args, kwargs, self._shares)
             return self if answer is None else answer
 
         return call
@@ -214,6 +268,12 @@ def _children_hint(node: Node) -> str:
     names = list(node.children)
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f"`{node.path or 's'}` holds {shown}" if names else f"`{node.path}` holds no modules"
+
+
+def _fraction(end: float) -> Fraction:
+    """What is meant by a float: 1 / 3 where it is the nearest to that, else its decimals."""
+    simple = Fraction(end).limit_denominator(100)
+    return simple if float(simple) == end else Fraction(str(float(end)))
 
 
 def _show_slice(key: slice) -> str:

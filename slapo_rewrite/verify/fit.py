@@ -25,7 +25,8 @@ def misfit(original: Original, ranks: int) -> str | None:
     """
     try:
         with _pretended(ranks), torch.device("meta"):
-            original.twin.build_small(original.schedule, original.rewritten_module)
+            depth = original.job["depth"]
+            original.twin.build_small(original.schedule, original.rewritten_module, depth)
     except ValueError as error:
         out = Path(original.job["out"])
         if any(Path(f.filename).parent == out for f in traceback.extract_tb(error.__traceback__)):

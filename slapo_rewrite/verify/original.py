@@ -151,7 +151,7 @@ class Original:
 
     def small(self, module: Any) -> nn.Module:
         """The schedule's small model, or one made for it."""
-        model: nn.Module = self.twin.build_small(self.schedule, module)
+        model: nn.Module = self.twin.build_small(self.schedule, module, self.job["depth"])
         return model
 
     def given(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -81,6 +81,7 @@ def verify(
     job = {
         "tool": "slapo_rewrite",
         "twin": str(TWIN),
+        "depth": record.get("depth", 2),
         "schedule": str(schedule_path),
         "source": find_source(source or str(record["source"]["name"])),
         "out": str(out),

@@ -7,7 +7,6 @@ import pytest
 
 from slapo_rewrite.code import build
 from slapo_rewrite.code.layout import formatted
-from slapo_rewrite.code.text import condition
 
 
 @pytest.mark.parametrize(
@@ -93,21 +92,3 @@ def test_statements_move_and_strings_stay():
     assert moved.split("\n") == [s if s == "  b'''," else s.removeprefix("    ") for s in lines]
     assert build.reindented(moved, 0, 4) == BLOCK
     assert build.reindented(build.reindented(BLOCK, 4, 10), 10, 4) == BLOCK
-
-
-@pytest.mark.parametrize(
-    ("indices", "total", "text"),
-    [
-        ([0], 4, "i == 0"),
-        ([0, 1, 2], 6, "i < 3"),
-        ([4, 5], 6, "i >= 4"),
-        ([2, 3], 6, "2 <= i < 4"),
-        ([0, 2, 4], 6, "i % 2 == 0"),
-        ([1, 4, 7], 9, "i % 3 == 1"),
-        ([0, 2, 4], 12, "i in (0, 2, 4)"),
-        ([0, 1, 5], 6, "i in (0, 1, 5)"),
-    ],
-)
-def test_condition(indices, total, text):
-    assert condition("i", indices, total) == text
-    assert [i for i in range(total) if eval(text)] == indices

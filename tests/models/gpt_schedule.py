@@ -63,6 +63,6 @@ def schedule(
         if parallel_loss:
             s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()
-    blocks[: round(ckpt_ratio * len(blocks["*"]))].checkpoint()
+    blocks[:ckpt_ratio].checkpoint()
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)

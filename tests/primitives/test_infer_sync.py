@@ -102,7 +102,7 @@ def test_what_the_schedule_of_t5_states_would_be_inferred(tmp_path):
     )
     assert count == 5
     path = tmp_path / "s.py"
-    path.write_text(left.replace("    for stack in", INFER + "    for stack in"))
+    path.write_text(left.replace("    stacks[:", INFER + "    stacks[:"))
     source = "transformers.models.t5.modeling_t5"
     assert texts(rewrite(source, str(path))) == texts(rewrite(source, "t5"))
 

@@ -95,3 +95,10 @@ def test_what_the_tool_raises_is_not_the_schedule_s(tmp_path):
     for function, argument in ((below, [Broken()]), (json.loads, "{")):
         with pytest.raises(errors.ScheduleError, match="`schedule` raises"):
             schedule.guarded(functools.partial(run, function, argument), "`schedule`")
+
+
+def test_a_whole_number_as_a_default_of_a_fraction_is_one(tmp_path):
+    path = tmp_path / "s.py"
+    path.write_text("def model(m): ...\ndef schedule(s, ratio: float = 1): ...\n")
+    ratio = ScheduleFile.load(str(path)).settings([])["ratio"]
+    assert type(ratio) is float and ratio == 1.0

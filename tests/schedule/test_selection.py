@@ -73,6 +73,39 @@ def test_indices_and_slices(s):
     assert s["layers.*.mlp"][0].paths == [f"layers.{i}.mlp.0" for i in range(4)]
 
 
+def test_slices_by_fractions_are_rounded_down(s):
+    layers = s["layers"]
+    assert layers[:0.5].paths == ["layers.0", "layers.1"]
+    assert layers[0.5:].paths == ["layers.2", "layers.3"]
+    assert layers[0.25:0.75].paths == ["layers.1", "layers.2"]
+    assert layers[:0.74].paths == ["layers.0", "layers.1"]
+    assert layers[: 3 * 0.25]["attn.q"].paths == [f"layers.{i}.attn.q" for i in range(3)]
+    assert layers[:0.0].paths == [] and layers[:1.0].paths == s["layers.*"].paths
+    assert s["layers.*.mlp"][: 2 / 3].paths == [
+        f"layers.{i}.mlp.{n}" for i in range(4) for n in "01"
+    ]
+    assert repr(layers[:0.5]) == '<s["layers"][:0.5]: 2 modules>'
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        (slice(-0.5, None), "from 0.0 to 1.0"),
+        (slice(None, 1.5), "from 0.0 to 1.0"),
+        (slice(0.75, 0.25), "go up"),
+        (slice(None, float("nan")), "from 0.0 to 1.0"),
+        (slice(2, 0.5), "not by both"),
+        (slice(0.5, 4), "not by both"),
+        (slice(None, 0.5, 2), "has no step"),
+        (slice(None, 4, 0.5), "has no step"),
+    ],
+)
+def test_fractions_that_are_no_share(s, key, why):
+    with pytest.raises(errors.BadArgument) as caught:
+        s["layers"][key]
+    assert why in str(caught.value) and "[:0.5]" in str(caught.value.hint)
+
+
 def test_an_empty_slice_takes_primitives(s):
     s["layers"][:0].checkpoint()
     assert s["layers"][:0]["mlp"].paths == []

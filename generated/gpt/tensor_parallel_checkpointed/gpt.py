@@ -110,7 +110,7 @@ class GPT(nn.Module):
                 drop=nn.Dropout(config.dropout),
                 h=nn.ModuleList(
                     [
-                        CheckpointedBlock(config) if i < 6 else Block(config)
+                        CheckpointedBlock(config) if i < config.n_layer // 2 else Block(config)
                         for i in range(config.n_layer)
                     ]
                 ),

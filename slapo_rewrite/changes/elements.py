@@ -1,0 +1,248 @@
+"""The elements of module lists: which there are, and how the output says which of them it means.
+
+By their numbers (`i < 6`), or, where the schedule sliced by fractions, by a share of the expression
+that counts them (`i < config.num_hidden_layers // 2`), so that lists of another length are treated
+as the schedule meant it.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from slapo_rewrite.code.lines import Causes
+from slapo_rewrite.directive import Share
+from slapo_rewrite.model.construction_sites import Site
+
+
+@dataclass(frozen=True)
+class ElementList:
+    """A module list whose elements a construction site makes.
+
+    Attributes:
+        path: Its path.
+        length: How many elements it has.
+        counted: What the site's `count` came to; None where that cannot be told.
+    """
+
+    path: str
+    length: int
+    counted: Callable[[], int | None]
+
+    def numbers(self, paths: Iterable[str]) -> set[int]:
+        """The elements that modules are, or are part of."""
+        lead = f"{self.path}." if self.path else ""
+        names = {p[len(lead) :].partition(".")[0] for p in paths if p.startswith(lead)}
+        return {int(name) for name in names if name.isdecimal()}
+
+
+@dataclass(frozen=True)
+class Region:
+    """What lies between two neighbouring ends of shares.
+
+    Attributes:
+        start: Where it begins, from 0 to 1.
+        stop: Where it ends.
+        numbers: The elements there.
+    """
+
+    start: Fraction
+    stop: Fraction
+    numbers: frozenset[int]
+
+
+class _ByNumberError(Exception):
+    """Elements cannot be told by shares, for a reason in words."""
+
+
+class IndexSets:
+    """Which elements of each looping construction site exist, over all instances of the class.
+
+    Attributes:
+        notes: The shares that are written by numbers all the same, in words.
+    """
+
+    def __init__(self) -> None:
+        self._present: dict[int, set[str]] = {}
+        self._lists: dict[int, dict[str, ElementList]] = {}
+        self.notes: list[str] = []
+
+    def add(self, start: int, index: str) -> None:
+        """Notes that an instance has the element."""
+        self._present.setdefault(start, set()).add(index)
+
+    def add_list(self, start: int, elements: ElementList) -> None:
+        """Notes a list that holds what the site makes."""
+        self._lists.setdefault(start, {}).setdefault(elements.path, elements)
+
+    def of(self, site: Site) -> set[str]:
+        """The indices of the elements that the site makes."""
+        return self._present.get(site.file.span(site.value)[0], {""})
+
+    def regions(
+        self, site: Site, causes: Causes, groups: Sequence[set[int]], *, counted: bool
+    ) -> list[Region]:
+        """What shares divide the elements of a site into; none where they are told by numbers.
+
+        Where there are shares and it goes by numbers all the same, that is noted.
+
+        Args:
+            site: What makes the elements.
+            causes: Who treats them differently.
+            groups: The elements that are treated alike.
+            counted: Whether the site's own `count` is needed.
+        """
+        lists = self._lists.get(site.file.span(site.value)[0], {})
+        shares = [s for c in causes for s in c.shares if s.path in lists]
+        if not shares:
+            return []
+        try:
+            return _regions(site, lists.values(), causes, groups, counted)
+        except _ByNumberError as reason:
+            at = site.file.at(site.value)
+            shown = " and ".join(dict.fromkeys(f"`{share}`" for share in shares))
+            note = f"{shown} is written by the numbers of today's elements, since {reason}"
+            self.notes.append(f"{at.path}:{at.line}: {note}")
+            return []
+
+
+def _regions(
+    site: Site,
+    lists: Iterable[ElementList],
+    causes: Causes,
+    groups: Sequence[set[int]],
+    counted: bool,
+) -> list[Region]:
+    """The regions of the lists that a site makes.
+
+    Raises:
+        _ByNumberError: There are none that say what each element becomes.
+    """
+    found: list[Region] = []
+    made = set().union(*groups)
+    for each in lists:
+        ends = _ends(each, causes, made)
+        if not ends:
+            continue
+        if counted and (site.count is None or each.counted() != each.length):
+            raise _ByNumberError("nothing here says how many elements there are")
+        own = [
+            Region(start, stop, frozenset(made.intersection(_elements(each, start, stop))))
+            for start, stop in itertools.pairwise(ends)
+        ]
+        if found and [r.start for r in found] != [r.start for r in own]:
+            raise _ByNumberError("what is made here is in several lists, with other shares of them")
+        pairs = zip(own, found or own, strict=True)
+        found = [Region(r.start, r.stop, r.numbers | known.numbers) for r, known in pairs]
+    if any(not any(region.numbers <= group for group in groups) for region in found):
+        several = len({each.length for each in lists}) > 1
+        raise _ByNumberError(
+            "lists of several lengths are made here"
+            if several
+            else "its elements differ in more than shares"
+        )
+    return found
+
+
+def _ends(each: ElementList, causes: Causes, made: set[int]) -> list[Fraction]:
+    """Where the shares of a module list begin and end, its own ends included; none without any.
+
+    Raises:
+        _ByNumberError: Elements of it are selected in other ways too.
+    """
+    asked: dict[object, tuple[Share | None, set[int]]] = {}
+    made = made.intersection(range(each.length))
+    for cause in causes:
+        numbers = each.numbers(cause.paths) & made
+        if numbers and not cause.inferred:
+            share = next((s for s in cause.shares if s.path == each.path), None)
+            # A loop over a share calls a primitive once for each element.
+            key = (share, cause.primitive, cause.at) if share else cause.number
+            asked.setdefault(key, (share, set()))[1].update(numbers)
+    ends = set()
+    for share, numbers in asked.values():
+        if share is not None and numbers == made.intersection(share.elements(each.length)):
+            ends |= {Fraction(0), share.start, share.stop, Fraction(1)}
+        elif numbers != made:
+            raise _ByNumberError("its elements are selected by number or name as well")
+    if not all(_elements(each, a, b) for a, b in itertools.pairwise(sorted(ends))):
+        raise _ByNumberError(f"shares that differ are the same of {each.length} elements")
+    return sorted(ends)
+
+
+def _elements(each: ElementList, start: Fraction, stop: Fraction) -> range:
+    return Share(each.path, start, stop).elements(each.length)
+
+
+def spans(numbers: set[int], regions: Iterable[Region]) -> list[tuple[Fraction, Fraction]]:
+    """The shares that hold these elements alone; what holds none goes with what is before it."""
+    found: list[tuple[Fraction, Fraction]] = []
+    taken = False
+    for region in regions:
+        taken = region.numbers <= numbers if region.numbers else taken
+        if taken and found and found[-1][1] == region.start:
+            found[-1] = (found[-1][0], region.stop)
+        elif taken:
+            found.append((region.start, region.stop))
+    return found
+
+
+def share_of(count: str, share: Fraction) -> str:
+    """A share of a number, rounded down, as an expression: `count // 2`, `3 * count // 4`."""
+    times = "" if share.numerator == 1 else f"{share.numerator} * "
+    return f"{times}{count} // {share.denominator}"
+
+
+def sliced(container: str, start: Fraction, stop: Fraction) -> str:
+    """A share of a module list: `container[: len(container) // 2]`."""
+    low, high = (share_of(f"len({container})", end) if 0 < end < 1 else "" for end in (start, stop))
+    return f"{container}[{low}{' ' if low else ''}:{' ' if high else ''}{high}]"
+
+
+def membership(
+    variable: str, numbers: set[int], total: int, regions: Sequence[Region], count: ast.expr | None
+) -> str:
+    """An expression that is true for some of the elements.
+
+    Args:
+        variable: What counts them.
+        numbers: The elements.
+        total: How many there are.
+        regions: What shares divide them into, if there are shares.
+        count: Says how many there are, likewise.
+    """
+    if not regions or count is None:
+        return _numbered(variable, sorted(numbers), total)
+    is_simple = isinstance(count, ast.Name | ast.Attribute | ast.Call)
+    text = ast.unparse(count) if is_simple else f"({ast.unparse(count)})"
+    tests = []
+    for start, stop in spans(numbers, regions):
+        low, high = share_of(text, start), share_of(text, stop)
+        if not start:
+            tests.append(f"{variable} < {high}")
+        else:
+            tests.append(f"{variable} >= {low}" if stop == 1 else f"{low} <= {variable} < {high}")
+    return " or ".join(tests)
+
+
+def _numbered(variable: str, indices: list[int], total: int) -> str:
+    """An expression that is true for these indices out of `range(total)`.
+
+    `[0, 1, 2] -> i < 3`, `[4, 5] of 6 -> i >= 4`, `[0, 2, 4] -> i % 2 == 0`.
+    """
+    first, last, count = indices[0], indices[-1], len(indices)
+    if count == 1:
+        return f"{variable} == {first}"
+    step = indices[1] - first
+    if indices == list(range(first, last + 1)):
+        if first == 0:
+            return f"{variable} < {last + 1}"
+        return (
+            f"{variable} >= {first}" if last == total - 1 else f"{first} <= {variable} < {last + 1}"
+        )
+    if indices == list(range(first % step, total, step)):
+        return f"{variable} % {step} == {first % step}"
+    return f"{variable} in ({', '.join(map(str, indices))})"
