@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.directive import Directive
@@ -45,17 +46,25 @@ class Change:
     why: str
 
 
-def apply_edits(text: str, edits: Iterable[Edit]) -> tuple[str, list[Change]]:
+def apply_edits(
+    text: str, edits: Iterable[Edit], earlier: Sequence[Change] = ()
+) -> tuple[str, list[Change]]:
     """`text` with every edit carried out, and the lines that each one wrote.
 
     Insertions at one place stand in the order in which they are given.
+
+    Args:
+        text: The text.
+        edits: What changes in it.
+        earlier: Lines of it that edits before these wrote; they come first in the result.
 
     Raises:
         ConflictingEdits: Two edits replace the same text.
     """
     pieces: list[str] = []
     changes: list[Change] = []
-    position, line = 0, 1
+    spans: list[_Span] = []
+    position, line, length = 0, 1, 0
     previous: Edit | None = None
     for edit in sorted(edits, key=lambda e: (e.start, e.end)):
         if previous is not None and edit.start < position:
@@ -76,9 +85,46 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> tuple[str, list[Change]]:
                 Change(line + lead, max(line + lead, last - tail), edit.causes, edit.why)
             )
         line = last
+        length += len(kept)
+        spans.append(_Span(edit.start, edit.end, length, length + len(edit.text)))
+        length += len(edit.text)
         position, previous = edit.end, edit
     pieces.append(text[position:])
-    return "".join(pieces), changes
+    result = "".join(pieces)
+    return result, [*_moved_lines(earlier, text, result, spans), *changes]
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Where an edit's text stands, before and after all of them."""
+
+    start: int
+    end: int
+    new_start: int
+    new_end: int
+
+
+def _moved_lines(
+    changes: Sequence[Change], before: str, after: str, spans: Sequence[_Span]
+) -> Iterator[Change]:
+    """The lines that earlier edits wrote, in a text that was edited again."""
+    if not changes:
+        return
+    old, new = _line_starts(before), _line_starts(after)
+    for change in changes:
+        first, last = old[change.first - 1], [*old, len(before) + 1][change.last] - 1
+        while before[first : first + 1] == " ":  # a statement begins behind its indentation
+            first += 1
+        # What is inserted at the very beginning or end stands outside.
+        head = next((s for s in reversed(spans) if s.start <= first), _Span(0, 0, 0, 0))
+        tail = next((s for s in reversed(spans) if s.start < last), _Span(0, 0, 0, 0))
+        begin = head.new_start if first < head.end else head.new_end + first - head.end
+        end = tail.new_end if last <= tail.end else tail.new_end + last - tail.end
+        yield replace(change, first=bisect_right(new, begin), last=bisect_right(new, end))
+
+
+def _line_starts(text: str) -> list[int]:
+    return [0, *(n + 1 for n, character in enumerate(text) if character == "\n")]
 
 
 def moved(edits: Iterable[Edit], by: int) -> list[Edit]:

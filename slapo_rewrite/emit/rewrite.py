@@ -186,8 +186,7 @@ class Project:
 
     def _changed(self, directive: Directive, rewrite: Rewrite) -> tuple[Tree, Sources]:
         """Changes the source, and builds the model that it defines then."""
-        text, changes = apply_edits(self.file.text, rewrite.edits)
-        self.changes = [*carried(self.changes, self.file.text, text), *changes]
+        text, self.changes = apply_edits(self.file.text, rewrite.edits, self.changes)
         for reference in rewrite.references:
             causes = self.references.get(reference, ())
             self.references[reference] = merged_causes(causes, [directive])
@@ -331,9 +330,8 @@ def carry_out(
             if file is not project.file:
                 text, written = rewritten(file, edits, own, own_length)
             else:
-                changed: list[Edit | Change] = [*own, *project.changes]
-                text, written = rewritten(file, edits, changed, length, project.original)
-                written = [*carried(project.changes, file.text, text), *written]
+                earlier = project.changes
+                text, written = rewritten(file, edits, own, length, earlier, project.original)
             check_text(text, file)
             texts[copies.name(file)], changes[copies.name(file)] = text, written
         header = (
@@ -457,8 +455,9 @@ def slicing(states: Iterable[ModuleRequests], inferred: Iterable[Directive]) -> 
 def rewritten(
     file: SourceFile,
     edits: Sequence[Edit],
-    own: Sequence[Edit | Change],
+    own: Sequence[Edit],
     line_length: int,
+    earlier: Sequence[Change] = (),
     original: SourceFile | None = None,
 ) -> tuple[str, list[Change]]:
     """The text of a file with its edits, and without the imports that they leave idle.
@@ -468,13 +467,14 @@ def rewritten(
         edits: Every edit of it.
         own: What changed in its classes and functions.
         line_length: The file's own.
+        earlier: Lines that edits before these wrote.
         original: The file before all edits, where that is another one.
     """
     text, _ = apply_edits(file.text, edits)
-    idle = idle_imports(file, text, own, line_length, original)
+    idle = idle_imports(file, text, [*own, *earlier], line_length, original)
     # What stands inside a statement that is written anew is part of that.
     kept = [e for e in edits if not any(i.start < e.start and e.end < i.end for i in idle)]
-    return apply_edits(file.text, [*kept, *idle])
+    return apply_edits(file.text, [*kept, *idle], earlier)
 
 
 def used_helpers(copies: SiblingFiles, outputs: OutputFiles) -> dict[str, set[str]]:
@@ -577,9 +577,7 @@ def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.
 
 
 def carried(changes: Sequence[Change], before: str, after: str) -> list[Change]:
-    """The lines that earlier edits wrote, in a text that was edited again."""
-    if not changes or before == after:
-        return list(changes)
+    """The lines that edits wrote, in a text of which definitions were taken and laid out anew."""
     matcher = difflib.SequenceMatcher(None, lines_of(before), lines_of(after), False)
     found = []
     for change in changes:
