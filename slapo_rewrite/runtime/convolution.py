@@ -17,6 +17,7 @@ from .tensor_parallel import (
     gather_if_sharded,
     record_shard,
     sum_now,
+    unchanged,
 )
 
 
@@ -58,7 +59,7 @@ class ColumnParallelConvolution(nn.Module):
         shard = parts(0, out_channels, multiple_of)
         super().__init__(in_channels, shard.local_size(), *args, **kwargs)
         refuse_groups(self)
-        self.reduce_input_gradient = reduce_input_gradient
+        self.enter = all_reduce_gradient if reduce_input_gradient else unchanged
         self.output_shard = replace(shard, axis=1) if gather_output else None
         record_shard(self, "weight", shard)
         if self.bias is not None:
@@ -67,9 +68,7 @@ class ColumnParallelConvolution(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Maps (B, C, *S) to (B, F', *S), or to (B, F, *S) with `gather_output`."""
         check_parts(self)
-        if self.reduce_input_gradient:
-            input = all_reduce_gradient(input)
-        return gather_if_sharded(super().forward(input), self.output_shard)
+        return gather_if_sharded(super().forward(self.enter(input)), self.output_shard)
 
 
 class ColumnParallelConv1d(ColumnParallelConvolution, nn.Conv1d):
@@ -88,7 +87,7 @@ class RowParallelConvolution(nn.Module):
         out_channels: F.
         args: The further arguments of the torch class.
         parts: Divides the input: one block, or several packed along it.
-        reduce: Adds up the ranks' partial outputs, and the bias to the sum.
+        reduce: Adds up the ranks' partial outputs.
         kwargs: The further keyword arguments of the torch class.
     """
 
@@ -121,7 +120,8 @@ class RowParallelConvolution(nn.Module):
         bias = self.bias
         if bias is not None:
             bias = bias.view(-1, *(1,) * (self.weight.dim() - 2))
-        return self.reduce(y, bias)
+        y, bias = self.reduce(y, bias)
+        return y if bias is None else y + bias.to(y.dtype)
 
 
 class RowParallelConv1d(RowParallelConvolution, nn.Conv1d):

@@ -19,6 +19,7 @@ from .guards import is_adapter, refuse_wrappers
 from .loading import check_seeds
 from .shards import Shard, gather_parts, world_of, world_size
 from .tensor_parallel import (
+    Reduction,
     all_reduce_gradient,
     gather_if_sharded,
     record_shard,
@@ -135,7 +136,7 @@ def keep_parts(path: str, adapter: Any) -> None:
     base, names = adapter.base_layer, list(getattr(adapter, "lora_A", ()))
     pairs = [(adapter.lora_A[name], adapter.lora_B[name]) for name in names]
     known = {*base.parameters()} | {each.weight for pair in pairs for each in pair}
-    kinds = "reduce", "reduce_input_gradient"
+    kinds = "reduce", "enter"
     linear_layer = base.weight.dim() == 2 and any(hasattr(base, k) for k in kinds)
     plain = {*adapter.parameters()} <= known and not getattr(adapter, "lora_variant", 0)
     if not plain or not (linear_layer or isinstance(base, nn.Linear)):
@@ -155,7 +156,7 @@ def keep_parts(path: str, adapter: Any) -> None:
         elif hasattr(base, "reduce"):  # split over its input features
             drop.shard = replace(shard, axis=-1)
             a = AdapterLinear(
-                a, replace(shard, axis=1), partial(base.reduce, bias=None)
+                a, replace(shard, axis=1), partial(summed, reduce=base.reduce)
             )
             sums = base.reduce is sum_now
             b = AdapterLinear(b, used=unchanged if sums else all_reduce_gradient)
@@ -164,14 +165,19 @@ def keep_parts(path: str, adapter: Any) -> None:
                 gather_if_sharded, shard=getattr(base, "output_shard", None)
             )
             shared = base.shared if getattr(base, "replicas", 1) > 1 else unchanged
-            if base.reduce_input_gradient:
-                a = AdapterLinear(a, result=all_reduce_gradient)
-            else:  # of the input that is done once for several layers
+            if base.enter is unchanged:  # that is done once for several layers
                 a = AdapterLinear(a, used=all_reduce_gradient)
+            else:
+                a = AdapterLinear(a, result=all_reduce_gradient)
             b = AdapterLinear(b, replace(shard, axis=0), gather, shared)
         adapter.lora_A[name], adapter.lora_B[name] = a, b
         drop.train(adapter.lora_dropout[name].training)
         adapter.lora_dropout[name] = drop
+
+
+def summed(y: Tensor, reduce: Reduction) -> Tensor:
+    """The ranks' partial outputs added up, as a layer adds up its own."""
+    return reduce(y, None)[0]
 
 
 class AdapterLinear(nn.Linear):
