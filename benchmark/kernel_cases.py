@@ -121,16 +121,16 @@ def dropout_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> T
     return nn.functional.layer_norm(total, total.shape[-1:], weight, bias)
 
 
-def dropout_addition(x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
-    return nn.functional.dropout(x + bias, 0.1) + residual
+def dropout_addition(x: Tensor, residual: Tensor) -> Tensor:
+    return nn.functional.dropout(x, 0.1) + residual
 
 
-def our_dropout_addition(x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
-    return dropout_residual(x, residual, input_bias=bias, p=0.1)
+def our_dropout_addition(x: Tensor, residual: Tensor) -> Tensor:
+    return dropout_residual(x, residual, dropout=0.1)
 
 
 def our_dropout_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return residual_layer_norm(x, residual, weight, bias, p=0.1)[0]
+    return residual_layer_norm(x, residual, weight, bias, dropout=0.1)[0]
 
 
 def gelu_new(x: Tensor, bias: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ KERNELS = (
         "dropout_residual",
         our_dropout_addition,
         dropout_addition,
-        (("m", "d"), *ROWS),
+        (("m", "d"), ("m", "d")),
         (3, 5),
         {"m": 16384, "d": 1024},
         TINY,

@@ -10,8 +10,17 @@ from slapo_rewrite.rules.fusions.swiglu import silu
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule, RuleMatch
-from slapo_rewrite.runtime.kernels.bias_gelu import activation_dropout, bias_activation
+from slapo_rewrite.fusion import (
+    BY_KERNEL,
+    Alternative,
+    Calling,
+    Example,
+    Numerics,
+    Refusal,
+    Rule,
+    RuleMatch,
+)
+from slapo_rewrite.runtime.kernels.bias_gelu import activation_dropout, linear_activation
 
 
 def dropped(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -23,10 +32,6 @@ def dropped(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return after
 
 
-def fused(x: Tensor, kind: str, p: float, training: bool) -> Tensor:
-    return activation_dropout(x, kind, p=p, training=training)
-
-
 KINDS = {
     relu: "relu",
     silu: "silu",
@@ -34,10 +39,6 @@ KINDS = {
     **dict.fromkeys((gelu_tanh, written_out, without_a_power, factored), "gelu_tanh"),
     quick_gelu.written_out: "quick_gelu",
 }
-
-
-def with_bias(x: Tensor, bias: Tensor, kind: str, p: float, training: bool) -> Tensor:
-    return bias_activation(x, bias, kind, p=p, training=training)
 
 
 PATTERNS = {dropped(activation): kind for activation, kind in KINDS.items()}
@@ -85,14 +86,14 @@ class ActivationDropout(Rule):
     """Activate and drop in one kernel, forward and backward, without a mask.
 
     The bias of a linear layer right before is added there as well: its gradient is summed on the
-    way.
+    way. Where hooks or an adapter are put on one of the modules later, it is called.
 
     Rewrite:
         hidden_states = self.act(hidden_states)
         hidden_states = self.dropout(hidden_states)
         -->
         hidden_states = activation_dropout(
-            hidden_states, "relu", p=self.dropout.p, training=self.dropout.training
+            hidden_states, "relu", activation=self.act, dropout=self.dropout
         )
 
     Shapes:
@@ -116,7 +117,8 @@ class ActivationDropout(Rule):
     conditions = BY_KERNEL
     pays = "reads and writes once in the place of twice, and dropout keeps no mask"
     rank = 20
-    alternatives = tuple(Alternative(pattern, fused) for pattern in PATTERNS)
+    alternatives = tuple(map(Alternative, PATTERNS))
+    functions = (activation_dropout, linear_activation)
     examples = (
         Example(
             MODEL.replace("4 * width)\n        self.wo", "4 * width, bias=False)\n        self.wo"),
@@ -125,22 +127,19 @@ class ActivationDropout(Rule):
 +from .kernels import activation_dropout
 -        x = self.act(x)
 -        x = self.dropout(x)
-+        x = activation_dropout(
-+            x, "relu", p=self.dropout.p, training=self.dropout.training
-+        )
++        x = activation_dropout(x, "relu", activation=self.act, dropout=self.dropout)
 """,
         ),
         Example(
             MODEL.replace("ReLU()", "GELU()"),
             SCHEDULE,
             """\
-+from .kernels import bias_activation, linear_product
++from .kernels import linear_activation
 -        x = self.wi(x)
 -        x = self.act(x)
 -        x = self.dropout(x)
-+        x = linear_product(x, self.wi)
-+        x = bias_activation(
-+            x, self.wi.bias, "gelu", p=self.dropout.p, training=self.dropout.training
++        x = linear_activation(
++            x, self.wi, "gelu", activation=self.act, dropout=self.dropout
 +        )
 """,
         ),
@@ -151,19 +150,20 @@ class ActivationDropout(Rule):
         Refusal(MODEL.replace("x = self.dropout(x)", "x = x + self.dropout(x)"), SCHEDULE, "SR309"),
     )
 
-    def biased(self, found: RuleMatch) -> str | None:
-        """The layer that gives what is activated."""
-        return found.layer("x")
+    def after_linear(self, found: RuleMatch) -> str:
+        """What is activated."""
+        return "x"
 
-    def replacement(self, found: RuleMatch) -> Callable[..., Tensor]:
-        """The kernel with the bias of the layer, where there is one."""
-        return fused if self.biased(found) is None else with_bias
+    def expression(self, found: RuleMatch) -> Calling:
+        """The kernel, with the layer where there is one."""
+        kernel = linear_activation if found.linear else activation_dropout
+        keywords = ("activation", "dropout")
+        return Calling.of(kernel, ("x", "linear", "kind"), keywords, self.operands(found))
 
     def refuses(self, found: RuleMatch) -> str | None:
         """Nothing to drop."""
         return f"`{found.operands['p']}` is 0: it drops nothing" if found.live("p") == 0 else None
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
-        """What the pattern is given, the activation's name, and the bias."""
-        given = {**found.operands, "kind": f'"{PATTERNS[found.alternative.pattern]}"'}
-        return {**given, "bias": f"self.{self.biased(found)}.bias"}
+        """What is given, and the activation's name."""
+        return {**found.operands, "kind": f'"{PATTERNS[found.alternative.pattern]}"'}

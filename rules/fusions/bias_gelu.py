@@ -6,8 +6,17 @@ from slapo_rewrite.rules.fusions.geglu import gelu, gelu_tanh
 from slapo_rewrite.rules.fusions.gelu_tanh import factored, without_a_power, written_out
 from torch import Tensor
 
-from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule, RuleMatch
-from slapo_rewrite.runtime.kernels.bias_gelu import bias_gelu
+from slapo_rewrite.fusion import (
+    BY_KERNEL,
+    Alternative,
+    Calling,
+    Example,
+    Numerics,
+    Refusal,
+    Rule,
+    RuleMatch,
+)
+from slapo_rewrite.runtime.kernels.bias_gelu import bias_gelu, linear_gelu
 
 
 def with_bias(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -28,29 +37,16 @@ def alone(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return after
 
 
-def fused(x: Tensor, bias: Tensor) -> Tensor:
-    return bias_gelu(x, bias)
-
-
-def fused_tanh(x: Tensor, bias: Tensor) -> Tensor:
-    return bias_gelu(x, bias, "tanh")
-
-
-def own_bias(x: Tensor, bias: Tensor) -> Tensor:
-    return bias_gelu(x, bias, of_layer=False)
-
-
-def own_bias_tanh(x: Tensor, bias: Tensor) -> Tensor:
-    return bias_gelu(x, bias, "tanh", of_layer=False)
-
-
-KERNELS = {
-    gelu: fused,
-    **dict.fromkeys((gelu_tanh, written_out, without_a_power, factored), fused_tanh),
+# How the kernel is told of each.
+APPROXIMATE = {
+    gelu: None,
+    **dict.fromkeys((gelu_tanh, written_out, without_a_power, factored), '"tanh"'),
 }
-
-# Of a bias that is no layer's.
-OWN = {fused: own_bias, fused_tanh: own_bias_tanh}
+PATTERNS = {
+    after(activation): told
+    for after in (with_bias, alone)
+    for activation, told in APPROXIMATE.items()
+}
 
 MODEL = """\
 import torch
@@ -94,23 +90,23 @@ def schedule(s):
 class BiasGelu(Rule):
     """Add a bias and compute GELU in one kernel, forward and backward.
 
-    The bias is one that the model adds by itself, or that of the linear layer before, which then
-    gives its product alone. Forwards that saves nothing, since a product adds a bias at no cost;
-    backwards the bias's gradient is summed where GELU's is computed, and not in a pass of its own.
+    The bias is one that the model adds by itself, or that of the linear layer before, which is
+    handed over. Forwards that saves nothing, since a product adds a bias at no cost; backwards the
+    bias's gradient is summed where GELU's is computed, and not in a pass of its own. Where hooks or
+    an adapter are put on the layer or the activation later, it is called.
 
     Rewrite:
         hidden_states = self.dense(hidden_states)
         hidden_states = self.act(hidden_states)
         -->
-        hidden_states = linear_product(hidden_states, self.dense)
-        hidden_states = bias_gelu(hidden_states, self.dense.bias)
+        hidden_states = linear_gelu(hidden_states, self.dense, activation=self.act)
 
     Shapes:
         x (..., F), bias (F,) -> (..., F)
 
     Numerics:
         Reassociated: the sum is not rounded before GELU is computed, the product is. On a CPU the
-        same operations, the bias added by itself.
+        same operations as before, a GELU that is written out apart.
 
     State:
         Unchanged.
@@ -127,10 +123,8 @@ class BiasGelu(Rule):
     conditions = BY_KERNEL
     pays = "backwards the bias's gradient is summed without reading its terms once more"
     rank = 20
-    alternatives = (
-        *(Alternative(with_bias(gelu), OWN[kernel]) for gelu, kernel in KERNELS.items()),
-        *(Alternative(alone(gelu), kernel) for gelu, kernel in KERNELS.items()),
-    )
+    alternatives = tuple(map(Alternative, PATTERNS))
+    functions = (bias_gelu, linear_gelu)
     examples = (
         Example(
             MODEL,
@@ -140,7 +134,7 @@ class BiasGelu(Rule):
 +from .kernels import bias_gelu
 -        x = self.up(x) + self.bias
 -        return self.down(F.gelu(x))
-+        return self.down(bias_gelu(self.up(x), self.bias, of_layer=False))
++        return self.down(bias_gelu(self.up(x), self.bias))
 """,
         ),
         Example(
@@ -151,7 +145,7 @@ class BiasGelu(Rule):
 +from .kernels import bias_gelu
 -        x = self.up(x) + self.bias
 -        return self.down({WRITTEN_OUT})
-+        return self.down(bias_gelu(self.up(x), self.bias, "tanh", of_layer=False))
++        return self.down(bias_gelu(self.up(x), self.bias, "tanh"))
 """,
         ),
     )
@@ -161,18 +155,25 @@ class BiasGelu(Rule):
         Refusal(MODEL.replace("zeros(4 * width)", "zeros(1, 1, 4 * width)"), SCHEDULE, "SR309"),
     )
 
-    def biased(self, found: RuleMatch) -> str | None:
-        """The layer before, where nothing else adds a bias."""
-        return None if "bias" in found.operands else found.layer("x")
+    def after_linear(self, found: RuleMatch) -> str | None:
+        """What is activated, where nothing else adds a bias."""
+        return None if "bias" in found.operands else "x"
+
+    def expression(self, found: RuleMatch) -> Calling:
+        """The kernel, with the layer or with the bias."""
+        kernel, first = (linear_gelu, "linear") if found.linear else (bias_gelu, "bias")
+        parameters = ("x", first, "approximate")
+        return Calling.of(kernel, parameters, ("activation",), self.operands(found))
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
-        """What is given to GELU, and the bias."""
-        return {"bias": f"self.{self.biased(found)}.bias", **found.operands}
+        """What is given, and which GELU it is."""
+        told = PATTERNS[found.alternative.pattern]
+        return found.operands | ({"approximate": told} if told else {})
 
     def refuses(self, found: RuleMatch) -> str | None:
         """What is added is no bias."""
         if "bias" not in found.operands:
-            if self.biased(found) is None:
+            if found.linear is None:
                 return f"`{found.operands['x']}` is not what a linear layer with a bias gives"
             return None
         bias = found.live("bias")

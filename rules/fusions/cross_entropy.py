@@ -280,7 +280,7 @@ class CrossEntropy(Rule):
         given = found.operands
         more = tuple(n for n, default in DEFAULTS.items() if given[n] != default)
         more += ("upcast",) if found.alternative.pattern in UPCAST else ()
-        return Calling.of(cross_entropy, ("logits", "labels"), more)
+        return Calling.of(cross_entropy, ("logits", "labels"), more, self.operands(found))
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """Logits and labels as rows, as they are written."""

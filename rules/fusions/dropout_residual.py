@@ -1,25 +1,24 @@
 """Dropout and a residual addition, in one kernel."""
 
-from collections.abc import Callable, Mapping
-
 from slapo_rewrite.rules.fusions.residual_rms_norm import broadcast
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule, RuleMatch
+from slapo_rewrite.fusion import (
+    BY_KERNEL,
+    Alternative,
+    Calling,
+    Example,
+    Numerics,
+    Refusal,
+    Rule,
+    RuleMatch,
+)
 from slapo_rewrite.runtime.kernels.dropout_residual import dropout_residual
 
 
 def dropped(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor:
     return residual + F.dropout(x, p, training)
-
-
-def fused(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor:
-    return dropout_residual(x, residual, p=p, training=training)
-
-
-def with_bias(x: Tensor, residual: Tensor, bias: Tensor, p: float, training: bool) -> Tensor:
-    return dropout_residual(x, residual, input_bias=bias, p=p, training=training)
 
 
 MODEL = """\
@@ -65,13 +64,15 @@ class DropoutResidual(Rule):
 
     For where the norm of the sum lies in another module; where it follows, `residual_layer_norm`
     and `residual_rms_norm` do more. The bias of a linear layer right before is added there as well:
-    its gradient is summed on the way.
+    its gradient is summed on the way. Where hooks or an adapter are put on the layer or the dropout
+    later, it is called.
 
     Rewrite:
+        forwarded_states = self.dense(forwarded_states)
         hidden_states = hidden_states + self.dropout(forwarded_states)
         -->
         hidden_states = dropout_residual(
-            forwarded_states, hidden_states, p=self.dropout.p, training=self.dropout.training
+            forwarded_states, hidden_states, linear=self.dense, dropout=self.dropout
         )
 
     Shapes:
@@ -94,22 +95,18 @@ class DropoutResidual(Rule):
     conditions = BY_KERNEL
     pays = "reads each of the two once, and dropout keeps no mask"
     rank = 10
-    alternatives = (Alternative(dropped, fused),)
+    alternatives = (Alternative(dropped),)
+    functions = (dropout_residual,)
     examples = (
         Example(
             MODEL,
             SCHEDULE,
             """\
-+from .kernels import dropout_residual, linear_product
++from .kernels import dropout_residual
 -        forwarded_states = self.dense(forwarded_states)
 -        hidden_states = hidden_states + self.dropout(forwarded_states)
-+        forwarded_states = linear_product(forwarded_states, self.dense)
 +        hidden_states = dropout_residual(
-+            forwarded_states,
-+            hidden_states,
-+            input_bias=self.dense.bias,
-+            p=self.dropout.p,
-+            training=self.dropout.training,
++            forwarded_states, hidden_states, linear=self.dense, dropout=self.dropout
 +        )
 """,
         ),
@@ -120,18 +117,14 @@ class DropoutResidual(Rule):
         Refusal(MODEL.replace("hidden_states + self", "1.0 + self"), SCHEDULE, "SR309"),
     )
 
-    def biased(self, found: RuleMatch) -> str | None:
-        """The layer that gives what is dropped."""
-        return found.layer("x")
+    def after_linear(self, found: RuleMatch) -> str:
+        """What is dropped."""
+        return "x"
 
-    def replacement(self, found: RuleMatch) -> Callable[..., Tensor]:
-        """The kernel with the bias of the layer, where there is one."""
-        return fused if self.biased(found) is None else with_bias
-
-    def operands(self, found: RuleMatch) -> Mapping[str, str]:
-        """What the pattern is given, and the bias."""
-        layer = self.biased(found)
-        return {**found.operands, "bias": f"self.{layer}.bias"} if layer else found.operands
+    def expression(self, found: RuleMatch) -> Calling:
+        """The kernel, with the layer where there is one."""
+        keywords = ("linear", "dropout")
+        return Calling.of(dropout_residual, ("x", "residual"), keywords, found.operands)
 
     def refuses(self, found: RuleMatch) -> str | None:
         """Nothing to drop, or two that are not of one size."""

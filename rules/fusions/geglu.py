@@ -1,11 +1,22 @@
 """A gated linear unit with GELU, in one kernel."""
 
+from collections.abc import Mapping
+
 from slapo_rewrite.rules.fusions.gelu_tanh import factored, without_a_power, written_out
-from slapo_rewrite.rules.fusions.swiglu import gated_by
+from slapo_rewrite.rules.fusions.swiglu import gated_by, gating
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import (
+    BY_KERNEL,
+    Alternative,
+    Calling,
+    Example,
+    Numerics,
+    Refusal,
+    Rule,
+    RuleMatch,
+)
 from slapo_rewrite.runtime.kernels.gated import geglu
 
 
@@ -17,25 +28,14 @@ def gelu_tanh(gate: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh")
 
 
-def dropped(gate: Tensor, up: Tensor, p: float, training: bool) -> Tensor:
-    return geglu(gate, up, p=p, training=training)
-
-
-def fused(gate: Tensor, up: Tensor) -> Tensor:
-    return geglu(gate, up)
-
-
-def dropped_tanh(gate: Tensor, up: Tensor, p: float, training: bool) -> Tensor:
-    return geglu(gate, up, "tanh", p=p, training=training)
-
-
-def fused_tanh(gate: Tensor, up: Tensor) -> Tensor:
-    return geglu(gate, up, "tanh")
-
-
-KERNELS = {gelu: (dropped, fused)} | dict.fromkeys(
-    (gelu_tanh, written_out, without_a_power, factored), (dropped_tanh, fused_tanh)
-)
+# How the kernel is told of each.
+APPROXIMATE = {
+    gelu: None,
+    **dict.fromkeys((gelu_tanh, written_out, without_a_power, factored), '"tanh"'),
+}
+PATTERNS = {
+    pattern: told for activation, told in APPROXIMATE.items() for pattern in gated_by(activation)
+}
 
 MODEL = """\
 from torch import nn
@@ -85,7 +85,7 @@ class Geglu(Rule):
     Rewrite:
         self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         -->
-        self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), "tanh"))
+        self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), "tanh", activation=self.act_fn))
 
     Shapes:
         gate and up (..., F) -> (..., F)
@@ -108,11 +108,8 @@ class Geglu(Rule):
     conditions = BY_KERNEL
     pays = "reads gate and up once and keeps no activation for the backward pass"
     rank = 20
-    alternatives = tuple(
-        Alternative(pattern, kernel)
-        for activation, kernels in KERNELS.items()
-        for pattern, kernel in zip(gated_by(activation), kernels, strict=True)
-    )
+    alternatives = tuple(map(Alternative, PATTERNS))
+    functions = (geglu,)
     examples = (
         Example(
             MODEL,
@@ -126,8 +123,8 @@ class Geglu(Rule):
 +            self.wi_0(x),
 +            hidden_linear,
 +            "tanh",
-+            p=self.dropout.p,
-+            training=self.dropout.training,
++            activation=self.act,
++            dropout=self.dropout,
 +        )
 """,
         ),
@@ -138,7 +135,7 @@ class Geglu(Rule):
 +from .kernels import geglu
 -        hidden_gelu = self.act(self.wi_0(x))
 -        x = hidden_gelu * hidden_linear
-+        x = geglu(self.wi_0(x), hidden_linear)
++        x = geglu(self.wi_0(x), hidden_linear, activation=self.act)
 """,
         ),
     )
@@ -146,3 +143,12 @@ class Geglu(Rule):
         Refusal(MODEL.replace('GELU(approximate="tanh")', "SiLU()"), SCHEDULE, "SR309"),
         Refusal(MODEL.replace("gelu * h", "gelu + h"), SCHEDULE, "SR309"),
     )
+
+    def expression(self, found: RuleMatch) -> Calling:
+        """The kernel, as `swiglu` has it."""
+        return gating(geglu, self.operands(found))
+
+    def operands(self, found: RuleMatch) -> Mapping[str, str]:
+        """What is given, and which GELU it is."""
+        told = PATTERNS[found.alternative.pattern]
+        return found.operands | ({"approximate": told} if told else {})

@@ -3,7 +3,16 @@
 import torch
 from torch import Tensor
 
-from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import (
+    BY_KERNEL,
+    Alternative,
+    Calling,
+    Example,
+    Numerics,
+    Refusal,
+    Rule,
+    RuleMatch,
+)
 from slapo_rewrite.runtime.kernels.bias_gelu import quick_gelu
 
 
@@ -11,8 +20,8 @@ def written_out(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-def fused(x: Tensor) -> Tensor:
-    return quick_gelu(x)
+def called(x: Tensor) -> Tensor:
+    return written_out(x)
 
 
 MODEL = """\
@@ -61,12 +70,13 @@ def schedule(s):
 class QuickGelu(Rule):
     """Compute GELU's approximation by a sigmoid in one kernel, forward and backward.
 
-    Where an activation module computes it, its call goes, and the kernel's stands in its place.
+    Where an activation module computes it, the kernel's call stands in the place of its own, and
+    calls it where hooks are put on it later.
 
     Rewrite:
         hidden_states = self.activation_fn(hidden_states)
         -->
-        hidden_states = quick_gelu(hidden_states)
+        hidden_states = quick_gelu(hidden_states, activation=self.activation_fn)
 
     Shapes:
         x (...) -> (...)
@@ -88,7 +98,8 @@ class QuickGelu(Rule):
     conditions = BY_KERNEL
     pays = "one pass over the memory in the place of three, and one tensor kept in the place of two"
     rank = 10
-    alternatives = (Alternative(written_out, fused),)
+    alternatives = (Alternative(called),)
+    functions = (quick_gelu,)
     examples = (
         Example(
             MODEL,
@@ -96,7 +107,7 @@ class QuickGelu(Rule):
             """\
 +from .kernels import quick_gelu
 -        x = self.activation_fn(x)
-+        x = quick_gelu(x)
++        x = quick_gelu(x, activation=self.activation_fn)
 """,
         ),
     )
@@ -104,3 +115,7 @@ class QuickGelu(Rule):
         Refusal(MODEL.replace("1.702", "1.7"), SCHEDULE, "SR309"),
         Refusal(MODEL.replace("return x * torch", "return x + torch"), SCHEDULE, "SR309"),
     )
+
+    def expression(self, found: RuleMatch) -> Calling:
+        """The kernel, with the module that activates, if one does."""
+        return Calling.of(quick_gelu, ("x",), ("activation",), found.operands)

@@ -1,10 +1,19 @@
 """A gated linear unit with ReLU, in one kernel."""
 
-from slapo_rewrite.rules.fusions.swiglu import MODEL, SCHEDULE, gated_by
+from slapo_rewrite.rules.fusions.swiglu import MODEL, SCHEDULE, gated_by, gating
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import (
+    BY_KERNEL,
+    Alternative,
+    Calling,
+    Example,
+    Numerics,
+    Refusal,
+    Rule,
+    RuleMatch,
+)
 from slapo_rewrite.runtime.kernels.gated import reglu
 
 
@@ -12,15 +21,6 @@ def relu(gate: Tensor) -> Tensor:
     return F.relu(gate)
 
 
-def dropped(gate: Tensor, up: Tensor, p: float, training: bool) -> Tensor:
-    return reglu(gate, up, p=p, training=training)
-
-
-def fused(gate: Tensor, up: Tensor) -> Tensor:
-    return reglu(gate, up)
-
-
-WITH_DROPOUT, WITHOUT = gated_by(relu)
 RELU, APPLY = MODEL.replace("silu", "relu"), SCHEDULE.replace("swiglu", "reglu")
 
 
@@ -53,7 +53,8 @@ class Reglu(Rule):
     conditions = BY_KERNEL
     pays = "reads gate and up once and keeps no activation for the backward pass"
     rank = 20
-    alternatives = (Alternative(WITH_DROPOUT, dropped), Alternative(WITHOUT, fused))
+    alternatives = tuple(map(Alternative, gated_by(relu)))
+    functions = (reglu,)
     examples = (
         Example(
             RELU,
@@ -71,3 +72,7 @@ class Reglu(Rule):
         Refusal(MODEL, APPLY, "SR309"),
         Refusal(RELU.replace("relu(", "relu6("), APPLY, "SR309"),
     )
+
+    def expression(self, found: RuleMatch) -> Calling:
+        """The kernel, as `swiglu` has it."""
+        return gating(reglu, found.operands)

@@ -5,6 +5,7 @@ from typing import Any
 
 from slapo_rewrite.rules.fusions.residual_rms_norm import (
     added,
+    are_swapped,
     broadcast,
     called_with_more,
     normed_by,
@@ -146,20 +147,18 @@ class ResidualLayerNorm(Rule):
 
     Before a norm that closes a block (BERT) nothing else reads the sum: `add_layer_norm`. Before
     one that opens a block (GPT) the sum goes on as the residual: `residual_layer_norm`. The norm's
-    weight and bias are read where it was called; where hooks or an adapter are put on it later, it
-    is called. The bias of a linear layer right before is added as well: the layer gives its product
-    alone then, and backwards the bias's gradient is summed on the way.
+    weight and bias are read where it was called. The bias of a linear layer right before is added
+    as well, and backwards its gradient is summed on the way. Where hooks or an adapter are put on
+    one of the modules later, it is called.
 
     Rewrite:
         hidden_states = self.dense(hidden_states)
         hidden_states = self.dropout(hidden_states)
         hidden_states = self.LayerNorm(hidden_states + input_tensor)
         -->
-        hidden_states = linear_product(hidden_states, self.dense)
         hidden_states = add_layer_norm(
             hidden_states, input_tensor, self.LayerNorm.weight, self.LayerNorm.bias,
-            self.LayerNorm.eps, norm=self.LayerNorm, input_bias=self.dense.bias,
-            p=self.dropout.p, training=self.dropout.training
+            self.LayerNorm.eps, norm=self.LayerNorm, linear=self.dense, dropout=self.dropout
         )
 
         x = x + self.attn(self.ln_1(x))
@@ -204,11 +203,10 @@ class ResidualLayerNorm(Rule):
             POST,
             POST_SCHEDULE,
             """\
-+from .kernels import add_layer_norm, linear_product
++from .kernels import add_layer_norm
 -        hidden_states = self.dense(hidden_states)
 -        hidden_states = self.dropout(hidden_states)
 -        hidden_states = self.LayerNorm(hidden_states + input_tensor)
-+        hidden_states = linear_product(hidden_states, self.dense)
 +        hidden_states = add_layer_norm(
 +            hidden_states,
 +            input_tensor,
@@ -216,9 +214,8 @@ class ResidualLayerNorm(Rule):
 +            self.LayerNorm.bias,
 +            self.LayerNorm.eps,
 +            norm=self.LayerNorm,
-+            input_bias=self.dense.bias,
-+            p=self.dropout.p,
-+            training=self.dropout.training,
++            linear=self.dense,
++            dropout=self.dropout,
 +        )
 """,
         ),
@@ -226,17 +223,17 @@ class ResidualLayerNorm(Rule):
             PRE,
             PRE_SCHEDULE,
             """\
-+from .kernels import linear_product, residual_layer_norm
++from .kernels import residual_layer_norm
 -        x = x + self.attn(self.ln_1(x))
 -        x = x + self.mlp(self.ln_2(x))
 +        normed, x = residual_layer_norm(
-+            linear_product(self.ln_1(x), self.attn),
++            self.ln_1(x),
 +            x,
 +            self.ln_2.weight,
 +            self.ln_2.bias,
 +            self.ln_2.eps,
 +            norm=self.ln_2,
-+            input_bias=self.attn.bias,
++            linear=self.attn,
 +        )
 +        x = x + self.mlp(normed)
 """,
@@ -260,19 +257,15 @@ class ResidualLayerNorm(Rule):
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """Of two that are added as they are, the older one is the residual."""
-        layer = self.biased(found)
-        bias = {"input_bias": f"self.{layer}.bias"} if layer else {}
-        return added(found) | normed_by(found) | bias
+        return added(found) | normed_by(found)
 
-    def biased(self, found: RuleMatch) -> str | None:
-        """The layer that gives what is added to the residual."""
-        swapped = added(found)["x"] != found.operands["x"]
-        return found.layer("residual" if swapped else "x")
+    def after_linear(self, found: RuleMatch) -> str:
+        """What is added to the residual."""
+        return "residual" if are_swapped(found) else "x"
 
     def expression(self, found: RuleMatch) -> Calling:
         """The call, with the keywords that it needs."""
-        given = self.operands(found)
         both = found.alternative.pattern in (dropped_and_kept, kept)
         kernel = residual_layer_norm if both else add_layer_norm
-        keywords = tuple(k for k in ("norm", "input_bias", "p", "training") if k in given)
-        return Calling.of(kernel, ("x", "residual", "weight", "bias", "eps"), keywords)
+        parameters = ("x", "residual", "weight", "bias", "eps")
+        return Calling.of(kernel, parameters, ("norm", "linear", "dropout"), self.operands(found))

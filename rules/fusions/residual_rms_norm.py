@@ -113,7 +113,8 @@ class ResidualRmsNorm(Rule):
     """Add to the residual and normalise the sum in one kernel, forward and backward.
 
     Dropout of what is added is taken in. The norm may be a module of the file: its weight is read
-    where it was called; where hooks or an adapter are put on it later, it is called.
+    where it was called. Where hooks or an adapter are put on it or on the dropout later, it is
+    called.
 
     Rewrite:
         hidden_states = residual + hidden_states
@@ -178,9 +179,11 @@ class ResidualRmsNorm(Rule):
 
     def expression(self, found: RuleMatch) -> Calling:
         """The call, with the keywords that it needs."""
-        given = self.operands(found)
-        keywords = tuple(k for k in ("norm", "offset", "cast", "p", "training") if k in given)
-        return Calling.of(residual_rms_norm, ("x", "residual", "weight", "eps"), keywords)
+        parameters, keywords = (
+            ("x", "residual", "weight", "eps"),
+            ("norm", "offset", "cast", "dropout"),
+        )
+        return Calling.of(residual_rms_norm, parameters, keywords, self.operands(found))
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """What the kernel is told of the norm goes with what it is given."""
@@ -189,10 +192,18 @@ class ResidualRmsNorm(Rule):
 
 def added(found: RuleMatch) -> dict[str, str]:
     """Of two that are added as they are, the older one is the residual."""
-    given = dict(found.operands)
-    if "p" not in given and found.value("x").order < found.value("residual").order:
+    given = found.operands
+    if are_swapped(found):
         given["x"], given["residual"] = given["residual"], given["x"]
     return given
+
+
+def are_swapped(found: RuleMatch) -> bool:
+    """Whether the pattern's residual is what is added to another one."""
+    if found.entered is not None:  # the linear layer is one that gives what is added
+        return found.entered == "residual"
+    dropped = "p" in found.match.values
+    return not dropped and found.value("x").order < found.value("residual").order
 
 
 def normed_by(found: RuleMatch) -> dict[str, str]:
@@ -215,7 +226,7 @@ def called_with_more(found: RuleMatch) -> str | None:
 
 def broadcast(found: RuleMatch) -> str | None:
     """Why what is added is likely to be smaller than the sum; None where it is not."""
-    for name in ("x", "residual"):
+    for name in {"x", "residual"} - {found.entered}:
         value = found.value(name)
         if value.number or value.operation in ("constant", "attribute"):
             return f"`{found.operands[name]}`, which is added, is no activation"

@@ -24,6 +24,7 @@ from slapo_rewrite.fusion import (
     Rule,
     RuleMatch,
     Twice,
+    share_dropped,
 )
 from slapo_rewrite.patterns.value_graph import Value, reached
 
@@ -248,8 +249,7 @@ class Sdpa(Rule):
         """The call, with the keywords that it needs."""
         given = self.operands(found)
         keywords = ("attn_mask", "dropout_p", "is_causal", "scale")
-        keywords = tuple(name for name in keywords if name in given)
-        return Calling.of(F.scaled_dot_product_attention, ("q", "k", "v"), keywords)
+        return Calling.of(F.scaled_dot_product_attention, ("q", "k", "v"), keywords, given)
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """The text of what is given; what torch takes by itself is left out."""
@@ -262,10 +262,7 @@ class Sdpa(Rule):
         elif hidden is not None:
             given["attn_mask"] = MASKS[hidden].format(parenthesised(given["mask"]))
         if "p" in given and given["training"] != "False" and given["p"] not in ("0", "0.0"):
-            always = given["training"] == "True"
-            given["dropout_p"] = (
-                given["p"] if always else f"{given['p']} if {given['training']} else 0.0"
-            )
+            given["dropout_p"] = share_dropped(given["p"], given["training"])
         if scores is divided:
             given["scale"] = f"1.0 / {parenthesised(given['scale'])}"
         if is_usual(given["scale"], given["q"], given["k"]):

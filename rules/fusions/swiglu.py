@@ -1,11 +1,20 @@
 """A gated linear unit with SiLU, in one kernel; what the other gated units share with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import (
+    BY_KERNEL,
+    Alternative,
+    Calling,
+    Example,
+    Numerics,
+    Refusal,
+    Rule,
+    RuleMatch,
+)
 from slapo_rewrite.runtime.kernels.gated import swiglu
 
 Activation = Callable[[Tensor], Tensor]
@@ -28,15 +37,11 @@ def silu(gate: Tensor) -> Tensor:
     return F.silu(gate)
 
 
-def dropped(gate: Tensor, up: Tensor, p: float, training: bool) -> Tensor:
-    return swiglu(gate, up, p=p, training=training)
+def gating(kernel: Callable[..., Tensor], given: Mapping[str, str]) -> Calling:
+    """The call of a gated unit's kernel."""
+    return Calling.of(kernel, ("gate", "up", "approximate"), ("activation", "dropout"), given)
 
 
-def fused(gate: Tensor, up: Tensor) -> Tensor:
-    return swiglu(gate, up)
-
-
-WITH_DROPOUT, WITHOUT = gated_by(silu)
 MODEL = """\
 from torch import nn
 from torch.nn import functional as F
@@ -80,7 +85,7 @@ class Swiglu(Rule):
     Rewrite:
         self.down(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         -->
-        self.down(swiglu(self.gate_proj(x), self.up_proj(x)))
+        self.down(swiglu(self.gate_proj(x), self.up_proj(x), activation=self.act_fn))
 
     Shapes:
         gate and up (..., F) -> (..., F)
@@ -103,7 +108,8 @@ class Swiglu(Rule):
     conditions = BY_KERNEL
     pays = "reads gate and up once and keeps no activation for the backward pass"
     rank = 20
-    alternatives = (Alternative(WITH_DROPOUT, dropped), Alternative(WITHOUT, fused))
+    alternatives = tuple(map(Alternative, gated_by(silu)))
+    functions = (swiglu,)
     examples = (
         Example(
             MODEL,
@@ -121,3 +127,7 @@ class Swiglu(Rule):
         Refusal(MODEL.replace("silu", "relu"), SCHEDULE, "SR309"),
         Refusal(MODEL.replace("gated * ", "gated + gated * "), SCHEDULE, "SR309"),
     )
+
+    def expression(self, found: RuleMatch) -> Calling:
+        """The kernel, with the modules that activate and drop, to be called with what they get."""
+        return gating(swiglu, found.operands)

@@ -17,13 +17,11 @@ from slapo_rewrite.changes.collective import Collective
 from slapo_rewrite.changes.imports import Function, Imports
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtCalls
-from slapo_rewrite.changes.state import Decompose
 from slapo_rewrite.code.build import call, expression
 from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.directive import merged_causes
-from slapo_rewrite.model.layers import MULTIPLIED, Layer, qualified, scatters
+from slapo_rewrite.model.layers import MULTIPLIED, Layer, qualified
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.runtime.tensor_parallel import ReduceScatter
 
 
 @dataclass(frozen=True)
@@ -34,14 +32,12 @@ class AddBias(Change):
         product: `linear`, or `matmul` where the weight is not transposed.
         before: The collective that the layer's input goes through, if any.
         after: The one that the product goes through.
-        adds: Whether the bias is added there, and not by what follows.
         shared: The parameters that meet parts: their gradients are added up.
     """
 
     product: str
     before: Collective | None
     after: Collective | None
-    adds: bool = True
     shared: frozenset[str] = frozenset()
 
     prefix = "Decomposed"
@@ -53,8 +49,7 @@ class AddBias(Change):
         (asked,) = here
         assert isinstance(asked.place, AtCalls)
         causes = asked.causes
-        where = "separately" if self.adds else "by what follows"
-        why = f"the bias of `{asked.place.path}` is added {where}"
+        why = f"the bias of `{asked.place.path}` is added separately"
         hint = "a layer that is called through a container or a loop is not decomposed"
         for node in calls(text, asked, "the sum", hint):
             if len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
@@ -94,8 +89,6 @@ class AddBias(Change):
                 product = expression("{x} @ {w}", x=value, w=parameter("weight"))
             if self.after is not None:
                 product = self.after.of(product, imports, causes)
-        if not self.adds:
-            return product
         return expression("{product} + {bias}", product=product, bias=parameter("bias"))
 
 
@@ -110,7 +103,7 @@ def place_decomposed(to: Placement, node: Node, layer: Layer | None) -> None:
     cause = state.decompose.cause
     hooks = [s.cause for s in state.syncs if isinstance(s.op, Function)]
     wraps = [cause for _, cause in state.asks(WrapForward)]
-    around = _around(layer, state.decompose)
+    around = _around(layer)
     if hooks or wraps or around is None:
         others = [*hooks, *wraps, *state.causes()]
         raise errors.Unsupported(
@@ -123,14 +116,12 @@ def place_decomposed(to: Placement, node: Node, layer: Layer | None) -> None:
         )
     calling, caller, relative = to.calling(node)
     shared = frozenset(name for path, name in to.followed.shared if path == node.path)
-    what = AddBias(MULTIPLIED[qualified(node.cls)], *around, state.decompose.adds, shared)
+    what = AddBias(MULTIPLIED[qualified(node.cls)], *around, shared)
     causes = merged_causes([cause], state.causes())
     calling.changes.add(caller.path, AtCalls(relative, "bias"), what, causes)
 
 
-def _around(
-    layer: Layer | None, asked: Decompose
-) -> tuple[Collective | None, Collective | None] | None:
+def _around(layer: Layer | None) -> tuple[Collective | None, Collective | None] | None:
     """The collectives before and after a layer's product; None where the layer does more."""
     if layer is None:
         return None, None
@@ -139,8 +130,4 @@ def _around(
         return (None if more else Collective("all_reduce_gradient")), None
     if layer.name.startswith("RowParallel") and not more:
         return None, Collective("all_reduce")
-    if layer.name.startswith("RowParallel") and scatters(layer) and not asked.adds:
-        reduce = dict(layer.keywords)["reduce"]
-        assert isinstance(reduce, ReduceScatter)
-        return None, Collective("reduce_scatter", (("axis", reduce.axis),))
     return None

@@ -37,8 +37,6 @@ class Rewrite:
         notes: What was done and left undone, for the record.
         classes: New classes of the file that take the place of modules, by their paths.
         again: Whether the call is still to be carried out, on the changed source.
-        multiplied: Paths of linear layers whose bias the new text adds: where they are called, the
-            product alone is to be taken.
         idle: Paths of modules that are not always called any more, whatever is below them.
     """
 
@@ -48,5 +46,4 @@ class Rewrite:
     notes: tuple[Mapping[str, object], ...] = field(default=())
     classes: Mapping[str, NewClass] = field(default_factory=dict)
     again: bool = False
-    multiplied: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()

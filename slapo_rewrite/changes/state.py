@@ -107,11 +107,9 @@ class Decompose:
 
     Attributes:
         cause: The directive that asked.
-        adds: Whether it is added there; what follows adds it otherwise.
     """
 
     cause: Directive = field(compare=False)
-    adds: bool = True
 
 
 @dataclass(frozen=True)

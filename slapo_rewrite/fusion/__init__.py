@@ -14,6 +14,7 @@ from slapo_rewrite.fusion.rule import (
     Rule,
     RuleMatch,
     Twice,
+    share_dropped,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "head_of",
     "labels_of",
     "loss_of",
+    "share_dropped",
 ]

@@ -71,12 +71,17 @@ class Calling:
 
     @classmethod
     def of(
-        cls, function: Callable[..., object], parameters: Sequence[str], keywords: Sequence[str]
+        cls,
+        function: Callable[..., object],
+        parameters: Sequence[str],
+        keywords: Sequence[str],
+        given: Mapping[str, str],
     ) -> Calling:
-        """A call of a live function."""
+        """A call of a live function with those of the arguments that are given."""
         origin = dotted(function)
         assert origin is not None
-        return cls(origin.rpartition(".")[2], origin, tuple(parameters), tuple(keywords))
+        by_position, by_name = (tuple(k for k in ks if k in given) for ks in (parameters, keywords))
+        return cls(origin.rpartition(".")[2], origin, by_position, by_name)
 
     def reads(self) -> list[str]:
         """The parameters in the order in which they are read."""
@@ -158,7 +163,7 @@ class Claim:
         constructor: A statement for the end of the constructor: it makes what is called.
         moved: Whether the statements go there, with their comments.
         values: What stands for each parameter; the match's own values where None.
-        layer: The linear layer before the match whose bias the expression adds.
+        linear: The linear layer of the match, which the expression hands over to be called.
         spread: How it is written where one place is not enough.
     """
 
@@ -172,16 +177,17 @@ class Claim:
     constructor: str | None = None
     moved: bool = False
     values: Mapping[str, Value] | None = None
-    layer: str | None = None
+    linear: str | None = None
     spread: MultiSiteRewrite | None = None
 
     def called(self) -> list[str]:
         """The paths of the modules that are called in the match."""
         return [self._below(called) for called in self.match.calls]
 
-    def multiplied(self) -> list[str]:
-        """The path of the linear layer of which the product alone is taken."""
-        return [self._below(self.layer)] if self.layer is not None else []
+    def splits(self, path: str, state: ModuleRequests) -> bool:
+        """Whether what is asked of a module is that its linear layer be split, which is called."""
+        rest = replace(state, shards=(), syncs=(), infer_sync=None)
+        return self.linear is not None and path == self._below(self.linear) and rest.is_plain()
 
     def idle(self) -> list[str]:
         """The paths of modules that are called elsewhere, and not always any more."""
@@ -291,7 +297,7 @@ class Engine:
                 tied = self._tied_to_sharded(path) if path in claim.idle() else None
                 if tied is not None:
                     return Skipped(claim, f"{tied}, and it reads that whole", "leave it whole")
-                if (state := self._scheduled(path)) is not None:
+                if (state := self._scheduled(path)) is not None and not claim.splits(path, state):
                     line = _first_line(state)
                     return Skipped(
                         claim,
@@ -379,10 +385,9 @@ class Engine:
             self.speller = Spelling(self.file, self.cause)
             self._texts.clear()
             edits, absorbed = self._carried_out(live)
-        multiplied = tuple(dict.fromkeys(path for c in live for path in c.multiplied()))
         idle = tuple(dict.fromkeys(path for c in live for path in c.idle()))
         references = tuple(self.speller.references.values())
-        return Rewrite(edits, references, absorbed, notes, multiplied=multiplied, idle=idle)
+        return Rewrite(edits, references, absorbed, notes, idle=idle)
 
     def _carried_out(self, claims: Sequence[Claim]) -> tuple[list[Edit], tuple[str, ...]]:
         """The edits, and the modules that are called no more."""
@@ -553,7 +558,7 @@ class Engine:
             if home not in calls:
                 calls[home] = _calls(tree, home)
             for path, called in zip(claim.called(), claim.match.calls, strict=True):
-                if accessor(called) not in calls[home]:
+                if accessor(called) not in calls[home] and called != claim.linear:
                     found[path] = None
         return tuple(found)
 

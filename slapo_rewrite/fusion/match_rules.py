@@ -153,6 +153,8 @@ def _find(
 
 
 def _take(rule: Rule, found: RuleMatch, looked: Looked) -> None:
+    if (name := rule.after_linear(found)) is not None:
+        found = found.with_linear(name)
     reason = rule.refuses(found)
     if reason is not None:
         nothing = Calling(rule.name, rule.name, ())
@@ -166,7 +168,7 @@ def _take(rule: Rule, found: RuleMatch, looked: Looked) -> None:
         rule.operands(found),
         rule.name,
         values={} if isinstance(expression, Renamed) else None,
-        layer=rule.biased(found),
+        linear=found.linear,
         spread=rule.spread(found),
     )
     looked.claims.append(claim)

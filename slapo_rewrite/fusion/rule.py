@@ -6,10 +6,12 @@ import ast
 import enum
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.code.facts import dotted
+from slapo_rewrite.code.text import accessor
 from slapo_rewrite.examples import Example, Refusal
 from slapo_rewrite.fusion.engine import Calling, MultiSiteRewrite, Renamed
 from slapo_rewrite.model.layers import MULTIPLIED, qualified
@@ -17,6 +19,7 @@ from slapo_rewrite.model.node_facts import method_of
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import beyond_forward
+from slapo_rewrite.patterns.legality import given_by
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.value_graph import Graph, Value
 
@@ -91,17 +94,49 @@ class RuleMatch:
         node: The module whose function it stands in.
         alternative: The pattern that was found.
         sources: The files.
+        linear: The linear layer that is called in the match, by its name in the module.
+        entered: The operand that was what this layer gives, and is now what it is given.
     """
 
     match: Match
     node: Node
     alternative: Alternative
     sources: Sources
+    linear: str | None = None
+    entered: str | None = None
 
     @property
-    def operands(self) -> Mapping[str, str]:
-        """The text of each operand at the place of the result."""
-        return self.match.operands
+    def operands(self) -> dict[str, str]:
+        """The text of each operand at the place of the result, and of modules of the match.
+
+        What is linear, activates or drops is handed to kernels: where more is put on such a module
+        later, they call it.
+        """
+        found = dict(self.match.operands)
+        dropout = self._dropout() if "p" in found else None
+        if "p" in found and dropout is None:
+            found["dropout"] = share_dropped(found["p"], found["training"])
+        modules = {"linear": self.linear, "activation": self._activation(), "dropout": dropout}
+        return found | {name: accessor(path) for name, path in modules.items() if path is not None}
+
+    def _dropout(self) -> str | None:
+        """The `nn.Dropout` whose share and flag the match reads."""
+        path = str(self.value("p").path).removesuffix(".p")
+        flag = self.value("training").path
+        plain = qualified(type(self.attribute(path))) == "torch.nn.modules.dropout.Dropout"
+        return path if plain and flag == f"{path}.training" else None
+
+    def _activation(self) -> str | None:
+        """The module whose call is that of the function which the pattern calls, its activation."""
+        judge = self.match.judge
+        called = [v for v in judge.pattern.graph.values if v.inner is not None] if judge else []
+        if judge is None or not called:
+            return None
+        value = judge.pairing.held.get(given_by(called[0])[-1])
+        if value is None or value not in given_by(value.site) or len(value.site.given) != 1:
+            return None
+        path = value.site.called
+        return path if path is not None and not self.attribute(path)._modules else None
 
     def value(self, name: str) -> Value:
         """What stands for a parameter of the pattern."""
@@ -125,41 +160,35 @@ class RuleMatch:
             found = getattr(found, name, None)
         return found
 
-    def layer(self, name: str) -> str | None:
-        """The linear layer whose output, the bias added to it, an operand is and nothing else.
+    def with_linear(self, name: str) -> RuleMatch:
+        """The match with the linear layer in it whose output an operand is and nothing else.
 
-        Its name in the module, that calls it there alone: a replacement may add the bias by itself
-        (`Rule.biased`). None where there is no such layer.
+        A replacement may add the layer's bias by itself then (`Rule.after_linear`). The match as it
+        is where there is no such layer, or it cannot be called where the match's result stands.
         """
         value = self.value(name)
         match value.node:
             case ast.Call(func=ast.Attribute(ast.Name("self"), called), args=[given], keywords=[]):
                 layer = self.node.children.get(called)
             case _:
-                return None
-        if layer is None or value.site is not value or isinstance(given, ast.Starred):
-            return None
+                return self
+        if layer is None or isinstance(given, ast.Starred):
+            return self
         if qualified(layer.cls) not in MULTIPLIED or "bias" not in layer.parameters:
-            return None
+            return self
         if beyond_forward(layer.live) is not None:
-            return None
+            return self
         if any(other is value for key, other in self.match.values.items() if key != name):
-            return None  # the sum of it and itself, say: the bias would go to one of the two
-        if self._is_moved_past(called, value):
-            return None
-        inside = {id(n) for node in self.match.nodes for n in (node, node.site)}
-        if any(use.by is None or id(use.by) not in inside for use in value.uses):
-            return None
-        owners = (self.match.file.classes.get(cls.__name__) for cls in self.node.cls.__mro__)
-        calls = [n for owner in owners if owner for n in ast.walk(owner) if _calls(n, called)]
-        return called if calls == [value.node] else None
+            return self  # the sum of it and itself, say: it would be computed twice
+        wider = None if self._is_moved_past(called, value) else self.match.with_call(name)
+        return replace(self, match=wider, linear=called, entered=name) if wider else self
 
     def _is_moved_past(self, layer: str, product: Value) -> bool:
         """Whether something may change a layer, or gradients, between its call and the match."""
         root, graph = self.match.root, self.graph
         if product.regions != root.site.regions:
             return True
-        own = {("attribute", layer), ("attribute", f"{layer}.bias")}
+        own = {("attribute", layer + name) for name in ("", ".weight", ".bias")}
         written = [m.order for m in graph.mutations if m.target.bases & own]
         written += [b.order for b in graph.bound if f"{b.name}.".startswith(f"self.{layer}.")]
         written += [way.order for way in graph.exits if way.total]
@@ -189,12 +218,11 @@ class RuleMatch:
         return made[0] if len(made) == registered == 1 and not written else None
 
 
-def _calls(node: ast.AST, name: str) -> bool:
-    """Whether a node is a call of the module's attribute of that name."""
-    match node:
-        case ast.Call(func=ast.Attribute(ast.Name("self"), called)):
-            return called == name
-    return False
+def share_dropped(p: str, training: str) -> str:
+    """The text of the share that `F.dropout` drops with these arguments."""
+    if training in ("True", "False"):
+        return p if training == "True" else "0.0"
+    return f"{parenthesised(p)} if {parenthesised(training)} else 0.0"
 
 
 def _registered(node: ast.AST, name: str) -> ast.expr | None:
@@ -275,10 +303,10 @@ class Rule:
         """The text of each parameter of the replacement, by name."""
         return found.operands
 
-    def biased(self, found: RuleMatch) -> str | None:
-        """The linear layer before the match whose bias the replacement adds (`RuleMatch.layer`).
+    def after_linear(self, found: RuleMatch) -> str | None:
+        """The operand that a linear layer may give whose bias the replacement adds.
 
-        Where the layer is called, the product alone is written then.
+        Where one gives it, `found` has that layer in it from then on (`RuleMatch.with_linear`).
         """
         return None
 

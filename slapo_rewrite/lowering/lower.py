@@ -229,7 +229,6 @@ class _Lowering:
             frozenset(heads),
             self._attributes(layers),
             frozenset(path for path, state in self.states.items() if state.asks(ForkRandom)),
-            frozenset(p for p, s in self.states.items() if s.decompose and not s.decompose.adds),
             frozenset(p for p in layers if self.inference.may_tie(p, layers[p])),
         )
 

@@ -6,7 +6,7 @@ import ast
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import overload
 
 from slapo_rewrite import errors
@@ -53,6 +53,7 @@ class Match:
         results: What the pattern returns: one value, or those of its tuple.
         drawn: What has to stand in the arms of a branch first, where one lies between whose way is
             known.
+        judge: Says whether more may stand there; None for a call that was found by itself.
     """
 
     path: str
@@ -64,6 +65,26 @@ class Match:
     replaced: Replaced
     results: tuple[Value, ...]
     drawn: Sunk | None = None
+    judge: Judge | None = None
+
+    def with_call(self, name: str) -> Match | None:
+        """The match with the call that gives an operand, of what that is given, if it may have it.
+
+        Args:
+            name: The operand, which becomes the call's one argument.
+        """
+        call, judge = self.values[name], self.judge
+        if judge is None or call.site is not call or [key for key, _ in call.given] != [""]:
+            return None
+        operand = judge.pattern.wildcards[name]
+        wanted = replace(operand, operation=call.operation)
+        held = {**judge.pairing.held, wanted: call, operand: call.given[0][1]}
+        pairing = replace(judge.pairing, held=held, nodes=(call, *judge.pairing.nodes))
+        wider = Judge(judge.pattern, judge.graph, pairing, judge.results, judge.place)
+        if wider.stop() is not None or not wider.replaced.whole:
+            return None
+        scope = Scope(self.path, self.function, judge.graph)
+        return replace(_match(scope, judge.pattern, wider), drawn=self.drawn)
 
     @property
     def root(self) -> Value:
@@ -309,6 +330,7 @@ def _match(scope: Scope, pattern: Pattern, judge: Judge) -> Match:
         (*nodes, judge.place.value),
         judge.replaced,
         tuple(judge.results),
+        judge=judge,
     )
 
 

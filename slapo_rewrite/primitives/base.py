@@ -6,14 +6,14 @@ import inspect
 import re
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.placement import Subgraph
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import Decompose, ModuleRequests
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.examples import Example as Example
@@ -169,17 +169,9 @@ class Rewriting(Primitive):
         """
         raise NotImplementedError
 
-    def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
-        """The modules selected, and linear layers whose bias the changed source adds."""
-        layers = call.done.multiplied if call.done is not None else ()
-        found = {node.path: node for node in nodes}
-        return (found | {path: call.tree.nodes[path] for path in layers}).values()
-
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """Records of such a layer that where it is called, the product alone is taken."""
-        if call.done is None or node.path not in call.done.multiplied:
-            return state
-        return replace(state, decompose=Decompose(call.directive, adds=False))
+        """Asks nothing of a module."""
+        return state
 
 
 def signature_of(function: Any) -> inspect.Signature:

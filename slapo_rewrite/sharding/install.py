@@ -168,9 +168,7 @@ def _know_tensors(run: Run, node: Node, layer: Layer, new: Any) -> None:
             run.flow.set(tensor, State(SHARD, node.path, copies, axis - len(shape)))
         else:
             covered = node.path if (node.path, name) in run.wanted.shared else None
-            keys = None if covered else frozenset([(node.path, name)])
-            known = node.path in run.asked.multiplied
-            run.flow.set(tensor, State(covered=covered, parameters=keys if known else None))
+            run.flow.set(tensor, State(covered=covered))
         run.alive.append(tensor)
 
 

@@ -28,8 +28,6 @@ def noted_readings(run: Run) -> Iterator[None]:
     def read(module: nn.Module, name: str) -> object:
         value = plain(module, name)
         path = paths.get(id(module))
-        if path is None and not run.depth:  # a sharded layer, of which another module reads it
-            path = next((p for p in run.asked.multiplied if _is_at(module, p)), None)
         if isinstance(value, nn.Parameter) and path is not None:
             run.followed.readings.add(_reading(run, module, path, name, sys._getframe(1)))
         return value
@@ -39,11 +37,6 @@ def noted_readings(run: Run) -> Iterator[None]:
         yield
     finally:
         nn.Module.__getattr__ = plain  # type: ignore[method-assign]
-
-
-def _is_at(module: nn.Module, path: str) -> bool:
-    """Whether a module is the sharded layer at a path."""
-    return module.__dict__.get("_followed_path") == path
 
 
 def _reading(

@@ -137,7 +137,6 @@ class StandIn:
             frozenset(own for own, path in self.paths.items() if path in asked.heads),
             those_in(asked.attributes),
             frozenset(own for own, path in self.paths.items() if path in asked.forked),
-            frozenset(own for own, path in self.paths.items() if path in asked.multiplied),
             frozenset(own for own, path in self.paths.items() if path in asked.tied_heads),
         )
 

@@ -81,7 +81,6 @@ class ShardingRequest:
         heads: The layers among `layers` whose parts may go into a loss as they are.
         attributes: The integer attributes that are this rank's share, by the module's path.
         forked: The modules all of whose random numbers are a rank's own.
-        multiplied: The linear layers whose bias another module's text adds.
         tied_heads: The embeddings whose tables may be heads, with the collectives inferred.
     """
 
@@ -91,7 +90,6 @@ class ShardingRequest:
     heads: frozenset[str] = frozenset()
     attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     forked: frozenset[str] = frozenset()
-    multiplied: frozenset[str] = frozenset()
     tied_heads: frozenset[str] = frozenset()
 
 

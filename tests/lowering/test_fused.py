@@ -84,7 +84,7 @@ return gate * up  # both
     diff = changed(tmp_path, body)
     assert "-        gate = self.act(self.gate(x))  # in (0, 1)\n" in diff
     assert "+        # in (0, 1)\n" in diff
-    assert "+        return swiglu(self.gate(x), up)  # both\n" in diff
+    assert "+        return swiglu(self.gate(x), up, activation=self.act)  # both\n" in diff
     assert "The gate opens" not in diff and "not a part" not in diff
 
 
@@ -98,18 +98,21 @@ return self.scale * (
 """
     diff = changed(tmp_path, body)
     assert "+        # both halves\n+        # the gate\n" in diff
-    assert "+        return self.scale * swiglu(self.gate(x), self.up(x))\n" in diff
+    assert (
+        "+        return self.scale * swiglu(self.gate(x), self.up(x), activation=self.act)\n"
+        in diff
+    )
 
 
 def test_parentheses_stay_where_they_are_needed_alone(tmp_path):
     body = "return (-(self.act(self.gate(x)) * self.up(x))).sum(-1, keepdim=True) + x"
     diff = changed(tmp_path, body)
-    assert "return (-swiglu(self.gate(x), self.up(x))).sum(-1, keepdim=True) + x" in diff
+    assert "return (-swiglu(self.gate(x), self.up(x), activation=self.act)).sum(" in diff
 
 
 def test_an_assignment_in_place_becomes_a_plain_one(tmp_path):
     diff = changed(tmp_path, "y = self.act(self.gate(x))\ny *= self.up(x)\nreturn y")
-    assert "+        y = swiglu(self.gate(x), self.up(x))\n" in diff
+    assert "+        y = swiglu(self.gate(x), self.up(x), activation=self.act)\n" in diff
 
 
 def test_statements_of_several_lines_are_laid_out_again(tmp_path):
@@ -120,7 +123,7 @@ return torch.cat(
 )
 """
     diff = changed(tmp_path, body)
-    assert "+            [swiglu(self.gate(x), self.up(x))],\n" in diff
+    assert "+            [swiglu(self.gate(x), self.up(x), activation=self.act)],\n" in diff
 
 
 def test_some_modules_get_a_class_of_their_own(tmp_path):
@@ -132,7 +135,7 @@ def test_some_modules_get_a_class_of_their_own(tmp_path):
         "+class FusedGated(Gated):\n"
         '+    """A `Gated` with `swiglu` applied."""\n'
         "+    def forward(self, x):\n"
-        "+        return swiglu(self.gate(x), self.up(x))\n"
+        "+        return swiglu(self.gate(x), self.up(x), activation=self.act)\n"
         "-        self.layers = nn.ModuleList([Gated(width) for _ in range(4)])\n"
         "+        self.layers = nn.ModuleList(\n"
         "+            [FusedGated(width) if i < 2 else Gated(width) for i in range(4)]\n"
@@ -301,7 +304,8 @@ def test_the_name_of_a_kernel_may_be_taken(tmp_path):
 def test_two_rules_in_one_statement(tmp_path):
     body = "return self.act(self.gate(x)) * self.up(x) + self.act(self.up(x)) * self.gate(x)"
     diff = changed(tmp_path, body)
-    assert "return swiglu(self.gate(x), self.up(x)) + swiglu(self.up(x), self.gate(x))" in diff
+    assert "return swiglu(self.gate(x), self.up(x), activation=self.act) + swiglu(" in diff
+    assert "+            self.up(x), self.gate(x), activation=self.act\n" in diff
 
 
 def test_packed_weights_are_in_the_order_of_the_calls(tmp_path):

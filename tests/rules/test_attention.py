@@ -200,7 +200,7 @@ def loss(outputs):
 def schedule(s):
     s.apply("dropout_residual")
 """
-    assert "training=self.drop.training" in compare(tmp_path, DROPPING, schedule)
+    assert "dropout=self.drop)" in compare(tmp_path, DROPPING, schedule)
 
 
 def test_dropout_that_is_made_where_it_is_called(tmp_path):

@@ -1,4 +1,4 @@
-"""Biases of linear layers that a kernel behind them adds: where that is, and where it is not."""
+"""Linear layers that a kernel is handed, to add their biases: which, and which not."""
 
 from __future__ import annotations
 
@@ -8,21 +8,30 @@ from slapo_rewrite.emit.write import write
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.verify.run import verify
 from tests.rewriting import changed_lines, refused, rewritten
+from tests.rules.alike import same
 
 (POST, _) = rules()["residual_layer_norm"].examples
 DENSE = "self.dense(hidden_states)"
+# As the numbers are held against one another.
+TAKEN = POST.schedule.replace("outputs.pow", "outputs[0].pow")
 
 
 def test_a_layer_that_is_read_once(tmp_path):
     text = changed_lines(rewritten(tmp_path, POST.source, POST.schedule))
-    assert "linear_product(hidden_states, self.dense)" in text
-    assert "input_bias=self.dense.bias" in text
+    assert "linear=self.dense" in text
+
+
+def test_a_layer_that_is_called_twice(tmp_path):
+    source = POST.source.replace(DENSE, f"{DENSE}\n        other = self.dense(input_tensor)")
+    source = source.replace("hidden_states + input_tensor", "hidden_states + other")
+    assert "linear=self.dense" in same(tmp_path, source, TAKEN)
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (DENSE, f"{DENSE}\n        other = self.dense(input_tensor)"),
+        (DENSE, f"{DENSE}\n        input_tensor = hidden_states + input_tensor"),
+        (DENSE, f"{DENSE}\n        self.dense.weight.data.mul_(2)"),
         (DENSE, f"{DENSE}\n        self.seen = hidden_states"),
         (DENSE, f"{DENSE}\n        hidden_states.mul_(2)"),
         (DENSE, f"-{DENSE}"),
@@ -38,20 +47,19 @@ def test_others(tmp_path, old, new):
         source = source.replace(DENSE, "self.dense(hidden_states, hidden_states)")
     text = changed_lines(rewritten(tmp_path, source, POST.schedule))
     assert "add_layer_norm(" in text
-    assert "input_bias" not in text
-    assert "linear_product" not in text
+    assert "linear=" not in text
 
 
-def test_what_needs_the_layer_to_be_called(tmp_path):
-    schedule = POST.schedule + '    s["dense"].checkpoint()\n'
-    assert "needs the layer to be called" in refused(tmp_path, POST.source, schedule, "SR305")
+def test_the_layer_is_still_called(tmp_path):
+    schedule = TAKEN + '    s["dense"].checkpoint()\n'
+    assert "self.dense = CheckpointedLinear(" in same(tmp_path, POST.source, schedule)
     schedule = POST.schedule + '    s["dense"].decompose()\n'
-    assert "is decomposed already" in refused(tmp_path, POST.source, schedule, "SR306")
+    assert "no method of `Output` calls" in refused(tmp_path, POST.source, schedule, "SR305")
 
 
 @pytest.mark.processes
 def test_a_whole_layer_on_parts(tmp_path):
-    """Its weight and its bias are read where it was called: their gradients are added up there."""
+    """The gradients of its weight and its bias are added up."""
     source = (
         POST.source.replace("self.dense(", "self.dense(2 * ")
         + """
@@ -74,6 +82,6 @@ class Block(nn.Module):
     s.sync("fwd_post", "all_gather", axis=1)
 """
     output = rewritten(tmp_path, source.replace("0.1", "0.0"), schedule)
-    assert "all_reduce_gradient(self.dense.weight)" in changed_lines(output)
+    assert "self.dense = ReplicatedLinear(" in changed_lines(output)
     write(tmp_path / "out", output.files)
     assert verify(tmp_path / "out", (1, 2)).ok

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .kernels import bias_gelu, cross_entropy, residual_layer_norm
+from .kernels import cross_entropy, linear_gelu, residual_layer_norm
 from .packed_axes import Packed
 from .tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    all_reduce_gradient,
     part_size,
 )
 
@@ -72,11 +71,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        return self.dropout(
-            self.c_proj(
-                bias_gelu(F.linear(all_reduce_gradient(x), self.c_fc.weight), self.c_fc.bias)
-            )
-        )
+        return self.dropout(self.c_proj(linear_gelu(x, self.c_fc, activation=self.gelu)))
 
 
 class Block(nn.Module):

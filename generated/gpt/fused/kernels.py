@@ -4,6 +4,7 @@
 Shapes: M rows, D features, F inner features, V classes.
 """
 
+import re
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -140,6 +141,12 @@ def activation_reference(x: Tensor, kind: str) -> Tensor:
     return nn.functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
+def activated(x: Tensor, kind: str, activation: nn.Module | None) -> Tensor:
+    """What the module gives; without one, the activation in PyTorch's operations."""
+    y: Tensor = activation(x) if activation else activation_reference(x, kind)
+    return y
+
+
 @jit
 def tanh_tile(x):
     """The hyperbolic tangent, to a few units in the last place everywhere."""
@@ -228,15 +235,72 @@ def kept(seed, rows, first, p, block_d: constexpr):
     return tl.uint_to_uniform_float(bits) >= p
 
 
+# Modules of which kernels take what they compute by, and what makes them be called.
+
+
+# Those whose call is a product and a bias, besides `torch.nn.Linear`.
+LINEAR = re.compile(r"(Conv1D|(Column|Row)Parallel(Linear|Conv1D))\.forward")
+
+
+def runs_forward_alone(module: nn.Module | None) -> bool:
+    """Whether a call runs the `forward` of the module's class and nothing else.
+
+    A module that kernels stand for holds no other: what does is an adapter around one, or
+    has a parametrization. None is no module, whose call cannot do more.
+    """
+    if module is None:
+        return True
+    if "forward" in module.__dict__ or module._modules:
+        return False
+    hooks = (module._forward_pre_hooks, module._forward_hooks)
+    return not any((*hooks, module._backward_pre_hooks, module._backward_hooks))
+
+
+def product_and_bias(x: Tensor, layer: Any) -> tuple[Tensor, Tensor | None]:
+    """What a linear layer gives but for its bias, and the bias, for a kernel to add.
+
+    Shapes: x (..., D) -> (..., F) and (F,).
+
+    Args:
+        x: The input.
+        layer: The layer; x is what it gave already where this is None.
+
+    Returns:
+        The product and the bias; all that the layer gives and None where it was called.
+    """
+    if layer is None:
+        return x, None
+    forward = type(layer).forward
+    known = forward is nn.Linear.forward or LINEAR.fullmatch(forward.__qualname__)
+    gathers = getattr(layer, "output_shard", None) is not None
+    if not (runs_triton(x) and known and runs_forward_alone(layer)) or gathers:
+        return layer(x), None
+    if hasattr(layer, "enter"):  # split over its outputs
+        x = layer.enter(x)
+    multiply = nn.functional.linear if isinstance(layer, nn.Linear) else torch.matmul
+    y, bias = multiply(x, layer.weight), layer.bias
+    if hasattr(layer, "reduce"):  # split over its inputs
+        y, bias = layer.reduce(y, bias)
+    return y, linear_bias(y, bias)
+
+
+def drop_rate(dropout: nn.Module | float) -> float | None:
+    """The share that is dropped; None where a module has to be called for it."""
+    if not isinstance(dropout, nn.Module):
+        return dropout
+    if not (isinstance(dropout, nn.Dropout) and runs_forward_alone(dropout)):
+        return None
+    return dropout.p if dropout.training else 0.0
+
+
+def dropped(x: Tensor, dropout: nn.Module | float) -> Tensor:
+    """Dropout in PyTorch's operations: the module's, or of a share."""
+    if isinstance(dropout, nn.Module):
+        return dropout(x)  # type: ignore[no-any-return]
+    return nn.functional.dropout(x, dropout)
+
+
 # The bias of a linear layer, the activation after it, and dropout after that.
-
-
-def bias_activation_reference(
-    x: Tensor, bias: Tensor | None, kind: str, p: float
-) -> Tensor:
-    """`bias_activation` in PyTorch's operations."""
-    y = activation_reference(x if bias is None else x + bias, kind)
-    return nn.functional.dropout(y, p)
 
 
 @jit
@@ -425,57 +489,65 @@ def bias_activation(
     bias: Tensor | None,
     kind: str,
     *,
-    p: float = 0.0,
-    training: bool = True,
-    of_layer: bool = True,
+    activation: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> Tensor:
     """dropout(activation(x + bias)).
 
     Shapes: x (..., F), bias (F,) or None -> (..., F).
     Numerics: reassociated; float32 inside, rounded once. The bias's gradient is summed
-        in float32, in the same order at every run. Reseeded where p > 0: dropout draws
-        other numbers than `torch.nn.functional.dropout`, from the same generator, and
-        stores no mask.
+        in float32, in the same order at every run. Reseeded where something is dropped:
+        dropout draws other numbers than `torch.nn.functional.dropout`, from the same
+        generator, and stores no mask.
     Source: Hendrycks & Gimpel 2016, arXiv:1606.08415; Salmon et al. 2011,
         doi:10.1145/2063384.2063405.
 
     Args:
-        x: The linear layer's output before its bias.
-        bias: Its bias.
+        x: What the bias is added to.
+        bias: The bias.
         kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
-        p: The share that dropout drops.
-        training: Whether dropout drops at all.
-        of_layer: Whether the bias is the layer's, which autocast casts.
+        activation: The module of that kind, if it is one; called where it has hooks.
+        dropout: The module that drops, called likewise; or the share that is dropped.
     """
-    p, bias = p if training else 0.0, linear_bias(x, bias) if of_layer else bias
-    if not runs_triton(x, bias) or not one_each(bias, x):
-        return bias_activation_reference(x, bias, kind, p)
+    p = drop_rate(dropout)
+    kernel = p is not None and runs_forward_alone(activation) and one_each(bias, x)
+    if p is None or not (kernel and runs_triton(x, bias)):
+        x = x if bias is None else x + bias
+        return dropped(activated(x, kind, activation), dropout)
     y: Tensor = BiasActivationFunction.apply(x, bias, kind, p)
     return y
 
 
-def bias_gelu(
+def linear_activation(
     x: Tensor,
-    bias: Tensor | None,
+    linear: nn.Module,
+    kind: str,
+    *,
+    activation: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
+) -> Tensor:
+    """dropout(activation(linear(x))); the rest is as in `bias_activation`.
+
+    The layer is called where hooks or an adapter were put on it.
+    """
+    y, bias = product_and_bias(x, linear)
+    return bias_activation(y, bias, kind, activation=activation, dropout=dropout)
+
+
+def gelu_kind(approximate: str) -> str:
+    """What `torch.nn.functional.gelu` calls "none" or "tanh", as a kind of activation."""
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
+
+
+def linear_gelu(
+    x: Tensor,
+    linear: nn.Module,
     approximate: str = "none",
     *,
-    p: float = 0.0,
-    training: bool = True,
-    of_layer: bool = True,
+    activation: nn.Module | None = None,
 ) -> Tensor:
-    """dropout(gelu(x + bias)), as `bias_activation`.
-
-    Args:
-        x: The linear layer's output before its bias.
-        bias: Its bias.
-        approximate: "none" for the error function, "tanh" for what GPT-2 calls
-            `gelu_new`, as in `torch.nn.functional.gelu`.
-        p: The share that dropout drops.
-        training: Whether dropout drops at all.
-        of_layer: Whether the bias is the layer's, which autocast casts.
-    """
-    kind = "gelu_tanh" if approximate == "tanh" else "gelu"
-    return bias_activation(x, bias, kind, p=p, training=training, of_layer=of_layer)
+    """gelu(linear(x)), as `linear_activation`; `approximate` is as in `bias_gelu`."""
+    return linear_activation(x, linear, gelu_kind(approximate), activation=activation)
 
 
 # Cross entropy of a large vocabulary, without a copy of the logits in float32.
@@ -821,41 +893,7 @@ def cross_entropy(
     return loss
 
 
-# Layers of which kernels take the parameters, and what makes them be called after all.
-
-
-def runs_forward_alone(layer: nn.Module) -> bool:
-    """Whether a call runs the `forward` of the layer's class and nothing else.
-
-    A layer with parameters for kernels holds no other module: what does is an adapter
-    around one, or has a parametrization.
-    """
-    if "forward" in layer.__dict__ or layer._modules:
-        return False
-    hooks = (layer._forward_pre_hooks, layer._forward_hooks)
-    return not any((*hooks, layer._backward_pre_hooks, layer._backward_hooks))
-
-
 # Layer normalisation, with the bias, dropout and residual addition before it.
-
-
-def residual_layer_norm_reference(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    input_bias: Tensor | None,
-    p: float,
-    norm: nn.Module | None,
-) -> tuple[Tensor, Tensor]:
-    """`residual_layer_norm` in PyTorch's operations, or with a norm that is called."""
-    if input_bias is not None:
-        x = x + input_bias
-    total = nn.functional.dropout(x, p) + residual
-    if norm is not None:
-        return norm(total), total
-    return nn.functional.layer_norm(total, total.shape[-1:], weight, bias, eps), total
 
 
 @jit
@@ -1238,18 +1276,17 @@ def residual_layer_norm(
     eps: float = 1e-5,
     *,
     norm: nn.Module | None = None,
-    input_bias: Tensor | None = None,
-    p: float = 0.0,
-    training: bool = True,
+    linear: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Normalises dropout(x + input_bias) + residual as `layer_norm` does.
+    """Normalises dropout(linear(x)) + residual as `layer_norm` does.
 
-    Shapes: x and residual (..., D), weight, bias and input_bias (D,) or None -> the
-        normalised rows and the sum, (..., D) each.
-    Numerics: reassociated; reseeded where p > 0: dropout draws other numbers than
-        `torch.nn.functional.dropout`, from the same generator, and stores no mask. Where
-        the residual is what another norm gave, that one adds up its gradients, unless
-        someone looks at their sum (`norm_before`).
+    Shapes: x (..., D') where a layer makes it (..., D), residual (..., D), weight and
+        bias (D,) or None -> the normalised rows and the sum, (..., D) each.
+    Numerics: reassociated; reseeded where something is dropped: dropout draws other
+        numbers than `torch.nn.functional.dropout`, from the same generator, and stores
+        no mask. Where the residual is what another norm gave, that one adds up its
+        gradients, unless someone looks at their sum (`norm_before`).
     Source: Ba et al. 2016, arXiv:1607.06450; Salmon et al. 2011,
         doi:10.1145/2063384.2063405.
 
@@ -1259,22 +1296,21 @@ def residual_layer_norm(
         weight: The scale.
         bias: The shift.
         eps: Added to the variance.
-        norm: The layer that these three are of. It is called where hooks or an adapter
-            were put on it.
-        input_bias: Added to x first, the bias of the linear layer before.
-        p: The share of x that dropout drops.
-        training: Whether dropout drops at all.
+        norm: The module that these three are of, if there is one. It is called where
+            hooks or an adapter were put on it, as the next two are.
+        linear: The layer that makes of x what is dropped; the kernel adds its bias.
+        dropout: The module that drops, or the share that is dropped.
     """
-    p, input_bias = p if training else 0.0, linear_bias(x, input_bias)
-    vectors = (weight, bias, input_bias)
+    x, input_bias = product_and_bias(x, linear)
+    p, vectors = drop_rate(dropout), (weight, bias, input_bias)
     plain = all(one_each(each, x) for each in vectors) and not isinstance(eps, Tensor)
-    same = x.shape == residual.shape
-    if norm is not None and runs_forward_alone(norm):
-        norm = None
-    kernel = norm is None and same and plain
-    if not (kernel and runs_triton(x, residual, *vectors)):
-        return residual_layer_norm_reference(
-            x, residual, weight, bias, eps, input_bias, p, norm
-        )
+    kernel = plain and x.shape == residual.shape and runs_forward_alone(norm)
+    if p is None or not (kernel and runs_triton(x, residual, *vectors)):
+        x = x if input_bias is None else x + input_bias
+        total = dropped(x, dropout) + residual
+        if norm is not None:
+            return norm(total), total
+        y = nn.functional.layer_norm(total, total.shape[-1:], weight, bias, eps)
+        return y, total
     y, total = LayerNormFunction.apply(x, residual, input_bias, weight, bias, eps, p)
     return y, total

@@ -17,6 +17,7 @@ from .tensor_parallel import (
     gather_if_sharded,
     record_shard,
     sum_now,
+    unchanged,
 )
 
 
@@ -45,7 +46,7 @@ class ColumnParallelConv1D(Conv1D):
     ) -> None:
         shard = parts(1, nf, multiple_of)
         super().__init__(shard.local_size(), nx)
-        self.reduce_input_gradient = reduce_input_gradient
+        self.enter = all_reduce_gradient if reduce_input_gradient else unchanged
         self.output_shard = replace(shard, axis=-1) if gather_output else None
         record_shard(self, "weight", shard)
         record_shard(self, "bias", replace(shard, axis=0))
@@ -53,9 +54,7 @@ class ColumnParallelConv1D(Conv1D):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
         check_parts(self)
-        if self.reduce_input_gradient:
-            x = all_reduce_gradient(x)
-        return gather_if_sharded(super().forward(x), self.output_shard)
+        return gather_if_sharded(super().forward(self.enter(x)), self.output_shard)
 
 
 class RowParallelConv1D(Conv1D):
@@ -66,7 +65,7 @@ class RowParallelConv1D(Conv1D):
         nx: D, of the whole layer; the attribute of that name is D'.
         parts: Divides the input: one block, or several packed along it.
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
-        reduce: Adds up the ranks' partial outputs, and the bias to the sum.
+        reduce: Adds up the ranks' partial outputs.
     """
 
     def __init__(
@@ -88,4 +87,5 @@ class RowParallelConv1D(Conv1D):
         check_parts(self)
         if world_size() == 1:
             return super().forward(x)
-        return self.reduce(x @ self.weight, self.bias)
+        y, bias = self.reduce(x @ self.weight, self.bias)
+        return y if bias is None else y + bias.to(y.dtype)

@@ -137,6 +137,12 @@ def activation_reference(x: Tensor, kind: str) -> Tensor:
     return nn.functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
+def activated(x: Tensor, kind: str, activation: nn.Module | None) -> Tensor:
+    """What the module gives; without one, the activation in PyTorch's operations."""
+    y: Tensor = activation(x) if activation else activation_reference(x, kind)
+    return y
+
+
 @jit
 def tanh_tile(x):
     """The hyperbolic tangent, to a few units in the last place everywhere."""
@@ -223,6 +229,44 @@ def kept(seed, rows, first, p, block_d: constexpr):
     a, b, c, d = tl.philox(tl.load(seed), row, column, zero, zero, 7)
     bits = tl.interleave(tl.interleave(a, b), tl.interleave(c, d))
     return tl.uint_to_uniform_float(bits) >= p
+
+
+# Modules of which kernels take what they compute by, and what makes them be called.
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a call of a layer does nothing but `torch.nn.functional.linear`."""
+    return type(layer).forward is nn.Linear.forward and runs_forward_alone(layer)
+
+
+def runs_forward_alone(module: nn.Module | None) -> bool:
+    """Whether a call runs the `forward` of the module's class and nothing else.
+
+    A module that kernels stand for holds no other: what does is an adapter around one, or
+    has a parametrization. None is no module, whose call cannot do more.
+    """
+    if module is None:
+        return True
+    if "forward" in module.__dict__ or module._modules:
+        return False
+    hooks = (module._forward_pre_hooks, module._forward_hooks)
+    return not any((*hooks, module._backward_pre_hooks, module._backward_hooks))
+
+
+def drop_rate(dropout: nn.Module | float) -> float | None:
+    """The share that is dropped; None where a module has to be called for it."""
+    if not isinstance(dropout, nn.Module):
+        return dropout
+    if not (isinstance(dropout, nn.Dropout) and runs_forward_alone(dropout)):
+        return None
+    return dropout.p if dropout.training else 0.0
+
+
+def dropped(x: Tensor, dropout: nn.Module | float) -> Tensor:
+    """Dropout in PyTorch's operations: the module's, or of a share."""
+    if isinstance(dropout, nn.Module):
+        return dropout(x)  # type: ignore[no-any-return]
+    return nn.functional.dropout(x, dropout)
 
 
 # Cross entropy of a large vocabulary, without a copy of the logits in float32.
@@ -788,55 +832,45 @@ class GatedFunction(torch.autograd.Function):
 
 
 def gated(
-    gate: Tensor, up: Tensor, kind: str, *, p: float = 0.0, training: bool = True
+    gate: Tensor,
+    up: Tensor,
+    kind: str,
+    *,
+    activation: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> Tensor:
     """dropout(activation(gate) * up).
 
     Shapes: gate and up (..., F), also two halves of one tensor -> (..., F).
-    Numerics: reassociated; float32 inside, rounded once. Reseeded where p > 0: dropout
-        draws other numbers than `torch.nn.functional.dropout`, from the same generator,
-        and stores no mask.
+    Numerics: reassociated; float32 inside, rounded once. Reseeded where something is
+        dropped: dropout draws other numbers than `torch.nn.functional.dropout`, from the
+        same generator, and stores no mask.
     Source: Shazeer 2020, arXiv:2002.05202.
 
     Args:
         gate: What is activated.
         up: What it multiplies.
         kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
-        p: The share that dropout drops.
-        training: Whether dropout drops at all.
+        activation: The module of that kind, if it is one; called where it has hooks.
+        dropout: The module that drops, called likewise; or the share that is dropped.
     """
-    p = p if training else 0.0
-    if not runs_triton(gate, up) or gate.shape != up.shape:
-        return nn.functional.dropout(activation_reference(gate, kind) * up, p)
+    p = drop_rate(dropout)
+    kernel = runs_forward_alone(activation) and gate.shape == up.shape
+    if p is None or not (kernel and runs_triton(gate, up)):
+        return dropped(activated(gate, kind, activation) * up, dropout)
     y: Tensor = GatedFunction.apply(gate, up, kind, p)
     return y
 
 
 def swiglu(
-    gate: Tensor, up: Tensor, *, p: float = 0.0, training: bool = True
+    gate: Tensor,
+    up: Tensor,
+    *,
+    activation: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> Tensor:
     """dropout(silu(gate) * up), as `gated`."""
-    return gated(gate, up, "silu", p=p, training=training)
-
-
-# Layers of which kernels take the parameters, and what makes them be called after all.
-
-
-def is_plain(layer: nn.Module) -> bool:
-    """Whether a call of a layer does nothing but `torch.nn.functional.linear`."""
-    return type(layer).forward is nn.Linear.forward and runs_forward_alone(layer)
-
-
-def runs_forward_alone(layer: nn.Module) -> bool:
-    """Whether a call runs the `forward` of the layer's class and nothing else.
-
-    A layer with parameters for kernels holds no other module: what does is an adapter
-    around one, or has a parametrization.
-    """
-    if "forward" in layer.__dict__ or layer._modules:
-        return False
-    hooks = (layer._forward_pre_hooks, layer._forward_hooks)
-    return not any((*hooks, layer._backward_pre_hooks, layer._backward_hooks))
+    return gated(gate, up, "silu", activation=activation, dropout=dropout)
 
 
 # Several linear layers of one input, whose gradient is added up inside the products.
@@ -1241,16 +1275,15 @@ def residual_rms_norm(
     norm: nn.Module | None = None,
     offset: float = 0.0,
     cast: str = "input",
-    p: float = 0.0,
-    training: bool = True,
+    dropout: nn.Module | float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Normalises residual + dropout(x) as `rms_norm` does.
 
     Shapes: x and residual (..., D), weight (D,) -> the normalised rows and the sum,
         (..., D) each.
     Numerics: reassociated, as `rms_norm`; without dropout the sum is exact. Reseeded
-        where p > 0: dropout draws other numbers than `torch.nn.functional.dropout`,
-        from the same generator, and stores no mask.
+        where something is dropped: dropout draws other numbers than
+        `torch.nn.functional.dropout`, from the same generator, and stores no mask.
     Source: Zhang & Sennrich 2019, arXiv:1910.07467; Salmon et al. 2011,
         doi:10.1145/2063384.2063405.
 
@@ -1259,21 +1292,17 @@ def residual_rms_norm(
         residual: The stream that runs past the layers.
         weight: The scale, or None for none.
         eps: Added to the mean of the squares.
-        norm: The layer that these are of. It is called where hooks or an adapter were
-            put on it.
+        norm: The module that these are of, if there is one. It is called where hooks or
+            an adapter were put on it, as `dropout` is.
         offset: Added to the weight; 1 as Gemma has it.
         cast: When the normalised rows leave float32, as in `rms_norm`.
-        p: The share of x that dropout drops.
-        training: Whether dropout drops at all.
+        dropout: The module that drops, or the share of x that is dropped.
     """
-    p = p if training else 0.0
+    p = drop_rate(dropout)
     plain = one_each(weight, x) and not isinstance(eps, Tensor)
-    same = x.shape == residual.shape
-    if norm is not None and runs_forward_alone(norm):
-        norm = None
-    kernel = norm is None and same and plain
-    if not (kernel and runs_triton(x, residual, weight)):
-        total = residual + nn.functional.dropout(x, p)
+    kernel = plain and x.shape == residual.shape and runs_forward_alone(norm)
+    if p is None or not (kernel and runs_triton(x, residual, weight)):
+        total = residual + dropped(x, dropout)
         if norm is not None:
             return norm(total), total
         return rms_norm_reference(total, weight, eps, offset, cast), total

@@ -94,7 +94,7 @@ class KeyValueParallelLinear(nn.Linear):
         shard = ReplicatedShard(0, out_features, multiple_of)
         super().__init__(in_features, shard.local_size(), bias, device, dtype)
         self.shard, self.replicas = shard, shard.replicas()
-        self.reduce_input_gradient = reduce_input_gradient
+        self.enter = all_reduce_gradient if reduce_input_gradient else unchanged
         record_shard(self, "weight", shard)
         if bias:
             record_shard(self, "bias", shard)
@@ -102,8 +102,7 @@ class KeyValueParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Maps (..., D) to (..., F')."""
         check_parts(self)
-        if self.reduce_input_gradient:
-            input = all_reduce_gradient(input)
+        input = self.enter(input)
         if self.replicas == 1:
             return super().forward(input)
         weight, bias = self.shared(self.weight), self.shared(self.bias)

@@ -232,7 +232,7 @@ class ColumnParallelLinear(nn.Linear):
         shard = parts(0, out_features, multiple_of)
         super().__init__(in_features, shard.local_size(), bias, device, dtype)
         self.full_out_features = out_features
-        self.reduce_input_gradient = reduce_input_gradient
+        self.enter = all_reduce_gradient if reduce_input_gradient else unchanged
         self.output_shard = replace(shard, axis=-1) if gather_output else None
         record_shard(self, "weight", shard)
         if bias:
@@ -241,19 +241,16 @@ class ColumnParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
         check_parts(self)
-        if self.reduce_input_gradient:
-            input = all_reduce_gradient(input)
-        return gather_if_sharded(super().forward(input), self.output_shard)
+        return gather_if_sharded(super().forward(self.enter(input)), self.output_shard)
 
 
-# Makes the sum of the ranks' partial outputs, and adds the bias (None: there is none).
-Reduction = Callable[[Tensor, Tensor | None], Tensor]
+# Makes the sum of the ranks' partial outputs, and of the bias what is added to that.
+Reduction = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
-def sum_now(y: Tensor, bias: Tensor | None) -> Tensor:
-    """The sum of the ranks' partial outputs on every rank, with the bias added to it."""
-    y = all_reduce(y)
-    return y if bias is None else y + bias.to(y.dtype)
+def sum_now(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The sum of the ranks' partial outputs on every rank, and the bias."""
+    return all_reduce(y), bias
 
 
 class RowParallelLinear(nn.Linear):
@@ -265,7 +262,7 @@ class RowParallelLinear(nn.Linear):
         bias, device, dtype: As in `nn.Linear`.
         parts: How the input is divided: whole, or by blocks packed along it.
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
-        reduce: Adds up the ranks' partial outputs, and the bias to the sum.
+        reduce: Adds up the ranks' partial outputs.
     """
 
     def __init__(
@@ -290,7 +287,8 @@ class RowParallelLinear(nn.Linear):
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
-        return self.reduce(nn.functional.linear(input, self.weight), self.bias)
+        y, bias = self.reduce(nn.functional.linear(input, self.weight), self.bias)
+        return y if bias is None else y + bias.to(y.dtype)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -342,4 +340,4 @@ class VocabParallelEmbedding(nn.Embedding):
         elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
         x = super().forward((input - self.first_id).masked_fill(elsewhere, 0))
         x = x.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return self.reduce(x, None)
+        return self.reduce(x, None)[0]

@@ -4,6 +4,7 @@
 Shapes: M rows, D features, F inner features, V classes.
 """
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -144,6 +145,12 @@ def activation_reference(x: Tensor, kind: str) -> Tensor:
     return nn.functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
+def activated(x: Tensor, kind: str, activation: nn.Module | None) -> Tensor:
+    """What the module gives; without one, the activation in PyTorch's operations."""
+    y: Tensor = activation(x) if activation else activation_reference(x, kind)
+    return y
+
+
 @jit
 def tanh_tile(x):
     """The hyperbolic tangent, to a few units in the last place everywhere."""
@@ -232,15 +239,72 @@ def kept(seed, rows, first, p, block_d: constexpr):
     return tl.uint_to_uniform_float(bits) >= p
 
 
+# Modules of which kernels take what they compute by, and what makes them be called.
+
+
+# Those whose call is a product and a bias, besides `torch.nn.Linear`.
+LINEAR = re.compile(r"(Conv1D|(Column|Row)Parallel(Linear|Conv1D))\.forward")
+
+
+def runs_forward_alone(module: nn.Module | None) -> bool:
+    """Whether a call runs the `forward` of the module's class and nothing else.
+
+    A module that kernels stand for holds no other: what does is an adapter around one, or
+    has a parametrization. None is no module, whose call cannot do more.
+    """
+    if module is None:
+        return True
+    if "forward" in module.__dict__ or module._modules:
+        return False
+    hooks = (module._forward_pre_hooks, module._forward_hooks)
+    return not any((*hooks, module._backward_pre_hooks, module._backward_hooks))
+
+
+def product_and_bias(x: Tensor, layer: Any) -> tuple[Tensor, Tensor | None]:
+    """What a linear layer gives but for its bias, and the bias, for a kernel to add.
+
+    Shapes: x (..., D) -> (..., F) and (F,).
+
+    Args:
+        x: The input.
+        layer: The layer; x is what it gave already where this is None.
+
+    Returns:
+        The product and the bias; all that the layer gives and None where it was called.
+    """
+    if layer is None:
+        return x, None
+    forward = type(layer).forward
+    known = forward is nn.Linear.forward or LINEAR.fullmatch(forward.__qualname__)
+    gathers = getattr(layer, "output_shard", None) is not None
+    if not (runs_triton(x) and known and runs_forward_alone(layer)) or gathers:
+        return layer(x), None
+    if hasattr(layer, "enter"):  # split over its outputs
+        x = layer.enter(x)
+    multiply = nn.functional.linear if isinstance(layer, nn.Linear) else torch.matmul
+    y, bias = multiply(x, layer.weight), layer.bias
+    if hasattr(layer, "reduce"):  # split over its inputs
+        y, bias = layer.reduce(y, bias)
+    return y, linear_bias(y, bias)
+
+
+def drop_rate(dropout: nn.Module | float) -> float | None:
+    """The share that is dropped; None where a module has to be called for it."""
+    if not isinstance(dropout, nn.Module):
+        return dropout
+    if not (isinstance(dropout, nn.Dropout) and runs_forward_alone(dropout)):
+        return None
+    return dropout.p if dropout.training else 0.0
+
+
+def dropped(x: Tensor, dropout: nn.Module | float) -> Tensor:
+    """Dropout in PyTorch's operations: the module's, or of a share."""
+    if isinstance(dropout, nn.Module):
+        return dropout(x)  # type: ignore[no-any-return]
+    return nn.functional.dropout(x, dropout)
+
+
 # The bias of a linear layer, the activation after it, and dropout after that.
-
-
-def bias_activation_reference(
-    x: Tensor, bias: Tensor | None, kind: str, p: float
-) -> Tensor:
-    """`bias_activation` in PyTorch's operations."""
-    y = activation_reference(x if bias is None else x + bias, kind)
-    return nn.functional.dropout(y, p)
 
 
 @jit
@@ -429,40 +493,44 @@ def bias_activation(
     bias: Tensor | None,
     kind: str,
     *,
-    p: float = 0.0,
-    training: bool = True,
-    of_layer: bool = True,
+    activation: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> Tensor:
     """dropout(activation(x + bias)).
 
     Shapes: x (..., F), bias (F,) or None -> (..., F).
     Numerics: reassociated; float32 inside, rounded once. The bias's gradient is summed
-        in float32, in the same order at every run. Reseeded where p > 0: dropout draws
-        other numbers than `torch.nn.functional.dropout`, from the same generator, and
-        stores no mask.
+        in float32, in the same order at every run. Reseeded where something is dropped:
+        dropout draws other numbers than `torch.nn.functional.dropout`, from the same
+        generator, and stores no mask.
     Source: Hendrycks & Gimpel 2016, arXiv:1606.08415; Salmon et al. 2011,
         doi:10.1145/2063384.2063405.
 
     Args:
-        x: The linear layer's output before its bias.
-        bias: Its bias.
+        x: What the bias is added to.
+        bias: The bias.
         kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
-        p: The share that dropout drops.
-        training: Whether dropout drops at all.
-        of_layer: Whether the bias is the layer's, which autocast casts.
+        activation: The module of that kind, if it is one; called where it has hooks.
+        dropout: The module that drops, called likewise; or the share that is dropped.
     """
-    p, bias = p if training else 0.0, linear_bias(x, bias) if of_layer else bias
-    if not runs_triton(x, bias) or not one_each(bias, x):
-        return bias_activation_reference(x, bias, kind, p)
+    p = drop_rate(dropout)
+    kernel = p is not None and runs_forward_alone(activation) and one_each(bias, x)
+    if p is None or not (kernel and runs_triton(x, bias)):
+        x = x if bias is None else x + bias
+        return dropped(activated(x, kind, activation), dropout)
     y: Tensor = BiasActivationFunction.apply(x, bias, kind, p)
     return y
 
 
 def activation_dropout(
-    x: Tensor, kind: str, *, p: float = 0.0, training: bool = True
+    x: Tensor,
+    kind: str,
+    *,
+    activation: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> Tensor:
     """dropout(activation(x)), as `bias_activation`."""
-    return bias_activation(x, None, kind, p=p, training=training)
+    return bias_activation(x, None, kind, activation=activation, dropout=dropout)
 
 
 # Cross entropy of a large vocabulary, without a copy of the logits in float32.
@@ -996,32 +1064,31 @@ def dropout_residual(
     x: Tensor,
     residual: Tensor,
     *,
-    input_bias: Tensor | None = None,
-    p: float = 0.0,
-    training: bool = True,
+    linear: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> Tensor:
-    """dropout(x + input_bias) + residual.
+    """dropout(linear(x)) + residual; the kernel adds the linear layer's bias.
 
-    Shapes: x and residual (..., D), input_bias (D,) or None -> (..., D).
-    Numerics: reassociated; float32 inside, rounded once. Reseeded where p > 0: dropout
-        draws other numbers than `torch.nn.functional.dropout`, from the same generator,
-        and stores no mask.
+    Shapes: x (..., D') where a layer makes it (..., D), residual (..., D) -> (..., D).
+    Numerics: reassociated; float32 inside, rounded once. Reseeded where something is
+        dropped: dropout draws other numbers than `torch.nn.functional.dropout`, from the
+        same generator, and stores no mask.
     Source: Shoeybi et al. 2019, arXiv:1909.08053; Salmon et al. 2011,
         doi:10.1145/2063384.2063405.
 
     Args:
         x: What is added to the residual.
         residual: The stream that runs past the layers.
-        input_bias: Added to x first, the bias of the linear layer before.
-        p: The share of x that dropout drops.
-        training: Whether dropout drops at all.
+        linear: The layer that makes of x what is dropped, called where hooks or an
+            adapter were put on it. Without it, x is dropped.
+        dropout: The module that drops, called likewise; or the share that is dropped.
     """
-    p, input_bias = p if training else 0.0, linear_bias(x, input_bias)
+    x, input_bias = product_and_bias(x, linear)
+    p = drop_rate(dropout)
     plain = x.shape == residual.shape and one_each(input_bias, x)
-    if not runs_triton(x, residual, input_bias) or not plain:
-        if input_bias is not None:
-            x = x + input_bias
-        return nn.functional.dropout(x, p) + residual
+    if p is None or not (plain and runs_triton(x, residual, input_bias)):
+        x = x if input_bias is None else x + input_bias
+        return dropped(x, dropout) + residual
     total: Tensor = DropoutResidualFunction.apply(x, residual, input_bias, p)
     return total
 

@@ -21,6 +21,12 @@ def activation_reference(x: Tensor, kind: str) -> Tensor:
     return nn.functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
+def activated(x: Tensor, kind: str, activation: nn.Module | None) -> Tensor:
+    """What the module gives; without one, the activation in PyTorch's operations."""
+    y: Tensor = activation(x) if activation else activation_reference(x, kind)
+    return y
+
+
 @jit
 def tanh_tile(x):
     """The hyperbolic tangent, to a few units in the last place everywhere."""

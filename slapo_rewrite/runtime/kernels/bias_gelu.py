@@ -10,28 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .activations import activate, activation_reference, activation_slope
+from .activations import activate, activated, activation_slope
 from .dropout import draw_seed, keep_scale, kept
 from .launch import (
     constexpr,
     device_of,
     flat_tile,
     jit,
-    linear_bias,
     one_each,
     reducing_programs,
     rows_of,
     runs_triton,
     tl,
 )
-
-
-def bias_activation_reference(
-    x: Tensor, bias: Tensor | None, kind: str, p: float
-) -> Tensor:
-    """`bias_activation` in PyTorch's operations."""
-    y = activation_reference(x if bias is None else x + bias, kind)
-    return nn.functional.dropout(y, p)
+from .plain import drop_rate, dropped, product_and_bias, runs_forward_alone
 
 
 @jit
@@ -220,33 +212,54 @@ def bias_activation(
     bias: Tensor | None,
     kind: str,
     *,
-    p: float = 0.0,
-    training: bool = True,
-    of_layer: bool = True,
+    activation: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> Tensor:
     """dropout(activation(x + bias)).
 
     Shapes: x (..., F), bias (F,) or None -> (..., F).
     Numerics: reassociated; float32 inside, rounded once. The bias's gradient is summed
-        in float32, in the same order at every run. Reseeded where p > 0: dropout draws
-        other numbers than `torch.nn.functional.dropout`, from the same generator, and
-        stores no mask.
+        in float32, in the same order at every run. Reseeded where something is dropped:
+        dropout draws other numbers than `torch.nn.functional.dropout`, from the same
+        generator, and stores no mask.
     Source: Hendrycks & Gimpel 2016, arXiv:1606.08415; Salmon et al. 2011,
         doi:10.1145/2063384.2063405.
 
     Args:
-        x: The linear layer's output before its bias.
-        bias: Its bias.
+        x: What the bias is added to.
+        bias: The bias.
         kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
-        p: The share that dropout drops.
-        training: Whether dropout drops at all.
-        of_layer: Whether the bias is the layer's, which autocast casts.
+        activation: The module of that kind, if it is one; called where it has hooks.
+        dropout: The module that drops, called likewise; or the share that is dropped.
     """
-    p, bias = p if training else 0.0, linear_bias(x, bias) if of_layer else bias
-    if not runs_triton(x, bias) or not one_each(bias, x):
-        return bias_activation_reference(x, bias, kind, p)
+    p = drop_rate(dropout)
+    kernel = p is not None and runs_forward_alone(activation) and one_each(bias, x)
+    if p is None or not (kernel and runs_triton(x, bias)):
+        x = x if bias is None else x + bias
+        return dropped(activated(x, kind, activation), dropout)
     y: Tensor = BiasActivationFunction.apply(x, bias, kind, p)
     return y
+
+
+def linear_activation(
+    x: Tensor,
+    linear: nn.Module,
+    kind: str,
+    *,
+    activation: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
+) -> Tensor:
+    """dropout(activation(linear(x))); the rest is as in `bias_activation`.
+
+    The layer is called where hooks or an adapter were put on it.
+    """
+    y, bias = product_and_bias(x, linear)
+    return bias_activation(y, bias, kind, activation=activation, dropout=dropout)
+
+
+def gelu_kind(approximate: str) -> str:
+    """What `torch.nn.functional.gelu` calls "none" or "tanh", as a kind of activation."""
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
 def bias_gelu(
@@ -254,32 +267,42 @@ def bias_gelu(
     bias: Tensor | None,
     approximate: str = "none",
     *,
-    p: float = 0.0,
-    training: bool = True,
-    of_layer: bool = True,
+    activation: nn.Module | None = None,
 ) -> Tensor:
-    """dropout(gelu(x + bias)), as `bias_activation`.
+    """gelu(x + bias), as `bias_activation`.
 
     Args:
-        x: The linear layer's output before its bias.
-        bias: Its bias.
+        x: What the bias is added to.
+        bias: The bias.
         approximate: "none" for the error function, "tanh" for what GPT-2 calls
             `gelu_new`, as in `torch.nn.functional.gelu`.
-        p: The share that dropout drops.
-        training: Whether dropout drops at all.
-        of_layer: Whether the bias is the layer's, which autocast casts.
+        activation: As in `bias_activation`.
     """
-    kind = "gelu_tanh" if approximate == "tanh" else "gelu"
-    return bias_activation(x, bias, kind, p=p, training=training, of_layer=of_layer)
+    return bias_activation(x, bias, gelu_kind(approximate), activation=activation)
+
+
+def linear_gelu(
+    x: Tensor,
+    linear: nn.Module,
+    approximate: str = "none",
+    *,
+    activation: nn.Module | None = None,
+) -> Tensor:
+    """gelu(linear(x)), as `linear_activation`; `approximate` is as in `bias_gelu`."""
+    return linear_activation(x, linear, gelu_kind(approximate), activation=activation)
 
 
 def activation_dropout(
-    x: Tensor, kind: str, *, p: float = 0.0, training: bool = True
+    x: Tensor,
+    kind: str,
+    *,
+    activation: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> Tensor:
     """dropout(activation(x)), as `bias_activation`."""
-    return bias_activation(x, None, kind, p=p, training=training)
+    return bias_activation(x, None, kind, activation=activation, dropout=dropout)
 
 
-def quick_gelu(x: Tensor) -> Tensor:
+def quick_gelu(x: Tensor, *, activation: nn.Module | None = None) -> Tensor:
     """X sigmoid(1.702 x), as `bias_activation`."""
-    return bias_activation(x, None, "quick_gelu")
+    return bias_activation(x, None, "quick_gelu", activation=activation)

@@ -16,13 +16,13 @@ from .launch import (
     device_of,
     flat_tile,
     jit,
-    linear_bias,
     one_each,
     reducing_programs,
     rows_of,
     runs_triton,
     tl,
 )
+from .plain import drop_rate, dropped, product_and_bias
 
 
 @jit
@@ -210,31 +210,30 @@ def dropout_residual(
     x: Tensor,
     residual: Tensor,
     *,
-    input_bias: Tensor | None = None,
-    p: float = 0.0,
-    training: bool = True,
+    linear: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> Tensor:
-    """dropout(x + input_bias) + residual.
+    """dropout(linear(x)) + residual; the kernel adds the linear layer's bias.
 
-    Shapes: x and residual (..., D), input_bias (D,) or None -> (..., D).
-    Numerics: reassociated; float32 inside, rounded once. Reseeded where p > 0: dropout
-        draws other numbers than `torch.nn.functional.dropout`, from the same generator,
-        and stores no mask.
+    Shapes: x (..., D') where a layer makes it (..., D), residual (..., D) -> (..., D).
+    Numerics: reassociated; float32 inside, rounded once. Reseeded where something is
+        dropped: dropout draws other numbers than `torch.nn.functional.dropout`, from the
+        same generator, and stores no mask.
     Source: Shoeybi et al. 2019, arXiv:1909.08053; Salmon et al. 2011,
         doi:10.1145/2063384.2063405.
 
     Args:
         x: What is added to the residual.
         residual: The stream that runs past the layers.
-        input_bias: Added to x first, the bias of the linear layer before.
-        p: The share of x that dropout drops.
-        training: Whether dropout drops at all.
+        linear: The layer that makes of x what is dropped, called where hooks or an
+            adapter were put on it. Without it, x is dropped.
+        dropout: The module that drops, called likewise; or the share that is dropped.
     """
-    p, input_bias = p if training else 0.0, linear_bias(x, input_bias)
+    x, input_bias = product_and_bias(x, linear)
+    p = drop_rate(dropout)
     plain = x.shape == residual.shape and one_each(input_bias, x)
-    if not runs_triton(x, residual, input_bias) or not plain:
-        if input_bias is not None:
-            x = x + input_bias
-        return nn.functional.dropout(x, p) + residual
+    if p is None or not (plain and runs_triton(x, residual, input_bias)):
+        x = x if input_bias is None else x + input_bias
+        return dropped(x, dropout) + residual
     total: Tensor = DropoutResidualFunction.apply(x, residual, input_bias, p)
     return total

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .activations import activate, activation_reference, activation_slope
+from .activations import activate, activated, activation_slope
 from .dropout import draw_seed, keep_scale, kept
 from .launch import constexpr, device_of, flat_tile, jit, rows_of, runs_triton, tl
+from .plain import drop_rate, dropped, runs_forward_alone
 
 
 @jit
@@ -174,40 +175,56 @@ class GatedFunction(torch.autograd.Function):
 
 
 def gated(
-    gate: Tensor, up: Tensor, kind: str, *, p: float = 0.0, training: bool = True
+    gate: Tensor,
+    up: Tensor,
+    kind: str,
+    *,
+    activation: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> Tensor:
     """dropout(activation(gate) * up).
 
     Shapes: gate and up (..., F), also two halves of one tensor -> (..., F).
-    Numerics: reassociated; float32 inside, rounded once. Reseeded where p > 0: dropout
-        draws other numbers than `torch.nn.functional.dropout`, from the same generator,
-        and stores no mask.
+    Numerics: reassociated; float32 inside, rounded once. Reseeded where something is
+        dropped: dropout draws other numbers than `torch.nn.functional.dropout`, from the
+        same generator, and stores no mask.
     Source: Shazeer 2020, arXiv:2002.05202.
 
     Args:
         gate: What is activated.
         up: What it multiplies.
         kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
-        p: The share that dropout drops.
-        training: Whether dropout drops at all.
+        activation: The module of that kind, if it is one; called where it has hooks.
+        dropout: The module that drops, called likewise; or the share that is dropped.
     """
-    p = p if training else 0.0
-    if not runs_triton(gate, up) or gate.shape != up.shape:
-        return nn.functional.dropout(activation_reference(gate, kind) * up, p)
+    p = drop_rate(dropout)
+    kernel = runs_forward_alone(activation) and gate.shape == up.shape
+    if p is None or not (kernel and runs_triton(gate, up)):
+        return dropped(activated(gate, kind, activation) * up, dropout)
     y: Tensor = GatedFunction.apply(gate, up, kind, p)
     return y
 
 
 def swiglu(
-    gate: Tensor, up: Tensor, *, p: float = 0.0, training: bool = True
+    gate: Tensor,
+    up: Tensor,
+    *,
+    activation: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> Tensor:
     """dropout(silu(gate) * up), as `gated`."""
-    return gated(gate, up, "silu", p=p, training=training)
+    return gated(gate, up, "silu", activation=activation, dropout=dropout)
 
 
-def reglu(gate: Tensor, up: Tensor, *, p: float = 0.0, training: bool = True) -> Tensor:
+def reglu(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    activation: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
+) -> Tensor:
     """dropout(relu(gate) * up), as `gated`."""
-    return gated(gate, up, "relu", p=p, training=training)
+    return gated(gate, up, "relu", activation=activation, dropout=dropout)
 
 
 def geglu(
@@ -215,17 +232,9 @@ def geglu(
     up: Tensor,
     approximate: str = "none",
     *,
-    p: float = 0.0,
-    training: bool = True,
+    activation: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> Tensor:
-    """dropout(gelu(gate) * up), as `gated`.
-
-    Args:
-        gate: What is activated.
-        up: What it multiplies.
-        approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
-        p: The share that dropout drops.
-        training: Whether dropout drops at all.
-    """
+    """dropout(gelu(gate) * up), as `gated`; `approximate` is as torch's `gelu` takes it."""
     kind = "gelu_tanh" if approximate == "tanh" else "gelu"
-    return gated(gate, up, kind, p=p, training=training)
+    return gated(gate, up, kind, activation=activation, dropout=dropout)

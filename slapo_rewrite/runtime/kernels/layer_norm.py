@@ -17,7 +17,6 @@ from .launch import (
     constexpr,
     device_of,
     jit,
-    linear_bias,
     one_each,
     reducing_programs,
     row_tile,
@@ -25,26 +24,7 @@ from .launch import (
     runs_triton,
     tl,
 )
-from .plain import runs_forward_alone
-
-
-def residual_layer_norm_reference(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    input_bias: Tensor | None,
-    p: float,
-    norm: nn.Module | None,
-) -> tuple[Tensor, Tensor]:
-    """`residual_layer_norm` in PyTorch's operations, or with a norm that is called."""
-    if input_bias is not None:
-        x = x + input_bias
-    total = nn.functional.dropout(x, p) + residual
-    if norm is not None:
-        return norm(total), total
-    return nn.functional.layer_norm(total, total.shape[-1:], weight, bias, eps), total
+from .plain import drop_rate, dropped, product_and_bias, runs_forward_alone
 
 
 @jit
@@ -444,18 +424,17 @@ def residual_layer_norm(
     eps: float = 1e-5,
     *,
     norm: nn.Module | None = None,
-    input_bias: Tensor | None = None,
-    p: float = 0.0,
-    training: bool = True,
+    linear: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Normalises dropout(x + input_bias) + residual as `layer_norm` does.
+    """Normalises dropout(linear(x)) + residual as `layer_norm` does.
 
-    Shapes: x and residual (..., D), weight, bias and input_bias (D,) or None -> the
-        normalised rows and the sum, (..., D) each.
-    Numerics: reassociated; reseeded where p > 0: dropout draws other numbers than
-        `torch.nn.functional.dropout`, from the same generator, and stores no mask. Where
-        the residual is what another norm gave, that one adds up its gradients, unless
-        someone looks at their sum (`norm_before`).
+    Shapes: x (..., D') where a layer makes it (..., D), residual (..., D), weight and
+        bias (D,) or None -> the normalised rows and the sum, (..., D) each.
+    Numerics: reassociated; reseeded where something is dropped: dropout draws other
+        numbers than `torch.nn.functional.dropout`, from the same generator, and stores
+        no mask. Where the residual is what another norm gave, that one adds up its
+        gradients, unless someone looks at their sum (`norm_before`).
     Source: Ba et al. 2016, arXiv:1607.06450; Salmon et al. 2011,
         doi:10.1145/2063384.2063405.
 
@@ -465,23 +444,22 @@ def residual_layer_norm(
         weight: The scale.
         bias: The shift.
         eps: Added to the variance.
-        norm: The layer that these three are of. It is called where hooks or an adapter
-            were put on it.
-        input_bias: Added to x first, the bias of the linear layer before.
-        p: The share of x that dropout drops.
-        training: Whether dropout drops at all.
+        norm: The module that these three are of, if there is one. It is called where
+            hooks or an adapter were put on it, as the next two are.
+        linear: The layer that makes of x what is dropped; the kernel adds its bias.
+        dropout: The module that drops, or the share that is dropped.
     """
-    p, input_bias = p if training else 0.0, linear_bias(x, input_bias)
-    vectors = (weight, bias, input_bias)
+    x, input_bias = product_and_bias(x, linear)
+    p, vectors = drop_rate(dropout), (weight, bias, input_bias)
     plain = all(one_each(each, x) for each in vectors) and not isinstance(eps, Tensor)
-    same = x.shape == residual.shape
-    if norm is not None and runs_forward_alone(norm):
-        norm = None
-    kernel = norm is None and same and plain
-    if not (kernel and runs_triton(x, residual, *vectors)):
-        return residual_layer_norm_reference(
-            x, residual, weight, bias, eps, input_bias, p, norm
-        )
+    kernel = plain and x.shape == residual.shape and runs_forward_alone(norm)
+    if p is None or not (kernel and runs_triton(x, residual, *vectors)):
+        x = x if input_bias is None else x + input_bias
+        total = dropped(x, dropout) + residual
+        if norm is not None:
+            return norm(total), total
+        y = nn.functional.layer_norm(total, total.shape[-1:], weight, bias, eps)
+        return y, total
     y, total = LayerNormFunction.apply(x, residual, input_bias, weight, bias, eps, p)
     return y, total
 
@@ -494,9 +472,8 @@ def add_layer_norm(
     eps: float = 1e-5,
     *,
     norm: nn.Module | None = None,
-    input_bias: Tensor | None = None,
-    p: float = 0.0,
-    training: bool = True,
+    linear: nn.Module | None = None,
+    dropout: nn.Module | float = 0.0,
 ) -> Tensor:
     """The normalised rows of `residual_layer_norm`, where nothing else reads the sum."""
     normed, _ = residual_layer_norm(
@@ -506,8 +483,7 @@ def add_layer_norm(
         bias,
         eps,
         norm=norm,
-        input_bias=input_bias,
-        p=p,
-        training=training,
+        linear=linear,
+        dropout=dropout,
     )
     return normed

@@ -1,13 +1,19 @@
-"""Layers of which kernels take the parameters, and what makes them be called after all.
+"""Modules of which kernels take what they compute by, and what makes them be called.
 
-A hook, a parametrization, a `forward` of its own, or an adapter put around a layer later
-makes it do more: it is called then, as ever.
+A hook, a parametrization, a `forward` of its own, or an adapter put around a module later
+makes it do more: it is called then, as ever. So is each where no kernel runs.
 """
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .launch import linear_bias, runs_triton
+
+# Those whose call is a product and a bias, besides `torch.nn.Linear`.
+LINEAR = re.compile(r"(Conv1D|(Column|Row)Parallel(Linear|Conv1D))\.forward")
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -15,16 +21,18 @@ def is_plain(layer: nn.Module) -> bool:
     return type(layer).forward is nn.Linear.forward and runs_forward_alone(layer)
 
 
-def runs_forward_alone(layer: nn.Module) -> bool:
-    """Whether a call runs the `forward` of the layer's class and nothing else.
+def runs_forward_alone(module: nn.Module | None) -> bool:
+    """Whether a call runs the `forward` of the module's class and nothing else.
 
-    A layer with parameters for kernels holds no other module: what does is an adapter
-    around one, or has a parametrization.
+    A module that kernels stand for holds no other: what does is an adapter around one, or
+    has a parametrization. None is no module, whose call cannot do more.
     """
-    if "forward" in layer.__dict__ or layer._modules:
+    if module is None:
+        return True
+    if "forward" in module.__dict__ or module._modules:
         return False
-    hooks = (layer._forward_pre_hooks, layer._forward_hooks)
-    return not any((*hooks, layer._backward_pre_hooks, layer._backward_hooks))
+    hooks = (module._forward_pre_hooks, module._forward_hooks)
+    return not any((*hooks, module._backward_pre_hooks, module._backward_hooks))
 
 
 def linear_product(x: Tensor, layer: Any) -> Tensor:
@@ -45,3 +53,47 @@ def linear_product(x: Tensor, layer: Any) -> Tensor:
         return torch.matmul(x, layer.weight)
     y: Tensor = layer(x)
     return y if layer.bias is None else y - layer.bias.to(y.dtype)
+
+
+def product_and_bias(x: Tensor, layer: Any) -> tuple[Tensor, Tensor | None]:
+    """What a linear layer gives but for its bias, and the bias, for a kernel to add.
+
+    Shapes: x (..., D) -> (..., F) and (F,).
+
+    Args:
+        x: The input.
+        layer: The layer; x is what it gave already where this is None.
+
+    Returns:
+        The product and the bias; all that the layer gives and None where it was called.
+    """
+    if layer is None:
+        return x, None
+    forward = type(layer).forward
+    known = forward is nn.Linear.forward or LINEAR.fullmatch(forward.__qualname__)
+    gathers = getattr(layer, "output_shard", None) is not None
+    if not (runs_triton(x) and known and runs_forward_alone(layer)) or gathers:
+        return layer(x), None
+    if hasattr(layer, "enter"):  # split over its outputs
+        x = layer.enter(x)
+    multiply = nn.functional.linear if isinstance(layer, nn.Linear) else torch.matmul
+    y, bias = multiply(x, layer.weight), layer.bias
+    if hasattr(layer, "reduce"):  # split over its inputs
+        y, bias = layer.reduce(y, bias)
+    return y, linear_bias(y, bias)
+
+
+def drop_rate(dropout: nn.Module | float) -> float | None:
+    """The share that is dropped; None where a module has to be called for it."""
+    if not isinstance(dropout, nn.Module):
+        return dropout
+    if not (isinstance(dropout, nn.Dropout) and runs_forward_alone(dropout)):
+        return None
+    return dropout.p if dropout.training else 0.0
+
+
+def dropped(x: Tensor, dropout: nn.Module | float) -> Tensor:
+    """Dropout in PyTorch's operations: the module's, or of a share."""
+    if isinstance(dropout, nn.Module):
+        return dropout(x)  # type: ignore[no-any-return]
+    return nn.functional.dropout(x, dropout)

@@ -24,7 +24,7 @@ from .launch import (
     tl,
     triton_dtype,
 )
-from .plain import runs_forward_alone
+from .plain import drop_rate, dropped, runs_forward_alone
 
 
 def rms_norm_reference(
@@ -361,16 +361,15 @@ def residual_rms_norm(
     norm: nn.Module | None = None,
     offset: float = 0.0,
     cast: str = "input",
-    p: float = 0.0,
-    training: bool = True,
+    dropout: nn.Module | float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Normalises residual + dropout(x) as `rms_norm` does.
 
     Shapes: x and residual (..., D), weight (D,) -> the normalised rows and the sum,
         (..., D) each.
     Numerics: reassociated, as `rms_norm`; without dropout the sum is exact. Reseeded
-        where p > 0: dropout draws other numbers than `torch.nn.functional.dropout`,
-        from the same generator, and stores no mask.
+        where something is dropped: dropout draws other numbers than
+        `torch.nn.functional.dropout`, from the same generator, and stores no mask.
     Source: Zhang & Sennrich 2019, arXiv:1910.07467; Salmon et al. 2011,
         doi:10.1145/2063384.2063405.
 
@@ -379,21 +378,17 @@ def residual_rms_norm(
         residual: The stream that runs past the layers.
         weight: The scale, or None for none.
         eps: Added to the mean of the squares.
-        norm: The layer that these are of. It is called where hooks or an adapter were
-            put on it.
+        norm: The module that these are of, if there is one. It is called where hooks or
+            an adapter were put on it, as `dropout` is.
         offset: Added to the weight; 1 as Gemma has it.
         cast: When the normalised rows leave float32, as in `rms_norm`.
-        p: The share of x that dropout drops.
-        training: Whether dropout drops at all.
+        dropout: The module that drops, or the share of x that is dropped.
     """
-    p = p if training else 0.0
+    p = drop_rate(dropout)
     plain = one_each(weight, x) and not isinstance(eps, Tensor)
-    same = x.shape == residual.shape
-    if norm is not None and runs_forward_alone(norm):
-        norm = None
-    kernel = norm is None and same and plain
-    if not (kernel and runs_triton(x, residual, weight)):
-        total = residual + nn.functional.dropout(x, p)
+    kernel = plain and x.shape == residual.shape and runs_forward_alone(norm)
+    if p is None or not (kernel and runs_triton(x, residual, weight)):
+        total = residual + dropped(x, dropout)
         if norm is not None:
             return norm(total), total
         return rms_norm_reference(total, weight, eps, offset, cast), total

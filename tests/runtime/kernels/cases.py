@@ -23,7 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 from slapo_rewrite.runtime.kernels import layer_norm as layer_norms
 from slapo_rewrite.runtime.kernels import linear_cross_entropy as chunked
-from slapo_rewrite.runtime.kernels.bias_gelu import bias_activation, bias_gelu
+from slapo_rewrite.runtime.kernels.bias_gelu import (
+    bias_activation,
+    bias_gelu,
+    linear_activation,
+    linear_gelu,
+)
 from slapo_rewrite.runtime.kernels.cross_entropy import cross_entropy
 from slapo_rewrite.runtime.kernels.dropout_residual import dropout_residual
 from slapo_rewrite.runtime.kernels.gated import gated, geglu, reglu, swiglu
@@ -186,7 +191,7 @@ def one_output_may_go_unused(device):
     x, residual, weight = (t.requires_grad_() for t in (make(3, 8), make(3, 8), make(8)))
     for function in (
         lambda: residual_rms_norm(x, residual, weight),
-        lambda: residual_layer_norm(x, residual, weight, weight, p=0.5),
+        lambda: residual_layer_norm(x, residual, weight, weight, dropout=0.5),
     ):
         total = function()[1]
         dx, dresidual, dweight = torch.autograd.grad(
@@ -243,7 +248,7 @@ def residual_layer_norm_without_dropout(device):
         return F.layer_norm(total, total.shape[-1:], weight, bias, 1e-5), total
 
     def ours(x, residual, weight, bias, added):
-        return residual_layer_norm(x, residual, weight, bias, input_bias=added)
+        return residual_layer_norm(x, residual, weight, bias, linear=Conv1D(added))
 
     for make in makers(device):
         for size in make.sizes[-4:]:
@@ -252,8 +257,8 @@ def residual_layer_norm_without_dropout(device):
         for x in make.strided(4, 5, 24):
             compare(ours, original, x, make(24, 5, 4).transpose(0, 2), *make(3, 24))
         x, residual = make(5, 40), make(5, 40)
-        for options in ({"p": 0.0}, {"p": 0.5, "training": False}):
-            total = residual_layer_norm(x, residual, make(40), make(40), **options)[1]
+        for dropout in (0.0, torch.nn.Dropout(0.5).eval()):
+            total = residual_layer_norm(x, residual, make(40), make(40), dropout=dropout)[1]
             assert torch.equal(total, x + residual)
 
 
@@ -359,7 +364,7 @@ def layers_that_do_more_are_called(device):
     of_norm, of_rms = (x, residual, norm.weight, norm.bias), (x, residual, rms.weight)
     of_head = (x, head.weight, labels)
     given = {
-        norm: lambda **layer: residual_layer_norm(*of_norm, **layer, p=0.0),
+        norm: lambda **layer: residual_layer_norm(*of_norm, **layer, dropout=0.0),
         rms: lambda **layer: residual_rms_norm(*of_rms, **layer),
     }
     for layer, kernel in given.items():
@@ -375,6 +380,55 @@ def layers_that_do_more_are_called(device):
     doubled = linear_cross_entropy(2 * x, *of_head[1:], bias=head.bias)
     called = linear_cross_entropy(*of_head, bias=head.bias, layer=head)
     torch.testing.assert_close(called, doubled)
+
+
+@case
+def modules_that_do_more_are_called(device):
+    """A linear layer, an activation and a dropout: each gets a hook, or an adapter, in turn."""
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return 3 * self.base(x)
+
+    def ours(x, linear, activation, dropout):
+        kinds = {"kind": "relu", "activation": activation, "dropout": dropout}
+        x = linear_activation(x, linear, **kinds) + bias_activation(x, None, **kinds)
+        x = gated(x, x, **kinds) + residual_rms_norm(x, x, None, dropout=dropout)[1]
+        given = {"linear": linear, "dropout": dropout}
+        return dropout_residual(x, x, **given) + residual_layer_norm(x, x, None, None, **given)[1]
+
+    def original(x, linear, activation, dropout):
+        x = dropout(activation(linear(x))) + dropout(activation(x))
+        x = dropout(activation(x) * x) + dropout(x) + x
+        return 2 * (dropout(linear(x)) + x)
+
+    later = {
+        "nothing": lambda layer: layer,
+        "hook": lambda layer: layer.register_forward_hook(lambda m, a, y: 2 * y),
+        "hook before": lambda layer: layer.register_forward_pre_hook(lambda m, a: (2 * a[0],)),
+        "a forward": lambda layer: setattr(layer, "forward", lambda x: 2 * x),
+        "an adapter": Adapter,
+    }
+    x = (0.1 * Maker(device, torch.float32)(5, 24)).requires_grad_()
+    for name in ("linear", "activation", "dropout"):
+        for what, put in later.items():
+            linear, dropout = torch.nn.Linear(24, 24, device=device), torch.nn.Dropout(0.0)
+            given = {"linear": linear, "activation": torch.nn.ReLU(), "dropout": dropout}
+            if isinstance(new := put(given[name]), torch.nn.Module):
+                given[name] = new
+            wanted = (x, *linear.parameters())
+            found = []
+            for function in (ours, original):
+                y = function(x, **given)
+                more = torch.autograd.grad(y.sum(), wanted, allow_unused=True)
+                found.append([y, *(x.new_zeros(()) if t is None else t for t in more)])
+            for one, other in zip(*found, strict=True):
+                note = f"{what} of {name}: {{}}".format
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=note)
 
 
 @case
@@ -398,7 +452,7 @@ def dropout_residual_without_dropout(device):
         return x + added + residual
 
     def ours(x, residual, added):
-        return dropout_residual(x, residual, input_bias=added)
+        return dropout_residual(x, residual, linear=Conv1D(added))
 
     for make in makers(device):
         for size in make.sizes[-4:]:
@@ -407,20 +461,36 @@ def dropout_residual_without_dropout(device):
         for x in make.strided(4, 5, 24):
             compare(ours, original, x, make(24, 5, 4).transpose(0, 2), make(24))
         x, residual = make(5, 40), make(5, 40)
-        for options in ({"p": 0.0}, {"p": 0.5, "training": False}):
-            assert torch.equal(dropout_residual(x, residual, **options), x + residual)
+        for dropout in (0.0, torch.nn.Dropout(0.5).eval()):
+            assert torch.equal(dropout_residual(x, residual, dropout=dropout), x + residual)
+
+
+class Conv1D(torch.nn.Module):
+    """A layer whose product is its input, and to which a bias is added."""
+
+    class Weight:
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return args[0]
+
+    def __init__(self, bias):
+        super().__init__()
+        self.bias, self.weight = bias, self.Weight()
+
+    def forward(self, x):
+        return x + self.bias
 
 
 def dropouts(x, p):
     """Ones with some dropped out, by every kernel that drops: their names and results."""
     zero = torch.zeros_like(x)
     return {
-        "residual_layer_norm": lambda: residual_layer_norm(x, zero, None, None, p=p)[1],
-        "residual_rms_norm": lambda: residual_rms_norm(x, zero, None, p=p)[1],
-        "dropout_residual": lambda: dropout_residual(x, zero, p=p),
-        "bias_activation": lambda: bias_activation(x, None, "relu", p=p),
-        "gated": lambda: reglu(x, torch.ones_like(x), p=p),
-        "gated up": lambda: reglu(torch.ones_like(x), x, p=p),
+        "residual_layer_norm": lambda: residual_layer_norm(x, zero, None, None, dropout=p)[1],
+        "residual_rms_norm": lambda: residual_rms_norm(x, zero, None, dropout=p)[1],
+        "dropout_residual": lambda: dropout_residual(x, zero, dropout=p),
+        "bias_activation": lambda: bias_activation(x, None, "relu", dropout=p),
+        "gated": lambda: reglu(x, torch.ones_like(x), dropout=p),
+        "gated up": lambda: reglu(torch.ones_like(x), x, dropout=p),
     }
 
 
@@ -460,13 +530,13 @@ def dropout_goes_back_by_the_same_mask(device):
         x = torch.ones(6, 250, device=device, dtype=make.dtype, requires_grad=True)
         zero, bias = torch.zeros_like(x), torch.zeros_like(x[0]).requires_grad_()
         torch.manual_seed(3)
-        total = residual_layer_norm(x, zero, None, None, p=0.3)[1]
+        total = residual_layer_norm(x, zero, None, None, dropout=0.3)[1]
         assert torch.equal(torch.autograd.grad(total.sum(), x)[0], total)
         torch.manual_seed(3)
-        assert torch.equal(residual_layer_norm(x, zero, None, None, p=0.3)[1], total)
-        assert not torch.equal(residual_layer_norm(x, zero, None, None, p=0.3)[1], total)
+        assert torch.equal(residual_layer_norm(x, zero, None, None, dropout=0.3)[1], total)
+        assert not torch.equal(residual_layer_norm(x, zero, None, None, dropout=0.3)[1], total)
         torch.manual_seed(3)
-        both = residual_layer_norm(x, zero, None, None, input_bias=bias, p=0.3)
+        both = residual_layer_norm(x, zero, None, None, linear=Conv1D(bias), dropout=0.3)
         dx, dbias = torch.autograd.grad(both, (x, bias), (make(6, 250), zero + 1))
         assert not dx[total == 0].any()
         error = (dbias.double() - dx.double().sum(0)).abs().max()
@@ -500,7 +570,7 @@ def normalising_after_dropout_goes_back_right(device):
             lambda t: F.layer_norm(t, (40,), weight, None, 1e-5),
         ),
     ):
-        y, total = function(x, residual, weight, p=0.3)
+        y, total = function(x, residual, weight, dropout=0.3)
         found = torch.autograd.grad((y, total), (x, residual, weight), seeds)
         scale = ((total - residual) / x).detach()  # what each element was multiplied by
         expected = residual + scale * x
@@ -515,9 +585,10 @@ def dropout_recomputed_is_the_same(device):
     weight, residual = make(40).requires_grad_(), make(6, 40)
 
     def block(x):
-        x = residual_layer_norm(x, residual, weight, weight, p=0.3)[0].sin()
-        x = residual_rms_norm(x, dropout_residual(x, residual, p=0.2), weight, p=0.1)[0]
-        return bias_gelu(x, weight, p=0.3) + swiglu(x, x, p=0.3)
+        x = residual_layer_norm(x, residual, weight, weight, dropout=0.3)[0].sin()
+        total = dropout_residual(x, residual, dropout=0.2)
+        x = residual_rms_norm(x, total, weight, dropout=0.1)[0]
+        return bias_activation(x, weight, "gelu", dropout=0.3) + swiglu(x, x, dropout=0.3)
 
     gradients = []
     for run in (block, lambda x: checkpoint(block, x, use_reentrant=False)):
@@ -787,9 +858,9 @@ def what_kernels_would_read_otherwise_goes_by_operations(device):
     compare(bias_gelu, lambda x, b: F.gelu(x + b), x, one)
     compare(bias_gelu, lambda x, b: F.gelu(x + b), make(2, 1), make(8))
     compare(bias_gelu, lambda x, b: F.gelu(x + b), make(1)[0], make(1)[0])
-    compare(lambda x, b: dropout_residual(x, x, input_bias=b), lambda x, b: x + b + x, x, one)
+    compare(lambda x, b: dropout_residual(x, x, linear=Conv1D(b)), lambda x, b: x + b + x, x, one)
     compare(
-        lambda x, b: residual_layer_norm(x, x, None, None, input_bias=b),
+        lambda x, b: residual_layer_norm(x, x, None, None, linear=Conv1D(b)),
         lambda x, b: (F.layer_norm(x + b + x, (8,)), x + b + x),
         *(x, one),
     )
@@ -828,20 +899,18 @@ def autocast_is_followed(device):
 
 @case
 def a_linear_layers_bias_is_cast_as_autocast_casts_it(device):
-    make = Maker(device, torch.float32)
-    x, weight, bias = make(4, 8), make(16, 8), make(16)
+    make, layer = Maker(device, torch.float32), torch.nn.Linear(8, 16, device=device)
+    x, zero = make(4, 8), make(4, 16, dtype=torch.bfloat16).zero_()
     with torch.autocast(device, torch.bfloat16):
-        wanted = F.gelu(F.linear(x, weight, bias))
+        wanted = F.gelu(layer(x))
         for found in (
-            bias_gelu(F.linear(x, weight), bias),
-            dropout_residual(F.linear(x, weight), torch.zeros_like(wanted), input_bias=bias),
-            residual_layer_norm(
-                F.linear(x, weight), torch.zeros_like(wanted), None, None, input_bias=bias
-            )[1],
+            linear_gelu(x, layer),
+            dropout_residual(x, zero, linear=layer),
+            residual_layer_norm(x, zero, None, None, linear=layer)[1],
         ):
             assert found.dtype == wanted.dtype == torch.bfloat16
-        found = bias_gelu(F.linear(x, weight), bias.requires_grad_())
-        (gradient,) = torch.autograd.grad(found.sum(), bias)
+        found = linear_gelu(x, layer)
+        (gradient,) = torch.autograd.grad(found.sum(), layer.bias)
     assert (found - wanted).abs().max() < 0.05
     assert gradient.dtype == torch.float32
 
@@ -906,7 +975,7 @@ def nothing_at_all(device):
         compare(masked_softmax, lambda x: eager_softmax(x, None, 1.0), x)
         cos = make(1, 0, 8)
         compare_rotary(make(2, 3, 0, 8), make(2, 1, 0, 8), cos, cos)
-        y, total = residual_layer_norm(x, x, weight, weight, p=0.5)
+        y, total = residual_layer_norm(x, x, weight, weight, dropout=0.5)
         assert y.shape == total.shape == x.shape
 
 
@@ -982,7 +1051,7 @@ def rows_of_nothing(device):
         layer_norm(x, weight, weight),
         bias_gelu(x, weight),
         swiglu(x, x),
-        dropout_residual(x, x, p=0.5),
+        dropout_residual(x, x, dropout=0.5),
     ):
         assert y.shape == (3, 0)
 

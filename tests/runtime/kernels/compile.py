@@ -110,26 +110,29 @@ def calls(dtype: torch.dtype, d: int = 1024, v: int = 32000) -> dict[str, Callab
         return make(64, d)
 
     layers = [nn.Linear(32, 64, dtype=dtype) for _ in range(2)]
+    layer = nn.Linear(d, d, dtype=dtype)
     cos, sin = torch.zeros(2, 1, 32, 64, dtype=dtype)
     keep = torch.zeros(2, 1, 1, d, dtype=torch.bool)
     return {
         "rms_norm": lambda f: f(rows(), make(d), offset=1.0, cast="output"),
         "residual_rms_norm": lambda f: f(rows(), rows(), make(d)),
-        "residual_rms_norm dropout": lambda f: f(rows(), rows(), make(d), p=0.1),
+        "residual_rms_norm dropout": lambda f: f(rows(), rows(), make(d), dropout=0.1),
         "layer_norm": lambda f: f(rows(), make(d), make(d)),
         "residual_layer_norm": lambda f: f(
-            rows(), rows(), make(d), make(d), input_bias=make(d), p=0.1
+            rows(), rows(), make(d), make(d), linear=layer, dropout=0.1
         ),
-        "add_layer_norm": lambda f: f(rows(), rows(), make(d), make(d), p=0.1),
-        "dropout_residual": lambda f: f(rows(), rows(), input_bias=make(d), p=0.1),
-        "gated": lambda f: f(rows(), rows(), "quick_gelu", p=0.1),
+        "add_layer_norm": lambda f: f(rows(), rows(), make(d), make(d), dropout=0.1),
+        "dropout_residual": lambda f: f(rows(), rows(), linear=layer, dropout=0.1),
+        "gated": lambda f: f(rows(), rows(), "quick_gelu", dropout=0.1),
         "swiglu": lambda f: f(rows(), rows()),
         "reglu": lambda f: f(rows(), rows()),
         "geglu": lambda f: f(rows(), rows()),
         "geglu tanh": lambda f: f(rows(), rows(), "tanh"),
-        "bias_activation": lambda f: f(rows(), None, "relu", p=0.1),
-        "activation_dropout": lambda f: f(rows(), "relu", p=0.1),
+        "bias_activation": lambda f: f(rows(), None, "relu", dropout=0.1),
+        "activation_dropout": lambda f: f(rows(), "relu", dropout=0.1),
         "quick_gelu": lambda f: f(rows()),
+        "linear_activation": lambda f: f(rows(), layer, "silu", dropout=0.1),
+        "linear_gelu": lambda f: f(rows(), layer),
         "bias_gelu": lambda f: f(rows(), make(d)),
         "bias_gelu tanh": lambda f: f(rows(), None, "tanh"),
         "rotary": lambda f: f(make(2, 8, 32, 80), make(2, 2, 32, 80), cos, sin),

@@ -18,6 +18,8 @@ PUBLIC = {
     "geglu": "gated",
     "bias_activation": "bias_gelu",
     "bias_gelu": "bias_gelu",
+    "linear_activation": "bias_gelu",
+    "linear_gelu": "bias_gelu",
     "activation_dropout": "bias_gelu",
     "quick_gelu": "bias_gelu",
     "rotary": "rotary",

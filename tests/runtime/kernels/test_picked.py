@@ -62,9 +62,9 @@ SCRIPT = """
     q, labels = torch.ones(1, 2, 3, 8, requires_grad=True), torch.zeros(2, 3).long()
     outputs = (
         k.rms_norm(x, w), *k.residual_rms_norm(x, x, w), k.layer_norm(x, w, w),
-        *k.residual_layer_norm(x, x, w, w, p=0.5), k.swiglu(x, x), k.geglu(x, x, "tanh"),
-        k.dropout_residual(x, x, p=0.5), k.reglu(x, x), k.gated(x, x, "relu", p=0.5),
-        k.bias_activation(x, w, "quick_gelu", p=0.5),
+        *k.residual_layer_norm(x, x, w, w, dropout=0.5), k.swiglu(x, x), k.geglu(x, x, "tanh"),
+        k.dropout_residual(x, x, dropout=0.5), k.reglu(x, x), k.gated(x, x, "relu", dropout=0.5),
+        k.bias_activation(x, w, "quick_gelu", dropout=0.5),
         k.bias_gelu(x, w), *k.rotary(q, q, x[:1].detach(), x[:1].detach()),
         k.cross_entropy(x, labels), k.linear_cross_entropy(x, torch.ones(20, 8), labels),
         k.masked_softmax(x, None, 0.5, labels[..., None] == 0),

@@ -85,10 +85,11 @@ def test_elementwise(dtype, tokens, width, way):
     wide = x.float()
     torch.testing.assert_close(bias_gelu(wide, None, "tanh"), NewGELUActivation()(wide))
     same(layer_norm, lambda x, w, b: F.layer_norm(x, (width,), w, b), x, weight, bias)
+    linear = nn.Linear(width, width, dtype=dtype)
     torch.manual_seed(0)
-    ours = residual_layer_norm(x, other, weight, bias, input_bias=weight, p=0.5)
+    ours = residual_layer_norm(x, other, weight, bias, linear=linear, dropout=0.5)
     torch.manual_seed(0)
-    total = F.dropout(x + weight, 0.5) + other
+    total = F.dropout(linear(x), 0.5) + other
     assert torch.equal(ours[1], total)
     assert torch.equal(ours[0], F.layer_norm(total, (width,), weight, bias))
     same(
