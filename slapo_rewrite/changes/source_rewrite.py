@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite.changes.imports import Reference
 from slapo_rewrite.code.splice import Edit
@@ -47,3 +47,22 @@ class Rewrite:
     classes: Mapping[str, NewClass] = field(default_factory=dict)
     again: bool = False
     idle: tuple[str, ...] = ()
+
+    def after(self, earlier: Rewrite | None) -> Rewrite:
+        """The same, with what else the call changed before, for the record."""
+        if earlier is None:
+            return self
+        before: dict[object, Any] = {n["rule"]: n.get("applied", ()) for n in earlier.notes}
+        notes: list[Mapping[str, object]] = []
+        for note in self.notes:
+            own: Any = note.get("applied", ())
+            if applied := (*before.get(note["rule"], ()), *own):
+                left = {"left": note["left"]} if "left" in note else {}
+                note = {"rule": note["rule"], "applied": list(dict.fromkeys(applied)), **left}
+            notes.append(note)
+        return replace(
+            self,
+            absorbed=(*earlier.absorbed, *self.absorbed),
+            idle=(*earlier.idle, *self.idle),
+            notes=tuple(notes) or earlier.notes,
+        )

@@ -210,12 +210,15 @@ class Skipped:
         reason: In words.
         hint: What can be done.
         harmless: Whether the others can be carried out all the same.
+        waits: Whether it is to be looked for again when they have been: it stands in the text of
+            one of them, and computes something else.
     """
 
     claim: Claim
     reason: str
     hint: str | None = None
     harmless: bool = False
+    waits: bool = False
 
 
 class Engine:
@@ -271,7 +274,8 @@ class Engine:
                 other = next(others, None)
                 if other is not None:
                     reason = f"`{other.what}` takes its place already"
-                    left.append(Skipped(claim, reason, harmless=True))
+                    apart = {*claim.match.nodes}.isdisjoint(other.match.nodes)
+                    left.append(Skipped(claim, reason, harmless=True, waits=apart))
                     continue
                 here[path] = claim
                 kept.append(claim)

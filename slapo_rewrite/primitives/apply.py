@@ -116,6 +116,8 @@ class Apply(Rebuilding, Rewriting):
         if isinstance(rule, Packing):
             return _packed(rule, engine, inner)
         looked = look(rule, inner, call.sources, given)
+        if call.done is not None and not looked.claims:
+            return Rewrite([])
         if not looked.claims and not looked.left:
             raise nothing_found(rule.name, nearest_miss(rule, inner, call.sources, given), at)
         return carried_out(engine, looked.claims, looked.left, rules=[(rule.name, looked)])

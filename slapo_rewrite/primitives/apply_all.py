@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
@@ -92,4 +93,6 @@ class ApplyAll(Rewriting):
         if (opened := engine.opened(kept)) is not None:
             return opened
         notes = noted(every, kept, [*left, *stopped])
-        return engine.rewrite(kept, notes) if kept else Rewrite([], notes=notes)
+        if not kept:
+            return Rewrite([], notes=notes)
+        return replace(engine.rewrite(kept, notes), again=any(each.waits for each in stopped))

@@ -43,7 +43,10 @@ def carried_out(
     hard = [each for each in stopped if not each.harmless]
     if hard or not kept:
         raise engine.refused([*hard, *stopped, *left][0])
-    return engine.opened(kept) or engine.rewrite(kept, noted(rules, kept, [*left, *stopped]))
+    if (opened := engine.opened(kept)) is not None:
+        return opened
+    again = bool(rules) and any(each.waits for each in stopped)
+    return replace(engine.rewrite(kept, noted(rules, kept, [*left, *stopped])), again=again)
 
 
 def opening(engine: Engine, match: Match, name: str) -> Claim:

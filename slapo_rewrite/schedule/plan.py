@@ -156,6 +156,7 @@ class Plan:
         """A call and its modules, once the source is changed as it says, if it says so."""
         while True:
             rewrite = primitive.rewrites(call, list(nodes), self.states, self.line_length)
+            rewrite = rewrite.after(call.done) if rewrite is not None else None
             if rewrite is None or not rewrite.edits:
                 return replace(call, done=rewrite), nodes
             assert self.change is not None
@@ -170,6 +171,8 @@ class Plan:
             nodes = [self.tree.nodes[n.path] for n in nodes if n.path in self.tree.nodes]
             if not rewrite.again:
                 return replace(call, done=rewrite), nodes
+            if rewrite.notes:  # and not just opened branches
+                call = replace(call, done=rewrite)
 
     def _check_there(self, directive: Directive) -> None:
         """What was scheduled is still there in the model that the changed source defines."""
