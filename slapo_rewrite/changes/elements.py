@@ -127,6 +127,8 @@ def _regions(
         ends = _ends(each, causes, made)
         if not ends:
             continue
+        if counted and isinstance(site.count, ast.Constant):
+            return []  # there are never more or fewer
         if counted and (site.count is None or each.counted() != each.length):
             raise _ByNumberError("nothing here says how many elements there are")
         own = [

@@ -67,7 +67,7 @@ def count_of(iterable: ast.expr) -> ast.expr | None:
     calls = [node for node in ast.walk(count) if isinstance(node, ast.Call)]
     repeatable = all(isinstance(n, _REPEATABLE) or n in calls for n in ast.walk(count))
     repeatable &= all(isinstance(c.func, ast.Name) and c.func.id == "len" for c in calls)
-    return count if repeatable and not is_number(count) else None
+    return count if repeatable else None
 
 
 def is_number(expr: ast.expr) -> bool:

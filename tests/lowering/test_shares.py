@@ -210,6 +210,12 @@ def test_what_is_not_known_is_written_by_number_and_said(tmp_path, init, lines, 
     assert reason in warning and "source_0.py:" in warning
 
 
+def test_a_number_that_is_written_out_needs_no_share(tmp_path):
+    output = outcome(tmp_path, "self.blocks = nn.ModuleList([Block(8) for _ in range(8)])")
+    assert "if i < 4 else" in changed_lines(output)
+    assert not output.warnings
+
+
 def test_a_list_that_is_written_out_needs_no_share(tmp_path):
     init = "self.blocks = nn.ModuleList([Block(8), Block(8)])"
     output = outcome(tmp_path, init)
