@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import black
 from black.mode import TargetVersion
@@ -58,18 +59,39 @@ def fitting_at(text: str, indent: int, line_length: int) -> str:
     return reindented(at_column(text, 0, indent, line_length), indent, 0)
 
 
-def fitted(text: str, indent: int, line_length: int, comment: str = "") -> str:
-    """A statement as it is where it fits on its line, else as `formatted` gives it.
+def fitted(text: str, indent: int, line_length: int, comment: str = "", before: str = "") -> str:
+    """A statement as it is where it fits, else as `formatted` gives it.
 
     Args:
         text: The statement.
         indent: The column at which it stands.
         line_length: The file's own.
         comment: What follows it on its last line.
+        before: What stood there, whose lines stay where each is only written otherwise.
     """
-    if "\n" not in text and indent + len(text) + len(comment) <= line_length:
+    first, *others = f"{text}{comment}".split("\n")
+    fits = all(len(line) <= line_length for line in (" " * indent + first, *others))
+    if fits and (not others or _has_lines_of(before, text)):
         return text
     laid_out = formatted(text + comment, indent, line_length)
     if not laid_out.endswith(comment):  # black has put it elsewhere
         return formatted(text, indent, line_length)
     return laid_out.removesuffix(comment)
+
+
+def _has_lines_of(before: str, text: str) -> bool:
+    """Whether a text of several lines has those of another, some of them written otherwise.
+
+    What is indented to a bracket that text stands behind would no longer be under it.
+    """
+    pairs = itertools.zip_longest(before.split("\n"), text.split("\n"))
+    return all(old == new or (old and new and _is_like(old, new)) for old, new in pairs)
+
+
+def _is_like(old: str, new: str) -> bool:
+    def shape(line: str) -> tuple[int, int, bool]:
+        opened = sum(map(line.count, "([{")) - sum(map(line.count, ")]}"))
+        return len(line) - len(line.lstrip()), opened, line.rstrip().endswith(("(", "[", "{"))
+
+    _, opened, hangs = shape(old)
+    return shape(old) == shape(new) and (hangs or opened <= 0)

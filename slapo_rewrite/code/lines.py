@@ -92,7 +92,7 @@ def written(file: SourceFile, lines: Mapping[ast.stmt, Lines], line_length: int)
             first, last, text = anew[statement]
             if last == end:  # not a header alone
                 comment = file.text[end : past_comment(file, end)]
-                text = fitted(text, indent, line_length, comment)
+                text = fitted(text, indent, line_length, comment, file.text[first:last])
             lost = [] if change.moved else comments(file.text[first:last])
             lost = [f"{comment}{pad}" for comment in lost if comment not in text]
             edits.append(TextEdit(first, last, "".join([*lost, above, text]), *own))

@@ -167,6 +167,18 @@ def behind(file: SourceFile, definition: ast.stmt, text: str, gap: int) -> Splic
     return Splice(end, end, "\n" * (gap + 1) + body)
 
 
+def apart(file: SourceFile, definition: ast.stmt, gap: int) -> list[Splice]:
+    """The blank lines that what follows a definition lacks, where a new one stands between them."""
+    end = past_comment(file, file.span(definition)[1])
+    rest = file.text[end:]
+    following = rest.lstrip()
+    start = end + rest.rfind("\n", 0, len(rest) - len(following)) + 1
+    lines = rest[: start - end].count("\n")
+    if not following or lines > gap:
+        return []
+    return [Splice(start, start, "\n" * (gap + 1 - lines))]
+
+
 def above(file: SourceFile, definition: ast.stmt, text: str) -> Splice:
     """A definition at module level above another, its decorators and its comments."""
     decorators: list[ast.expr] = getattr(definition, "decorator_list", [])

@@ -80,7 +80,8 @@ def apply_edits(
         lead = len(edit.text) - len(edit.text.lstrip("\n"))
         tail = len(edit.text) - len(edit.text.rstrip("\n"))
         last = line + edit.text.count("\n")
-        if edit.causes:
+        is_gap = edit.start == edit.end and not edit.text.strip()
+        if edit.causes and not is_gap:
             changes.append(
                 Change(line + lead, max(line + lead, last - tail), edit.causes, edit.why)
             )

@@ -23,7 +23,7 @@ from slapo_rewrite.changes.parameter_attributes import Annotate
 from slapo_rewrite.changes.places import AtBase, Place
 from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
-from slapo_rewrite.code.runs import above, behind
+from slapo_rewrite.code.runs import above, apart, behind
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.join import find_site
@@ -93,14 +93,14 @@ class SubclassChoice:
                     *self._relatives(definition),
                     f"A `{cls.__name__}` {doc}.",
                 )
-                edits.append(
-                    self._class_after(cls.__name__, text, causes, f"`{name}`, for some instances")
+                edits += self._class_after(
+                    cls.__name__, text, causes, f"`{name}`, for some instances"
                 )
         for what, causes in wrappers:
             wrapper = self._wrapper(cls, cls.__name__, name, what, causes)
             name = wrapper.name
             if wrapper.text:
-                edits.append(self._class_after(cls.__name__, wrapper.text, causes, wrapper.why))
+                edits += self._class_after(cls.__name__, wrapper.text, causes, wrapper.why)
         self._rename(
             definition.nodes,
             name,
@@ -240,8 +240,10 @@ class SubclassChoice:
 
     def _class_after(
         self, class_name: str, text: str, causes: tuple[Directive, ...], why: str
-    ) -> Edit:
-        return behind(self.file, self.file.classes[class_name], text, 2).caused_by(causes, why)
+    ) -> list[Edit]:
+        base = self.file.classes[class_name]
+        placed = [behind(self.file, base, text, 2), *apart(self.file, base, 2)]
+        return [each.caused_by(causes, why) for each in placed]
 
     def _class_before(
         self, class_name: str, text: str, causes: tuple[Directive, ...], why: str

@@ -6,7 +6,7 @@ import libcst as cst
 import pytest
 
 from slapo_rewrite.code import build
-from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.layout import fitted, formatted
 
 
 @pytest.mark.parametrize(
@@ -92,3 +92,24 @@ def test_statements_move_and_strings_stay():
     assert moved.split("\n") == [s if s == "  b'''," else s.removeprefix("    ") for s in lines]
     assert build.reindented(moved, 0, 4) == BLOCK
     assert build.reindented(build.reindented(BLOCK, 4, 10), 10, 4) == BLOCK
+
+
+CALL = """\
+self.o = nn.Linear(
+            width,  # in
+            width,
+            bias=True
+        )"""
+
+
+def test_lines_of_a_call_that_did_not_change_stay():
+    renamed = CALL.replace("nn.Linear", "RowParallelLinear").replace("bias=True", "bias=False")
+    assert fitted(renamed, 8, 88, before=CALL) == renamed
+    assert fitted(renamed, 8, 88) != renamed
+    wrapped = f"f({CALL.removeprefix('self.o = ')})"
+    assert fitted(wrapped, 8, 88, before=CALL) == fitted(wrapped, 8, 88)
+    under = "x = f(a,\n              b)"
+    longer = under.replace("f(", "longer(")
+    assert fitted(longer, 8, 88, before=under) == "x = longer(a, b)"
+    long = renamed.replace("RowParallelLinear", "R" * 88)
+    assert fitted(long, 8, 88, before=CALL) != long

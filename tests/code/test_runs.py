@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.runs import Run, above, behind, compound, in_else, or_else
+from slapo_rewrite.code.runs import Run, above, apart, behind, compound, in_else, or_else
 from slapo_rewrite.code.sinking import Sunk
 from slapo_rewrite.code.splice import apply_edits
 
@@ -103,6 +103,22 @@ def test_behind_and_above_definitions(file):
     assert "\n\ndef h():\n    pass\n\n\n@cached\ndef g" in changed(
         file, above(file, function, "def h():\n    pass")
     )
+
+
+@pytest.mark.parametrize(
+    ("between", "added"),
+    [("\n", 2), ("\n\n", 1), ("\n\n\n", 0), ("  # end\n# of B\n", 2), ("\n\n\n\n", 0)],
+)
+def test_blank_lines_behind_a_class_that_is_put_before_another(between, added):
+    file = read(f"class A:\n    pass{between}class B:\n    pass\n")
+    placed = apart(file, file.classes["A"], 2)
+    assert [each.text for each in placed] == ["\n" * added] * bool(added)
+    text, _ = apply_edits(file.text, [each.caused_by((), "") for each in placed])
+    assert text.endswith(
+        "# of B\nclass B:\n    pass\n" if "#" in between else "class B:\n    pass\n"
+    )
+    assert text.count("\n") == file.text.count("\n") + added
+    assert apart(file, file.classes["B"], 2) == []
 
 
 def test_an_else():
