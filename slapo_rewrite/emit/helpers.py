@@ -42,6 +42,7 @@ RUNTIME_ORDER = (
     "pretrained",
     "stages",
     "checkpoints",
+    "deepspeed_pipeline",
     "torch_pipeline",
 )
 RUNTIME = Path(__file__).resolve().parents[1] / "runtime"

@@ -24,9 +24,6 @@ from slapo_rewrite.model.tree import Tree, build_model, uncompiled
 
 # What the output is called as a package meanwhile.
 PACKAGE = "slapo_rewrite_output"
-# What an engine gives to those that import it, for as long as a file of stages is imported: that
-# the engine is installed is not asked of who writes them.
-ENGINE = {"deepspeed": (), "deepspeed.pipe": ("LayerSpec", "PipelineModule", "TiedLayerSpec")}
 
 
 class FailedOutput(Exception):
@@ -142,8 +139,7 @@ def _import(folder: Path, names: Sequence[str]) -> None:
     package.__path__ = [str(folder)]
     for name in names:
         try:
-            with _engine() if name == "pipeline.py" else contextlib.nullcontext():
-                importlib.import_module(f"{PACKAGE}.{Path(name).stem}")
+            importlib.import_module(f"{PACKAGE}.{Path(name).stem}")
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a file that calls sys.exit() as well
@@ -177,20 +173,6 @@ def _unheard() -> Iterator[None]:
             yield
     finally:
         sys.dont_write_bytecode = caches
-
-
-@contextlib.contextmanager
-def _engine() -> Iterator[None]:
-    """Stands for an engine, where it is not imported already."""
-    made = [name for name in ENGINE if name not in sys.modules]
-    for name in made:
-        module = sys.modules[name] = types.ModuleType(name)
-        vars(module).update((each, type(each, (nn.Module,), {})) for each in ENGINE[name])
-    try:
-        yield
-    finally:
-        for name in made:
-            del sys.modules[name]
 
 
 def _frames(folder: Path, error: BaseException | None) -> list[tuple[str, int]]:

@@ -85,7 +85,7 @@ class CutPipelineStage(Primitive):
         the same and `schedule`, without DeepSpeed:
         stages = pipeline.build(8, depth=4, mesh=mesh)
         schedule = pipeline.schedule(stages, Schedule1F1B, n_microbatches=2)
-        losses = schedule.step(**pipeline.batch(x, y))
+        losses = schedule.step(**pipeline.batch(x=x, y=y))
 
     Shapes:
         Unchanged.

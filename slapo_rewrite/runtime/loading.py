@@ -353,7 +353,7 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 def size_in_bytes(part: Tensor, shard: Shard | None) -> int:
     """How large the full tensor is."""
     size = part.numel() * part.element_size()
-    return size if shard is None else size // shard.local_size() * shard.size
+    return size if shard is None else size // max(1, shard.local_size()) * shard.size
 
 
 def checkpoint_files(

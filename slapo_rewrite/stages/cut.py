@@ -11,11 +11,11 @@ from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.emitted import Emitted, imported
 from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.runtime.stages import Stage
 from slapo_rewrite.stages.dry_run import Trial
-from slapo_rewrite.stages.for_torch import TorchText
 from slapo_rewrite.stages.inline_forward import Flattening
 from slapo_rewrite.stages.pipeline_module import (
-    PipelineModule,
+    PipelineText,
     check_one_group,
     check_picked,
     forward_text,
@@ -35,7 +35,7 @@ def pipeline(
     schedule: Any,
     cuts: Sequence[Cut],
     sliced: Directive | None = None,
-) -> PipelineModule:
+) -> PipelineText:
     """The stages of a rewritten model.
 
     Args:
@@ -63,7 +63,7 @@ def _pipeline(
     cuts: Sequence[Cut],
     sliced: Directive | None,
     emitted: Emitted,
-) -> PipelineModule:
+) -> PipelineText:
     module, tree = emitted.module, emitted.tree(schedule.model)
     model = tree.root.live
     at = cuts[0].cause.at
@@ -73,14 +73,14 @@ def _pipeline(
         raise errors.CannotCut(
             f"the model's class {type(model).__name__} is not defined in {file.path.name}", at=at
         )
-    engine = TorchText if cuts[0].target == "torch" else PipelineModule
+    check_attributes(model, file)
     trial = Trial(schedule, module, model, at)
     inside = ways(tree, cuts)
     world = vars(module)
     flat = Flattening(model, file, world, inside, trial.part, at).flat(trial.inputs)
     flat = with_calls_apart(flat, lambda text: trains(model, text))
     program = divided(flat, cuts, model)
-    by_name = engine is TorchText
+    by_name = cuts[0].target == "torch"
     places = [c.cause.at for c in cuts]
     stages = Planner(program, trial.seen(program), model, places, by_name, sliced).stages()
     if not stages.labels:
@@ -94,13 +94,13 @@ def _pipeline(
     paths = [[part.path for part in parts] for parts in held]
     trial.check([run(text, world) for text in texts], stages, paths)
     shared = ties_of(held, model)
-    if engine is PipelineModule:
+    if by_name:
+        check_rows(stages, trial.inputs, at)
+    else:
         check_one_group(shared, at)
         check_picked(held, at)
         check_tensors(stages, trial.inputs, at)
-    else:
-        check_rows(stages, trial.inputs, at)
-    return engine(
+    return PipelineText(
         stages,
         held,
         shared,
@@ -108,9 +108,22 @@ def _pipeline(
         file,
         flat.settings,
         shared_names(model),
-        "tensor_parallel.py" in files,
-        "loading.py" in files,
+        "shards.py" in files,
     )
+
+
+def check_attributes(model: Any, file: SourceFile) -> None:
+    """Refuses a model with an attribute that is called as something that all stages have.
+
+    Raises:
+        NameTaken: There is one.
+    """
+    for name in {*vars(Stage), *Stage.__annotations__}:
+        if not name.startswith("_") and hasattr(model, name):
+            raise errors.NameTaken(
+                f"`{type(model).__name__}` has an attribute `{name}`, which is one of its stages'",
+                hint=f"give it another name in {file.path.name}",
+            )
 
 
 def check_tensors(stages: Stages, inputs: Mapping[str, Any], at: Span | None) -> None:

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import black
 
@@ -298,56 +298,40 @@ def shared_names(model: Any) -> list[tuple[str, ...]]:
 # The file ---------------------------------------------------------------------------------------
 
 
-PARTITIONED = """
-
-    Where a topology has an axis `model`, the engine's configuration needs
-    `"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}`."""
-
-
-WRITE_LAYERS = '''\
-def write_checkpoint(folder, full, *args, **kwargs):
-    """Writes the original's state dict as a checkpoint of the stages.
-
-    What loads it is `engine.load_checkpoint(folder, load_module_only=True)`.
-
-    Args:
-        folder: Where the checkpoint goes.
-        full: The original's state dict.
-        *args: Those of `{model}`.
-        **kwargs: Those of `{model}`.
-
-    Raises:
-        FileExistsError: The folder has such a checkpoint already.
-    """
-    write_layers(folder, full, [partial(stage, *args, **kwargs) for stage in STAGES])'''
-WRITE_PARTS = '''\
-def write_checkpoint(folder, full, *args, tensor_parallel_size=1, **kwargs):
-    """Writes the original's state dict as a checkpoint of the stages.
-
-    What loads it is `engine.load_checkpoint(folder, load_module_only=True)`.
-
-    Args:
-        folder: Where the checkpoint goes.
-        full: The original's state dict.
-        *args: Those of `{model}`.
-        tensor_parallel_size: How many ranks are to share each stage.
-        **kwargs: Those of `{model}`.
-
-    Raises:
-        FileExistsError: The folder has such a checkpoint already.
-        ValueError: The model does not divide over so many ranks.
-    """
-    stages = [partial(stage, *args, **kwargs) for stage in STAGES]
-    write_parts(folder, full, stages, tensor_parallel_size)'''
-
-
 # Asks the text of the file that defines a class; for a stage the model's file is to answer.
 FILE_READER = "_can_set_experts_implementation"
 
 
 @dataclass(frozen=True)
-class PipelineModule:
-    """Everything that `pipeline.py` is made of, for DeepSpeed's engine.
+class Engine:
+    """What runs stages.
+
+    Attributes:
+        words: What it is called.
+        module: The runtime module with its `Pipeline`.
+        offered: What users call of that.
+    """
+
+    words: str
+    module: str
+    offered: tuple[str, ...]
+
+
+DEEPSPEED = Engine(
+    "DeepSpeed's pipeline engine",
+    "deepspeed_pipeline",
+    ("build", "batch", "to_full", "load_full", "read_checkpoint", "write_checkpoint"),
+)
+TORCH = Engine(
+    "`torch.distributed.pipelining`",
+    "torch_pipeline",
+    ("build", "schedule", "batch", "to_full", "load_full"),
+)
+
+
+@dataclass(frozen=True)
+class PipelineText:
+    """Everything that `pipeline.py` is made of.
 
     Attributes:
         stages: The stages.
@@ -358,7 +342,6 @@ class PipelineModule:
         settings: Attributes of the model that branches were left out for.
         ties: The names that each shared parameter has in the model, numbers written as `*`.
         has_shards: Whether weights are divided over a tensor-parallel group as well.
-        gathers: Whether the output has functions that put divided weights together.
     """
 
     stages: Stages
@@ -369,47 +352,48 @@ class PipelineModule:
     settings: Mapping[str, Any]
     ties: Sequence[tuple[str, ...]]
     has_shards: bool
-    gathers: bool
-
-    engine: ClassVar[str] = "DeepSpeed's pipeline engine"
 
     def name(self, number: int) -> str:
         """What a stage's class is called."""
         return f"{self.model.__name__}Stage{number}"
 
     def classes(self) -> str:
-        """The stages as classes."""
-        return "\n\n\n".join(self._class(n) for n in range(len(self.stages.stages)))
+        """What all stages have in common, and the stages."""
+        return "\n\n\n".join([self._base(), *map(self._class, range(len(self.stages.stages)))])
 
-    def _class(self, number: int) -> str:
-        stage = self.stages.stages[number]
-        held = self.held[number]
-        paths = [h.text.removeprefix("self.") for h in held]
+    def _base(self) -> str:
+        model = self.model.__name__
         lines = [
-            f"class {self.name(number)}({self.model.__name__}):",
-            *_docstring(f"Stage {number}: {_listed([f'`{p}`' for p in paths])}."),
-            "",
-            "    def __init__(self, *args, **kwargs):",
-            "        with Recording(torch.get_default_device()) as recording:",
-            "            super().__init__(*args, **kwargs)",
+            f"class {model}Stage({self._kind}Stage, {model}):",
+            f'    """A stage of `{model}`."""',
         ]
         if self.settings:
-            lines.append("        check_settings(self, SETTINGS)")
-        lines += [
-            "        check_ties(self, TIES)",
-            f"        keep(self, recording, {', '.join(h.text for h in held)})",
+            some = any(value is NOT_NONE for value in self.settings.values())
+            pairs = (f"{path!r}: {shown(value)}" for path, value in self.settings.items())
+            lines += [
+                "",
+                "    # Stages leave out what the model does where these are something else"
+                f"{', `...`: where None' if some else ''}.",
+                f"    SETTINGS = {{{', '.join(pairs)}}}",
+            ]
+        if self.ties:
+            lines += [
+                "",
+                "    # The names of parameters that have several, numbers as `*`.",
+                f"    TIES = {tuple(self.ties)!r}",
+            ]
+        return "\n".join([*lines, *self._answers_for_the_file()])
+
+    def _class(self, number: int) -> str:
+        stage, count = self.stages.stages[number], len(self.stages.stages)
+        held = [h.text for h in self.held[number]]
+        methods = [
+            f"def held(self):\n    return {', '.join(held)}{',' * (len(held) == 1)}",
+            forward_text(self.stages, stage),
+            *([loss_text(self.stages)] if number + 1 == count else []),
         ]
-        if self.gathers:
-            model = self.model.__name__
-            lines.append(f"        draw_parts(self, recording, partial({model}, *args, **kwargs))")
-        lines += [
-            "",
-            *self._answers_for_the_file(),
-            textwrap.indent(forward_text(self.stages, stage), "    "),
-        ]
-        if number + 1 == len(self.stages.stages):
-            lines += ["", textwrap.indent(loss_text(self.stages), "    ")]
-        return "\n".join(lines)
+        text = textwrap.indent("\n\n".join(methods), "    ")
+        return f"class {self.name(number)}({self.model.__name__}Stage):\n{text}"
 
     def _answers_for_the_file(self) -> list[str]:
         """The methods by which transformers reads the file that defines a class."""
@@ -417,167 +401,46 @@ class PipelineModule:
         if found is None or not found():
             return []
         return [
+            "",
             "    @classmethod",
             f"    def {FILE_READER}(cls):",
             f"        return {self.model.__name__}.{FILE_READER}()",
-            "",
         ]
 
     def functions(self) -> str:
-        """`build`, `batch`, and what loads and saves."""
-        count, model = len(self.stages.stages), self.model.__name__
-        names = ", ".join(self.name(n) for n in range(count))
-        given = [name for name, _ in self.stages.stages[0].given]
-        inputs = given[0] if len(given) == 1 else f"({', '.join(given)})"
-        labels = self.stages.labels
-        answer = labels[0] if len(labels) == 1 else f"({', '.join(labels)})"
-        taken = [p for p in self.stages.program.parameters if p in {*given, *labels}]
-        held = "stage_of(module, STAGES)"
-        state = f"full_state_dict({held})" if self.gathers else f"{held}.state_dict()"
-        specs = "".join(f"{self._spec(n)},\n" for n in range(count))
-        partitioned = PARTITIONED if self.has_shards else ""
-        groups = "    set_group(model_parallel_group(topology))\n" if self.has_shards else ""
-        parts = "    take_own_parts(stage_of(module, STAGES))\n" if self.has_shards else ""
-        join = "joined" if self.gathers else "united"
-        writing = (WRITE_PARTS if self.has_shards else WRITE_LAYERS).format(model=model)
-        return f'''\
-STAGES = ({names})
+        """The stages together, and what is done with them."""
+        names = ", ".join(map(self.name, range(len(self.stages.stages))))
+        given = ", ".join(f"{key}={value!r}" for key, value in self._pipeline().items() if value)
+        offered = [f"{name} = pipeline.{name}" for name in self.engine.offered]
+        made = f"pipeline = {self._kind}Pipeline(STAGES, {given})"
+        return "\n".join([f"STAGES = ({names})", made, *offered])
 
-
-def build(*args, num_stages=None, topology=None, dynamic_shape=False, **kwargs):
-    """A `PipelineModule` of the stages, for `deepspeed.initialize`.
-
-    Each rank makes the weights of its own stage only, the same as the whole model
-    would have from the same seed; so ranks are to be seeded alike. From then on each
-    stage of each replica draws random numbers of its own, for dropout.{partitioned}
-
-    `engine.eval_batch(data)` gives the loss in eval mode, and with `return_logits=True`
-    the logits as well, on the last stage; it cannot leave the loss out.
-
-    Args:
-        *args: Those of `{model}`.
-        num_stages: {count}, if it is given.
-        topology: Which ranks hold which stage; without it, each stage is held by as
-            many ranks as there are, in data parallel.
-        dynamic_shape: Whether batches are of several shapes, which are then sent with
-            them.
-        **kwargs: Those of `{model}`.
-
-    Raises:
-        ValueError: The model is cut into other stages, or there are other processes.
-    """
-    check_layout(len(STAGES), num_stages, topology)
-
-    def loss(outputs, labels):
-        return stage_of(module, STAGES).loss(outputs, labels)
-
-{groups}    layers = [{specs}]
-    module = PipelineModule(
-        layers,
-        num_stages=None if topology else len(STAGES),
-        topology=topology,
-        loss_fn=loss,
-        partition_method="uniform",
-        dynamic_shape=dynamic_shape,
-    )
-    count_once(module, layers, STAGES)
-{parts}    seed_apart(module)
-    return module
-
-
-def batch({", ".join(taken)}):
-    """The model's arguments as the inputs and labels that the engine takes.
-
-    All are tensors. What is trained is the mean of the losses of all micro-batches.
-    """
-    return {inputs}, {answer}
-
-
-def to_full(module, first_rank_only=False):
-    """The original's state dict, on every rank. Every rank calls it.
-
-    Args:
-        module: What `build` returns.
-        first_rank_only: Give it to the first process alone, on its CPU; the others get
-            an empty dictionary, and none but the first holds more than a stage.
-    """
-    group = module.mpu().get_pipe_parallel_group()
-    return gathered({state}, group, first_rank_only)
-
-
-def load_full(module, full):
-    """Takes the original's state dict; do it before `deepspeed.initialize`."""
-    stage = stage_of(module, STAGES)
-    stage.load_state_dict({{n: t for n, t in full.items() if has_place(stage, n)}})
-
-
-def read_checkpoint(folder, *args, tag=None, **kwargs):
-    """The original's state dict, from what `engine.save_checkpoint(folder)` wrote.
-
-    One process is enough, without an engine, and the original model loads it. The
-    weights are those that the engine computes with: rounded ones, where it trains in
-    half precision.
-
-    Args:
-        folder: That of `save_checkpoint`.
-        *args: Those of `{model}`.
-        tag: The checkpoint's; without it, the latest is read.
-        **kwargs: Those of `{model}`.
-
-    Raises:
-        ValueError: The checkpoint is of other stages, or of another model.
-    """
-    files = layer_files(folder, tag, len(STAGES))
-    return {join}(files, partial({model}, *args, **kwargs))
-
-
-{writing}
-'''
-
-    def _spec(self, number: int) -> str:
-        name = self.name(number)
-        tie = next((tie for tie in self.shared if number in tie.names), None)
-        if tie is None:
-            return f"LayerSpec({name}, *args, **kwargs)"
-        names = tie.names[number]
-        tied = repr(names[0]) if len(names) == 1 else repr(list(names))
-        return f"TiedLayerSpec({tie.key!r}, {name}, *args, tied_weight_attr={tied}, **kwargs)"
-
-    def head(self) -> str:
-        """What stands before the classes."""
-        text = "# The names of parameters that have several, numbers as `*`.\n"
-        text += f"TIES = {tuple(self.ties)!r}\n"
-        if not self.settings:
-            return text
-        some = any(value is NOT_NONE for value in self.settings.values())
-        pairs = (f"{path!r}: {shown(value)}" for path, value in self.settings.items())
-        return (
-            "# The stages leave out what the model does where these are something else"
-            f"{', `...`: where None' if some else ''}.\n"
-            f"SETTINGS = {{{', '.join(pairs)}}}\n{text}"
+    def _pipeline(self) -> dict[str, Any]:
+        """What the runtime's `Pipeline` is given beside the classes; what is empty is left out."""
+        shared = tuple(
+            {number: names[place] for number, names in tie.names.items()}
+            for tie in self.shared
+            for place in range(len(next(iter(tie.names.values()))))
         )
+        if self.stages.by_name:
+            (label,) = self.stages.labels
+            return {"inputs": self.stages.arguments(), "label": label, "shared": shared}
+        inputs = tuple(name for name, _ in self.stages.stages[0].given)
+        return {"inputs": inputs, "labels": tuple(self.stages.labels), "shared": shared}
 
     def helpers(self) -> dict[str, set[str]]:
         """The names that it uses of each helper module."""
-        stages = {"check_ties", "gathered", "has_place", "keep"}
-        stages |= {"check_settings"} if self.settings else set()
-        found = {"stages": stages, "deferred_init": {"Recording"}}
-        if self.has_shards:
-            found["tensor_parallel"] = {"set_group"}
-        if self.gathers:
-            stages.add("draw_parts")
-            found["loading"] = {"full_state_dict"}
-        for module, names in self.engine_helpers().items():
-            found.setdefault(module, set()).update(names)
-        return found
+        kind = self._kind
+        return {"stages": {f"{kind}Stage"}, self.engine.module: {f"{kind}Pipeline"}}
 
-    def engine_helpers(self) -> dict[str, set[str]]:
-        """The names of helper modules that only what is written for this engine uses."""
-        names = {"check_layout", "count_once", "seed_apart", "stage_of"}
-        names |= {"model_parallel_group", "take_own_parts"} if self.has_shards else set()
-        checkpoints = {"layer_files", "joined" if self.gathers else "united"}
-        checkpoints.add("write_parts" if self.has_shards else "write_layers")
-        return {"stages": names, "checkpoints": checkpoints}
+    @property
+    def _kind(self) -> str:
+        return "Sharded" if self.has_shards else "Unsharded"
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the stages."""
+        return TORCH if self.stages.by_name else DEEPSPEED
 
     def written(self, header: str) -> str:
         """The whole file.
@@ -588,10 +451,10 @@ def read_checkpoint(folder, *args, tag=None, **kwargs):
         Raises:
             NameTaken: What a stage runs has a name that the file needs for something else.
         """
-        body = f"{self.head()}\n\n{self.classes()}\n\n\n{self.functions()}\n"
-        count = len(self.stages.stages)
+        body = f"{self.classes()}\n\n\n{self.functions()}\n"
+        what = f"`{self.model.__name__}` in {len(self.stages.stages)} stages"
         text = (
-            f'{header}\n"""`{self.model.__name__}` in {count} stages, for {self.engine}."""\n\n'
+            f'{header}\n"""{what}, for {self.engine.words}."""\n\n'
             f"{_import_text(self._imports(body))}\n\n{body}"
         )
         return black.format_str(text, mode=black.Mode())
@@ -603,11 +466,8 @@ def read_checkpoint(folder, *args, tag=None, **kwargs):
         bound = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
         bound |= bound_in(tree) | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
         imports = {f".{module}": set(used) for module, used in self.helpers().items()}
-        if specs := {"PipelineModule", "LayerSpec", "TiedLayerSpec"} & names:
-            imports["deepspeed.pipe"] = specs
-        imports |= {"functools": {"partial"} & names, "torch": {""}}
         known = {name for module in imports.values() for name in module}
-        self._check_names(known | {n.name for n in tree.body if isinstance(n, ast.FunctionDef)})
+        self._check_names(known.union(*(bound_in(statement) for statement in tree.body)))
         for name in sorted(names - bound - known - set(dir(builtins)) - {"self"}):
             origin = self._origin(name)
             if origin is not None:
@@ -664,16 +524,3 @@ def _import_text(imports: Mapping[str, set[str]]) -> str:
         if names := sorted(imports[module] - {""}):
             group.append(f"from {module} import {', '.join(names)}")
     return "\n\n".join("\n".join(group) for group in groups if group)
-
-
-def _docstring(text: str) -> list[str]:
-    if len(text) <= 78:
-        return [f'    """{text}"""']
-    first, _, rest = text.partition(": ")
-    wrapped = textwrap.wrap(rest[0].upper() + rest[1:] if rest[0].isalpha() else rest, 84)
-    return [f'    """{first}.', "", *(f"    {line}" for line in wrapped), '    """']
-
-
-def _listed(items: Sequence[str]) -> str:
-    *first, last = items
-    return f"{', '.join(first)} and {last}" if first else last

@@ -196,7 +196,7 @@ def stages_of(out: Path) -> int:
 def needs_deepspeed(out: Path) -> bool:
     """Whether the stages of an output are for DeepSpeed's engine, not for torch's own."""
     return any(
-        isinstance(n, ast.ImportFrom) and n.module == "deepspeed.pipe" for n in _pipeline(out)
+        isinstance(n, ast.ImportFrom) and n.module == "deepspeed_pipeline" for n in _pipeline(out)
     )
 
 

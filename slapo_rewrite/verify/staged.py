@@ -77,7 +77,9 @@ class Staged(Original):
             if model is not None:
                 self.switch_dropout_off(model)
         self.stage("finding what the model is built from")
-        built = self.built_from(pipeline.STAGES[0].__mro__[1])
+        own = self.rewritten_module.__name__
+        kind = next(base for base in pipeline.STAGES[0].__mro__ if base.__module__ == own)
+        built = self.built_from(kind)
         self.drawn = built.weights
         self.join_group()
         self.stage("building the stages")

@@ -179,7 +179,7 @@ def broken(out: Path, old: str, new: str) -> Report:
 @pytest.mark.usefixtures("warm")
 def test_what_is_wrong_is_seen_and_told(tmp_path):
     out = GPT.written(tmp_path, 2)
-    lost = broken(out, '"wte", GPTStage1', '"head", GPTStage1').render()
+    lost = broken(out, "\n    shared=", "\n    shared=() and ").render()
     assert "copies alike after 5 steps (rank 0): transformer.wte.weight on rank 0 is not" in lost
     assert "of one parameter wrong in `gradients`, in model order:\n    first, last" in lost
     line = r'/plan_2\.py:\d+: s\["{transformer\.wte,lm_head}"\]\.shard\('

@@ -8,13 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_rewrite.runtime.deferred_init import Recording
+from slapo_rewrite.runtime import deepspeed_pipeline, torch_pipeline
+from slapo_rewrite.runtime.deepspeed_pipeline import check_layout
+from slapo_rewrite.runtime.deferred_init import construct
 from slapo_rewrite.runtime.stages import (
-    check_layout,
     check_settings,
     check_ties,
     has_place,
     keep,
+    tensors_of,
 )
 
 
@@ -34,9 +36,8 @@ class Model(nn.Module):
 
 def stage(choose) -> Model:
     torch.manual_seed(0)
-    with Recording(torch.device("cpu")) as recording:
-        model = Model()
-    keep(model, recording, *choose(model))
+    model = construct(Model, lambda model: tensors_of(choose(model)))
+    keep(model, choose(model))
     return model
 
 
@@ -81,9 +82,9 @@ def test_a_model_that_does_something_else_is_refused():
 
 
 def test_on_the_meta_device_a_stage_has_no_memory():
-    with torch.device("meta"), Recording(torch.get_default_device()) as recording:
-        part = Model()
-    keep(part, recording, part.layers[2:], part.norm)
+    with torch.device("meta"):
+        part = construct(Model, lambda model: [model.scale])
+    keep(part, (part.layers[2:], part.norm))
     assert part.state_dict() and all(tensor.is_meta for tensor in part.state_dict().values())
     assert part.embedding is None and part.head is None
 
@@ -91,7 +92,7 @@ def test_on_the_meta_device_a_stage_has_no_memory():
 def test_a_stage_without_layers_is_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList())
     with pytest.raises(ValueError, match="fewer than the one that was cut"):
-        keep(model, None, model[0], model[1])
+        keep(model, (model[0], model[1]))
 
 
 def test_settings_that_are_given():
@@ -131,3 +132,14 @@ def test_a_layout_that_does_not_fit_is_refused(num_stages, topology, message, mo
     refused = pytest.raises(ValueError, match=message) if message else nullcontext()
     with refused:
         check_layout(2, num_stages, topology)
+
+
+def test_a_step_has_the_arguments_that_the_stages_were_written_for():
+    engines = deepspeed_pipeline.UnshardedPipeline((), inputs=("a", "b"), labels=("c",))
+    assert engines.batch(c=3, b=2, a=1) == ((1, 2), 3)
+    torchs = torch_pipeline.UnshardedPipeline((), inputs={"given_a": "a"}, label="c")
+    assert torchs.batch(a=1, c=3) == {"given_a": 1, "target": 3}
+    for pipeline in (engines, torchs):
+        with pytest.raises(TypeError, match=r"the stages take \['a', .*and not \['a', 'd'\]"):
+            pipeline.batch(a=1, d=2)
+        assert "weights of its own stage" in pipeline.build.__doc__

@@ -3,15 +3,108 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .deferred_init import Recording, take_drawn
-from .shards import world_size
+from .deferred_init import construct, random_states, restore
+from .loading import full_state_dict, take_parts
+from .shards import world_of, world_size
+
+
+class Stage(nn.Module):
+    """Makes a model of which it holds the modules and parameters of one stage only.
+
+    It stands before the model's class among the bases of a stage. What it does not hold
+    is None, and has no memory; what it does hold starts as in the whole model, from the
+    same seed.
+
+    Args:
+        *args: Those of the model's class.
+        **kwargs: Likewise.
+
+    Raises:
+        ValueError: The stages were written for another model.
+    """
+
+    # What attributes of the model have to be; `...` for anything but None.
+    SETTINGS: ClassVar[Mapping[str, Any]] = {}
+    # The names of each parameter that has several, numbers as `*`.
+    TIES: ClassVar[Iterable[tuple[str, ...]]] = ()
+    # What the stage holds of the model.
+    held: Callable[[], Iterable[nn.Module | Tensor]]
+    # Its part of the original's state dict.
+    full_state: Callable[[], dict[str, Tensor]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def make() -> "Stage":
+            vars(self).clear()  # it is made again until it has what it is to hold
+            super(Stage, self).__init__(*args, **kwargs)
+            return self
+
+        construct(make, lambda model: tensors_of(model.held()))
+        check_settings(self, self.SETTINGS)
+        check_ties(self, self.TIES)
+        keep(self, self.held())
+
+
+class ShardedStage(Stage):
+    """A stage that the ranks of a tensor-parallel group share.
+
+    Each rank draws all of its stage's weights, and keeps its part of them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        states = random_states()
+        super().__init__(*args, **kwargs)
+        if world_size() > 1 and torch.get_default_device().type != "meta":
+            make = partial(model_class(type(self)), *args, **kwargs)
+            held: Any = type(self).held
+            restore(states)
+            with world_of(1):
+                whole = construct(make, lambda model: tensors_of(held(model)))
+            keep(whole, held(whole))
+            take_parts(self, whole.state_dict().__getitem__)
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Its part of the original's state dict, gathered from those ranks."""
+        return full_state_dict(self)
+
+
+def model_class(stage: type) -> Any:
+    """The class of the model that a stage is one of."""
+    return next(kind for kind in stage.__mro__ if not issubclass(kind, Stage))
+
+
+def check_settings(model: nn.Module, settings: Mapping[str, Any]) -> None:
+    """Refuses a model for which the stages would leave out something that it does.
+
+    Args:
+        model: The whole model.
+        settings: What its attributes were when the stages were written; `...` for
+            anything but None.
+
+    Raises:
+        ValueError: An attribute is something else.
+    """
+    for path, expected in settings.items():
+        found = attrgetter(path)(model)
+        if expected is ...:
+            if found is None:
+                raise ValueError(
+                    f"`{path}` is None, and the stages were written for a model where "
+                    "it is not: let slapo-rewrite write them again for this model"
+                )
+        elif found is not expected and found != expected:
+            shown = type(found).__name__ if isinstance(found, nn.Module) else found
+            raise ValueError(
+                f"`{path}` is {shown}, and the stages were written for {expected}: "
+                "let slapo-rewrite write them again for this model"
+            )
 
 
 def check_ties(model: nn.Module, ties: Iterable[tuple[str, ...]]) -> None:
@@ -35,148 +128,71 @@ def check_ties(model: nn.Module, ties: Iterable[tuple[str, ...]]) -> None:
         )
 
 
-def keep(model: nn.Module, recording: Recording, *held: nn.Module | Tensor) -> None:
-    """Leaves nothing in a model but what a stage holds, and gives that its memory.
+def keep(model: nn.Module, held: Iterable[nn.Module | Tensor]) -> None:
+    """Leaves nothing in a model but what a stage holds.
 
     Other names of a parameter that is held stay as well, so that each stage has all
     names of its weights. What else is taken out is None from then on.
 
     Args:
-        model: The model, built inside the recording.
-        recording: What was to be done to initialise it.
-        *held: Modules and parameters.
+        model: The model.
+        held: Modules and parameters.
 
     Raises:
         ValueError: The model is not as deep as the one that was cut.
     """
+    held = list(held)
     if any(isinstance(m, nn.ModuleList) and not len(m) for m in held):
         raise ValueError(
             "a stage would hold none of the layers: the model has fewer than the one that "
             "was cut; let slapo-rewrite write the stages again for this model"
         )
     modules = {inner for m in held if isinstance(m, nn.Module) for inner in m.modules()}
-    tensors = {id(t) for t in held if isinstance(t, Tensor)}
-    tensors |= {id(t) for m in modules for t in own_tensors(m).values()}
-    real: dict[int, Tensor] = {}
+    tensors = {id(tensor) for tensor in tensors_of(held)}
     for module in list(model.modules()):
         for name, tensor in own_tensors(module).items():
             if id(tensor) not in tensors:
                 setattr(module, name, None)
                 getattr(module, "sharded_parameters", {}).pop(name, None)
-                continue
-            if id(tensor) not in real:
-                real[id(tensor)] = with_memory(tensor, recording)
-            if isinstance(tensor, nn.Parameter):
-                module.register_parameter(name, real[id(tensor)])  # type: ignore[arg-type]
-            else:
-                setattr(module, name, real[id(tensor)])
-    drop(model, modules)
+    for path, module in reversed([*model.named_modules(remove_duplicate=False)]):
+        inside = [*module.modules()]
+        if path and modules.isdisjoint(inside) and not any(map(own_tensors, inside)):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, None)
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """A module's own parameters, buffers and other tensors, by name."""
-    own: dict[str, Any] = {**vars(module), **module._parameters, **module._buffers}
+    own: dict[str, Any] = dict(vars(module))
+    own |= module.named_parameters(recurse=False, remove_duplicate=False)
+    own |= module.named_buffers(recurse=False, remove_duplicate=False)
     return {name: value for name, value in own.items() if isinstance(value, Tensor)}
 
 
-def with_memory(tensor: Tensor, recording: Recording) -> Tensor:
-    """A recorded tensor with its values."""
-    value = recording.value(tensor)
-    if not isinstance(tensor, nn.Parameter):
-        return value.detach()
-    made = nn.Parameter(value.detach(), tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
-    made._backward_hooks = tensor._backward_hooks
-    return made
+def tensors_of(held: Iterable[nn.Module | Tensor]) -> list[Tensor]:
+    """All tensors of modules, and those that stand by themselves."""
+    found = [each for each in held if isinstance(each, Tensor)]
+    for module in held:
+        if isinstance(module, nn.Module):
+            for inner in module.modules():
+                found += own_tensors(inner).values()
+    return found
 
 
-def drop(module: nn.Module, held: set[nn.Module]) -> bool:
-    """Takes out the submodules that hold nothing of a stage; whether any is left."""
-    left = module in held or bool(own_tensors(module))
-    for name, child in list(module.named_children()):
-        if drop(child, held):
-            left = True
-        else:
-            setattr(module, name, None)
-    return left
-
-
-def draw_parts(
-    stage: nn.Module, recording: Recording, make: Callable[[], nn.Module]
-) -> None:
-    """Gives a stage its parts of the weights that the whole model would draw.
-
-    Each rank draws the weights of the whole model and holds one full tensor at a time.
-
-    Args:
-        stage: The stage.
-        recording: What it was built inside.
-        make: Makes the model.
-    """
-    if world_size() > 1:
-        recording.generator.set_state(recording.start)
-        take_drawn(stage, make)
-
-
-def check_layout(count: int, num_stages: int | None, topology: Any) -> None:
-    """Refuses a number of stages or of ranks that does not fit.
-
-    Args:
-        count: How many stages there are.
-        num_stages: How many are asked for; None for no matter how many.
-        topology: Which ranks are to hold which stage, if that is said.
+def check_names(inputs: Iterable[str], names: set[str]) -> None:
+    """Refuses other arguments of a step than the stages were written for.
 
     Raises:
-        ValueError: There are others.
+        TypeError: They have other names.
     """
-    asked = num_stages if topology is None else topology.get_dim("pipe")
-    if asked not in (None, count) or num_stages not in (None, asked):
-        raise ValueError(
-            f"the model is cut into {count} stages, not {asked}: "
-            "change the cuts in the schedule, or the topology"
-        )
-    world = dist.get_world_size()
-    wanted = count if topology is None else topology.world_size()
-    if world % wanted or (topology is not None and world != wanted):
-        raise ValueError(f"{world} processes do not make up a layout of {wanted} ranks")
+    if {*inputs} != names:
+        raise TypeError(f"the stages take {sorted(names)}, and not {sorted(inputs)}")
 
 
-def take_own_parts(stage: nn.Module) -> None:
-    """Lets a stage load a rank's parts as DeepSpeed writes them.
-
-    The files' names say whose they are; what a state dict notes of that is lost.
-    """
-    for module in stage.modules():
-        if hasattr(module, "sharded_parameters"):
-            module.takes_parts = True  # type: ignore[assignment]
-
-
-def seed_apart(module: Any) -> None:
-    """Lets each stage of each replica draw random numbers of its own from now on.
-
-    The tensor-parallel ranks of a stage go on drawing the same ones.
-    """
-    grid = module.mpu()
-    sizes = (module.num_stages, grid.get_data_parallel_world_size())
-    seeds = torch.randint(2**62, sizes, device="cpu")
-    seed = seeds[module.stage_id, grid.get_data_parallel_rank()]
-    torch.manual_seed(int(seed))
-
-
-def model_parallel_group(topology: Any) -> Any:
-    """This rank's tensor-parallel group: the ranks along the axis `model`, if any."""
-    listed = [] if topology is None else topology.get_axis_comm_lists("model")
-    listed = listed or [[rank] for rank in range(dist.get_world_size())]
-    group: Any = None
-    for ranks in listed:  # every rank takes part in making each group
-        made = dist.new_group(ranks)
-        group = made if dist.get_rank() in ranks else group
-    return group
-
-
-def stage_of(module: nn.Module, kinds: tuple[type, ...]) -> Any:
-    """The stage that this rank holds of a `PipelineModule`."""
-    return next(m for m in module.modules() if isinstance(m, kinds))
+def load_held(stage: nn.Module, full: Mapping[str, Tensor], **how: Any) -> None:
+    """Lets a stage load what it holds of the original's state dict."""
+    held = {name: tensor for name, tensor in full.items() if has_place(stage, name)}
+    stage.load_state_dict(held, **how)
 
 
 def has_place(model: nn.Module, name: str) -> bool:
@@ -204,46 +220,15 @@ def gathered(
     dist.all_gather_object(listed, mine, group=group)
     device = next(iter(named.values())).device
     full: dict[str, Tensor] = {}
-    known: set[str] = set()
+    keeps = not first_rank_only or dist.get_rank() == 0
     for number, theirs in enumerate(listed):
-        for name, (shape, dtype) in theirs.items():
-            if name in known:
-                continue
-            known.add(name)
+        for name in [name for name in theirs if name not in full]:
+            shape, dtype = theirs[name]
+            tensor = torch.empty(shape, dtype=dtype, device=device)
             if number == dist.get_rank(group):
-                tensor = (
-                    named[name].detach().clone(memory_format=torch.contiguous_format)
-                )
-            else:
-                tensor = torch.empty(shape, dtype=dtype, device=device)
+                tensor.copy_(named[name].detach())
             dist.broadcast(tensor, dist.get_global_rank(group, number), group=group)
-            if not first_rank_only:
-                full[name] = tensor
-            elif dist.get_rank() == 0:
-                full[name] = tensor.cpu()
-    return full
-
-
-def count_once(module: Any, layers: list[Any], kinds: tuple[type, ...]) -> None:
-    """Lets the norm of the gradients count each parameter once, on one rank.
-
-    DeepSpeed takes all parameters of a tied layer for copies, on every stage but the
-    first that holds it; of a whole stage only those that are tied are. Without ZeRO it
-    takes no notice of copies, and of what is not marked `model_parallel` only on the
-    first rank of the first stage.
-    """
-    stage = stage_of(module, kinds)
-    tied = [getattr(layer, "tied_weight_attr", ()) for layer in layers]
-    names, is_copy = tied[module.stage_id], any(tied[: module.stage_id])
-    is_first = module.mpu().get_slice_parallel_rank() == 0
-
-    def mark(*_: object) -> None:
-        copies = {id(attrgetter(name)(stage)) for name in names} if is_copy else set()
-        for parameter in stage.parameters():
-            is_own = id(parameter) not in copies
-            counted = is_first or getattr(parameter, "model_parallel", False)
-            parameter.ds_pipe_replicated = not is_own
-            parameter.model_parallel = is_own and counted
-
-    mark()
-    stage.register_load_state_dict_post_hook(mark)  # parts are marked anew by loading
+            if first_rank_only:
+                tensor = tensor.cpu() if keeps else tensor.new_empty(0)
+            full[name] = tensor
+    return full if keeps else {}

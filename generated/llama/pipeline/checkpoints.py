@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .loading import shards, under_original_names
 from .shards import world_of
-from .stages import has_place
+from .stages import load_held
 
 
 def layer_files(
@@ -127,34 +127,10 @@ def write_layers(
     for number, make in enumerate(stages):
         with torch.device("meta"):
             stage = make()
-        named = {n: t for n, t in full.items() if has_place(stage, n)}
-        stage.load_state_dict(named, assign=True)
+        load_held(stage, full, assign=True)
         part = {n: t.detach().clone() for n, t in stage.state_dict().items()}
         file = f"layer_{number:02}-model_{rank:02}-model_states.pt"
         torch.save(part, target / file)
     engine = {"module": None, "dp_world_size": 1}  # what it wants beside the weights
     torch.save(engine, target / "mp_rank_00_model_states.pt")
     (target.parent / "latest").write_text(tag)
-
-
-def write_parts(
-    folder: str | Path,
-    full: Mapping[str, Tensor],
-    stages: Sequence[Callable[[], nn.Module]],
-    size: int,
-) -> None:
-    """Writes what the tensor-parallel ranks load.
-
-    Args:
-        folder: The folder of the checkpoints.
-        full: The original's state dict.
-        stages: Make the stages.
-        size: How many ranks share each stage.
-
-    Raises:
-        FileExistsError: The folder has such a checkpoint already.
-        ValueError: Something in the model does not divide over so many ranks.
-    """
-    for rank in range(size):
-        with world_of(size, rank):
-            write_layers(folder, full, stages, rank)

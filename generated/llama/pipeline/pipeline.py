@@ -1,51 +1,22 @@
 # Written by slapo-rewrite 0.1.0 for modeling_llama.py; rewrite.json says from what.
 """`LlamaForCausalLM` in 2 stages, for DeepSpeed's pipeline engine."""
 
-from functools import partial
-
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import slice_logits_to_keep
 
-from .checkpoints import joined, layer_files, write_parts
-from .deferred_init import Recording
-from .loading import full_state_dict
+from .deepspeed_pipeline import ShardedPipeline
 from .modeling_llama import LlamaForCausalLM
-from .stages import (
-    check_layout,
-    check_ties,
-    count_once,
-    draw_parts,
-    gathered,
-    has_place,
-    keep,
-    model_parallel_group,
-    seed_apart,
-    stage_of,
-    take_own_parts,
-)
-from .tensor_parallel import set_group
-
-# The names of parameters that have several, numbers as `*`.
-TIES = ()
+from .stages import ShardedStage
 
 
-class LlamaForCausalLMStage0(LlamaForCausalLM):
-    """Stage 0: `model.embed_tokens`, `model.layers[:16]` and `model.rotary_emb`."""
+class LlamaForCausalLMStage(ShardedStage, LlamaForCausalLM):
+    """A stage of `LlamaForCausalLM`."""
 
-    def __init__(self, *args, **kwargs):
-        with Recording(torch.get_default_device()) as recording:
-            super().__init__(*args, **kwargs)
-        check_ties(self, TIES)
-        keep(
-            self,
-            recording,
-            self.model.embed_tokens,
-            self.model.layers[:16],
-            self.model.rotary_emb,
-        )
-        draw_parts(self, recording, partial(LlamaForCausalLM, *args, **kwargs))
+
+class LlamaForCausalLMStage0(LlamaForCausalLMStage):
+    def held(self):
+        return self.model.embed_tokens, self.model.layers[:16], self.model.rotary_emb
 
     def forward(self, inputs):
         input_ids, attention_mask = inputs
@@ -73,22 +44,14 @@ class LlamaForCausalLMStage0(LlamaForCausalLM):
         return hidden_states, attention_mask
 
 
-class LlamaForCausalLMStage1(LlamaForCausalLM):
-    """Stage 1: `model.layers[16:]`, `model.norm`, `model.rotary_emb` and `lm_head`."""
-
-    def __init__(self, *args, **kwargs):
-        with Recording(torch.get_default_device()) as recording:
-            super().__init__(*args, **kwargs)
-        check_ties(self, TIES)
-        keep(
-            self,
-            recording,
+class LlamaForCausalLMStage1(LlamaForCausalLMStage):
+    def held(self):
+        return (
             self.model.layers[16:],
             self.model.norm,
             self.model.rotary_emb,
             self.lm_head,
         )
-        draw_parts(self, recording, partial(LlamaForCausalLM, *args, **kwargs))
 
     def forward(self, inputs):
         hidden_states, attention_mask = inputs
@@ -123,118 +86,12 @@ class LlamaForCausalLMStage1(LlamaForCausalLM):
 
 
 STAGES = (LlamaForCausalLMStage0, LlamaForCausalLMStage1)
-
-
-def build(*args, num_stages=None, topology=None, dynamic_shape=False, **kwargs):
-    """A `PipelineModule` of the stages, for `deepspeed.initialize`.
-
-    Each rank makes the weights of its own stage only, the same as the whole model
-    would have from the same seed; so ranks are to be seeded alike. From then on each
-    stage of each replica draws random numbers of its own, for dropout.
-
-    Where a topology has an axis `model`, the engine's configuration needs
-    `"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}`.
-
-    `engine.eval_batch(data)` gives the loss in eval mode, and with `return_logits=True`
-    the logits as well, on the last stage; it cannot leave the loss out.
-
-    Args:
-        *args: Those of `LlamaForCausalLM`.
-        num_stages: 2, if it is given.
-        topology: Which ranks hold which stage; without it, each stage is held by as
-            many ranks as there are, in data parallel.
-        dynamic_shape: Whether batches are of several shapes, which are then sent with
-            them.
-        **kwargs: Those of `LlamaForCausalLM`.
-
-    Raises:
-        ValueError: The model is cut into other stages, or there are other processes.
-    """
-    check_layout(len(STAGES), num_stages, topology)
-
-    def loss(outputs, labels):
-        return stage_of(module, STAGES).loss(outputs, labels)
-
-    set_group(model_parallel_group(topology))
-    layers = [
-        LayerSpec(LlamaForCausalLMStage0, *args, **kwargs),
-        LayerSpec(LlamaForCausalLMStage1, *args, **kwargs),
-    ]
-    module = PipelineModule(
-        layers,
-        num_stages=None if topology else len(STAGES),
-        topology=topology,
-        loss_fn=loss,
-        partition_method="uniform",
-        dynamic_shape=dynamic_shape,
-    )
-    count_once(module, layers, STAGES)
-    take_own_parts(stage_of(module, STAGES))
-    seed_apart(module)
-    return module
-
-
-def batch(input_ids, attention_mask, labels):
-    """The model's arguments as the inputs and labels that the engine takes.
-
-    All are tensors. What is trained is the mean of the losses of all micro-batches.
-    """
-    return (input_ids, attention_mask), labels
-
-
-def to_full(module, first_rank_only=False):
-    """The original's state dict, on every rank. Every rank calls it.
-
-    Args:
-        module: What `build` returns.
-        first_rank_only: Give it to the first process alone, on its CPU; the others get
-            an empty dictionary, and none but the first holds more than a stage.
-    """
-    group = module.mpu().get_pipe_parallel_group()
-    return gathered(full_state_dict(stage_of(module, STAGES)), group, first_rank_only)
-
-
-def load_full(module, full):
-    """Takes the original's state dict; do it before `deepspeed.initialize`."""
-    stage = stage_of(module, STAGES)
-    stage.load_state_dict({n: t for n, t in full.items() if has_place(stage, n)})
-
-
-def read_checkpoint(folder, *args, tag=None, **kwargs):
-    """The original's state dict, from what `engine.save_checkpoint(folder)` wrote.
-
-    One process is enough, without an engine, and the original model loads it. The
-    weights are those that the engine computes with: rounded ones, where it trains in
-    half precision.
-
-    Args:
-        folder: That of `save_checkpoint`.
-        *args: Those of `LlamaForCausalLM`.
-        tag: The checkpoint's; without it, the latest is read.
-        **kwargs: Those of `LlamaForCausalLM`.
-
-    Raises:
-        ValueError: The checkpoint is of other stages, or of another model.
-    """
-    files = layer_files(folder, tag, len(STAGES))
-    return joined(files, partial(LlamaForCausalLM, *args, **kwargs))
-
-
-def write_checkpoint(folder, full, *args, tensor_parallel_size=1, **kwargs):
-    """Writes the original's state dict as a checkpoint of the stages.
-
-    What loads it is `engine.load_checkpoint(folder, load_module_only=True)`.
-
-    Args:
-        folder: Where the checkpoint goes.
-        full: The original's state dict.
-        *args: Those of `LlamaForCausalLM`.
-        tensor_parallel_size: How many ranks are to share each stage.
-        **kwargs: Those of `LlamaForCausalLM`.
-
-    Raises:
-        FileExistsError: The folder has such a checkpoint already.
-        ValueError: The model does not divide over so many ranks.
-    """
-    stages = [partial(stage, *args, **kwargs) for stage in STAGES]
-    write_parts(folder, full, stages, tensor_parallel_size)
+pipeline = ShardedPipeline(
+    STAGES, inputs=("input_ids", "attention_mask"), labels=("labels",)
+)
+build = pipeline.build
+batch = pipeline.batch
+to_full = pipeline.to_full
+load_full = pipeline.load_full
+read_checkpoint = pipeline.read_checkpoint
+write_checkpoint = pipeline.write_checkpoint

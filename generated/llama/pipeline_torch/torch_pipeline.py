@@ -1,7 +1,7 @@
 # Written by slapo-rewrite 0.1.0 for modeling_llama.py; rewrite.json says from what.
-"""Stages run by `torch.distributed.pipelining`: where they are, and what a step does."""
+"""Stages run by `torch.distributed.pipelining`: building, loading, training."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +15,133 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .deferred_init import default_generator
 from .recomputation import EarlierBuffers
+from .shards import set_group
+from .stages import Stage, check_names, gathered, load_held
+
+
+class Pipeline:
+    """The stages of a model, for the schedules of `torch.distributed.pipelining`.
+
+    Args:
+        stages: Their classes.
+        inputs: The arguments of the model that stages are given, by their names there.
+        label: The one that the loss is given.
+        shared: For each parameter that several stages hold, its name there, by stage.
+    """
+
+    lay_out: Callable[[DeviceMesh], None]  # depends on whether ranks share a stage
+
+    def __init__(
+        self,
+        stages: tuple[type[Stage], ...],
+        inputs: Mapping[str, str],
+        label: str,
+        shared: Sequence[Mapping[int, str]] = (),
+    ) -> None:
+        self.stages, self.inputs, self.label = stages, inputs, label
+        self.shared = shared
+
+    def build(self, *args: Any, mesh: DeviceMesh, **kwargs: Any) -> list[PipelineStage]:
+        """The stages of this rank, each a `torch.distributed.pipelining.PipelineStage`.
+
+        Each rank makes the weights of its own stages only, the same as the whole model
+        would have from the same seed; so ranks are to be seeded alike. From then on
+        each draws random numbers of its own, for dropout, but for those of one
+        tensor-parallel group.
+
+        Args:
+            *args: Those of the model's class.
+            mesh: A mesh. Along its axis `pp` ranks hold the stages of one model, round
+                and round where there are fewer of them; along `tp` they divide its
+                weights, where the model was written for that.
+            **kwargs: Those of the model's class.
+
+        Raises:
+            ValueError: The stages cannot be laid out on the mesh.
+        """
+        numbers = own_numbers(mesh, len(self.stages))
+        self.lay_out(mesh)
+        device, group = torch.device(mesh.device_type), mesh.get_group("pp")
+        generator = default_generator(torch.get_default_device())
+        before = generator.get_state()
+        stages = []
+        for number in numbers:
+            generator.set_state(before)  # each stage draws what the whole model would
+            module = self.stages[number](*args, **kwargs).to(device)
+            module.register_forward_pre_hook(with_sendable_gradients)
+            stages.append(
+                PipelineStage(module, number, len(self.stages), device, group=group)
+            )
+        start_alike(stages, self.shared)
+        draw_apart(mesh)
+        return stages
+
+    def schedule(
+        self,
+        stages: Sequence[PipelineStage],
+        kind: Any,
+        n_microbatches: int,
+        **options: Any,
+    ) -> "Schedule":
+        """A schedule, with the model's own loss; its `step` and `eval` take a `batch`.
+
+        Args:
+            stages: What `build` returns, wrapped for data parallelism or not.
+            kind: A class: `Schedule1F1B`, say, or where a rank has several stages
+                `ScheduleInterleaved1F1B`, for which torch needs `fully_shard` where it
+                takes no `DistributedDataParallel`.
+            n_microbatches: How many equal parts a batch is divided into.
+            **options: Those of the class.
+
+        Raises:
+            ValueError: The class is for one stage on a rank, and there are several.
+        """
+        return Schedule(stages, kind, n_microbatches, self.shared, **options)
+
+    def batch(self, **inputs: Any) -> dict[str, Any]:
+        """The model's arguments as a schedule takes them, on every rank the same.
+
+        Raises:
+            TypeError: They are others than the stages were written for.
+        """
+        check_names(inputs, {*self.inputs.values(), self.label})
+        given = {name: inputs[argument] for name, argument in self.inputs.items()}
+        return {**given, "target": inputs[self.label]}
+
+    def to_full(
+        self, stages: Sequence[PipelineStage], first_rank_only: bool = False
+    ) -> dict[str, Tensor]:
+        """The original's state dict, on every rank. Every rank calls it.
+
+        Args:
+            stages: What `build` returns, wrapped for data parallelism or not.
+            first_rank_only: Give it to the first process alone, on its CPU; the others
+                get an empty dictionary, and none but the first holds more than its
+                stages.
+        """
+        named: dict[str, Tensor] = {}
+        for stage in stages:
+            named |= unwrapped(stage).full_state()
+        return gathered(named, stages[0].group, first_rank_only)
+
+    def load_full(
+        self, stages: Sequence[PipelineStage], full: Mapping[str, Tensor]
+    ) -> None:
+        """Takes the original's state dict; do it before the stages are wrapped."""
+        for stage in stages:
+            load_held(stage.submod, full)
+
+
+class ShardedPipeline(Pipeline):
+    """Stages whose weights are divided over tensor-parallel groups."""
+
+    def lay_out(self, mesh: DeviceMesh) -> None:
+        """Names the tensor-parallel group: the ranks along the axis `tp`, if any."""
+        if "tp" in (mesh.mesh_dim_names or ()):
+            set_group(mesh.get_group("tp"))
+        else:
+            alone = [dist.get_rank()]
+            set_group(dist.new_group(alone, use_local_synchronization=True))
 
 
 def draw_apart(mesh: DeviceMesh) -> None:
@@ -26,13 +153,6 @@ def draw_apart(mesh: DeviceMesh) -> None:
     axes = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
     place = tuple(0 if name == "tp" else number for name, number in axes)
     torch.manual_seed(int(seeds[place]))
-
-
-def tensor_parallel_group(mesh: DeviceMesh) -> Any:
-    """This rank's group along the axis `tp`; itself alone where the mesh has none."""
-    if "tp" in (mesh.mesh_dim_names or ()):
-        return mesh.get_group("tp")
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def own_numbers(mesh: DeviceMesh, count: int) -> range:
@@ -59,35 +179,6 @@ def own_numbers(mesh: DeviceMesh, count: int) -> range:
             "`pp` cannot hold evenly: change the cuts in the schedule, or the mesh"
         )
     return range(mesh.get_local_rank("pp"), count, ranks)
-
-
-def placed(
-    kinds: Sequence[type[nn.Module]],
-    numbers: Iterable[int],
-    mesh: DeviceMesh,
-    *args: Any,
-    **kwargs: Any,
-) -> list[PipelineStage]:
-    """Makes the stages of this rank, on the mesh's device.
-
-    Args:
-        kinds: The classes of all stages.
-        numbers: Which of them this rank holds.
-        mesh: The mesh.
-        *args: What the classes are made with.
-        **kwargs: Likewise.
-    """
-    device = torch.device(mesh.device_type)
-    generator = default_generator(torch.get_default_device())
-    before = generator.get_state()
-    stages = []
-    for number in numbers:
-        generator.set_state(before)  # each stage draws what the whole model would
-        module = kinds[number](*args, **kwargs).to(device)
-        module.register_forward_pre_hook(with_sendable_gradients)
-        group = mesh.get_group("pp")
-        stages.append(PipelineStage(module, number, len(kinds), device, group=group))
-    return stages
 
 
 def with_sendable_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
@@ -268,6 +359,24 @@ def sum_shared_gradients(
             total: Any = sum(from_ranks(stages[0], names, sum(gradients)))  # type: ignore[arg-type]
             for gradient in gradients:
                 gradient.copy_(total)
+
+
+@torch.no_grad()
+def start_alike(
+    stages: Sequence[PipelineStage], shared: Sequence[Mapping[int, str]]
+) -> None:
+    """Gives what several stages hold the values that it has in the first of them.
+
+    Every rank on the axis `pp` calls it.
+    """
+    if stages and shared:
+        dist.barrier(stages[0].group)  # so that any two ranks may go on by themselves
+    for names in shared:
+        held = parameters_of(stages, names)
+        if held:
+            first = from_ranks(stages[0], names, held[0])[0]
+            for parameter in held:
+                parameter.copy_(first)
 
 
 def parameters_of(
