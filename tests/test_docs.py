@@ -21,6 +21,7 @@ DOCUMENTS = (
     "CHANGELOG.md",
     "benchmark/README.md",
     "examples/train_gpt/README.md",
+    "examples/trainer/README.md",
     "generated/README.md",
 )
 README = (ROOT / "README.md").read_text()

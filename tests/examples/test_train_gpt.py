@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from slapo_rewrite import cli
+from tests.examples.forked import printed
 from tests.golden import ROOT
-from tests.processes import free_port
-from tests.warm import Forked
 
 EXAMPLE = ROOT / "examples" / "train_gpt"
 
@@ -48,18 +47,8 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def by_forked(folder: Path, world: int, *arguments: str) -> list[float]:
-    """What `world` processes print of their steps, forked and not started by `torchrun`."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = []
-    for rank in range(world):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-        with open(folder / f"{rank}.log", "w") as log:
-            command = [sys.executable, "-P", str(folder / "train.py"), *arguments]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", **meeting, **own}
-            started.append(Forked(command, stdout=log, env=environment))
-    codes = [process.wait() for process in started]
-    assert not any(codes), "".join(path.read_text()[-2000:] for path in folder.glob("*.log"))
-    return losses_in((folder / "0.log").read_text())
+    """What `world` processes print of their steps."""
+    return losses_in(printed(folder, world, *arguments))
 
 
 def test_a_few_steps_are_those_of_one_process(folder, monkeypatch):

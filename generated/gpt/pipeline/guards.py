@@ -59,8 +59,8 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
             raise RuntimeError(
                 f"`{type(parent).__name__}` would take the tensor-parallel ranks for "
                 "replicas and copy one rank's parts over those of the others: give it the "
-                "data-parallel group. Without replicas train the model itself, and not by "
-                "Trainer or accelerate, which know no other group"
+                "data-parallel group. Without replicas train the model itself; Trainer and "
+                "accelerate know no other group, but for slapo-rewrite's examples/trainer"
             )
 
 

@@ -1,0 +1,42 @@
+"""Trainer on tensor-parallel ranks, as the example does it, is that of one process."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from slapo_rewrite import cli
+from tests.examples.forked import printed
+from tests.golden import ROOT
+
+LLAMA = "transformers.models.llama.modeling_llama"
+
+
+def figures(text: str) -> list[float]:
+    """Losses, gradient norms and the loss of the evaluation."""
+    lines = re.findall(r"^step .*", text, re.M)
+    return [float(n) for line in lines for n in re.findall(r"(?:loss|norm) (\d\S*)", line)]
+
+
+@pytest.mark.processes
+def test_trainer_on_shared_layers_is_that_of_one_process(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", dirs_exist_ok=True)
+    folder: Path = tmp_path / "examples" / "trainer"
+    shutil.rmtree(folder / "parallel", ignore_errors=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    assert cli.main([LLAMA, "--schedule", "llama", "-o", "parallel"]) == cli.DONE
+    single = figures(printed(folder, 1, "--single", "--steps", "4", "--save", "single"))
+    assert len(single) == 9 and single[6] < single[0] - 0.5
+    weights = load_file("single/model.safetensors")
+    for world in (2, 4):  # one replica, and two
+        run = ["--tensor", "2", "--steps", "4", "--save", f"of_{world}"]
+        assert figures(printed(folder, world, *run)) == pytest.approx(single, abs=2e-4)
+        found = load_file(f"of_{world}/model.safetensors")
+        assert found.keys() == weights.keys()
+        # Adam divides by a gradient's own size, so what is but rounding counts as much.
+        assert all((found[n] - t).abs().mean() < 1e-4 for n, t in weights.items())
