@@ -51,6 +51,8 @@ class TensorParallelTrainer(Trainer):
         super().__init__(*args, **kwargs)
         if self.args.save_strategy != "no" and not self.args.save_only_model:
             raise ValueError("one rank would save its own optimizer state: save_only_model=True")
+        if self.args.fp16:
+            raise ValueError("accelerate's scaler would have ranks skip steps alone: bf16=True")
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator, and has it know the replicas."""
