@@ -110,8 +110,8 @@ def _rewrite(arguments: list[str]) -> int:
         action="append",
         default=[],
         metavar="NAME",
-        help="add a further helper: load_pretrained, save_pretrained, build_deferred, add_adapters "
-        "(repeatable)",
+        help="add a further helper: load_pretrained, save_pretrained, build_deferred, "
+        "add_adapters, sharded_state (repeatable)",
     )
     parser.add_argument("--merge", action="store_true", help="carry hand edits in OUT over")
     parser.add_argument("--force", action="store_true", help="overwrite hand edits in OUT")

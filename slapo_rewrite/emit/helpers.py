@@ -38,6 +38,7 @@ RUNTIME_ORDER = (
     "weights",
     "loading",
     "deferred_init",
+    "distributed_checkpoint",
     "lora",
     "pretrained",
     "stages",
@@ -63,6 +64,7 @@ OPTIONAL = {
     "build_deferred": "deferred_init",
     "load_pretrained": "loading",
     "save_pretrained": "loading",
+    "sharded_state": "distributed_checkpoint",
 }
 
 

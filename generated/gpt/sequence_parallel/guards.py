@@ -143,7 +143,9 @@ def _refuse_checkpoint(name: str, part: Tensor) -> None:
     """
     raise RuntimeError(
         f"`{name}` is this rank's part, and torch.distributed.checkpoint would keep one "
-        "rank's part only: save `loading.full_state_dict(model)`, on every rank"
+        "rank's part only: save `loading.full_state_dict(model)`, on every rank, or what "
+        "`sharded_state(model, optimizer)` gives, which is there if the model was "
+        "rewritten `--with sharded_state`"
     )
 
 
