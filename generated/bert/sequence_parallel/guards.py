@@ -82,6 +82,12 @@ def check_parts(layer: Any) -> None:
     """
     shard, weight = layer.sharded_parameters["weight"], layer.weight.detach()
     shard.check_group()
+    if world_size() > 1 and weight.shape[shard.axis] != shard.local_size():
+        raise RuntimeError(
+            f"a weight of shape {list(weight.shape)} has come in the place of this rank's "
+            f"part, {shard.local_size()} long: embeddings are replaced, and tied, before "
+            "the model is split, in one process, and what that saves is loaded"
+        )
     if layer.parts_differ or world_size() == 1 or is_supposed():
         return
     known = weight.is_meta or hasattr(weight, "full_tensor")
