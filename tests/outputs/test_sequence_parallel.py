@@ -29,7 +29,8 @@ def switched_on(schedule: str) -> str:
     ):
         assert knob in schedule
         schedule = schedule.replace(knob, f"{knob.rpartition(' ')[0]} {value}")
-    return schedule
+    # Beside a first layer selected by its number a share is written by numbers, with a warning.
+    return schedule.replace("layers[:ckpt_ratio]", 'layers[: round(ckpt_ratio * len(layers["*"]))]')
 
 
 CASES = {"gpt": Case(GPT, switched_on(SCHEDULE))} | {
