@@ -177,6 +177,9 @@ def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, P
         if _shards_something(wanted.get("tensor_parallel", set())):
             wanted["tensor_parallel"].add("clip_grad_norm_")
         _close(wanted)
+    if "shards" in wanted:  # users name the group by `tensor_parallel.set_group`
+        wanted.setdefault("tensor_parallel", set(SURFACE["tensor_parallel"]))
+        _close(wanted)
     if KERNELS in wanted:
         found[KERNELS] = kernels.picked(wanted.pop(KERNELS))
     for module in sorted(wanted.keys() - {MODULES}):
