@@ -270,18 +270,23 @@ def product_and_bias(x: Tensor, layer: Any) -> tuple[Tensor, Tensor | None]:
     """
     if layer is None:
         return x, None
-    forward = type(layer).forward
-    known = forward is nn.Linear.forward or LINEAR.fullmatch(forward.__qualname__)
-    gathers = getattr(layer, "output_shard", None) is not None
-    if not (runs_triton(x) and known and runs_forward_alone(layer)) or gathers:
+    if not (runs_triton(x) and adds_a_bias(layer)):
         return layer(x), None
-    if hasattr(layer, "enter"):  # split over its outputs
+    if "enter" in layer.__dict__:  # split over its outputs
         x = layer.enter(x)
     multiply = nn.functional.linear if isinstance(layer, nn.Linear) else torch.matmul
     y, bias = multiply(x, layer.weight), layer.bias
-    if hasattr(layer, "reduce"):  # split over its inputs
+    if "reduce" in layer.__dict__:  # split over its inputs
         y, bias = layer.reduce(y, bias)
     return y, linear_bias(y, bias)
+
+
+def adds_a_bias(layer: nn.Module) -> bool:
+    """Whether a call of a layer is a product, to which a bias is added last."""
+    forward = type(layer).forward
+    known = forward is nn.Linear.forward or LINEAR.fullmatch(forward.__qualname__)
+    gathers = layer.__dict__.get("output_shard") is not None
+    return bool(known) and not gathers and runs_forward_alone(layer)
 
 
 def drop_rate(dropout: nn.Module | float) -> float | None:
@@ -509,9 +514,8 @@ def bias_activation(
         activation: The module of that kind, if it is one; called where it has hooks.
         dropout: The module that drops, called likewise; or the share that is dropped.
     """
-    p = drop_rate(dropout)
-    kernel = p is not None and runs_forward_alone(activation) and one_each(bias, x)
-    if p is None or not (kernel and runs_triton(x, bias)):
+    p = drop_rate(dropout) if runs_triton(x, bias) else None
+    if p is None or not (runs_forward_alone(activation) and one_each(bias, x)):
         x = x if bias is None else x + bias
         return dropped(activated(x, kind, activation), dropout)
     y: Tensor = BiasActivationFunction.apply(x, bias, kind, p)
@@ -1302,10 +1306,11 @@ def residual_layer_norm(
         dropout: The module that drops, or the share that is dropped.
     """
     x, input_bias = product_and_bias(x, linear)
-    p, vectors = drop_rate(dropout), (weight, bias, input_bias)
+    vectors = (weight, bias, input_bias)
+    p = drop_rate(dropout) if runs_triton(x, residual, *vectors) else None
     plain = all(one_each(each, x) for each in vectors) and not isinstance(eps, Tensor)
-    kernel = plain and x.shape == residual.shape and runs_forward_alone(norm)
-    if p is None or not (kernel and runs_triton(x, residual, *vectors)):
+    same = x.shape == residual.shape
+    if p is None or not (plain and same and runs_forward_alone(norm)):
         x = x if input_bias is None else x + input_bias
         total = dropped(x, dropout) + residual
         if norm is not None:

@@ -854,9 +854,8 @@ def gated(
         activation: The module of that kind, if it is one; called where it has hooks.
         dropout: The module that drops, called likewise; or the share that is dropped.
     """
-    p = drop_rate(dropout)
-    kernel = runs_forward_alone(activation) and gate.shape == up.shape
-    if p is None or not (kernel and runs_triton(gate, up)):
+    p = drop_rate(dropout) if runs_triton(gate, up) else None
+    if p is None or not (runs_forward_alone(activation) and gate.shape == up.shape):
         return dropped(activated(gate, kind, activation) * up, dropout)
     y: Tensor = GatedFunction.apply(gate, up, kind, p)
     return y
@@ -1298,10 +1297,10 @@ def residual_rms_norm(
         cast: When the normalised rows leave float32, as in `rms_norm`.
         dropout: The module that drops, or the share of x that is dropped.
     """
-    p = drop_rate(dropout)
+    p = drop_rate(dropout) if runs_triton(x, residual, weight) else None
     plain = one_each(weight, x) and not isinstance(eps, Tensor)
-    kernel = plain and x.shape == residual.shape and runs_forward_alone(norm)
-    if p is None or not (kernel and runs_triton(x, residual, weight)):
+    same = x.shape == residual.shape
+    if p is None or not (plain and same and runs_forward_alone(norm)):
         total = residual + dropped(x, dropout)
         if norm is not None:
             return norm(total), total

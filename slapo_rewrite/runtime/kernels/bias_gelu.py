@@ -232,9 +232,8 @@ def bias_activation(
         activation: The module of that kind, if it is one; called where it has hooks.
         dropout: The module that drops, called likewise; or the share that is dropped.
     """
-    p = drop_rate(dropout)
-    kernel = p is not None and runs_forward_alone(activation) and one_each(bias, x)
-    if p is None or not (kernel and runs_triton(x, bias)):
+    p = drop_rate(dropout) if runs_triton(x, bias) else None
+    if p is None or not (runs_forward_alone(activation) and one_each(bias, x)):
         x = x if bias is None else x + bias
         return dropped(activated(x, kind, activation), dropout)
     y: Tensor = BiasActivationFunction.apply(x, bias, kind, p)

@@ -230,9 +230,8 @@ def dropout_residual(
         dropout: The module that drops, called likewise; or the share that is dropped.
     """
     x, input_bias = product_and_bias(x, linear)
-    p = drop_rate(dropout)
-    plain = x.shape == residual.shape and one_each(input_bias, x)
-    if p is None or not (plain and runs_triton(x, residual, input_bias)):
+    p = drop_rate(dropout) if runs_triton(x, residual, input_bias) else None
+    if p is None or x.shape != residual.shape or not one_each(input_bias, x):
         x = x if input_bias is None else x + input_bias
         return dropped(x, dropout) + residual
     total: Tensor = DropoutResidualFunction.apply(x, residual, input_bias, p)

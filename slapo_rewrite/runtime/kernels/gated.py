@@ -197,9 +197,8 @@ def gated(
         activation: The module of that kind, if it is one; called where it has hooks.
         dropout: The module that drops, called likewise; or the share that is dropped.
     """
-    p = drop_rate(dropout)
-    kernel = runs_forward_alone(activation) and gate.shape == up.shape
-    if p is None or not (kernel and runs_triton(gate, up)):
+    p = drop_rate(dropout) if runs_triton(gate, up) else None
+    if p is None or not (runs_forward_alone(activation) and gate.shape == up.shape):
         return dropped(activated(gate, kind, activation) * up, dropout)
     y: Tensor = GatedFunction.apply(gate, up, kind, p)
     return y

@@ -450,10 +450,11 @@ def residual_layer_norm(
         dropout: The module that drops, or the share that is dropped.
     """
     x, input_bias = product_and_bias(x, linear)
-    p, vectors = drop_rate(dropout), (weight, bias, input_bias)
+    vectors = (weight, bias, input_bias)
+    p = drop_rate(dropout) if runs_triton(x, residual, *vectors) else None
     plain = all(one_each(each, x) for each in vectors) and not isinstance(eps, Tensor)
-    kernel = plain and x.shape == residual.shape and runs_forward_alone(norm)
-    if p is None or not (kernel and runs_triton(x, residual, *vectors)):
+    same = x.shape == residual.shape
+    if p is None or not (plain and same and runs_forward_alone(norm)):
         x = x if input_bias is None else x + input_bias
         total = dropped(x, dropout) + residual
         if norm is not None:

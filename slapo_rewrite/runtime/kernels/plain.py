@@ -69,18 +69,23 @@ def product_and_bias(x: Tensor, layer: Any) -> tuple[Tensor, Tensor | None]:
     """
     if layer is None:
         return x, None
-    forward = type(layer).forward
-    known = forward is nn.Linear.forward or LINEAR.fullmatch(forward.__qualname__)
-    gathers = getattr(layer, "output_shard", None) is not None
-    if not (runs_triton(x) and known and runs_forward_alone(layer)) or gathers:
+    if not (runs_triton(x) and adds_a_bias(layer)):
         return layer(x), None
-    if hasattr(layer, "enter"):  # split over its outputs
+    if "enter" in layer.__dict__:  # split over its outputs
         x = layer.enter(x)
     multiply = nn.functional.linear if isinstance(layer, nn.Linear) else torch.matmul
     y, bias = multiply(x, layer.weight), layer.bias
-    if hasattr(layer, "reduce"):  # split over its inputs
+    if "reduce" in layer.__dict__:  # split over its inputs
         y, bias = layer.reduce(y, bias)
     return y, linear_bias(y, bias)
+
+
+def adds_a_bias(layer: nn.Module) -> bool:
+    """Whether a call of a layer is a product, to which a bias is added last."""
+    forward = type(layer).forward
+    known = forward is nn.Linear.forward or LINEAR.fullmatch(forward.__qualname__)
+    gathers = layer.__dict__.get("output_shard") is not None
+    return bool(known) and not gathers and runs_forward_alone(layer)
 
 
 def drop_rate(dropout: nn.Module | float) -> float | None:
