@@ -96,6 +96,8 @@ def fused(name: str) -> str:
         ("ckpt_ratio: float = 0.0", "0.5"),
     ):
         text = text.replace(knob, f"{knob.rpartition(' ')[0]} {value}")
+    if "layers[0]" in text:  # beside it a share is written by numbers, with a warning
+        text = text.replace("[:ckpt_ratio]", '[: round(ckpt_ratio * len(layers["*"]))]')
     return text
 
 
