@@ -36,6 +36,7 @@ SETTINGS = {
     "bert": ["ckpt_ratio=0.5"],
     "gpt2": [],
     "llama": [],
+    "bert_fused": ["fuse=true"],
     "gpt2_sequence": ["sequence_parallel=true"],
     "llama_sequence": ["sequence_parallel=true"],
 }
@@ -182,7 +183,7 @@ def check_all(folder: Path, cases: tuple[str, ...]) -> None:
     [
         (1, ("llama",)),
         (2, ("bert", "llama", "gpt2_sequence")),
-        long(2, ("gpt2", "llama_sequence")),
+        long(2, ("gpt2", "llama_sequence", "bert_fused")),
         long(4, ("gpt2", "llama", "llama_sequence")),
     ],
 )
