@@ -66,7 +66,9 @@ def _is_table(tensor: Any, weight: torch.Tensor, as_it_is: bool) -> bool:
     """Whether a factor is a table, or its transpose."""
     if as_it_is or not isinstance(tensor, torch.Tensor):
         return tensor is weight
-    return tensor._base is weight and tensor.stride() == weight.t().stride()
+    whole = weight.t()
+    same = tensor.shape == whole.shape and tensor.stride() == whole.stride()
+    return tensor._base is weight and same
 
 
 def head_of(product: ast.AST) -> ast.expr | None:
@@ -84,4 +86,8 @@ def head_of(product: ast.AST) -> ast.expr | None:
         if way is None:
             return None
         table = ast.parse(text.removesuffix(f".{way}"), mode="eval").body
-    return table.value if isinstance(table, ast.Attribute) and table.attr == "weight" else None
+    if not isinstance(table, ast.Attribute) or table.attr != "weight":
+        return None
+    # What a call gives need not be the embedding, although its `weight` is the table.
+    named = isinstance(table.value, ast.Name | ast.Attribute | ast.Subscript)
+    return table.value if named else None

@@ -242,6 +242,13 @@ def test_what_is_written_for_a_table_that_is_the_head(tmp_path):
     assert "return tied_head(x, emb)" in model
 
 
+@pytest.mark.parametrize("rows", ["", "[:12]"])
+def test_a_table_that_something_else_holds(tmp_path, rows):
+    """What has it as `weight` is not the embedding, and may have only some of its rows."""
+    source = looked_up(f"x @ types.SimpleNamespace(weight=self.emb.weight{rows}).weight.T")
+    refused(tmp_path, f"import types\n{source}", OF_IDS, "SR104")
+
+
 def test_a_table_whose_product_is_summed_already(tmp_path):
     """The module around it adds its input's gradient up, and would do so a second time."""
     syncs = '.sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)'
