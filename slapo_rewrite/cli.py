@@ -13,9 +13,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from slapo_rewrite import __version__, errors
+
+if TYPE_CHECKING:
+    from slapo_rewrite.emit.rewrite import Output
 
 DONE, NO, DEFECT = 0, 1, 3  # 2 is what errors say of themselves
 
@@ -105,6 +108,12 @@ def _rewrite(arguments: list[str]) -> int:
         "--single-file", action="store_true", help="one module instead of a package"
     )
     parser.add_argument(
+        "--support",
+        type=Path,
+        metavar="DIR",
+        help="a folder beside OUT for its helpers, which several outputs share",
+    )
+    parser.add_argument(
         "--with",
         dest="further",
         action="append",
@@ -121,20 +130,14 @@ def _rewrite(arguments: list[str]) -> int:
     if options.output is not None:
         from slapo_rewrite.emit.output_name import check_name
 
-        check_name(options.output, options.source, options.schedule, options.single_file)
+        single = options.single_file
+        check_name(options.output, options.source, options.schedule, single, options.support)
         _tidy(options.output)
+        if options.support is not None:
+            _tidy(options.support)
     if options.check:
         return _check(options)
-    from slapo_rewrite.emit.rewrite import rewrite
-
-    with _working(f"rewriting {options.source}"):
-        output = rewrite(
-            options.source,
-            options.schedule,
-            options.set,
-            single_file=options.single_file,
-            further=options.further,
-        )
+    output = _rewritten(options)
     for warning in output.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if options.diff:
@@ -143,25 +146,46 @@ def _rewrite(arguments: list[str]) -> int:
         print(coloured(output.diff()) if _shows_colours() else output.diff(), end="")
         return DONE
     from slapo_rewrite.emit.merge import Merged, merged
+    from slapo_rewrite.emit.support_folder import write_both
     from slapo_rewrite.emit.write import write
 
     merge = Merged(output.files, [], {})
     if options.merge and (options.output / "rewrite.json").is_file():
         merge = merged(options.output, output.files)
-    write(
-        options.output,
-        merge.files,
-        force=options.force,
-        replacing=merge.replacing,
-        inputs=output.inputs,
-    )
+    how = {"force": options.force, "replacing": merge.replacing, "inputs": output.inputs}
+    if options.support is None:
+        write(options.output, merge.files, **how)
+    else:
+        write_both(options.output, merge.files, options.support, output.uses, **how)
     print(f"wrote {options.output}: {', '.join(merge.files)}")
+    if options.support is not None:
+        print(f"its helpers are in {options.support}")
     if merge.conflicts:
         print(f"conflicts to resolve by hand: {', '.join(merge.conflicts)}")
         return NO
     if options.verify:
         return _verified(options.output, options, options.source, options.schedule)
     return DONE
+
+
+def _rewritten(options: argparse.Namespace) -> Output:
+    """What the options ask for, in memory."""
+    from slapo_rewrite.emit.rewrite import rewrite
+
+    with _working(f"rewriting {options.source}"):
+        return rewrite(
+            options.source,
+            options.schedule,
+            options.set,
+            single_file=options.single_file,
+            further=options.further,
+            support=_folder_name(options),
+        )
+
+
+def _folder_name(options: argparse.Namespace) -> str | None:
+    """What the support folder is called, if there is to be one."""
+    return options.support.absolute().name if options.support is not None else None
 
 
 def _shows_colours() -> bool:
@@ -220,6 +244,11 @@ def _check_combination(options: argparse.Namespace) -> None:
         raise errors.UsageError("`--check` needs the folder to check", hint="give -o OUT")
     if sum((options.diff, options.check, options.verify)) > 1:
         raise errors.UsageError("`--diff`, `--check` and `--verify` exclude one another")
+    if options.support is not None and options.single_file:
+        raise errors.UsageError(
+            "`--single-file` puts the helpers into the model file, `--support` into a folder: "
+            "give one"
+        )
     if options.merge and options.force:
         raise errors.UsageError("`--merge` keeps hand edits, `--force` overwrites them: give one")
     if (asked := _asked(options)) and not options.verify:
@@ -230,7 +259,7 @@ def _check_combination(options: argparse.Namespace) -> None:
 def _check(options: argparse.Namespace) -> int:
     """Answers from hashes where nothing changed, without importing torch."""
     from slapo_rewrite.code.file import locate as locate_source
-    from slapo_rewrite.emit import record
+    from slapo_rewrite.emit import record, support_folder
     from slapo_rewrite.schedule.load import locate as locate_schedule
 
     out = options.output
@@ -242,21 +271,19 @@ def _check(options: argparse.Namespace) -> int:
         return NO
     given = dict(item.split("=", 1) for item in options.set if "=" in item)
     further = sorted(set(options.further))
-    if record.is_current(out, content, source, schedule, given, options.single_file, further):
+    asked = (options.single_file, further, _folder_name(options))
+    shared = options.support
+    if record.is_current(out, content, source, schedule, given, *asked) and (
+        shared is None or support_folder.is_current(out, shared, content)
+    ):
         print(f"{out} is current")
         return DONE
-    from slapo_rewrite.emit.rewrite import rewrite
     from slapo_rewrite.emit.write import matches
 
-    with _working(f"rewriting {options.source}"):
-        output = rewrite(
-            options.source,
-            options.schedule,
-            options.set,
-            single_file=options.single_file,
-            further=options.further,
-        )
+    output = _rewritten(options)
     wrong = matches(out, output.files)
+    if shared is not None:
+        wrong += support_folder.differing(out, shared, output.uses)
     for reason in record.reasons(content, source, schedule, given, further) if wrong else ():
         print(reason)
     print(f"not current: {', '.join(wrong)}" if wrong else f"{out} is current")

@@ -284,6 +284,12 @@ class BrokenOutput(RewriteError):
     exit_code = 3
 
 
+class OthersWouldChange(RewriteError):
+    """A support folder that another version of the tool made also for other outputs."""
+
+    code = "SR406"
+
+
 class UsageError(RewriteError):
     """The command line does not say what is needed."""
 

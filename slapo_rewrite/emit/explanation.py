@@ -59,6 +59,10 @@ def _place(out: Path, content: dict[str, Any], place: str) -> tuple[str, int]:
         raise errors.UsageError(
             f"`{place}` is not FILE:LINE", hint="write modeling_bert.py:120, say"
         )
+    support = content.get("support", {})
+    beside = f"../{support.get('folder')}/{name}"
+    if any(change["file"] == beside for change in content.get("changes", ())):
+        return beside, int(number)
     if name not in content["files"]:
         raise errors.UsageError(
             f"`{out}` has no file `{name}`", hint=errors.did_you_mean(name, content["files"])

@@ -98,8 +98,31 @@ def helper_files(
     Raises:
         ScheduleError: The schedule's own code cannot be copied.
     """
+    return _laid_out(_picked(used, schedule), header)
+
+
+def library_files(uses: Mapping[str, Iterable[str]], header: str) -> dict[str, str]:
+    """The helper files, by name, without the schedule's own code.
+
+    Args:
+        uses: Names by helper module; what is not known any more is left out.
+        header: A comment that says what made the files.
+    """
+    known: dict[str, set[str]] = {}
+    for module, names in uses.items():
+        if module == KERNELS:
+            libraries = [*kernels.libraries().values()]
+        else:
+            libraries = [runtime_library(module)] if module in RUNTIME_ORDER else []
+        defined = {n for library in libraries for n in library.defined.keys() | library.handed_on}
+        if found := defined & set(names):
+            known[module] = found
+    return _laid_out(_library(known), header)
+
+
+def _laid_out(helpers: Mapping[str, Picked], header: str) -> dict[str, str]:
     files: dict[str, str] = {}
-    for module, picked in _picked(used, schedule).items():
+    for module, picked in helpers.items():
         gap = "\n\n" if picked.imports else "\n\n\n"
         text = f'"""{picked.docstring}"""{gap}{picked.text}'
         if module == MODULES:  # the user's own layout is not black's
@@ -163,12 +186,32 @@ def _add_missing(line: str, file: SourceFile, imports: dict[str, set[str]]) -> N
 
 def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, Picked]:
     """What is used of each helper module, and what that needs."""
-    wanted = {module: {n.rpartition(".")[2] for n in names} for module, names in used.items()}
-    found: dict[str, Picked] = {}
+    own = {MODULES: _copied(schedule, _plain(used[MODULES]))} if MODULES in used else {}
+    return {**own, **_library(library_uses(used, schedule))}
+
+
+def library_uses(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, set[str]]:
+    """The names that are used of each helper module, by the schedule's own code as well.
+
+    Raises:
+        ScheduleError: The schedule's own code cannot be copied.
+    """
+    wanted = {module: _plain(names) for module, names in used.items()}
     if MODULES in wanted:
-        found[MODULES] = _copied(schedule, wanted[MODULES])
-        for module, names in found[MODULES].helpers.items():
+        for module, names in _copied(schedule, wanted.pop(MODULES)).helpers.items():
             wanted.setdefault(module, set()).update(names)
+    return wanted
+
+
+def _plain(names: Iterable[str]) -> set[str]:
+    """Names without the module through which they are reached."""
+    return {name.rpartition(".")[2] for name in names}
+
+
+def _library(uses: Mapping[str, set[str]]) -> dict[str, Picked]:
+    """Names of helper modules, and what these need."""
+    wanted = {module: set(names) for module, names in uses.items()}
+    found: dict[str, Picked] = {}
     _close(wanted)
     if {"weights", "loading"} & wanted.keys() or _shards_something(
         wanted.get("tensor_parallel", set())
@@ -182,7 +225,7 @@ def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, P
         _close(wanted)
     if KERNELS in wanted:
         found[KERNELS] = kernels.picked(wanted.pop(KERNELS))
-    for module in sorted(wanted.keys() - {MODULES}):
+    for module in sorted(wanted):
         found[module] = runtime_library(module).pick(wanted[module])
     return found
 
@@ -195,7 +238,7 @@ def runtime_library(module: str) -> Definitions:
 
 def _close(wanted: dict[str, set[str]]) -> None:
     """Adds what the wanted names need of other runtime modules."""
-    waiting = [m for m in wanted if m not in (MODULES, KERNELS)]
+    waiting = [m for m in wanted if m != KERNELS]
     for module in waiting:
         wanted[module] |= SURFACE.get(module, set())
     while waiting:

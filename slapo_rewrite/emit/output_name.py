@@ -20,7 +20,9 @@ from slapo_rewrite.schedule.load import locate as locate_schedule
 IMPORTED = frozenset({"torch", "transformers", "triton", "deepspeed", "safetensors"})
 
 
-def check_name(out: Path, source: str, schedule: str, single_file: bool) -> None:
+def check_name(
+    out: Path, source: str, schedule: str, single_file: bool, support: Path | None = None
+) -> None:
     """Refuses a name by which an output could not be imported, or would hide what it imports.
 
     A single module is imported by a name of its own, so its folder may be called anything but what
@@ -31,6 +33,7 @@ def check_name(out: Path, source: str, schedule: str, single_file: bool) -> None
         source: A file or an importable module.
         schedule: A file, or the name of a schedule that ships with the tool.
         single_file: Whether no package is written.
+        support: The folder beside it that is to hold its helpers, likewise.
 
     Raises:
         UsageError: It is such a name.
@@ -53,12 +56,44 @@ def check_name(out: Path, source: str, schedule: str, single_file: bool) -> None
         )
     (file, module), plan = locate_source(source), locate_schedule(schedule)
     check_apart(out, [file, plan])
-    inside = (path.parent / "__init__.py").is_file()  # a package, where it has a longer name
-    if not inside and path.name in _imported(module, [file, plan]):
+    if support is not None:
+        _check_beside(out, support, module, [file, plan])
+        return
+    if _hides(path, module, [file, plan]):
         raise errors.UsageError(
             f"an output called `{path.name}` hides the module `{path.name}` from what imports it",
             hint=_another(out, f"{path.name}_rewritten"),
         )
+
+
+def _check_beside(out: Path, support: Path, module: str, files: Iterable[Path]) -> None:
+    """Refuses a support folder from which an output could not import, by `..NAME`."""
+    path, its = (Path(os.path.abspath(each)) for each in (out, support))
+    if path == its or path.parent != its.parent:
+        another = out.parent / (its.name if path != its else "support")
+        raise errors.UsageError(
+            f"`{support}` does not lie beside `{out}`: a model file imports `..{its.name}`",
+            hint=f"give `--support {another}`",
+        )
+    for each in (its.name, path.parent.name):
+        if not each.isidentifier() or keyword.iskeyword(each):
+            raise errors.UsageError(
+                f"`{each}` cannot be imported: output and support folder are packages, and lie in "
+                "one",
+                hint=f"give `-o models/{path.name} --support models/support`, say",
+            )
+    if _hides(path.parent, module, files):
+        raise errors.UsageError(
+            f"outputs in `{path.parent.name}` hide the module `{path.parent.name}` from what "
+            "imports it",
+            hint=f"give `-o models/{path.name} --support models/{its.name}`, say",
+        )
+
+
+def _hides(package: Path, module: str, files: Iterable[Path]) -> bool:
+    """Whether a package has the name of a module that an output may import."""
+    inside = (package.parent / "__init__.py").is_file()  # where it has a longer name
+    return not inside and package.name in _imported(module, files)
 
 
 def _imported(module: str, files: Iterable[Path]) -> set[str]:

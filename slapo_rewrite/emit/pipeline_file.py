@@ -7,35 +7,28 @@ from typing import TYPE_CHECKING
 
 from slapo_rewrite import errors
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.emit.helpers import helper_files
 from slapo_rewrite.stages.program import Cut
 
 if TYPE_CHECKING:
     from slapo_rewrite.emit.rewrite import Project
-    from slapo_rewrite.schedule.load import ScheduleFile
+    from slapo_rewrite.stages.pipeline_module import PipelineText
 
 
-def stage_files(
+def pipeline_text(
     project: Project,
-    definitions: ScheduleFile,
     cuts: Sequence[Cut],
     files: Mapping[str, str],
     model_file: str,
-    used: Mapping[str, set[str]],
-    header: str,
     single_file: bool,
     sliced: Directive | None,
-) -> dict[str, str]:
-    """`pipeline.py`, and the helper files of the whole output, as that needs them.
+) -> PipelineText:
+    """What `pipeline.py` holds, and the helpers that it needs.
 
     Args:
         project: The source and the schedule.
-        definitions: The schedule's file, as its own classes and functions are copied.
         cuts: Where stages end.
         files: The output's other files.
         model_file: The name of the rewritten model file.
-        used: Names that the model files use of each helper module.
-        header: A comment that says what made the file.
         single_file: Whether there is to be one file only.
         sliced: What lets ranks hold slices of the values between layers.
 
@@ -60,12 +53,4 @@ def stage_files(
             cause=first.cause,
             hint="one pipeline.py is for one engine: give all cuts the same target",
         )
-    text = pipeline(files, model_file, project.file, project.schedule.module, cuts, sliced)
-    helpers = {name: set(names) for name, names in used.items()}
-    for module, names in text.helpers().items():
-        helpers.setdefault(module, set()).update(names)
-    added = {
-        "pipeline.py": text.written(header),
-        **helper_files(helpers, definitions, header),
-    }
-    return added
+    return pipeline(files, model_file, project.file, project.schedule.module, cuts, sliced)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from slapo_rewrite.emit.rewrite import Project
 
 NAME = "rewrite.json"
+SUPPORT = "support.json"  # that of a folder of helpers for several outputs
 
 
 def digest(data: str | bytes) -> str:
@@ -72,6 +73,7 @@ def written(
     copies: Mapping[str, SourceFile],
     rules: Mapping[int, Iterable[Mapping[str, object]]],
     own: Mapping[str, Path],
+    support: Mapping[str, Any] | None,
 ) -> str:
     """The text of `rewrite.json`.
 
@@ -90,6 +92,7 @@ def written(
         copies: The other files that are rewritten, by their names in the output.
         rules: What became of the rules that a directive asked for, by its number.
         own: The user's modules that source and schedule import, by their names.
+        support: The folder beside the output that holds its helpers, and what it uses of them.
     """
     depth = depth_of(share for d in directives if d.paths for share in d.shares)
     applied = [{"directive": n, **note} for n, notes in rules.items() for note in notes]
@@ -107,6 +110,7 @@ def written(
         "knobs": {name: knobs[name] for name in sorted(knobs)},
         "set": dict(sorted(given.items())),
         "single_file": single_file,
+        **({"support": support} if support is not None else {}),
         **({"with": sorted(further)} if further else {}),
         **({"depth": depth} if depth > 2 else {}),
         "packages": packages(project, own),
@@ -224,6 +228,7 @@ SHAPE: Any = {
     "tool?": {"digest?": str},
     "set?": {"*": str},
     "single_file?": bool,
+    "support?": {"folder": str, "uses": {"*": [str]}},
     "with?": [str],
     "depth?": int,
     "absolute?": {"*": [int]},
@@ -254,35 +259,38 @@ SHAPE: Any = {
     ],
     "written?": {"*": str},
 }
+SUPPORT_SHAPE: Any = {
+    "tool": {"digest": str},
+    "outputs": {"*": {"*": [str]}},
+    "files": {"*": str},
+}
 # A Python file of an output has less; what is packed may grow by far more.
 MOST_BYTES = 32 << 20
 
 
-def read(out: Path) -> dict[str, Any]:
-    """The record of an output folder.
+def read(out: Path, name: str = NAME) -> dict[str, Any]:
+    """The record of an output folder, or that of a support folder, which has another name.
 
     Raises:
         NotAnOutput: There is none, or it is damaged.
     """
-    path = out / NAME
+    path = out / name
     if path.exists() and not path.is_file():
         raise errors.NotAnOutput(f"`{path}` is not a file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise errors.NotAnOutput(
-            f"`{out}` holds no {NAME}: it was not written by slapo-rewrite"
+            f"`{out}` holds no {name}: it was not written by slapo-rewrite"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise errors.NotAnOutput(f"`{path}` cannot be read: {error}") from None
-    wrong = misfit(content, SHAPE) or next(
-        (
-            f"files[{name!r}]"
-            for name in (content["source"]["file"], *content["files"])
-            if not is_plain_name(name)
-        ),
-        None,
-    )
+    wrong = misfit(content, SHAPE if name == NAME else SUPPORT_SHAPE)
+    if wrong is None:
+        names = [*content["files"], *content.get("outputs", ())]
+        names += [content[key]["file"] for key in ("source",) if key in content]
+        names += [content[key]["folder"] for key in ("support",) if key in content]
+        wrong = next((f"files[{each!r}]" for each in names if not is_plain_name(each)), None)
     known = range(len(content.get("directives", ()))) if wrong is None else ()
     for change in content.get("changes", ()) if wrong is None else ():
         if not set(change["directives"]) <= set(known) or len(change["lines"] or (1, 1)) != 2:
@@ -408,6 +416,7 @@ def is_current(
     knobs: Mapping[str, str],
     single_file: bool,
     further: Iterable[str] = (),
+    support: str | None = None,
 ) -> bool:
     """Whether nothing that went into an output has changed, nor what came out, by hashes.
 
@@ -419,7 +428,10 @@ def is_current(
         knobs: The knobs given on the command line, as text.
         single_file: Whether the helpers are to be part of the model file.
         further: The further helpers that are asked for.
+        support: The name of the folder beside the output that is to hold its helpers.
     """
+    if content.get("support", {}).get("folder") != support:
+        return False
     if content.get("single_file", False) != single_file:
         return False
     if content.get("with", []) != sorted(further):

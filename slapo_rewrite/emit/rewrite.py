@@ -30,11 +30,17 @@ from slapo_rewrite.code.splice import Change, Edit, apply_edits
 from slapo_rewrite.directive import Directive, depth_of, merged_causes
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.failures import Causes
-from slapo_rewrite.emit.helpers import helper_files, inlined_helpers, optional_helpers
+from slapo_rewrite.emit.helpers import (
+    helper_files,
+    inlined_helpers,
+    library_uses,
+    optional_helpers,
+)
 from slapo_rewrite.emit.inputs import is_own, own_modules
-from slapo_rewrite.emit.pipeline_file import stage_files
+from slapo_rewrite.emit.pipeline_file import pipeline_text
 from slapo_rewrite.emit.shard_check import check_parts
 from slapo_rewrite.emit.sibling_files import SiblingFiles, absolute_imports
+from slapo_rewrite.emit.support_folder import as_recorded, use_support
 from slapo_rewrite.lowering.lower import lower
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted, imported
@@ -90,6 +96,7 @@ class Output:
         warnings: What could not be checked, in words.
         seconds: CPU time of each part of the work.
         inputs: The user's files that it is made from.
+        uses: The names that it uses of its support folder, by helper module.
     """
 
     files: dict[str, str]
@@ -98,6 +105,7 @@ class Output:
     warnings: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     inputs: list[Path] = field(default_factory=list)
+    uses: dict[str, set[str]] = field(default_factory=dict)
 
     def diff(self, context: int = 3) -> str:
         """The unified diff of the rewritten files against their originals.
@@ -209,6 +217,7 @@ def rewrite(
     *,
     single_file: bool = False,
     further: Sequence[str] = (),
+    support: str | None = None,
 ) -> Output:
     """Carries out a schedule on a source file; writes nothing.
 
@@ -218,6 +227,7 @@ def rewrite(
         settings: Knobs, as `name=value`.
         single_file: Put the helpers into the model file, instead of a package around it.
         further: Names of helpers to be added that are left out otherwise.
+        support: The name of the folder beside the output that is to hold its helpers.
 
     Raises:
         RewriteError: Something in the source, the schedule or the knobs is wrong.
@@ -227,7 +237,7 @@ def rewrite(
     original = project.module
     try:
         with project.placed("schedule"):
-            return carry_out(project, settings, single_file, optional, original)
+            return carry_out(project, settings, single_file, optional, original, support)
     finally:
         # While the schedule changed the source, its name stood for what it was changed to.
         sys.modules[project.original.name] = original
@@ -252,6 +262,7 @@ def carry_out(
     single_file: bool,
     optional: Mapping[str, set[str]],
     original: types.ModuleType,
+    support: str | None,
 ) -> Output:
     """Carries out the schedule of a project, as `rewrite` does.
 
@@ -261,6 +272,7 @@ def carry_out(
         single_file: Whether the helpers go into the model file.
         optional: Further helpers, by the module that has them.
         original: The module of the source as it was before the schedule ran.
+        support: The name of the folder beside the output that is to hold its helpers.
     """
     with project.timed("rewrite"):
         knobs = project.schedule.settings(settings)
@@ -321,6 +333,7 @@ def carry_out(
         inlined = inlined_helpers(used, definitions, project.file) if single_file and used else None
         texts: dict[str, str] = {}
         changes: dict[str, list[Change]] = {}
+        lengths: dict[str, int] = {}
         for file in copies.files.values():
             own = lowered.edits.get(file.name, [])
             own_length = length if file is project.file else line_length(file.text)
@@ -334,6 +347,7 @@ def carry_out(
                 text, written = rewritten(file, edits, own, length, earlier, project.original)
             check_text(text, file)
             texts[copies.name(file)], changes[copies.name(file)] = text, written
+            lengths[copies.name(file)] = own_length
         header = (
             f"# Written by slapo-rewrite {__version__} for {name}; rewrite.json says from what."
         )
@@ -351,13 +365,21 @@ def carry_out(
         with project.timed("stages"), Causes(texts, changes, {}).told():
             files = {**texts, **helpers}
             sliced = slicing(plan.states.values(), lowered.inferred)
-            staged = stage_files(
-                project, definitions, cuts, files, name, used, header, single_file, sliced
-            )
+            stages = pipeline_text(project, cuts, files, name, single_file, sliced)
+            for module, names in stages.helpers().items():
+                used.setdefault(module, set()).update(names)
+            staged = {"pipeline.py": stages.written(header)}
+            staged |= helper_files(used, definitions, header)
         of_stages = {Path(each).stem for each in staged.keys() - helpers.keys()}
         because = merged_causes(*((cut.cause,) for cut in cuts))
         causes = {**dict.fromkeys(of_stages, because), **causes}
         helpers = staged
+    uses: dict[str, set[str]] | None = None
+    if support is not None:
+        uses = library_uses(used, definitions)
+        all_files = use_support(support, uses, {**texts, **helpers}, changes, lengths)
+        texts = {each: all_files.pop(each) for each in texts}
+        helpers = all_files
     by_file = {n: causes.get(Path(n).stem) or causes.get("tensor_parallel", ()) for n in helpers}
     files = {**texts, **helpers}
     users = own_modules(project, project.loaded)
@@ -373,6 +395,7 @@ def carry_out(
                 rehearsed(project, original, plan, emitted, sizes)
     left = not_run(project.schedule.module, project.module, project.tree.root.live, plan.shares)
     with project.timed("write"):
+        files = {each: text for each, text in files.items() if Path(each).name == each}
         if not single_file:
             files["__init__.py"] = init_text(name, helpers)
         files |= {copies.name(f): f.as_stored(texts[copies.name(f)]) for f in copies.files.values()}
@@ -398,6 +421,7 @@ def carry_out(
             {copies.name(f): f for f in copies.files.values() if f is not project.file},
             plan.notes,
             users,
+            None if uses is None else {"folder": support, "uses": as_recorded(uses)},
         )
     return Output(
         dict(sorted(files.items())),
@@ -406,6 +430,7 @@ def carry_out(
         [*plan.warnings, *left, *lowered.warnings],
         project.seconds,
         [project.file.path, project.schedule.path, *users.values()],
+        uses or {},
     )
 
 
@@ -696,7 +721,8 @@ def parsed(text: str, file: SourceFile) -> ast.Module:
 
 def init_text(name: str, helpers: dict[str, str]) -> str:
     """The output package's own docstring."""
-    what = "tensor parallel" if "tensor_parallel.py" in helpers else "as scheduled"
+    is_parallel = any(Path(helper).stem == "tensor_parallel" for helper in helpers)
+    what = "tensor parallel" if is_parallel else "as scheduled"
     return f'"""{name}, {what}; rewrite.diff shows what changed."""\n'
 
 

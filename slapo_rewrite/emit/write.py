@@ -81,25 +81,30 @@ def hand_edited(out: Path) -> dict[str, str]:
     return {name: was for name, was in now.items() if was is not None and was != known[name]}
 
 
-def in_the_way(out: Path, files: Mapping[str, str]) -> list[str]:
+def in_the_way(out: Path, files: Mapping[str, str], own: str = record.NAME) -> list[str]:
     """Files that writing would overwrite although the tool did not write them so.
+
+    Args:
+        out: The folder.
+        files: What is to be written.
+        own: What its record is called.
 
     Raises:
         NotAnOutput: The folder is not the tool's, and has files of these names.
     """
     try:
-        known: dict[str, Any] = record.read(out)["files"]
+        known: dict[str, Any] = record.read(out, own)["files"]
     except errors.NotAnOutput as error:
         mine = [n for n, text in files.items() if state(out / n) not in (None, record.digest(text))]
         if mine:
             raise errors.NotAnOutput(
                 f"`{out}` is not an output of mine, and holds {', '.join(sorted(mine))} already"
-                + ("" if record.NAME not in mine else f": {error.message}"),
+                + ("" if own not in mine else f": {error.message}"),
                 hint="give another folder, or move these files elsewhere",
             ) from None
         return []
     found = []
-    for name in sorted({*files, *known} - {record.NAME}):
+    for name in sorted({*files, *known} - {own}):
         text = files.get(name)
         wanted = record.digest(text) if text is not None else None
         if state(out / name) not in (None, known.get(name), wanted):
@@ -131,17 +136,21 @@ def write(
         OutputUnwritable: The folder cannot be written; it is as it was.
     """
     check_apart(out, inputs)
-    with _made(out), locked(out):
-        wrong = in_the_way(out, files)
+    with made(out), locked(out):
         merged = replacing or {}
-        wrong = [name for name in wrong if state(out / name) != merged.get(name)]
+        wrong = [n for n in in_the_way(out, files) if state(out / n) != merged.get(n)]
         if wrong and not force:
-            raise errors.OutputEdited(
-                f"`{out}` holds changes that were not written by slapo-rewrite: "
-                f"{', '.join(sorted(wrong))}",
-                hint="--merge carries them over, --force overwrites them",
-            )
-        _put(out, {name: text.encode() for name, text in files.items()}, set(_recorded(out)))
+            raise edited(out, wrong, "--merge carries them over, --force overwrites them")
+        put(out, {name: text.encode() for name, text in files.items()}, recorded(out))
+
+
+def edited(folder: Path, names: Collection[str], hint: str) -> errors.OutputEdited:
+    """The refusal to overwrite files that were edited by hand."""
+    return errors.OutputEdited(
+        f"`{folder}` holds changes that were not written by slapo-rewrite: "
+        f"{', '.join(sorted(names))}",
+        hint=hint,
+    )
 
 
 def check_apart(out: Path, inputs: Collection[Path]) -> None:
@@ -158,15 +167,15 @@ def check_apart(out: Path, inputs: Collection[Path]) -> None:
             )
 
 
-def _put(out: Path, files: Mapping[str, bytes], recorded: Collection[str]) -> None:
+def put(out: Path, files: Mapping[str, bytes], known: Collection[str]) -> None:
     """Carries out what has to change, all of it or nothing.
 
     Args:
         out: The folder, which is locked.
         files: What its files are to hold.
-        recorded: The tool's files that are there.
+        known: The tool's files that are there.
     """
-    gone = sorted(set(recorded) - files.keys())
+    gone = sorted(set(known) - files.keys())
     steps = [Step(n, state(out / n), record.digest(data)) for n, data in sorted(files.items())]
     steps += [Step(name, state(out / name), None) for name in gone]
     steps = [step for step in steps if step.old != step.new]
@@ -355,9 +364,9 @@ def _recovered(out: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def _made(out: Path) -> Iterator[None]:
+def made(out: Path) -> Iterator[None]:
     """The folder, which is taken away again where nothing is written to it."""
-    made = []
+    new = []
     try:
         if os.path.exists(out) and not out.is_dir():
             raise errors.OutputUnwritable(f"`{out}` is a file, not a folder")
@@ -367,14 +376,14 @@ def _made(out: Path) -> Iterator[None]:
         for each in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(each)
-                made.append(each)
+                new.append(each)
         if not out.is_dir():
             raise errors.OutputUnwritable(f"`{out}` is not a folder")
         yield
     except OSError as error:
         raise _unwritable(out, error) from None
     finally:
-        for each in reversed(made):
+        for each in reversed(new):
             with contextlib.suppress(OSError):
                 os.rmdir(each)  # not where something is in it
 
@@ -424,17 +433,18 @@ def _forget_compiled(out: Path, steps: Sequence[Step]) -> None:
                 os.unlink(out / "__pycache__" / name)
 
 
-def _recorded(out: Path) -> Collection[str]:
+def recorded(out: Path, own: str = record.NAME) -> Collection[str]:
+    """The tool's files in a folder, by its record of that name."""
     try:
-        return set(record.read(out)["files"])
+        return set(record.read(out, own)["files"])
     except errors.NotAnOutput:
         return ()
 
 
-def matches(out: Path, files: Mapping[str, str]) -> list[str]:
+def matches(out: Path, files: Mapping[str, str], own: str = record.NAME) -> list[str]:
     """Files of the folder that are not what `files` says, but for edits that were carried over."""
     try:
-        content: dict[str, Any] = record.read(out)
+        content: dict[str, Any] = record.read(out, own)
     except errors.NotAnOutput:
         content = {"files": {}}
     wrong = []
@@ -442,7 +452,7 @@ def matches(out: Path, files: Mapping[str, str]) -> list[str]:
         path = out / name
         if not path.is_file():
             wrong.append(name)
-        elif name == record.NAME:
+        elif name == own:
             now = path.read_text(encoding="utf-8", errors="replace")
             if record.comparable(now) != record.comparable(text):
                 wrong.append(name)
@@ -469,5 +479,5 @@ def note_verification(out: Path, verification: Mapping[str, Any], of: str) -> bo
             return False
         text = (out / record.NAME).read_text(encoding="utf-8")
         noted = record.with_verification(text, verification)
-        _put(out, {record.NAME: noted.encode()}, ())
+        put(out, {record.NAME: noted.encode()}, ())
         return True

@@ -22,7 +22,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.model.meta_device import pretend_world
 from slapo_rewrite.model.tree import Tree, build_model, uncompiled
 
-# What the output is called as a package meanwhile.
+# What the output is called as a package meanwhile, and the package in which it lies.
 PACKAGE = "slapo_rewrite_output"
 
 
@@ -78,9 +78,10 @@ class Emitted:
                 raise FailedOutput(error.__cause__, frames) from error
             raise
 
-    def loaded(self, name: str) -> types.ModuleType | None:
-        """A module of the output, if there is one of that full name."""
-        return sys.modules.get(name)
+    def helper(self, name: str) -> types.ModuleType | None:
+        """A helper module of the output, wherever it lies, if there is one of that name."""
+        loaded = (m for n, m in sys.modules.items() if n.startswith(f"{PACKAGE}."))
+        return next((m for m in loaded if m.__name__.rpartition(".")[2] == name), None)
 
     def frames(self, error: BaseException | None) -> list[tuple[str, int]]:
         """The lines of the output that an error passed through, by file name."""
@@ -94,7 +95,8 @@ def imported(
     """Imports every file of an output, for as long as it lasts.
 
     Args:
-        files: The output's files by name; those that are not Python's are left out.
+        files: The output's files by name, or by their path from the output's folder; those that
+            are not Python's are left out.
         model_file: The name of the rewritten model file.
         users: The user's own modules. Where a file fails, they are imported anew as well: one may
             be a registry that takes a class of each name once, and has the original's.
@@ -107,9 +109,12 @@ def imported(
     names.sort(key=lambda name: (name == "pipeline.py", name != model_file))  # stages last
     with contextlib.ExitStack() as stack:
         try:
-            folder = Path(os.path.realpath(stack.enter_context(tempfile.TemporaryDirectory())))
+            root = Path(os.path.realpath(stack.enter_context(tempfile.TemporaryDirectory())))
+            folder = root / PACKAGE
             for name in names:
-                (folder / name).write_text(files[name], encoding="utf-8", newline="")
+                path = Path(os.path.normpath(folder / name))
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(files[name], encoding="utf-8", newline="")
         except OSError as error:
             raise errors.OutputUnwritable(
                 f"cannot write temporary files: {error.strerror or error}",
@@ -130,23 +135,29 @@ def imported(
                     _import(folder, names)
                 except FailedOutput:
                     raise failed from failed.error
-        yield Emitted(sys.modules[f"{PACKAGE}.{Path(model_file).stem}"], folder)
+        yield Emitted(sys.modules[_module(model_file)], folder)
 
 
 def _import(folder: Path, names: Sequence[str]) -> None:
     _forget()
     package = sys.modules[PACKAGE] = types.ModuleType(PACKAGE)
-    package.__path__ = [str(folder)]
+    package.__path__ = [str(folder.parent)]
     for name in names:
         try:
-            importlib.import_module(f"{PACKAGE}.{Path(name).stem}")
+            importlib.import_module(_module(name))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a file that calls sys.exit() as well
             frames = _frames(folder, error)
             if isinstance(error, SyntaxError) and error.filename:
-                frames.append((Path(error.filename).name, error.lineno or 1))
+                frames.append((os.path.relpath(error.filename, folder), error.lineno or 1))
             raise FailedOutput(error, frames or [(name, 1)]) from error
+
+
+def _module(name: str) -> str:
+    """What a file of the output is imported as."""
+    path = Path(os.path.normpath(Path(PACKAGE, PACKAGE, name)))
+    return ".".join(path.with_suffix("").parts)
 
 
 def _parts(live: Any) -> dict[str, tuple[int, int]]:
@@ -180,7 +191,7 @@ def _frames(folder: Path, error: BaseException | None) -> list[tuple[str, int]]:
     traceback = error.__traceback__ if error is not None else None
     while traceback is not None:
         path = Path(traceback.tb_frame.f_code.co_filename)
-        if path.parent == folder:
-            found.append((path.name, traceback.tb_lineno))
+        if folder.parent in path.parents:
+            found.append((os.path.relpath(path, folder), traceback.tb_lineno))
         traceback = traceback.tb_next
     return found

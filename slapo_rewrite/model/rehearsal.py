@@ -251,8 +251,7 @@ def _is_floating(value: Any) -> bool:
 
 def _helper(output: Emitted, name: str) -> Callable[..., Any] | None:
     """A function of the output's `loading`, or of its one file."""
-    package = output.module.__name__.rpartition(".")[0]
-    for module in (output.loaded(f"{package}.loading"), output.module):
+    for module in (output.helper("loading"), output.module):
         found: Callable[..., Any] | None = getattr(module, name, None)
         if found is not None:
             return found

@@ -84,15 +84,35 @@ def import_original(source: Mapping[str, str]) -> types.ModuleType:
     return importlib.import_module(".".join(names))
 
 
-def import_output(out: Path, stem: str) -> tuple[types.ModuleType, types.ModuleType | None]:
-    """The rewritten model's module, and the module that joins its weights, if it has one."""
-    package = free_name(out.name, "rewritten_output")
+def _package(wanted: str, folder: Path) -> str:
+    """A package of what lies in a folder, under that name if it is free."""
+    module = types.ModuleType(free_name(wanted, "rewritten_output"))
+    module.__path__ = [str(folder)]
+    sys.modules[module.__name__] = module
+    return module.__name__
+
+
+def import_output(
+    out: Path, stem: str, support: str | None = None
+) -> tuple[types.ModuleType, types.ModuleType | None]:
+    """The rewritten model's module, and the module that joins its weights, if it has one.
+
+    Args:
+        out: The output folder.
+        stem: The name of the model's module.
+        support: The name of the folder beside the output that holds its helpers.
+    """
+    if support is not None:
+        package = _package(out.parent.name, out.parent)
+        rewritten = importlib.import_module(f"{package}.{out.name}.{stem}")
+        if (out.parent / support / "loading.py").exists():
+            return rewritten, importlib.import_module(f"{package}.{support}.loading")
+        return rewritten, None
     if (out / "__init__.py").exists():
+        package = free_name(out.name, "rewritten_output")
         load_file(out / "__init__.py", package, [str(out)])
     else:
-        module = types.ModuleType(package)
-        module.__path__ = [str(out)]
-        sys.modules[package] = module
+        package = _package(out.name, out)
     rewritten = importlib.import_module(f"{package}.{stem}")
     if (out / "loading.py").exists():
         return rewritten, importlib.import_module(f"{package}.loading")

@@ -96,7 +96,9 @@ class Original:
             digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
             self.source = {"file": file, "sha256": digest}
         stage("importing the output")
-        self.rewritten_module, self.loading = import_output(Path(job["out"]), job["stem"])
+        self.rewritten_module, self.loading = import_output(
+            Path(job["out"]), job["stem"], job["support"]
+        )
         package = self.rewritten_module.__name__.rpartition(".")[0]
         self.classes = [
             Rewritten(

@@ -86,6 +86,7 @@ def verify(
         "source": find_source(source or str(record["source"]["name"])),
         "out": str(out),
         "stem": Path(record["source"]["file"]).stem,
+        "support": record.get("support", {}).get("folder"),
         "rewritten": rewritten_classes(out, record, report.directives),
         "absent": [n for note in record.get("rules", ()) for n in note.get(ABSENT, ())],
         "replaced": [
@@ -195,9 +196,8 @@ def stages_of(out: Path) -> int:
 
 def needs_deepspeed(out: Path) -> bool:
     """Whether the stages of an output are for DeepSpeed's engine, not for torch's own."""
-    return any(
-        isinstance(n, ast.ImportFrom) and n.module == "deepspeed_pipeline" for n in _pipeline(out)
-    )
+    imports = [n for n in _pipeline(out) if isinstance(n, ast.ImportFrom) and n.module]
+    return any(str(n.module).rpartition(".")[2] == "deepspeed_pipeline" for n in imports)
 
 
 def _pipeline(out: Path) -> list[ast.stmt]:
@@ -219,7 +219,7 @@ def check_layout(out: Path, layout: Layout) -> None:
             f"the model in `{out}` is cut into {stages} stages, not {layout.pipe}",
             hint=f"give --pp {stages}, or change the cuts in the schedule and rewrite",
         )
-    if layout.tensor > 1 and not (out / "tensor_parallel.py").is_file():
+    if layout.tensor > 1 and "tensor_parallel" not in _helpers(out):
         raise errors.UsageError(
             f"--tp {layout.tensor} does not fit: nothing in `{out}` is split over ranks",
             hint="leave out --tp, or shard layers in the schedule",
@@ -229,6 +229,12 @@ def check_layout(out: Path, layout: Layout) -> None:
             f"the pipeline stages in `{out}` run on deepspeed, which is not installed",
             hint="pip install deepspeed, or give --world to verify the whole model alone",
         )
+
+
+def _helpers(out: Path) -> set[str]:
+    """The helper modules of an output, those among them that lie in its support folder."""
+    record = read_record(out)
+    return {path.stem for path in out.glob("*.py")} | {*record.get("support", {}).get("uses", ())}
 
 
 def read_record(out: Path) -> dict[str, Any]:

@@ -1,0 +1,282 @@
+"""One folder of helpers for several outputs that lie beside it.
+
+    models/
+      support/        the union of what the outputs use, and `support.json`
+      bert/           imports `from ..support.tensor_parallel import ...`
+      llama/
+
+What an output uses stands in its own record; the folder is always made anew of the records of the
+outputs beside it, so one that is moved away or written without it is not counted any more.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite import __version__, errors
+from slapo_rewrite.code import import_lines
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.splice import Change, Edit, apply_edits
+from slapo_rewrite.emit import record
+from slapo_rewrite.emit.helpers import library_files
+from slapo_rewrite.emit.used_definitions import LINE_LENGTH
+from slapo_rewrite.emit.write import (
+    check_apart,
+    edited,
+    in_the_way,
+    locked,
+    made,
+    matches,
+    put,
+    recorded,
+    write,
+)
+
+# The names that an output uses, by helper module.
+Uses = Mapping[str, Collection[str]]
+
+
+def use_support(
+    folder: str,
+    uses: Uses,
+    files: Mapping[str, str],
+    changes: dict[str, list[Change]],
+    lengths: Mapping[str, int],
+) -> dict[str, str]:
+    """The files of an output that has its helpers in a support folder, those by their path from it.
+
+    Args:
+        folder: The support folder's name.
+        uses: What the output uses of it.
+        files: The files of an output that has all its helpers beside it, by name.
+        changes: The lines of them that the schedule caused, which move along.
+        lengths: The line lengths of those that black does not lay out at its default.
+    """
+    helpers = helpers_of(uses)
+    modules = {Path(name).stem for name in helpers}
+    found = {f"../{folder}/{name}": text for name, text in helpers.items()}
+    for name, text in files.items():
+        if name in helpers:
+            continue
+        edits = _redirections(folder, name, text, modules, lengths.get(name, LINE_LENGTH))
+        found[name], lines = apply_edits(text, edits, changes.get(name, ()))
+        if name in changes:
+            changes[name] = lines
+    return found
+
+
+def _redirections(
+    folder: str, name: str, text: str, modules: Collection[str], line_length: int
+) -> Iterator[Edit]:
+    """The imports of helpers that lie in the support folder, not beside the file, in order."""
+    file = SourceFile(Path(name), Path(name).stem, text, ast.parse(text))
+    runs: list[list[ast.ImportFrom]] = []
+    for node in (n for n in file.statements if isinstance(n, ast.ImportFrom) and n.level == 1):
+        if not runs or runs[-1][-1].end_lineno != node.lineno - 1:
+            runs.append([])
+        runs[-1].append(node)
+    for run in runs:
+        leads = [_lead(folder, node, modules) for node in run]
+        if leads == [_lead("", node, ()) for node in run]:
+            continue
+        lines = [
+            f"from {lead} import {', '.join(map(ast.unparse, node.names))}"
+            for lead, node in sorted(zip(leads, run, strict=True), key=lambda pair: pair[0])
+        ]
+        for node, line in zip(run, lines, strict=True):
+            placed = import_lines.instead(file, node, [line], line_length)
+            yield placed.caused_by((), "import from the support folder")
+
+
+def _lead(folder: str, node: ast.ImportFrom, modules: Collection[str]) -> str:
+    """Where names are imported from."""
+    if node.module is None and modules and {alias.name for alias in node.names} <= set(modules):
+        return f"..{folder}"
+    return f"..{folder}.{node.module}" if node.module in modules else f".{node.module or ''}"
+
+
+def as_recorded(uses: Uses) -> dict[str, list[str]]:
+    """Names by helper module, as records hold them."""
+    return {module: sorted(names) for module, names in sorted(uses.items())}
+
+
+def helpers_of(uses: Uses) -> dict[str, str]:
+    """The helper files of a support folder."""
+    return library_files(uses, "# Written by slapo-rewrite; support.json says for which outputs.")
+
+
+def _outputs(folder: Path, but: str) -> dict[str, Uses]:
+    """What the outputs beside a support folder use of it, but for one of them.
+
+    Raises:
+        NotAnOutput: One that used it cannot be read any more.
+    """
+    try:
+        known = record.read(folder, record.SUPPORT)["outputs"]
+    except errors.NotAnOutput:
+        known = {}
+    found: dict[str, Uses] = {}
+    for path in sorted(folder.absolute().parent.glob(f"*/{record.NAME}")):
+        if path.parent.name == but:
+            continue
+        try:
+            support = record.read(path.parent).get("support")
+        except errors.NotAnOutput:
+            if path.parent.name in known:
+                raise
+            continue  # it may be another tool's
+        if support is not None and support["folder"] == folder.absolute().name:
+            found[path.parent.name] = support["uses"]
+    return found
+
+
+def _union(several: Iterable[Uses]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for uses in several:
+        for module, names in uses.items():
+            found.setdefault(module, set()).update(names)
+    return found
+
+
+def _files(outputs: Mapping[str, Uses]) -> dict[str, str]:
+    """What a support folder is to hold."""
+    files = {
+        "__init__.py": '"""What the rewritten models beside this folder have in common."""\n',
+        **helpers_of(_union(outputs.values())),
+    }
+    content = {
+        "tool": {"name": "slapo-rewrite", "version": __version__, "digest": record.tool_digest()},
+        "outputs": {name: as_recorded(uses) for name, uses in sorted(outputs.items())},
+        "files": {name: record.digest(text) for name, text in sorted(files.items())},
+    }
+    return {**files, record.SUPPORT: record.dumped(content)}
+
+
+def is_current(out: Path, folder: Path, content: Mapping[str, Any]) -> bool:
+    """Whether a support folder is as this tool made it of the records of the outputs, by hashes.
+
+    Args:
+        out: An output that uses it.
+        folder: The support folder.
+        content: The output's record.
+    """
+    try:
+        known = record.read(folder, record.SUPPORT)
+        outputs = {
+            **_outputs(folder, out.absolute().name),
+            out.absolute().name: content["support"]["uses"],
+        }
+    except errors.NotAnOutput:
+        return False
+    same = known["tool"]["digest"] == record.tool_digest() and known["outputs"] == outputs
+    return same and not any(
+        not (folder / name).is_file() or record.digest((folder / name).read_bytes()) != digest
+        for name, digest in known["files"].items()
+    )
+
+
+def differing(out: Path, folder: Path, uses: Uses) -> list[str]:
+    """Files of a support folder that are not what an output that uses it needs today.
+
+    Args:
+        out: The output.
+        folder: The support folder.
+        uses: What it uses.
+
+    Raises:
+        NotAnOutput: Another output that uses it cannot be read.
+    """
+    name = out.absolute().name
+    wanted = _files({**_outputs(folder, name), name: uses})
+    return [f"{folder / each}" for each in matches(folder, wanted, record.SUPPORT)]
+
+
+def write_both(
+    out: Path,
+    files: Mapping[str, str],
+    folder: Path,
+    uses: Uses,
+    *,
+    force: bool = False,
+    replacing: Mapping[str, str] | None = None,
+    inputs: Collection[Path] = (),
+) -> None:
+    """Writes an output and its support folder; where the one fails, the other is as it was.
+
+    At every moment the folder holds what the output imports from it: first it has what the output
+    used and will use, last what it uses alone.
+
+    Args:
+        out: The output folder.
+        files: Its files.
+        folder: The support folder.
+        uses: What the output uses of it.
+        force: Overwrite files that were edited by hand, and those of another tool.
+        replacing: As `write` takes it.
+        inputs: As `write` takes it.
+
+    Raises:
+        OutputEdited: A file was edited by hand, or other outputs need files of an earlier tool.
+        NotAnOutput: A folder is somebody else's.
+        OutputUnwritable: A folder cannot be written.
+    """
+    check_apart(folder, inputs)
+    name = out.absolute().name
+    with made(folder), locked(folder):
+        others = _outputs(folder, name)
+        if not force:
+            _check_tool(folder, others)
+        both = _files({**others, name: _union([_used_before(out, folder), uses])})
+        wrong = in_the_way(folder, both, record.SUPPORT)
+        if wrong and not force:
+            hint = "--force overwrites them; what the model alone needs goes into its own folder"
+            raise edited(folder, wrong, hint)
+        known = recorded(folder, record.SUPPORT)
+        names = [each for each in (*known, record.SUPPORT) if (folder / each).is_file()]
+        before = {each: (folder / each).read_bytes() for each in names}
+        put(folder, _encoded(both), known)
+        try:
+            write(out, files, force=force, replacing=replacing, inputs=inputs)
+        except BaseException:
+            put(folder, before, both.keys())
+            raise
+        put(folder, _encoded(_files({**others, name: uses})), both.keys())
+
+
+def _encoded(files: Mapping[str, str]) -> dict[str, bytes]:
+    return {name: text.encode() for name, text in files.items()}
+
+
+def _used_before(out: Path, folder: Path) -> Uses:
+    """What an output uses of a support folder as it is now."""
+    try:
+        support = record.read(out).get("support", {})
+    except errors.NotAnOutput:
+        return {}
+    uses: Uses = support["uses"] if support.get("folder") == folder.absolute().name else {}
+    return uses
+
+
+def _check_tool(folder: Path, others: Collection[str]) -> None:
+    """Refuses to change what other outputs import, as they were written for it as it is.
+
+    Raises:
+        OthersWouldChange: The helpers that are there are another tool's.
+    """
+    try:
+        known = record.read(folder, record.SUPPORT)
+    except errors.NotAnOutput:
+        return
+    if not others or known["tool"]["digest"] == record.tool_digest():
+        return
+    today = _files(known["outputs"])
+    if any(record.digest(today.get(n, "")) != digest for n, digest in known["files"].items()):
+        raise errors.OthersWouldChange(
+            f"`{folder}` was made by another version of slapo-rewrite, and what "
+            f"{', '.join(others)} import from it would change",
+            hint="give another folder, and write these with it as well; or --force, and write "
+            "these again before they are used",
+        )
