@@ -69,6 +69,7 @@ bench: $(READY)
 	$(BIN)/python benchmark/readability.py
 	$(BIN)/python benchmark/rewrite_time.py
 	$(BIN)/python -m benchmark.traffic
+	$(BIN)/python -m benchmark.kernel_facts
 	$(BIN)/python -m benchmark.pipeline_simulation
 	$(BIN)/python -m benchmark.collectives
 	$(BIN)/python benchmark/construction_sites.py

@@ -12,10 +12,9 @@ written that it stores to (`memory_use`).
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -30,6 +29,8 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmark.compiled import Launch, caught
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 
@@ -147,9 +148,9 @@ class Counter(TorchDispatchMode):
             module = self._owners.get(node._sequence_nr(), "")
         self.calls.append(Call(operator, module, node is not None, bytes_))
 
-    def launched(self, kernel: Any, arguments: dict[str, Any]) -> None:
+    def launched(self, launch: Launch) -> None:
         """Counts a launch of a Triton kernel."""
-        self.add(kernel.fn.__name__, sum(launch_bytes(kernel, arguments)))
+        self.add(launch.name, sum(launch_bytes(launch)))
 
     @contextmanager
     def inside_modules(self) -> Iterator[None]:
@@ -221,54 +222,33 @@ _ON_GPU: dict[Any, Callable[..., Any]] = {
 # Kernels.
 
 
-def launch_bytes(kernel: Any, arguments: dict[str, Any]) -> tuple[int, int]:
+def launch_bytes(launch: Launch) -> tuple[int, int]:
     """Bytes that a launch reads and those that it writes, a tensor given twice counting once."""
+    arguments = launch.arguments
     read, written = (
         sum({place(arguments[name]): size(arguments[name]) for name in names}.values())
-        for names in memory_use(kernel, arguments)
+        for names in memory_use(launch)
     )
     return read, written
 
 
-def memory_use(kernel: Any, arguments: dict[str, Any]) -> tuple[set[str], set[str]]:
+def memory_use(launch: Launch) -> tuple[set[str], set[str]]:
     """The parameters that a kernel loads from, and those that it stores to.
 
     Read off its intermediate code, compiled for these arguments: what a constant argument turns off
     is not in it.
     """
-    signature, constants = [], []
-    for parameter in kernel.params:
-        value = arguments[parameter.name]
-        if parameter.is_constexpr:
-            constants.append((parameter.name, value))
-            signature.append((parameter.name, "constexpr"))
-        elif isinstance(value, Tensor):
-            signature.append((parameter.name, _TYPES[value.dtype]))
-        else:
-            signature.append((parameter.name, "fp32" if isinstance(value, float) else "i32"))
-    return _memory_use(kernel, tuple(signature), tuple(constants))
+    kinds = (
+        v.dtype if isinstance(v, Tensor) else type(v) if k not in launch.constants else v
+        for k, v in launch.arguments.items()
+    )
+    key = (launch.kernel, *kinds)
+    if key not in _MEMORY_USE:
+        _MEMORY_USE[key] = used_pointers(launch.compiled().asm["ttir"])
+    return _MEMORY_USE[key]
 
 
-_TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int64: "*i64",
-    torch.bool: "*i1",
-}
-
-
-@functools.cache
-def _memory_use(
-    kernel: Any, signature: tuple[tuple[str, str], ...], constants: tuple[tuple[str, Any], ...]
-) -> tuple[set[str], set[str]]:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    source = ASTSource(fn=kernel, signature=dict(signature), constexprs=dict(constants))
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    return used_pointers(compiled.asm["ttir"])
+_MEMORY_USE: dict[Any, tuple[set[str], set[str]]] = {}
 
 
 def used_pointers(code: str) -> tuple[set[str], set[str]]:
@@ -304,20 +284,7 @@ def kernels_counted(counter: Counter, module: ModuleType | None) -> Iterator[Non
     if module is None:
         yield
         return
-    from triton.runtime.jit import JITFunction
-
-    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        names = [p.name for p in self.params]
-        counter.launched(self, dict(zip(names, arguments, strict=False)) | named)
-
-    def programs(x: Tensor, blocks: int, column_blocks: int = 1) -> int:
-        return min(blocks, max(4 * MULTIPROCESSORS // column_blocks, 1))
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(JITFunction, "run", run))
-        stack.enter_context(mock.patch.object(module, "runs_triton", lambda *x: True))
-        if hasattr(module, "reducing_programs"):
-            stack.enter_context(mock.patch.object(module, "reducing_programs", programs))
+    with caught([module], counter.launched, MULTIPROCESSORS):
         yield
 
 

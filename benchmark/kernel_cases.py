@@ -17,7 +17,7 @@ from slapo_rewrite.runtime.kernels.bias_gelu import bias_gelu
 from slapo_rewrite.runtime.kernels.cross_entropy import cross_entropy
 from slapo_rewrite.runtime.kernels.dropout_residual import dropout_residual
 from slapo_rewrite.runtime.kernels.gated import geglu, swiglu
-from slapo_rewrite.runtime.kernels.layer_norm import layer_norm, residual_layer_norm
+from slapo_rewrite.runtime.kernels.layer_norm import LayerNormFunction, layer_norm
 from slapo_rewrite.runtime.kernels.linear_cross_entropy import linear_cross_entropy
 from slapo_rewrite.runtime.kernels.rms_norm import residual_rms_norm, rms_norm
 from slapo_rewrite.runtime.kernels.rotary import rotary
@@ -116,8 +116,11 @@ def residual_llama_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Te
     return llama_norm(total, weight), total
 
 
-def dropout_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    total = nn.functional.dropout(x, 0.1) + residual
+def dropout_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, added: Tensor
+) -> Tensor:
+    """What follows a linear layer, which adds its bias."""
+    total = nn.functional.dropout(x + added, 0.1) + residual
     return nn.functional.layer_norm(total, total.shape[-1:], weight, bias)
 
 
@@ -129,8 +132,11 @@ def our_dropout_addition(x: Tensor, residual: Tensor) -> Tensor:
     return dropout_residual(x, residual, dropout=0.1)
 
 
-def our_dropout_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return residual_layer_norm(x, residual, weight, bias, dropout=0.1)[0]
+def our_dropout_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, added: Tensor
+) -> Tensor:
+    normed, _ = LayerNormFunction.apply(x, residual, added, weight, bias, 1e-5, 0.1)
+    return normed  # type: ignore[no-any-return]
 
 
 def gelu_new(x: Tensor, bias: Tensor) -> Tensor:
@@ -206,7 +212,7 @@ KERNELS = (
         "residual_layer_norm dropout",
         our_dropout_norm,
         dropout_norm,
-        (("m", "d"), *ROWS, ("d",)),
+        (("m", "d"), *ROWS, ("d",), ("d",)),
         (4, 8),
         {"m": 16384, "d": 1024},
         TINY,

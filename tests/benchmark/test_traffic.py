@@ -6,7 +6,6 @@ import subprocess
 import sys
 import warnings
 from contextlib import ExitStack
-from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +13,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmark import report, traffic
+from benchmark.compiled import caught, kernel_modules
 from benchmark.counted import Call, Counter, count, launch_bytes
 from benchmark.steps import STEPS
 from tests.benchmark.launches import run, small_calls
 from tests.golden import ROOT
-from tests.runtime.kernels.compile import kernels_run
 
 B, D, F = 6, 16, 48
 
@@ -129,17 +128,13 @@ def interpreted():
 
 @pytest.mark.long
 def test_kernels_move_what_is_counted_for_them(interpreted):
-    from triton.runtime.jit import JITFunction
-
     found = []
 
-    def launch(self, *arguments, grid, warmup, **options):
-        bound = dict(zip([p.name for p in self.params], arguments, strict=False)) | options
-        found.append((self.fn.__name__, *launch_bytes(self, bound)))
+    def launched(launch):
+        found.append((launch.name, *launch_bytes(launch)))
 
     with ExitStack() as stack:
-        stack.enter_context(kernels_run())
-        stack.enter_context(mock.patch.object(JITFunction, "run", launch))
+        stack.enter_context(caught(kernel_modules(), launched))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(FakeTensorMode())

@@ -114,6 +114,13 @@ def flat_tile(rows: int, columns: int) -> tuple[int, int, int, int]:
     return ceil_div(rows, block_m), ceil_div(columns, block_d), block_m, block_d
 
 
+def multiprocessors(x: Tensor) -> int:
+    """How many the GPU of `x` has; one where kernels are interpreted."""
+    if not x.is_cuda:
+        return 1
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
 def reducing_programs(x: Tensor, blocks: int, column_blocks: int = 1) -> int:
     """How many programs share `blocks` blocks of rows and keep a partial sum each.
 
@@ -121,10 +128,7 @@ def reducing_programs(x: Tensor, blocks: int, column_blocks: int = 1) -> int:
     the 80 to 128 registers a thread that the compiler takes for an H100/H200, as many as
     run at a time. Not measured yet.
     """
-    if not x.is_cuda:
-        return min(blocks, 3)
-    device = torch.cuda.get_device_properties(x.device)
-    return min(blocks, max(4 * device.multi_processor_count // column_blocks, 1))
+    return min(blocks, max(4 * multiprocessors(x) // column_blocks, 1))
 
 
 # Activation functions inside kernels, in float32, and the same in PyTorch.

@@ -11,84 +11,18 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
-import subprocess
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmark.compiled import TYPES, Launch, caught, kernel_modules, resources
 from tests.runtime.kernels import picked
 
-TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int64: "*i64",
-    torch.bool: "*i1",
-}
-
-
-def launches(launched: list[str]) -> Any:
-    """What takes the place of a launch: compiles the kernel for these arguments."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        names = [p.name for p in self.params]
-        bound = dict(zip(names, arguments, strict=False))
-        bound |= {k: v for k, v in named.items() if k in names}
-        options = {k: v for k, v in named.items() if k not in names}
-        assert set(bound) == set(names), set(bound) ^ set(names)
-        constants = {p.name: bound[p.name] for p in self.params if p.is_constexpr}
-        # A launch specialises whole numbers likewise.
-        constants |= {k: v for k, v in bound.items() if type(v) is int and v == 1}
-        signature, aligned = {}, {}
-        for place, name in enumerate(names):
-            value = bound[name]
-            if name in constants:
-                signature[name] = "constexpr"
-                continue
-            if isinstance(value, Tensor):
-                signature[name] = TYPES[value.dtype]
-            elif isinstance(value, float):
-                signature[name] = "fp32"
-            else:
-                signature[name] = "i64" if value >= 2**31 else "i32"
-            if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
-                aligned[(place,)] = [["tt.divisibility", 16]]
-        source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert "ld.global" in compiled.asm["ptx"]
-        assert not stack_bytes(compiled.asm["cubin"]), f"{self.fn.__name__} lacks registers"
-        launched.append(self.fn.__name__)
-
-    return run
-
-
-def stack_bytes(binary: bytes) -> int:
-    """Bytes for each thread that a kernel keeps outside registers."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        done = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-    found = re.search(r"STACK:(\d+)", done.stdout)
-    assert found, done.stdout
-    return int(found[1])
+FOLDER = "slapo_rewrite.runtime.kernels"
 
 
 def calls(dtype: torch.dtype, d: int = 1024, v: int = 32000) -> dict[str, Callable[[Any], Any]]:
@@ -151,44 +85,28 @@ def compile_all(dtype: torch.dtype, only: str = "") -> list[str]:
         dtype: Of the tensors.
         only: One of the calls; all without it.
     """
-    from triton.runtime.jit import JITFunction
-
     launched: list[str] = []
-    with kernels_run(), FakeTensorMode(), warnings.catch_warnings():
+
+    def compile_one(launch: Launch) -> None:
+        compiled = launch.compiled()
+        assert "ld.global" in compiled.asm["ptx"]
+        assert not resources(compiled.asm["cubin"])["STACK"], f"{launch.name} lacks registers"
+        launched.append(launch.name)
+
+    with caught(kernel_modules(), compile_one), FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Triton 3.9: its default will change
-        run, JITFunction.run = JITFunction.run, launches(launched)
-        try:
-            for name, call in calls(dtype).items():
-                if only in ("", name):
-                    outputs = call(public(name))
-                    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-                    torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
-        finally:
-            JITFunction.run = run
+        for name, call in calls(dtype).items():
+            if only in ("", name):
+                outputs = call(public(name))
+                outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
     return launched
 
 
 def public(name: str) -> Callable[..., Any]:
     """The public function that a call is of."""
     function = name.split()[0]
-    return getattr(modules()[picked.PUBLIC[function]], function)
-
-
-def modules() -> dict[str, ModuleType]:
-    return {
-        name: importlib.import_module(f"slapo_rewrite.runtime.kernels.{name}")
-        for name in picked.ORDER
-    }
-
-
-@contextmanager
-def kernels_run() -> Iterator[None]:
-    """Inside, the public functions take every tensor to be on a GPU."""
-    with ExitStack() as stack:
-        for module in modules().values():
-            if hasattr(module, "runs_triton"):
-                stack.enter_context(mock.patch.object(module, "runs_triton", lambda *x: True))
-        yield
+    return getattr(importlib.import_module(f"{FOLDER}.{picked.PUBLIC[function]}"), function)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ import warnings
 import pytest
 import torch
 
+from benchmark.compiled import as_on_gpu, kernel_modules
 from slapo_rewrite.emit.helpers import RUNTIME
 from slapo_rewrite.runtime.kernels.launch import runs_triton
-from tests.runtime.kernels.compile import calls, compile_all, kernels_run, public
+from tests.runtime.kernels.compile import calls, compile_all, public
 
 pytest.importorskip("triton")
 
@@ -57,7 +58,7 @@ def test_torch_compile_traces_a_launch(name, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
     function = torch.compile(public(name), backend=backend, fullgraph=True)
-    with kernels_run(), warnings.catch_warnings():
+    with as_on_gpu(kernel_modules()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(Traced, match="autograd_function_apply"):
             calls(torch.bfloat16)[name](function)
