@@ -83,9 +83,13 @@ class WithoutFills(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _FILLS and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _FILLS:
+            # Some functions of `nn.init` hand their tensor on by its name.
+            filled = args[0] if args else kwargs.get("tensor")
+            if isinstance(filled, torch.Tensor) and filled.is_meta:
+                return filled
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slapo_rewrite import errors
@@ -149,3 +150,23 @@ def test_a_module_inside_itself_is_refused():
     model[0].add_module("up", model)
     with pytest.raises(errors.ModelError, match=r"`0\.up`"):
         Tree(model)
+
+
+def test_nothing_is_filled_on_the_meta_device():
+    """Torch's references for that take half of the time in which a model is built."""
+    filled = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            filled.append(func.overloadpacket._qualified_op_name)
+            return func(*args, **(kwargs or {}))
+
+    def make(_: ModuleType) -> nn.Module:
+        made = nn.Sequential(nn.Linear(2, 3), nn.Embedding(4, 3), nn.Conv1d(2, 2, 1))
+        nn.init.xavier_normal_(made[0].weight)
+        return made
+
+    with Watch():
+        build_model(make, ModuleType("m"))
+    assert "aten::empty" in filled
+    assert not any(name.endswith(("uniform_", "normal_")) for name in filled)
