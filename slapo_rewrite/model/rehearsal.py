@@ -96,7 +96,7 @@ def rehearse(
     Raises:
         OtherNumbersError: They differ.
     """
-    with _quiet(), _without_dropout(), _one_thread(), torch.random.fork_rng(devices=[]):
+    with _quiet(), _without_dropout(), small_model.one_thread(), torch.random.fork_rng(devices=[]):
         reference = _reference(schedule, original, depth) if sizes else None
         if reference is None:
             return
@@ -192,14 +192,17 @@ class _Rank:
         self.reference, self.schedule, self.output = reference, schedule, output
         self.building, self.built = threading.Lock(), threading.Barrier(world)
 
-    def __call__(self) -> _Step:
+    def __call__(self, turn: threading.Lock) -> _Step:
         """The step, with the original's weights.
+
+        Args:
+            turn: Held by the rank that computes.
 
         Raises:
             _Unfit: The model cannot be made for so many ranks, which it says.
         """
         try:
-            with self.building:
+            with self.building, turn:
                 depth = self.reference.depth
                 model = small_model.build_small(self.schedule, self.output.module, depth)
                 model = model.to(self.reference.dtype)
@@ -211,7 +214,9 @@ class _Rank:
             self.built.abort()
             raise
         self.built.wait(PATIENCE_S)
-        return _step(self.schedule, model, self.reference.inputs, self.output, self.reference.want)
+        given = self.reference
+        with turn:
+            return _step(self.schedule, model, given.inputs, self.output, given.want)
 
 
 def _reference(schedule: Any, original: types.ModuleType, depth: int = 2) -> _Reference | None:
@@ -314,20 +319,6 @@ def _goal(outputs: Any, like: Any) -> torch.Tensor | None:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread for each operation: on small tensors, several do nothing but wait for each other.
-
-    What runs on a rank's thread, and backwards, takes the number that is set here.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
 def _without_dropout() -> Iterator[None]:
     """Nothing is dropped at random: ranks need not draw the numbers that the original draws.
 
@@ -352,8 +343,11 @@ def _without_dropout() -> Iterator[None]:
         yield
 
 
-def _on_ranks(world: int, run: Callable[[], _Step]) -> list[_Step] | None:
+def _on_ranks(world: int, run: Callable[[threading.Lock], _Step]) -> list[_Step] | None:
     """What every rank computes; None where the model does not fit so many.
+
+    One computes at a time, until it waits for the others: where several do, each operation is a
+    fight for the interpreter, and takes more time than both.
 
     Raises:
         OtherNumbersError: A rank fails where the original does not.
@@ -368,11 +362,20 @@ def _on_ranks(world: int, run: Callable[[], _Step]) -> list[_Step] | None:
     install, uninstall = threaded._install_threaded_pg, threaded._uninstall_threaded_pg
     results: list[_Step | None] = [None] * world
     failures: list[BaseException] = []
+    turn = threading.Lock()
+
+    class InTurn(threaded.Collective):  # type: ignore[misc]
+        def join(self, rank: int, data: Any) -> Any:
+            turn.release()
+            try:
+                return super().join(rank, data)
+            finally:
+                turn.acquire()
 
     def rank_main(rank: int) -> None:
         try:
             dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
-            results[rank] = run()
+            results[rank] = run(turn)
         except BaseException as error:
             failures.append(error)
             group.exception_handle(error)
@@ -382,7 +385,7 @@ def _on_ranks(world: int, run: Callable[[], _Step]) -> list[_Step] | None:
 
     if world == 1:
         try:
-            return [run()]
+            return [run(turn)]
         except Exception as error:
             cause = error.__cause__ if isinstance(error, _Unfit) else error
             words = f"{type(cause).__name__}: {cause}".splitlines()[0]
@@ -392,10 +395,11 @@ def _on_ranks(world: int, run: Callable[[], _Step]) -> list[_Step] | None:
     try:
         store = c10d.HashStore()
         threads = [threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(world)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE_S)
+        with mock.patch.object(threaded, "Collective", InTurn):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(PATIENCE_S)
         stuck = any(thread.is_alive() for thread in threads)
         if stuck:
             group.exception_handle(TimeoutError())

@@ -11,7 +11,7 @@ import copy
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,6 +110,20 @@ _AT_MOST = {  # sizes that stand alone
 
 
 @contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread for each operation: on small tensors, several do nothing but wait for each other.
+
+    What runs on another thread meanwhile, and backwards, takes the number that is set here.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def _scaled(module: Any) -> Iterator[None]:
     """Sizes that an output has of one configuration are taken for a ratio meanwhile."""
     package = getattr(module, "__name__", "").rpartition(".")[0]
@@ -162,7 +176,12 @@ def _small(schedule: Any, module: Any, depth: int) -> nn.Module:
     return _module(schedule.model(module), "model")
 
 
-def build_deep(schedule: Any, module: Any, full: nn.Module) -> nn.Module:
+def build_deep(
+    schedule: Any,
+    module: Any,
+    full: nn.Module,
+    kept: Mapping[int, Sequence[int]] | None = None,
+) -> nn.Module:
     """A twin with all layers of the full model: `verify_model`'s if it has them, else a made one.
 
     Every pipeline stage has layers then, as it has in the full model. Else `build_small`'s.
@@ -171,6 +190,7 @@ def build_deep(schedule: Any, module: Any, full: nn.Module) -> nn.Module:
         schedule: The schedule's module.
         module: The module being rewritten, or what it was rewritten to.
         full: The full model, built from that module.
+        kept: Of lists with so many layers, which of them one that is made has.
     """
     if hasattr(schedule, "verify_model"):
         small = build_small(schedule, module)
@@ -180,7 +200,7 @@ def build_deep(schedule: Any, module: Any, full: nn.Module) -> nn.Module:
     if hasattr(config, "to_dict"):
         # What the schedule says may fit it better.
         with contextlib.suppress(Exception), _scaled(module):
-            return shrunk(full, None)
+            return shrunk(full, None, kept)
     return build_small(schedule, module)
 
 
@@ -188,14 +208,17 @@ def _paths(model: nn.Module) -> set[str]:
     return {path for path, _ in model.named_modules()}
 
 
-def shrunk(full: nn.Module, depth: int | None = 2) -> nn.Module:
+def shrunk(
+    full: nn.Module, depth: int | None = 2, kept: Mapping[int, Sequence[int]] | None = None
+) -> nn.Module:
     """A small model of the same Hugging Face class.
 
     Args:
         full: The model, also on the meta device.
         depth: How many layers it has, at least; None for as many.
+        kept: Of lists with so many layers, which of them it has.
     """
-    small = small_config(full.config, depth)
+    small = small_config(full.config, depth, kept)
     if type(full).__name__.endswith("ForSequenceClassification") and small.pad_token_id is None:
         small.pad_token_id = 0  # without one they refuse more than one row
     return type(full)(small)
@@ -207,19 +230,22 @@ def _module(built: Any, by: str) -> nn.Module:
     return built
 
 
-def small_config(config: Any, depth: int | None = 2) -> Any:
+def small_config(
+    config: Any, depth: int | None = 2, kept: Mapping[int, Sequence[int]] | None = None
+) -> Any:
     """A copy of a Hugging Face config, small but consistent, without dropout.
 
     Args:
         config: The config.
         depth: How many layers it has, at least; None for as many.
+        kept: Of lists with so many layers, which of them it has; then `depth` says nothing.
     """
     small = copy.deepcopy(config)
-    _shrink(small, depth)
+    _shrink(small, depth, kept or {})
     return small
 
 
-def _shrink(config: Any, depth: int | None) -> None:
+def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]]) -> None:
     # By the standard names; GPT-2's `n_embd` is known as `hidden_size`.
     standard = {own: name for name, own in getattr(config, "attribute_map", {}).items()}
     numbers = {
@@ -231,7 +257,7 @@ def _shrink(config: Any, depth: int | None) -> None:
     for own, value in list(vars(config).items()):
         name = standard.get(own, own)
         if hasattr(value, "to_dict") and hasattr(value, "attribute_map"):
-            _shrink(value, depth)
+            _shrink(value, depth, layers)
         elif name in sizes:
             setattr(config, own, sizes[name])
         elif name in _POSITIONS and name in numbers:
@@ -240,8 +266,8 @@ def _shrink(config: Any, depth: int | None) -> None:
             setattr(config, own, min(value, _AT_MOST[name]))
         elif "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool):
             setattr(config, own, type(value)(0))
-    if depth is not None:
-        _shrink_layers(config, depth)
+    if layers or depth is not None:
+        _shrink_layers(config, depth, layers)
     _shrink_rotary(config)
     _shrink_vocabulary(config)
 
@@ -282,7 +308,7 @@ def _head_sizes(numbers: Mapping[str, int]) -> dict[str, int]:
     return new
 
 
-def _shrink_layers(config: Any, depth: int) -> None:
+def _shrink_layers(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]]) -> None:
     """So many layers, or as many as there are kinds; lists with an entry a layer are cut alike."""
     mapped = getattr(config, "attribute_map", {}).get("num_hidden_layers")
     counts = {
@@ -297,6 +323,13 @@ def _shrink_layers(config: Any, depth: int) -> None:
         for name, value in vars(config).items()
         if isinstance(value, (list, tuple)) and len(value) > 2 and len(value) in counts.values()
     }
+    if depth is None or layers:
+        for name, values in per_layer.items():
+            picked = (values[i] for i in layers.get(len(values), range(len(values))))
+            setattr(config, name, type(getattr(config, name))(picked))
+        for name, value in counts.items():
+            setattr(config, name, len(layers.get(value, range(value))))
+        return
     kept = list(range(depth))
     if per_layer:
         kinds = list(zip(*per_layer.values(), strict=False))
