@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from slapo_rewrite import errors
 from slapo_rewrite.directive import Directive
+from slapo_rewrite.model.emitted import imported
+from slapo_rewrite.model.small_model import one_thread
 from slapo_rewrite.stages.program import Cut
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ def pipeline_text(
     Raises:
         CannotCut: No stage can end there.
         ConflictingEdits: Cuts are for different engines.
+        FailedOutput: The files cannot be imported, or their model not be built.
         NameTaken: The model's file, or a name in it, is called as something that this adds.
     """
     from slapo_rewrite.stages.cut import pipeline
@@ -53,4 +56,9 @@ def pipeline_text(
             cause=first.cause,
             hint="one pipeline.py is for one engine: give all cuts the same target",
         )
-    return pipeline(files, model_file, project.file, project.schedule.module, cuts, sliced)
+    file, schedule = project.file.edited(files[model_file]), project.schedule.module
+    file.path = project.file.path.with_name(model_file)
+    with imported(files, model_file) as emitted, one_thread():
+        with project.timed("tree"):
+            tree = emitted.tree(schedule.model)
+        return pipeline(files, file, schedule, cuts, sliced, emitted.module, tree)

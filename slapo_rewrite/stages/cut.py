@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
-from slapo_rewrite.model.emitted import Emitted, imported
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.runtime.stages import Stage
 from slapo_rewrite.stages.dry_run import Trial
+from slapo_rewrite.stages.fewer_layers import Kept, is_uniform, kept_layers
 from slapo_rewrite.stages.inline_forward import Flattening
 from slapo_rewrite.stages.pipeline_module import (
     PipelineText,
@@ -30,41 +32,27 @@ from slapo_rewrite.stages.stage_inputs import Planner, Stages, trains
 
 def pipeline(
     files: Mapping[str, str],
-    model_file: str,
-    original: SourceFile,
+    file: SourceFile,
     schedule: Any,
     cuts: Sequence[Cut],
-    sliced: Directive | None = None,
+    sliced: Directive | None,
+    module: ModuleType,
+    tree: Tree,
 ) -> PipelineText:
     """The stages of a rewritten model.
 
     Args:
         files: The output's other files.
-        model_file: The name of the rewritten model file among them.
-        original: The model's file, as it was.
+        file: The rewritten model file among them.
         schedule: The schedule's module.
         cuts: Where stages end.
         sliced: What lets ranks hold slices of the values between layers.
+        module: The model file, imported.
+        tree: The model that it defines.
 
     Raises:
         CannotCut: They cannot end there.
-        FailedOutput: The files cannot be imported, or their model not be built.
     """
-    file = original.edited(files[model_file])
-    file.path = original.path.with_name(model_file)
-    with imported(files, model_file) as emitted:
-        return _pipeline(files, file, schedule, cuts, sliced, emitted)
-
-
-def _pipeline(
-    files: Mapping[str, str],
-    file: SourceFile,
-    schedule: Any,
-    cuts: Sequence[Cut],
-    sliced: Directive | None,
-    emitted: Emitted,
-) -> PipelineText:
-    module, tree = emitted.module, emitted.tree(schedule.model)
     model = tree.root.live
     at = cuts[0].cause.at
     order = {path: number for number, path in enumerate(tree.nodes)}
@@ -74,12 +62,38 @@ def _pipeline(
             f"the model's class {type(model).__name__} is not defined in {file.path.name}", at=at
         )
     check_attributes(model, file)
-    trial = Trial(schedule, module, model, at)
+    kept = kept_layers(tree, cuts)
+    if any(len(numbers) < len(tree.nodes[path].children) for path, numbers in kept.items()):
+        # What is refused there may be the small model's fault: all layers have the last word.
+        with contextlib.suppress(errors.CannotCut):
+            return _tried(files, file, schedule, cuts, sliced, module, tree, kept)
+    return _tried(files, file, schedule, cuts, sliced, module, tree, {})
+
+
+def _tried(
+    files: Mapping[str, str],
+    file: SourceFile,
+    schedule: Any,
+    cuts: Sequence[Cut],
+    sliced: Directive | None,
+    module: ModuleType,
+    tree: Tree,
+    kept: Kept,
+) -> PipelineText:
+    """The stages, tried in a small model with the layers that are kept, or with all.
+
+    Raises:
+        CannotCut: The stages cannot end there, or may look different at layers left out.
+    """
+    model, at = tree.root.live, cuts[0].cause.at
+    trial = Trial(schedule, module, model, at, kept)
     inside = ways(tree, cuts)
     world = vars(module)
     flat = Flattening(model, file, world, inside, trial.part, at).flat(trial.inputs)
     flat = with_calls_apart(flat, lambda text: trains(model, text))
     program = divided(flat, cuts, model)
+    if kept and not is_uniform(program):
+        raise errors.CannotCut("rounds of a loop over layers may differ", at=at)
     by_name = cuts[0].target == "torch"
     places = [c.cause.at for c in cuts]
     stages = Planner(program, trial.seen(program), model, places, by_name, sliced).stages()

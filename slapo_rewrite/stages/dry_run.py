@@ -6,6 +6,7 @@ import ast
 import contextlib
 import copy
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.liveness import blocks, statements
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model import small_model
+from slapo_rewrite.stages.fewer_layers import Kept, is_short_of
 from slapo_rewrite.stages.program import ARGUMENT, Program, Version
 from slapo_rewrite.stages.stage_inputs import Like, Stages, ValueKind
 
@@ -35,16 +37,24 @@ class Trial:
         module: The rewritten model's module.
         full: The model at its full size, which says how deep its lists are.
         cause: The schedule's line, for refusals.
+        kept: The layers that a small model is to have; without it, it has all.
     """
 
-    def __init__(self, schedule: Any, module: ModuleType, full: nn.Module, cause: Span | None):
-        self.full, self.cause = full, cause
+    def __init__(
+        self,
+        schedule: Any,
+        module: ModuleType,
+        full: nn.Module,
+        cause: Span | None,
+        kept: Kept | None = None,
+    ) -> None:
+        self.full, self.cause, self.kept = full, cause, kept or {}
         self.world = vars(module)
         try:
             try:
-                outputs = self._run(schedule, small_model.build_deep, module, full)
+                outputs = self._run(schedule, self._deep, module, full)
             except Exception:
-                if not hasattr(schedule, "verify_model"):
+                if self.kept or not hasattr(schedule, "verify_model"):
                     raise
                 outputs = self._run(schedule, _small, module, full)
         except Exception as error:
@@ -58,6 +68,14 @@ class Trial:
         except ValueError as error:
             raise errors.CannotCut(str(error), at=cause) from error
         self.part = self.part_of(outputs)
+
+    def _deep(self, schedule: Any, module: ModuleType, full: nn.Module) -> nn.Module:
+        """A small model with the layers that are kept, or with all."""
+        lengths = {len(full.get_submodule(p)): n for p, n in self.kept.items()}  # type: ignore[arg-type]
+        model = small_model.build_deep(schedule, module, full, lengths)
+        if self.kept and not is_short_of(model, full, self.kept):
+            raise ValueError("the configuration does not say which layers there are")
+        return model
 
     def _run(self, schedule: Any, build: Callable[..., nn.Module], *args: Any) -> Any:
         """What a small model returns."""
@@ -100,6 +118,8 @@ class Trial:
     def depth(self, listed: str, number: int) -> int:
         """Where the small model is cut, after so many layers of the full one's list."""
         path = listed.removeprefix("self.")
+        if path in self.kept:
+            return bisect_left(self.kept[path], number)
         small, full = (m.get_submodule(path) for m in (self.model, self.full))
         return round(number * len(small) / len(full))  # type: ignore[arg-type]
 

@@ -146,12 +146,16 @@ def sliced(text: str, first: int, stop: int | None) -> str:
     statement = ast.parse(text).body[0]
     loop = loop_over(statement)
     assert isinstance(statement, ast.For) and loop is not None
+    target, over = loop.head(first, stop, is_counted(statement, loop))
+    edits: dict[ast.expr, str] = {statement.target: target, statement.iter: over}
+    return rewritten(text, edits | dict.fromkeys(loop.read, loop.target))
+
+
+def is_counted(statement: ast.For, loop: Loop) -> bool:
+    """Whether the number of a round is read, but to take the layer of that number."""
     inner = {n for node in loop.read for n in ast.walk(node)}
-    counted = any(
+    return any(
         isinstance(n, ast.Name) and n.id == loop.counter and n not in inner
         for s in statement.body
         for n in ast.walk(s)
     )
-    target, over = loop.head(first, stop, counted)
-    edits: dict[ast.expr, str] = {statement.target: target, statement.iter: over}
-    return rewritten(text, edits | dict.fromkeys(loop.read, loop.target))

@@ -1,0 +1,117 @@
+"""Which layers a small model keeps in which stages are tried: two or more of each stage, not all.
+
+What a stage computes goes from layer to layer, and layers that are made alike do alike. So of each
+stage the first and the last layer are kept, and the first of every kind. A program that looks at
+the number of a round or at the layers themselves, instead of calling them, is tried with all.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.stages.loops import is_counted, loop_over
+from slapo_rewrite.stages.program import Cut, Program
+
+# The numbers of the layers that are kept, by the path of their list.
+Kept = Mapping[str, tuple[int, ...]]
+
+
+def kept_layers(tree: Tree, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
+    """The layers to keep of each list; lists of one length, which one number says, keep the same.
+
+    Args:
+        tree: The full model.
+        cuts: Where stages end.
+    """
+    by_length: dict[int, list[Node]] = {}
+    for node in tree.nodes.values():
+        is_inner = any(segment.isdigit() for segment in node.path.split("."))
+        if isinstance(node.live, nn.ModuleList) and not is_inner:
+            by_length.setdefault(len(node.children), []).append(node)
+    found = {}
+    for length, lists in by_length.items():
+        paths = {node.path for node in lists}
+        ends = {0, length}
+        for cut in cuts:
+            above, _, name = cut.path.rpartition(".")
+            if above in paths:
+                ends.add(int(name) + 1)
+        kinds = list(zip(*map(_kinds, lists), strict=True))
+        kept: set[int] = set()
+        for first, stop in pairwise(sorted(ends)):
+            of_each = {kinds[number]: number for number in reversed(range(first, stop))}
+            kept |= {first, stop - 1, *of_each.values()}
+        found.update(dict.fromkeys(paths, tuple(sorted(kept))))
+    return found
+
+
+def is_short_of(model: nn.Module, full: nn.Module, kept: Kept) -> bool:
+    """Whether a model is a full one of which each list has the layers that are kept, but small."""
+    expected = {}
+    for path, module in full.named_modules():
+        if (place := _place(path, kept)) is not None:
+            expected[place] = _described(module)
+    return expected == {path: _described(module) for path, module in model.named_modules()}
+
+
+def is_uniform(program: Program) -> bool:
+    """Whether all that the rounds of loops do with layers is to call them."""
+    for piece in program.pieces:
+        if piece.layers is None:
+            continue
+        statement, loop = piece.node, loop_over(piece.node)
+        assert isinstance(statement, ast.For) and loop is not None
+        nodes = [n for inner in statement.body for n in ast.walk(inner)]
+        called = [n.func for n in nodes if isinstance(n, ast.Call)]
+        read = [n for n in nodes if isinstance(n, ast.Name) and n.id == loop.target]
+        if loop.first or loop.stop.isdigit() or loop.read or is_counted(statement, loop):
+            return False
+        if len(loop.lists) > 1 or not all(name in called for name in read):
+            return False
+    return True
+
+
+def _kinds(node: Node) -> list[Any]:
+    """Of each element: what it is, and its plain attributes but for those that are its number."""
+    found = [
+        {
+            (inner.path.removeprefix(child.path), name): value
+            for inner in child.walk()
+            for name, value in vars(inner.live).items()
+            if type(value) in (bool, int, float, str)
+        }
+        for child in node.children.values()
+    ]
+    numbers: dict[Any, set[Any]] = {}
+    for number, attributes in enumerate(found):
+        for key, value in attributes.items():
+            apart = value - number if type(value) is int else None
+            numbers.setdefault(key, set()).add(apart)
+    counted = {key for key, apart in numbers.items() if len(apart) == 1 and apart != {None}}
+    return [
+        (child.kind, frozenset(item for item in attributes.items() if item[0] not in counted))
+        for child, attributes in zip(node.children.values(), found, strict=True)
+    ]
+
+
+def _place(path: str, kept: Kept) -> str | None:
+    """Where a module stands among those that are kept; None for one that is left out."""
+    for listed, numbers in kept.items():
+        if path.startswith(f"{listed}."):
+            number, dot, rest = path.removeprefix(f"{listed}.").partition(".")
+            if int(number) not in numbers:
+                return None
+            return f"{listed}.{numbers.index(int(number))}{dot}{rest}"
+    return path
+
+
+def _described(module: nn.Module) -> Any:
+    # What begins with an underscore a library may note of a model with weights.
+    own = vars(module).items()
+    return type(module), {n: v for n, v in own if type(v) in (bool, str) and n[0] != "_"}
