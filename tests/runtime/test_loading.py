@@ -13,6 +13,7 @@ from slapo_rewrite.runtime import loading
 from slapo_rewrite.runtime import tensor_parallel as tp
 from slapo_rewrite.runtime.deferred_init import build_deferred
 from slapo_rewrite.runtime.packed_axes import Packed
+from slapo_rewrite.runtime.stages import ShardedStage
 from tests.marks import long
 from tests.processes import run
 
@@ -253,20 +254,35 @@ def largest_use():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def check_build_holds_a_part():
-    """Beside its own layers a rank holds one tensor, not the whole model."""
-    width, number = 3072, 8
+class Layers(nn.Module):
+    """Layers that are initialised once more at the end, as transformers does."""
 
-    def make(width, number):
-        return nn.Sequential(*(tp.RowParallelLinear(width, width) for _ in range(number)))
+    def __init__(self, width: int, number: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(tp.RowParallelLinear(width, width) for _ in range(number))
+        self.apply(lambda module: getattr(module, "reset_parameters", int)())
 
+
+class SecondHalf(ShardedStage, Layers):
+    """A stage of the second half of the layers."""
+
+    def held(self):
+        return [self.layers[len(self.layers) // 2 :]]
+
+
+def check_what_is_held(build, small, large):
+    """Beside its own part a rank holds one tensor, not the whole model."""
     torch.manual_seed(0)
-    build_deferred(lambda: make(8, 1))
+    build(*small)
     before = largest_use()
-    model = build_deferred(lambda: make(width, number))
-    used = (largest_use() - before) / (4 * width**2)  # in layers
-    own = sum(p.nbytes for p in model.parameters()) / (4 * width**2)
-    assert used < own + 2 < number, (used, own)
+    model = build(*large)
+    used = largest_use() - before
+    own = sum(p.nbytes for p in model.parameters())
+    assert used < 1.5 * own, (used, own)
+
+
+def build_layers(width, number):
+    return build_deferred(lambda: Layers(width, number))
 
 
 def check_starting(folder):
@@ -279,10 +295,10 @@ def check_starting(folder):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, long(4)])
-def test_a_rank_holds_its_part_while_it_starts(world, monkeypatch):
-    # Memory that is freed goes back at once, so that what was held at a time can be read off.
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
-    run(check_build_holds_a_part, world, fresh=True)
+@pytest.mark.parametrize("build", [build_layers, SecondHalf])
+def test_a_rank_holds_its_part_while_it_starts(world, build):
+    number = 16 * world if build is build_layers else 32 * world  # 64 MiB a rank
+    run(check_what_is_held, world, build, (8, 2), (1024, number), fresh=True)
 
 
 @pytest.mark.processes

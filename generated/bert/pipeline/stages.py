@@ -11,9 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .deferred_init import construct, random_states, restore
-from .loading import full_state_dict, take_parts
-from .shards import world_of, world_size
+from .deferred_init import (
+    construct,
+    construct_parts,
+    fill_parts,
+    random_states,
+    restore,
+)
+from .loading import full_state_dict
+from .shards import world_size
 
 
 class Stage(nn.Module):
@@ -37,6 +43,8 @@ class Stage(nn.Module):
     TIES: ClassVar[Iterable[tuple[str, ...]]] = ()
     # What the stage holds of the model.
     held: Callable[[], Iterable[nn.Module | Tensor]]
+    # Makes a model with memory for what is held.
+    made_by: Callable[..., Any] = staticmethod(construct)
     # Its part of the original's state dict.
     full_state: Callable[[], dict[str, Tensor]]
 
@@ -46,7 +54,7 @@ class Stage(nn.Module):
             super(Stage, self).__init__(*args, **kwargs)
             return self
 
-        construct(make, lambda model: tensors_of(model.held()))
+        self.made_by(make, lambda model: tensors_of(model.held()))
         check_settings(self, self.SETTINGS)
         check_ties(self, self.TIES)
         keep(self, self.held())
@@ -55,20 +63,17 @@ class Stage(nn.Module):
 class ShardedStage(Stage):
     """A stage that the ranks of a tensor-parallel group share.
 
-    Each rank draws all of its stage's weights, and keeps its part of them.
+    Each rank draws the whole model's weights, and keeps its part of the stage's.
     """
+
+    made_by = staticmethod(construct_parts)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         states = random_states()
         super().__init__(*args, **kwargs)
         if world_size() > 1 and torch.get_default_device().type != "meta":
-            make = partial(model_class(type(self)), *args, **kwargs)
-            held: Any = type(self).held
             restore(states)
-            with world_of(1):
-                whole = construct(make, lambda model: tensors_of(held(model)))
-            keep(whole, held(whole))
-            take_parts(self, whole.state_dict().__getitem__)
+            fill_parts(self, partial(model_class(type(self)), *args, **kwargs))
 
     def full_state(self) -> dict[str, Tensor]:
         """Its part of the original's state dict, gathered from those ranks."""

@@ -106,13 +106,16 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
     check_seeds()
     if world_size() == 1:
         return make()
+    with world_of(1):
+        whole = make().state_dict()
     device = torch.get_default_device()
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type):
         model = make()
-    with world_of(1):
-        whole = make().state_dict()
-    take_parts(model, whole.__getitem__)
+    divided = shards(model)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            take_part(tensor, divided.get(name), whole[name])
     return model
 
 
@@ -138,17 +141,13 @@ def check_seeds() -> None:
         )
 
 
-def take_parts(model: nn.Module, whole: Callable[[str], Tensor]) -> None:
-    """Gives a model its parts of the whole model's weights.
-
-    Args:
-        model: The model, or a part of it; its weights are filled in place.
-        whole: Gives a tensor of the whole model's by its name.
-    """
-    divided, filled = shards(model), set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and id(tensor) not in filled:
-            full = whole(name)
-            tensor.data.copy_(divided[name].cut(full) if name in divided else full)
-            del full  # before the next one is worked out
-            filled.add(id(tensor))
+@torch.no_grad()
+def take_part(tensor: Tensor, shard: Shard | None, full: Tensor) -> None:
+    """Fills a weight with this rank's part of the full one, without a copy between."""
+    if shard is None:
+        tensor.copy_(full)
+        return
+    pieces = [full.narrow(shard.axis, a, b - a) for a, b in shard.ranges()]
+    sizes = [piece.shape[shard.axis] for piece in pieces]
+    for part, piece in zip(torch.split(tensor, sizes, shard.axis), pieces, strict=True):
+        part.copy_(piece)
