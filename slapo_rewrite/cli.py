@@ -7,6 +7,7 @@ tool. What costs seconds to import (torch, transformers) is imported by the call
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import traceback
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from slapo_rewrite import __version__, errors
+from slapo_rewrite.garbage import collector_paused
 
 if TYPE_CHECKING:
     from slapo_rewrite.emit.rewrite import Output
@@ -55,12 +57,23 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Runs one command line and returns its exit code.
+
+    Args:
+        arguments: The command line; without it the program's own, which ends afterwards.
+    """
+    with collector_paused():
+        code = _code(list(sys.argv[1:] if arguments is None else arguments))
+    if arguments is None:
+        gc.freeze()  # on its way out Python looks through everything else once more
+    return code
+
+
+def _code(arguments: list[str]) -> int:
     try:
-        if given and given[0] in COMMANDS:
-            return COMMANDS[given[0]](given[1:])
-        return _rewrite(given)
+        if arguments and arguments[0] in COMMANDS:
+            return COMMANDS[arguments[0]](arguments[1:])
+        return _rewrite(arguments)
     except errors.RewriteError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code

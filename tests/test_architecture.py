@@ -29,7 +29,7 @@ LAYERS = (
     {"model"},
     {"patterns"},
     {"code"},
-    {"bundle", "examples", "operations", "hugging_face"},
+    {"bundle", "examples", "garbage", "operations", "hugging_face"},
     {"directive"},
     {"errors"},
     {"runtime"},

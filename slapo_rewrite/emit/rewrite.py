@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
-import gc
 import importlib
 import importlib.util
 import os
@@ -41,6 +40,7 @@ from slapo_rewrite.emit.pipeline_file import pipeline_text
 from slapo_rewrite.emit.shard_check import check_parts
 from slapo_rewrite.emit.sibling_files import SiblingFiles, absolute_imports
 from slapo_rewrite.emit.support_folder import as_recorded, use_support
+from slapo_rewrite.garbage import collector_paused
 from slapo_rewrite.lowering.lower import lower
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted, imported
@@ -241,18 +241,6 @@ def rewrite(
     finally:
         # While the schedule changed the source, its name stood for what it was changed to.
         sys.modules[project.original.name] = original
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keeps the garbage collector from walking the whole model again and again meanwhile."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @collector_paused()
