@@ -45,6 +45,7 @@ from slapo_rewrite.lowering.lower import lower
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted, imported
 from slapo_rewrite.model.join import Sources
+from slapo_rewrite.model.meta_device import without_dynamo
 from slapo_rewrite.model.rehearsal import OtherNumbersError, not_run, rehearse, worlds
 from slapo_rewrite.model.tree import Tree, build_model, uncompiled
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
@@ -244,6 +245,7 @@ def rewrite(
 
 
 @collector_paused()
+@without_dynamo()
 def carry_out(
     project: Project,
     settings: Sequence[str],

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import sys
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch._refs.nn.functional as _functional_refs
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 # What fills a tensor with random numbers. Torch's references for the meta device do nothing in the
@@ -22,6 +28,9 @@ _MAKING = {
     torch.tensor, torch.as_tensor, torch.rand, torch.randn, torch.zeros, torch.ones, torch.full,
     torch.empty,
 }  # fmt: skip
+
+# Where a function keeps itself as it is called past torch.compile's tracer.
+_TOLD = "__dynamo_disable"
 
 # Operations that ask a tensor yes or no.
 QUESTIONS = (torch.Tensor.__bool__, torch.Tensor.__contains__)
@@ -90,6 +99,41 @@ class WithoutFills(TorchFunctionMode):
             if isinstance(filled, torch.Tensor) and filled.is_meta:
                 return filled
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Torch's references for the meta device run without torch.compile's tracer being imported.
+
+    Their first call imports it, to tell it that it should not look inside: half a second and more
+    where nothing else needs it. What it would give them is kept with each; the function itself does
+    as well as long as nothing is compiled.
+    """
+    told = []
+    if "torch._dynamo" not in sys.modules:
+        told = [function for function in _untraced() if not hasattr(function, _TOLD)]
+    for function in told:
+        setattr(function, _TOLD, function)
+    try:
+        yield
+    finally:
+        for function in told:
+            delattr(function, _TOLD)
+
+
+@functools.cache
+def _untraced() -> list[Any]:
+    """The functions that tell the tracer so: torch wraps them by `torch._disable_dynamo`."""
+    wrapper = _disable_dynamo(lambda: None).__code__
+    found = dict[Any, None]()  # some have several names
+    for value in [*vars(torch._refs).values(), *vars(_functional_refs).values()]:
+        # All of torch's wrappers call what they wrap `fn`; `__wrapped__` may leave some out.
+        while isinstance(value, FunctionType) and "fn" in value.__code__.co_freevars:
+            is_told = value.__code__ is wrapper
+            value = inspect.getclosurevars(value).nonlocals["fn"]
+            if is_told:
+                found[value] = None
+    return list(found)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from slapo_rewrite import errors
 from slapo_rewrite.model import construction_calls
-from slapo_rewrite.model.meta_device import WithoutFills
+from slapo_rewrite.model.meta_device import WithoutFills, without_dynamo
 
 # How many of the calls that led to a module tell where it was made.
 CALLS = 2
@@ -36,7 +36,13 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
     """
     try:
         construction_calls.forget()
-        with torch.device("meta"), WithoutFills(), torch.no_grad(), construction_calls.recorded():
+        with (
+            without_dynamo(),
+            torch.device("meta"),
+            WithoutFills(),
+            torch.no_grad(),
+            construction_calls.recorded(),
+        ):
             model = make(module)
     except errors.RewriteError:
         raise
