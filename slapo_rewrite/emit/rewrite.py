@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slapo_rewrite import __version__, errors, primitives
+from slapo_rewrite import __version__, errors
 from slapo_rewrite.changes.imports import Reference
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.source_rewrite import Rewrite
@@ -36,7 +36,6 @@ from slapo_rewrite.emit.helpers import (
     optional_helpers,
 )
 from slapo_rewrite.emit.inputs import is_own, own_modules
-from slapo_rewrite.emit.pipeline_file import pipeline_text
 from slapo_rewrite.emit.shard_check import check_parts
 from slapo_rewrite.emit.sibling_files import SiblingFiles, absolute_imports
 from slapo_rewrite.emit.support_folder import as_recorded, use_support
@@ -52,7 +51,6 @@ from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection
-from slapo_rewrite.stages.program import Cut
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,6 @@ class Project:
         with self.timed("read"):
             self.file = SourceFile.read(path, name)
         with self.timed("import"):
-            primitives.registry()
             self.schedule = ScheduleFile.load(schedule)
             self.module = import_source(self.file)
         self.directives: list[Directive] = []
@@ -342,26 +339,26 @@ def carry_out(
             f"# Written by slapo-rewrite {__version__} for {name}; rewrite.json says from what."
         )
         helpers = {} if single_file else helper_files(used, definitions, header)
-    cuts = [
-        Cut(path, state.cut.cause, state.cut.target)
-        for path, state in plan.states.items()
-        if state.cut
-    ]
+    cuts = {path: state.cut for path, state in plan.states.items() if state.cut}
     causes: dict[str, tuple[Directive, ...]] = {}
     for output in outputs:
         for module, because in output.imports.causes().items():
             causes[module] = merged_causes(causes.get(module, ()), because)
     if cuts:
+        from slapo_rewrite.emit.pipeline_file import pipeline_text
+        from slapo_rewrite.stages.program import Cut
+
         with project.timed("stages"), Causes(texts, changes, {}).told():
             files = {**texts, **helpers}
             sliced = slicing(plan.states.values(), lowered.inferred)
-            stages = pipeline_text(project, cuts, files, name, single_file, sliced)
+            ends = [Cut(path, cut.cause, cut.target) for path, cut in cuts.items()]
+            stages = pipeline_text(project, ends, files, name, single_file, sliced)
             for module, names in stages.helpers().items():
                 used.setdefault(module, set()).update(names)
             staged = {"pipeline.py": stages.written(header)}
             staged |= helper_files(used, definitions, header)
         of_stages = {Path(each).stem for each in staged.keys() - helpers.keys()}
-        because = merged_causes(*((cut.cause,) for cut in cuts))
+        because = merged_causes(*((cut.cause,) for cut in cuts.values()))
         causes = {**dict.fromkeys(of_stages, because), **causes}
         helpers = staged
     uses: dict[str, set[str]] | None = None

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from slapo_rewrite import errors
-from slapo_rewrite.model.costs import costs_of, elements_of
 from slapo_rewrite.model.small_model import training_inputs
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Example, Refusal, signature_of
@@ -158,6 +157,8 @@ def timed(call: Call, layers: list[Node]) -> tuple[list[Node], list[float]]:
     Raises:
         Unsupported: The model does not run without values, or there are no inputs for it.
     """
+    from slapo_rewrite.model.costs import costs_of, elements_of  # imports triton
+
     model, found = call.tree.root.live, {layer.path: layer for layer in layers}
     try:
         inputs = training_inputs(call.schedule, model)

@@ -1,0 +1,76 @@
+"""What a command imports costs more than what it does: what it leaves out."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from slapo_rewrite.model.meta_device import WithoutFills, without_dynamo
+
+ROOT = Path(__file__).parents[1]
+GPT = ["tests/models/gpt.py", "--schedule", "tests/models/gpt_schedule.py"]
+COMMAND = """\
+import json, sys
+from slapo_rewrite.cli import main
+code = main(sys.argv[1:])
+print()
+print(json.dumps([code, sorted(sys.modules)]))
+"""
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """The modules that a command imports, which has to end well."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    code, modules = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0, done.stderr
+    return set(modules)
+
+
+def test_a_model_of_torch_alone_needs_no_tracer():
+    modules = imported_by(*GPT, "--diff")
+    assert "torch" in modules
+    assert not modules & {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton"}
+
+
+def test_a_schedule_loads_the_primitives_that_it_calls():
+    modules = imported_by(*GPT, "--diff")
+    assert "slapo_rewrite.primitives.shard" in modules
+    unused = ("primitives.fuse", "fusion", "patterns", "stages", "simulate", "model.costs")
+    assert not modules & {f"slapo_rewrite.{name}" for name in unused}
+
+
+def test_torch_is_left_as_it_was():
+    """Functions that tell the tracer to leave them alone still do, where it is used later."""
+    code = (
+        "import sys, torch\n"
+        "from slapo_rewrite.model.meta_device import without_dynamo\n"
+        "x = torch.ones(2, device='meta')\n"
+        "with without_dynamo():\n"
+        "    with without_dynamo():\n"
+        "        torch.rsqrt(x)\n"
+        "    torch.nn.functional.gelu(x / 2)\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "torch.rsqrt(x)\n"
+        "assert 'torch._dynamo' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_numbers_are_not_drawn_on_the_meta_device():
+    filled = []
+    with without_dynamo(), torch.device("meta"), WithoutFills(), torch.no_grad():
+        table = nn.Embedding(4, 8)
+        filled.append(table.weight._version)
+        nn.init.normal_(table.weight)
+        nn.init.normal_(tensor=table.weight)
+        filled.append(table.weight._version)
+    assert filled[0] == filled[1] == 0
