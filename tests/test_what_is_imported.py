@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -74,3 +75,10 @@ def test_numbers_are_not_drawn_on_the_meta_device():
         nn.init.normal_(tensor=table.weight)
         filled.append(table.weight._version)
     assert filled[0] == filled[1] == 0
+
+
+@pytest.mark.parametrize("command", [(), ("shard",), ("swiglu",)], ids=" ".join)
+def test_what_primitives_are_is_read_from_their_text(command):
+    modules = imported_by("primitives", *command)
+    assert "slapo_rewrite.primitives.page" in modules
+    assert not modules & {"torch", "libcst", "slapo_rewrite.primitives.shard"}

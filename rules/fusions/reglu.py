@@ -21,7 +21,8 @@ def relu(gate: Tensor) -> Tensor:
     return F.relu(gate)
 
 
-RELU, APPLY = MODEL.replace("silu", "relu"), SCHEDULE.replace("swiglu", "reglu")
+RELU = MODEL.replace("silu", "relu")
+APPLY = SCHEDULE.replace("swiglu", "reglu")
 
 
 class Reglu(Rule):

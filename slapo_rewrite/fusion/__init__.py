@@ -1,21 +1,19 @@
 """Computations that take the place of others: rules, and how what they say becomes source."""
 
-from slapo_rewrite.examples import Example, Refusal
+from slapo_rewrite.examples import (
+    BY_KERNEL,
+    BY_OPERATIONS,
+    Conditions,
+    Example,
+    Numerics,
+    Refusal,
+    Twice,
+)
 from slapo_rewrite.fusion.engine import Calling, MultiSiteRewrite, Renamed
 from slapo_rewrite.fusion.horizontal_fusion import Packing
 from slapo_rewrite.fusion.lm_head import SHIFTS, Declined, head_of, labels_of, loss_of
 from slapo_rewrite.fusion.logits_free_loss import Fork, fork_of
-from slapo_rewrite.fusion.rule import (
-    BY_KERNEL,
-    BY_OPERATIONS,
-    Alternative,
-    Conditions,
-    Numerics,
-    Rule,
-    RuleMatch,
-    Twice,
-    share_dropped,
-)
+from slapo_rewrite.fusion.rule import Alternative, Rule, RuleMatch, share_dropped
 
 __all__ = [
     "BY_KERNEL",

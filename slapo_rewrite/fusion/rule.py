@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import enum
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any, ClassVar
 from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.code.facts import dotted
 from slapo_rewrite.code.text import accessor
-from slapo_rewrite.examples import Example, Refusal
+from slapo_rewrite.examples import Conditions, Example, Numerics, Refusal
 from slapo_rewrite.fusion.engine import Calling, MultiSiteRewrite, Renamed
 from slapo_rewrite.model.layers import MULTIPLIED, qualified
 from slapo_rewrite.model.node_facts import method_of
@@ -22,52 +21,6 @@ from slapo_rewrite.model.uncalled import beyond_forward
 from slapo_rewrite.patterns.legality import given_by
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.value_graph import Graph, Value
-
-
-class Numerics(enum.Enum):
-    """How the numbers of a replacement compare with those of what it replaces."""
-
-    EXACT = "exact"  # to the bit, forward and backward
-    REASSOCIATED = "reassociated"  # the same formula, rounded elsewhere
-    APPROXIMATE = "approximate"  # another formula, within a bound
-    RESEEDED = "reseeded"  # other random numbers
-
-
-class Twice(enum.Enum):
-    """Whether gradients of gradients can be taken of what is written."""
-
-    AS_BEFORE = "as before"
-    ON_A_CPU = "as before on a CPU; a kernel has no second derivative, and torch says so"
-    NEVER = "torch's operation has no second derivative, and says so"
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What holds besides an ordinary training step; each is tested with the rule's examples.
-
-    Attributes:
-        double_backward: Gradients of gradients.
-        autocast: Under `torch.autocast`.
-        half_precision: Of a model in bfloat16 or float16.
-        empty_batches: Of inputs without a row.
-    """
-
-    double_backward: Twice
-    autocast: str = "outputs and gradients have the types that they had"
-    half_precision: str = "outputs and gradients have the types that they had, rounded elsewhere"
-    empty_batches: str = "as before"
-
-    def lines(self) -> list[str]:
-        """One line for each, for the rule's page."""
-        return [
-            f"double backward: {self.double_backward.value}",
-            f"autocast: {self.autocast}",
-            f"half precision: {self.half_precision}",
-            f"empty batches: {self.empty_batches}",
-        ]
-
-
-BY_KERNEL, BY_OPERATIONS = Conditions(Twice.ON_A_CPU), Conditions(Twice.AS_BEFORE)
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import inspect
+import ast
 import textwrap
 
-from slapo_rewrite import errors, primitives
+from slapo_rewrite import errors
+from slapo_rewrite.bundle import rules_folder
+from slapo_rewrite.code.constants import Class, constants
 from slapo_rewrite.examples import Example
-from slapo_rewrite.fusion.registry import rules
-from slapo_rewrite.fusion.rule import Rule
+from slapo_rewrite.primitives import registry
+
+RULES, KERNELS = "slapo_rewrite.rules.fusions", "slapo_rewrite.runtime.kernels"
 
 
 def listing() -> str:
     """Every primitive and every rule with its first line."""
-    found, known = primitives.registry(), rules()
+    found = {name: _primitive(name) for name in registry()}
+    known = {name: _rule(name) for name in rules()}
     width = max(map(len, (*found, *known)))
-    lines = [f"{name:<{width}}  {_first_line(found[name])}" for name in found]
+    lines = [f"{name:<{width}}  {_first_line(each)}" for name, each in found.items()]
     lines += ["", 'rules, for .apply("NAME"); .apply_all() takes those with a star:']
     lines += [
-        f"{name:<{width}}  {'*' if rule.pays else ' '} {_first_line(rule)}"
-        for name, rule in sorted(known.items())
+        f"{name:<{width}}  {'*' if rule.get('pays') else ' '} {_first_line(rule)}"
+        for name, rule in known.items()
     ]
     return "\n".join(lines)
+
+
+def rules() -> list[str]:
+    """The names of all rules: each file of `rules/fusions` defines the one that it is called by."""
+    files = (rules_folder() / "fusions").glob("*.py")
+    return sorted(path.stem for path in files if path.stem != "__init__")
 
 
 def page(name: str) -> str:
@@ -30,29 +40,47 @@ def page(name: str) -> str:
     Raises:
         UnknownPrimitive: There is none of this name.
     """
-    found, known = primitives.registry(), rules()
+    found, known = registry(), rules()
     if name in known:
-        return _rule_page(known[name])
+        return _rule_page(name)
     if name not in found:
         raise errors.UnknownPrimitive(
             f"there is no primitive `{name}`", hint=errors.did_you_mean(name, (*found, *known))
         )
-    primitive = found[name]
-    parts = [f"{name}{_plain(primitive.signature())}", inspect.getdoc(type(primitive)) or ""]
-    return _joined(parts, primitive.examples)
+    primitive = _primitive(name)
+    return _joined([f"{name}{primitive.stub('signature')}", primitive.doc], primitive)
 
 
-def _rule_page(rule: Rule) -> str:
-    facts = [f"numerics: {rule.numerics.value}", *rule.conditions.lines()]
-    facts += [f"kernels: {', '.join(rule.kernels)}"] if rule.kernels else []
-    facts.append(
-        f"apply_all: takes it: {rule.pays}" if rule.pays else "apply_all: leaves it: ask for it"
-    )
-    parts = [f'apply("{rule.name}")', inspect.getdoc(type(rule)) or "", "\n".join(facts)]
-    return _joined(parts, rule.examples)
+def _rule_page(name: str) -> str:
+    rule = _rule(name)
+    facts = [f"numerics: {rule.get('numerics').value}", *rule.get("conditions").lines()]
+    if kernels := kernels_of(name):
+        facts.append(f"kernels: {', '.join(kernels)}")
+    pays = rule.get("pays")
+    facts.append(f"apply_all: takes it: {pays}" if pays else "apply_all: leaves it: ask for it")
+    return _joined([f'apply("{name}")', rule.doc, "\n".join(facts)], rule)
 
 
-def _joined(parts: list[str], examples: tuple[Example, ...]) -> str:
+def kernels_of(name: str) -> list[str]:
+    """What a rule takes of `runtime/kernels`, `gated.swiglu` say: what its file imports of it."""
+    return [
+        f"{node.module}.{alias.name}".removeprefix(f"{KERNELS}.")
+        for node in constants(f"{RULES}.{name}").tree.body
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{KERNELS}.")
+        for alias in node.names
+    ]
+
+
+def _primitive(name: str) -> Class:
+    return Class.named(f"slapo_rewrite.primitives.{name}", name)
+
+
+def _rule(name: str) -> Class:
+    return Class.named(f"{RULES}.{name}", name)
+
+
+def _joined(parts: list[str], of: Class) -> str:
+    examples: tuple[Example, ...] = of.get("examples", ())
     source = None
     for example in examples:
         shown = f"Example, {example.about}" if example.about else "Example"
@@ -70,11 +98,5 @@ def _joined(parts: list[str], examples: tuple[Example, ...]) -> str:
     return "\n\n".join(part.rstrip("\n") for part in parts)
 
 
-def _plain(signature: inspect.Signature) -> inspect.Signature:
-    """A signature without its annotations: what the arguments are, the text says."""
-    own = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    return signature.replace(parameters=own, return_annotation=signature.empty)
-
-
-def _first_line(value: object) -> str:
-    return (inspect.getdoc(type(value)) or "").partition("\n")[0]
+def _first_line(of: Class) -> str:
+    return of.doc.partition("\n")[0]
