@@ -161,6 +161,11 @@ def load_pretrained(
 ) -> tuple[list[str], list[str]]:
     """Reads a safetensors checkpoint, each rank only its parts.
 
+    A model that was built inside `with torch.device("meta"):` has drawn no weights that
+    would be thrown away, and gets memory on the default device. On the CPU what lies in
+    one piece in the file is read when it is used, so leave the file as it is; what is
+    written to such a parameter does not reach the file.
+
     Args:
         model: The model; its parameters are filled in place.
         path: A `.safetensors` file, or a folder with one or with an index of several.
@@ -172,8 +177,8 @@ def load_pretrained(
 
     Raises:
         KeyError: `strict`, and the checkpoint and the model differ in their names.
-        ValueError: A tensor does not have the size that the model was made for, or the
-            model is on the meta device and so has no memory to be filled.
+        ValueError: A tensor does not have the size that the model was made for, or one
+            on the meta device is not in the checkpoint and cannot be had otherwise.
     """
     divided, stored = shards(model), stored_tensors(Path(path))
     own = model.state_dict(keep_vars=True)
@@ -196,14 +201,15 @@ def load_pretrained(
             f"missing: {missing}; in the checkpoint only: {unexpected}"
             f"{hint if missing and unexpected and base else ''}"
         )
-    found: Mapping[str, Any] = {n: Stored(stored[c], c) for n, c in names.items()}
+    files = {*stored.values()} if any(t.is_meta for t in model.parameters()) else ()
+    opened = {file: open_checkpoint(file) for file in files}
+    found: Mapping[str, Any] = {
+        n: Stored(stored[c], c, opened.get(stored[c])) for n, c in names.items()
+    }
     for prefix, weight_map in weight_maps(model).items():
         found = weight_map.found(found, prefix)
+    fill_unsaved_buffers(model, {*own})
     for name, tensor in own.items():
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device: build the model on another"
-            )
         if name in found:
             part = read_part(found[name], divided.get(name))
             if part.shape != tensor.shape:
@@ -211,8 +217,89 @@ def load_pretrained(
                     f"{name} is {list(part.shape)} in the checkpoint and "
                     f"{list(tensor.shape)} in the model"
                 )
-            tensor.data.copy_(part)
+            if tensor.is_meta:
+                give_values(tensor, part)
+            else:
+                tensor.data.copy_(part)
+    for place, module in model.named_modules():
+        for name, tensor in own_tensors(module).items():
+            if tensor.is_meta:
+                raise without_values(place, name)
     return missing, unexpected
+
+
+def without_values(path: str, name: str) -> ValueError:
+    """Says that a module has a tensor without values."""
+    return ValueError(
+        f"`{path}{'.' if path else ''}{name}` is on the meta device and not in the "
+        "checkpoint: put a tensor with values there before loading, or build the model "
+        "on another device"
+    )
+
+
+def give_values(tensor: Any, values: Tensor) -> None:
+    """Takes a tensor off the meta device. It stays tied, and keeps its attributes.
+
+    Raises:
+        ValueError: The default device is the meta device, or the tensor has hooks.
+    """
+    device = torch.get_default_device()
+    if device.type == "meta" or tensor._backward_hooks:
+        raise ValueError(
+            "leave the meta device before loading, and register hooks of parameters after"
+        )
+    given: Any = values.to(device, tensor.dtype)
+    if isinstance(tensor, nn.Parameter):
+        given = nn.Parameter(given, tensor.requires_grad)
+    vars(given).update(vars(tensor))
+    swap: Any = torch.utils.swap_tensors
+    swap(tensor, given)
+
+
+@torch.no_grad()
+def fill_unsaved_buffers(model: nn.Module, saved: set[str]) -> None:
+    """Fills buffers on the meta device that no checkpoint holds, as transformers does.
+
+    There the `_init_weights` of a model fills those of its modules. Only what it writes
+    itself counts: it runs twice, on other values before it.
+
+    Raises:
+        ValueError: It does not write all of one.
+    """
+    models: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        above = models.get(path.rpartition(".")[0])
+        models[path] = module if hasattr(module, "_init_weights") else above
+        unsaved = {
+            name: buffer
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_meta and f"{path}.{name}".removeprefix(".") not in saved
+        }
+        if (
+            not unsaved
+            or models[path] is None
+            or parts_in(module).keys() & {id(buffer) for buffer in unsaved.values()}
+        ):
+            continue  # which is refused in the end
+        runs: list[dict[str, Tensor]] = []
+        for buffer in unsaved.values():
+            give_values(buffer, torch.zeros(buffer.shape, dtype=buffer.dtype))
+        for value in (0, 1):
+            for buffer in unsaved.values():
+                buffer.fill_(value)
+            models[path]._init_weights(module)
+            runs.append({name: getattr(module, name).clone() for name in unsaved})
+        for name in unsaved:
+            if not torch.equal(runs[0][name], runs[1][name]):
+                raise without_values(path, name)
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own parameters, buffers and other tensors, by name."""
+    own: dict[str, Any] = dict(vars(module))
+    own |= module.named_parameters(recurse=False, remove_duplicate=False)
+    own |= module.named_buffers(recurse=False, remove_duplicate=False)
+    return {name: value for name, value in own.items() if isinstance(value, Tensor)}
 
 
 def stored_tensors(path: Path) -> dict[str, Path]:
@@ -253,25 +340,41 @@ def checkpoint_names(
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint, of which no more is read than is asked for."""
+    """A tensor of a checkpoint, of which no more is read than is asked for.
+
+    Attributes:
+        file: The file.
+        name: The tensor's name there.
+        opened: The open file, where slices in one piece are to stay in it.
+    """
 
     file: Path
     name: str
+    opened: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
-        with open_checkpoint(self.file) as tensors:
-            return tuple(tensors.get_slice(self.name).get_shape())
+        tensors = self.opened or open_checkpoint(self.file)
+        return tuple(tensors.get_slice(self.name).get_shape())
 
     def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
+        if self.opened:
+            part = self.slice_of(self.opened, slices)
+            if part.is_contiguous():
+                return part
+        # What is read of the file is in memory for as long as this one is open.
         with open_checkpoint(self.file) as tensors:
-            part: Tensor = (
-                tensors.get_slice(self.name)[slices]
-                if slices
-                else tensors.get_tensor(self.name)
-            )
-            return part
+            return self.slice_of(tensors, slices).contiguous()
+
+    def slice_of(self, tensors: Any, slices: tuple[slice, ...]) -> Tensor:
+        """The slice of an open file."""
+        part: Tensor = (
+            tensors.get_slice(self.name)[slices]
+            if slices
+            else tensors.get_tensor(self.name)
+        )
+        return part
 
 
 def read_part(stored: Any, shard: Shard | None) -> Tensor:
@@ -293,7 +396,7 @@ def read_part(stored: Any, shard: Shard | None) -> Tensor:
     for start, stop in shard.ranges():
         slices[shard.axis] = slice(start, stop)
         pieces.append(stored[tuple(slices)])
-    return torch.cat(pieces, shard.axis)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, shard.axis)
 
 
 def save_pretrained(

@@ -106,7 +106,7 @@ class Asked:
     whole: tuple[str, ...] = ()  # tensors that were read as a whole
 
     def __init__(self, file):
-        self.file = file
+        self.file = self.tensors = file
 
     def __enter__(self):
         self.tensors = self.file.__enter__()
@@ -148,6 +148,33 @@ def check_load(folder: Path, name: str, loading, module, state) -> None:
     held = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values()}
     assert Asked.numbers == sum(held.values())
     assert not set(Asked.whole) & loading.shards(model).keys()
+
+
+def check_load_from_meta(folder: Path, name: str, loading, module) -> None:
+    """Built without memory, a model is after loading what it is if built with weights."""
+    schedule = ScheduleFile.load(name).module
+    expected = schedule.verify_model(module)
+    loading.load_pretrained(expected, folder / f"{name}_weights")
+    with torch.device("meta"):
+        model = schedule.verify_model(module)
+    assert loading.load_pretrained(model, folder / f"{name}_weights") == ([], [])
+    same(model.state_dict(), expected.state_dict())
+    same(dict(model.named_buffers()), dict(expected.named_buffers()))
+    own = [dict(side.named_parameters()) for side in (model, expected)]
+    assert own[0].keys() == own[1].keys(), "what is tied stays so"
+    for key, parameter in own[0].items():
+        assert vars(parameter) == vars(own[1][key]), key
+        assert parameter.requires_grad == own[1][key].requires_grad
+    ids = torch.tensor([[5, 6, 7], [9, 3, 4]])
+    inputs = {"decoder_input_ids": ids, "use_cache": False} if name == "t5" else {}
+    losses = []
+    for side in (model, expected):
+        loss = side.eval()(input_ids=ids, labels=ids, **inputs).loss
+        loss.backward()
+        torch.optim.SGD(side.parameters(), 0.1).step()
+        losses.append(loss)
+    assert torch.equal(*losses)
+    same(model.state_dict(), expected.state_dict())
 
 
 def check_save(folder: Path, name: str, loading, module, world: int) -> None:
@@ -207,6 +234,7 @@ def check_all(folder: Path) -> None:
         tensor_parallel = load_module(folder, name, "tensor_parallel")
         state, tokens = torch.load(folder / f"{name}.pt")
         check_load(folder, name, loading, module, state)
+        check_load_from_meta(folder, name, loading, module)
         check_save(folder, name, loading, module, tensor_parallel.world_size())
         check_build(name, loading, module, load_module(folder, name, "shards"))
         check_generation(folder, name, name, tokens)

@@ -1,5 +1,6 @@
 """Full tensors to parts and back, for a model with every way of being sharded."""
 
+import itertools
 import json
 import resource
 
@@ -222,9 +223,12 @@ def check_load_pretrained(folder):
         save_file({"encoder." + n: t for n, t in kept.items()}, folder / "other.safetensors")
     if tp.world_size() > 1:
         dist.barrier()
-    for path in (folder, folder / "single.safetensors"):
-        model = Model(whole=False)
+    cases = itertools.product((folder, folder / "single.safetensors"), ("cpu", "meta"))
+    for path, device in cases:
+        with torch.device(device):
+            model = Model(whole=False)
         loading.load_pretrained(model, path)
+        assert model.head.weight is model.table.weight
         full = loading.full_state_dict(model)
         for name, tensor in whole.state_dict().items():
             assert torch.equal(full[name], tensor), name
@@ -333,8 +337,77 @@ def test_a_checkpoint_with_other_names(tmp_path):
     assert found == (["blocks.0.norm.bias"], ["pooler.bias"])
     assert (model.head.weight == 2).all() and (model.blocks[0].norm.bias == 0).all()
 
-    with torch.device("meta"), pytest.raises(ValueError, match="is on the meta device"):
-        loading.load_pretrained(Model(whole=False), tmp_path, strict=False)
+    with torch.device("meta"):
+        model = Model(whole=False)
+        with pytest.raises(ValueError, match="leave the meta device before"):
+            loading.load_pretrained(model, tmp_path, strict=False)
+        model = Model(whole=False)
+    with pytest.raises(ValueError, match=r"`blocks\.0\.norm\.bias` is on the meta device and not"):
+        loading.load_pretrained(model, tmp_path, strict=False)
+    model.blocks[0].norm.bias = nn.Parameter(torch.ones(WIDTH))  # as it says
+    loading.load_pretrained(model, tmp_path, strict=False)
+    assert (model.head.weight == 2).all() and (model.blocks[0].norm.bias == 1).all()
+
+
+class Buffers(nn.Module):
+    """What no checkpoint holds, and `_init_weights`, which fills some of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.inner = nn.Module()
+        self.inner.register_buffer("angles", torch.arange(4) / 3, persistent=False)
+        self.inner.register_buffer("numbers", torch.arange(4), persistent=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self.inner:
+            module.angles.copy_(torch.arange(4) / 3)
+            module.numbers = torch.arange(4)
+        else:
+            module.partly[0] = 1
+
+
+@pytest.fixture
+def buffers(tmp_path):
+    """One on the meta device, and its checkpoint."""
+    save_file(nn.Linear(2, 2).state_dict(prefix="linear."), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        return Buffers()
+
+
+def test_buffers_that_no_checkpoint_holds(buffers, tmp_path):
+    loading.load_pretrained(buffers, tmp_path)
+    assert torch.equal(buffers.inner.angles, torch.arange(4) / 3)
+    assert torch.equal(buffers.inner.numbers, torch.arange(4))
+    assert not any("inner" in name for name in buffers.state_dict()), "nor does it from now on"
+
+
+def test_what_cannot_be_had_is_refused(buffers, tmp_path):
+    buffers.register_buffer("partly", torch.ones(3, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match="`partly` is on the meta device and not in the check"):
+        loading.load_pretrained(buffers, tmp_path)
+    buffers.register_buffer("partly", torch.zeros(3), persistent=False)  # as it says
+    loading.load_pretrained(buffers, tmp_path)
+
+    for module in (buffers.inner, nn.Sequential(buffers.linear)):
+        module.kept = torch.ones(3, device="meta")
+        with pytest.raises(ValueError, match="kept` is on the meta device"):
+            loading.load_pretrained(module, tmp_path, strict=False)
+        del module.kept
+
+
+def test_hooks_of_parameters_come_later(buffers, tmp_path):
+    buffers.linear.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(ValueError, match="register hooks of parameters after"):
+        loading.load_pretrained(buffers, tmp_path)
+
+
+def test_what_is_written_to_a_loaded_model_does_not_reach_the_file(buffers, tmp_path):
+    before = (tmp_path / "model.safetensors").read_bytes()
+    loading.load_pretrained(buffers, tmp_path)
+    with torch.no_grad():
+        buffers.linear.weight.zero_()
+    assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
 def test_a_checkpoint_of_a_model_without_its_prefix(tmp_path):

@@ -18,7 +18,7 @@ from .deferred_init import (
     random_states,
     restore,
 )
-from .loading import full_state_dict
+from .loading import full_state_dict, own_tensors
 from .shards import world_size
 
 
@@ -164,14 +164,6 @@ def keep(model: nn.Module, held: Iterable[nn.Module | Tensor]) -> None:
         if path and modules.isdisjoint(inside) and not any(map(own_tensors, inside)):
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, None)
-
-
-def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters, buffers and other tensors, by name."""
-    own: dict[str, Any] = dict(vars(module))
-    own |= module.named_parameters(recurse=False, remove_duplicate=False)
-    own |= module.named_buffers(recurse=False, remove_duplicate=False)
-    return {name: value for name, value in own.items() if isinstance(value, Tensor)}
 
 
 def tensors_of(held: Iterable[nn.Module | Tensor]) -> list[Tensor]:
