@@ -82,3 +82,14 @@ def test_what_primitives_are_is_read_from_their_text(command):
     modules = imported_by("primitives", *command)
     assert "slapo_rewrite.primitives.page" in modules
     assert not modules & {"torch", "libcst", "slapo_rewrite.primitives.shard"}
+
+
+def test_the_program_ends_in_silence():
+    """Nothing that it imported complains of not being taken apart; what it printed is all there."""
+    source = "transformers.models.bert.modeling_bert"
+    command = [sys.executable, "-m", "slapo_rewrite", source, "--schedule", "bert", "--diff"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("# modeling_bert.py: ") and done.stdout.endswith("\n")
+    wrong = subprocess.run([*command, "--check"], capture_output=True, cwd=ROOT, check=False)
+    assert wrong.returncode == 2 and wrong.stderr.startswith(b"error")
