@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.garbage import collector_paused
@@ -289,7 +289,7 @@ def _check_combination(options: argparse.Namespace) -> None:
 def _check(options: argparse.Namespace) -> int:
     """Answers from hashes where nothing changed, without importing torch."""
     from slapo_rewrite.code.file import locate as locate_source
-    from slapo_rewrite.emit import record, support_folder
+    from slapo_rewrite.emit import record
     from slapo_rewrite.schedule.load import locate as locate_schedule
 
     out = options.output
@@ -304,7 +304,7 @@ def _check(options: argparse.Namespace) -> int:
     asked = (options.single_file, further, _folder_name(options))
     shared = options.support
     if record.is_current(out, content, source, schedule, given, *asked) and (
-        shared is None or support_folder.is_current(out, shared, content)
+        shared is None or _support_is_current(out, shared, content)
     ):
         print(f"{out} is current")
         return DONE
@@ -313,11 +313,20 @@ def _check(options: argparse.Namespace) -> int:
     output = _rewritten(options)
     wrong = matches(out, output.files)
     if shared is not None:
-        wrong += support_folder.differing(out, shared, output.uses)
+        from slapo_rewrite.emit.support_folder import differing
+
+        wrong += differing(out, shared, output.uses)
     for reason in record.reasons(content, source, schedule, given, further) if wrong else ():
         print(reason)
     print(f"not current: {', '.join(wrong)}" if wrong else f"{out} is current")
     return NO if wrong else DONE
+
+
+def _support_is_current(out: Path, shared: Path, content: dict[str, Any]) -> bool:
+    # Loads libcst, which a check of other outputs goes without.
+    from slapo_rewrite.emit import support_folder
+
+    return support_folder.is_current(out, shared, content)
 
 
 def _verified(

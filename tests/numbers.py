@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
@@ -85,6 +86,7 @@ def compare(folder: Path, cases: Mapping[str, Case]) -> None:
             outputs.append(one(**given))
             loss_of(schedule, outputs[-1]).backward()
         want, have = (dict(enumerate(tensors(output))) for output in outputs)
+        have = {key: _whole(tensor, want[key]) for key, tensor in have.items()}
         _same(name, have, want, case.limit)
         gradients = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
         own = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -99,6 +101,16 @@ def _loading(folder: Path, name: str) -> Any:
     return SimpleNamespace(
         full_state_dict=lambda model: model.state_dict(), to_full=lambda model, named: named
     )
+
+
+def _whole(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Logits that stay split where a loss is computed of them, put together."""
+    axes = [axis for axis, size in enumerate(like.shape) if part.shape[axis] != size]
+    if not axes:
+        return part
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part.detach())
+    return torch.cat(parts, *axes)
 
 
 def _is_float(value: Any) -> bool:

@@ -45,7 +45,7 @@ def schedule(
     s,
     tensor_parallel: bool = True,
     sequence_parallel: bool = False,
-    parallel_loss: bool = False,
+    parallel_loss: bool = True,
     ckpt_ratio: float = 0.0,
     fork_dropout: bool = False,
     fuse: bool = False,
@@ -55,7 +55,8 @@ def schedule(
 ):
     """Splits the layers, and checkpoints the first `ckpt_ratio` of them.
 
-    With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
+    With `parallel_loss` the logits stay split where training computes a loss of them, and only
+    the loss is summed; without it they are gathered on every rank.
     With `fuse` every rule that pays is applied first, before anything is split.
     With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
     With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
@@ -80,7 +81,7 @@ def schedule(
             s["model"].sync("fwd_post", "all_gather", axis=1)
         else:  # once for all layers that are handed the same rows
             layers["*.{self_attn,mlp}"].sync("bwd_post", "all_reduce")
-        if parallel_loss:
+        if parallel_loss and not fuse_head:
             s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()
     if fork_dropout:

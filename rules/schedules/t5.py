@@ -32,7 +32,7 @@ def verify_model(m):
 def schedule(
     s,
     tensor_parallel: bool = True,
-    parallel_loss: bool = False,
+    parallel_loss: bool = True,
     ckpt_ratio: float = 0.0,
     fork_dropout: bool = False,
     fuse: bool = False,
@@ -42,7 +42,8 @@ def schedule(
 ):
     """Splits the blocks, and checkpoints the first `ckpt_ratio` of each stack.
 
-    With `parallel_loss` the logits stay split, and so does the loss that is computed of them.
+    With `parallel_loss` the logits stay split where training computes a loss of them, and only
+    the loss is summed; without it they are gathered on every rank.
     With `fuse` every rule that pays is applied first, before anything is split.
     With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
     With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
@@ -64,7 +65,7 @@ def schedule(
         rows.sync("fwd_post", "all_reduce")
         stacks["**.relative_attention_bias"].shard("weight", axis=1)
 
-        if not fuse_head or parallel_loss:  # a parallel loss splits the head: refused
+        if not fuse_head:
             s["{shared,encoder.embed_tokens,decoder.embed_tokens}"].shard("weight", axis=0)
             s["{shared,encoder.embed_tokens,decoder.embed_tokens}"].sync("fwd_post", "all_reduce")
             s["lm_head"].shard("weight", axis=0)

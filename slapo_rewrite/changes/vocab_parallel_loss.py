@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -25,6 +25,8 @@ PLAIN = "vocab_parallel_cross_entropy"
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
 # What a vocabulary-parallel loss takes by name.
 KEYWORDS = {"input", "target", "weight", "ignore_index", "reduction", "label_smoothing"}
+# Methods of a tensor that give a tensor: what is not None stays so.
+RESHAPES = {"to", "view", "reshape", "flatten", "contiguous", "clone", "long"}
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,14 @@ class VocabParallelLoss(Change):
             `cross_entropy` or a criterion stands there itself.
         head: The path of the layer that gives the logits, below the method's module.
         names: Local variables that hold such parts, with the axis that is split.
+        losses: Where the losses of the same logits are that the file's methods compute, itself
+            included.
     """
 
     function: str | None
     head: str
     names: tuple[tuple[str, int], ...]
+    losses: tuple[AtNode, ...]
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
         """Puts a loss of parts where the loss is, and a gather wherever it is not computed.
@@ -72,15 +77,12 @@ class VocabParallelLoss(Change):
                 asked.causes,
             )
         method, call = found[0]
-        statement = text.file.statement_of(call)
-        self._change_call(text, statement, call, asked.causes)
-        gathers = _Gathers(text, method, statement, call, asked.causes)
-        for name, axis in self.names:
-            gathers.write(name, axis, self._size)
-
-    @property
-    def _size(self) -> str:
-        return f"{accessor(self.head)}.full_out_features"
+        self._change_call(text, text.file.statement_of(call), call, asked.causes)
+        calls = [n for p in self.losses for m, n in text.nodes_at(p) if m is method and n]
+        if call is calls[-1]:
+            gathers = _Gathers(text, method, calls, asked.causes)
+            for name, axis in self.names:
+                gathers.write(name, axis, accessor(self.head))
 
     def _change_call(
         self, text: ClassText, statement: ast.stmt, call: ast.Call, causes: Causes
@@ -98,7 +100,7 @@ class VocabParallelLoss(Change):
             )
         named = self.function or (PLAIN if is_plain else "vocab_parallel_criterion")
         name = text.imports.helper(MODULE, named, causes)
-        takes_size = self.function is None or self.function == PLAIN
+        takes_head = self.function is None or self.function == PLAIN
 
         def make(made: cst.Call) -> cst.Call:
             if self.function is None and not is_plain:
@@ -108,55 +110,80 @@ class VocabParallelLoss(Change):
                 )
             else:
                 made = with_callee(made, name)
-            return with_keywords(made, [("vocab_size", self._size)]) if takes_size else made
+            return with_keywords(made, [("head", accessor(self.head))]) if takes_head else made
 
         why = "a loss of this rank's part of the logits"
         text.replace(call, statement, make, causes, why)
 
 
 class _Gathers:
-    """Gathers of logits on every way through a method that leaves a loss out.
+    """Gathers of logits on every way through a method that leaves a loss out, and in eval mode.
+
+    A training step that computes a loss has no use for whole logits; an evaluation may have.
 
     Args:
         text: The class.
         method: The method.
-        statement: The statement that computes the loss.
-        call: The call of it.
-        causes: The directives behind it.
+        calls: The calls in it that compute losses of the logits, in their order.
+        causes: The directives behind them.
+
+    Attributes:
+        statement: Behind it all losses are computed that are.
+        branches: The conditions around that, outermost first.
+
+    Raises:
+        Unsupported: There are several losses, and a condition leaves out some of them.
     """
 
     def __init__(
-        self,
-        text: ClassText,
-        method: ast.FunctionDef,
-        statement: ast.stmt,
-        call: ast.Call,
-        causes: Causes,
+        self, text: ClassText, method: ast.FunctionDef, calls: Sequence[ast.AST], causes: Causes
     ) -> None:
-        self.text, self.method, self.statement, self.causes = text, method, statement, causes
-        self.branches = list(_branches(method, statement, call))
+        self.text, self.method, self.causes = text, method, causes
+        self.statement = _last_of_all(method, calls)
+        self.branches = list(_branches(method, self.statement, calls[-1]))
+        around = [branch.node for branch in self.branches]
+        for node in ast.walk(method) if len(calls) > 1 else ():
+            if isinstance(node, (ast.If, ast.IfExp)) and node not in around:
+                sides = [_held(side, calls) for side in (node.body, node.orelse)]
+                if any(sides) and not all(sides):
+                    raise _refused(
+                        "some of the losses of these logits are left out where this does not hold",
+                        text.file.at(node),
+                        causes,
+                    )
 
-    def write(self, name: str, axis: int, size: str) -> None:
+    def write(self, name: str, axis: int, head: str) -> None:
         """Gathers one variable."""
 
         def line() -> str:
-            gather = self.text.imports.helper("tensor_parallel", "all_gather", self.causes)
-            where = "" if axis == -1 else f"axis={axis}, "
-            return f"{name} = {gather}({name}, {where}full_size={size})"
+            gather = self.text.imports.helper(MODULE, "whole_logits", self.causes)
+            where = "" if axis == -1 else f", axis={axis}"
+            return f"{name} = {gather}({name}, {head}{where})"
+
+        def gather_behind(node: ast.stmt, *conditions: str) -> None:
+            text = f"if {' or '.join(conditions)}:\n    {line()}"
+            self.text.insert_after(node, text, causes, why)
 
         why, method, causes = "whole logits", self.method, self.causes
-        for branch in self.branches:
+        # Nothing can stand between a loss and what is returned in one statement with it.
+        is_read = any(_reads_after(method, name, self.statement))
+        evaluation = ["not self.training"] if is_read else []
+        for branch in reversed(self.branches):
             if isinstance(branch.node, ast.IfExp):
-                if _read_after(method, name, self.statement):
-                    text = f"if {self._opposite(branch)}:\n    {line()}"
-                    self.text.insert_after(self.statement, text, causes, why)
+                if is_read:
+                    gather_behind(self.statement, self._opposite(branch), *evaluation)
+                    evaluation = []
                 continue
             other = branch.node.orelse if branch.taken else branch.node.body
             stored = [s for s in other if _stores(s, name)]
-            read = any(_loads(s, name) for s in other) or _read_after(method, name, branch.node)
+            loaded = any(_loads(s, name) for s in other)
+            read = loaded or any(_reads_after(method, name, branch.node))
             if not read or not (stored or _bound_before(method, name, branch.node)):
                 continue
-            if stored:
+            if not stored and not loaded and self._can_wait(branch.node, name):
+                gather_behind(branch.node, self._opposite(branch), *evaluation)
+                evaluation = []
+            elif stored:
                 self.text.insert_after(stored[-1], line(), causes, why)
             elif other and self._is_elif(other):
                 raise _refused(
@@ -169,6 +196,8 @@ class _Gathers:
                 self.text.insert_before(other[0], line(), causes, why)
             else:
                 self._add_else(branch.node, line())
+        if evaluation:
+            gather_behind(self.statement, *evaluation)
         around = [b.node for b in self.branches if isinstance(b.node, ast.If)]
         for leaving in returns(method):
             early = leaving.lineno < self.statement.lineno and not any(
@@ -176,6 +205,14 @@ class _Gathers:
             )
             if early and _loads(leaving, name) and _bound_before(method, name, leaving):
                 self.text.insert_before(leaving, line(), causes, why)
+
+    def _can_wait(self, node: ast.If, name: str) -> bool:
+        """Whether a gather may stand behind an `if`, where its condition is asked again."""
+        plain = (ast.Compare, ast.cmpop, ast.Constant, ast.Name, ast.Load)
+        asked = list(ast.walk(node.test))
+        unread = not any(_reads_after(node, name, self.statement))
+        fixed = all(_keeps(node, n.id) for n in asked if isinstance(n, ast.Name))
+        return unread and fixed and all(isinstance(n, plain) for n in asked)
 
     def _opposite(self, branch: _Branch) -> str:
         test = branch.node.test
@@ -210,12 +247,28 @@ def _refused(words: str, at: errors.Span, causes: Causes) -> errors.Unsupported:
     )
 
 
-def _branches(method: ast.FunctionDef, statement: ast.stmt, call: ast.Call) -> Iterator[_Branch]:
-    """The conditions around a call, outermost first."""
+def _held(block: ast.AST | Sequence[ast.AST], calls: Sequence[ast.AST]) -> list[ast.AST]:
+    nodes = [block] if isinstance(block, ast.AST) else block
+    return [call for call in calls if any(within(node, call) for node in nodes)]
+
+
+def _last_of_all(method: ast.FunctionDef, calls: Sequence[ast.AST]) -> ast.stmt:
+    """The last statement with one of some calls, of the innermost block that holds them all."""
+    blocks = [
+        block
+        for node in ast.walk(method)
+        for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody"))
+        if isinstance(block, list) and len(_held(block, calls)) == len(calls)
+    ]
+    last: ast.stmt = [statement for statement in blocks[-1] if _held(statement, calls)][-1]
+    return last
+
+
+def _branches(method: ast.FunctionDef, statement: ast.stmt, call: ast.AST) -> Iterator[_Branch]:
+    """The conditions around a statement, and in it around a call, outermost first."""
     for node in ast.walk(method):
-        if isinstance(node, ast.If) and within(node, statement):
-            if not any(within(inner, statement) for inner in (node.test,)):
-                yield _Branch(node, any(within(inner, statement) for inner in node.body))
+        if isinstance(node, ast.If) and node is not statement and within(node, statement):
+            yield _Branch(node, any(within(inner, statement) for inner in node.body))
         elif isinstance(node, ast.IfExp) and within(node, call) and not within(node.test, call):
             yield _Branch(node, within(node.body, call))
 
@@ -234,19 +287,48 @@ def _stores(node: ast.AST, name: str) -> bool:
     return any(True for _ in _names(node, name, ast.Store))
 
 
-def _read_after(method: ast.FunctionDef, name: str, node: ast.stmt) -> bool:
+def _keeps(node: ast.AST, name: str) -> bool:
+    """Whether a variable is the tensor afterwards that it was, elsewhere or reshaped at most."""
+    kept = [
+        n.targets[0]
+        for n in ast.walk(node)
+        if isinstance(n, ast.Assign)
+        and isinstance(n.value, ast.Call)
+        and isinstance(n.value.func, ast.Attribute)
+        and n.value.func.attr in RESHAPES
+        and isinstance(n.value.func.value, ast.Name)
+        and n.value.func.value.id == name
+    ]
+    return all(stored in kept for stored in _names(node, name, ast.Store))
+
+
+def _reads_after(within: ast.AST, name: str, node: ast.stmt) -> Iterator[ast.Name]:
     end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
-    return any((n.lineno, n.col_offset) >= end for n in _names(method, name, ast.Load))
+    return (n for n in _names(within, name, ast.Load) if (n.lineno, n.col_offset) >= end)
 
 
 def _bound_before(method: ast.FunctionDef, name: str, node: ast.stmt) -> bool:
     return any(n.lineno < node.lineno for n in _names(method, name, ast.Store))
 
 
-def place_loss(to: Placement, loss: ParallelLoss) -> None:
-    """A loss of the parts that a head gives, where a method computes it."""
-    head = loss.head[len(loss.owner) + 1 if loss.owner else 0 :]
-    change = VocabParallelLoss(loss.function, head, loss.names)
-    causes = to.causes(to.tree.nodes[loss.head])
-    at = at_node("loss", loss.place)
-    to.files.at(loss.place).changes.add(loss.owner, at, change, causes)
+def place_losses(to: Placement, losses: Collection[ParallelLoss]) -> None:
+    """Losses of the parts that heads give, where methods compute them."""
+    for loss in losses:
+        alike = sorted(
+            (
+                other
+                for other in losses
+                if (other.head, other.owner, other.place.filename)
+                == (loss.head, loss.owner, loss.place.filename)
+            ),
+            key=lambda other: (other.place.line, other.place.column),
+        )
+        change = VocabParallelLoss(
+            loss.function,
+            loss.head[len(loss.owner) + 1 if loss.owner else 0 :],
+            tuple(sorted({name for other in alike for name in other.names})),
+            tuple(at_node("loss", other.place) for other in alike),
+        )
+        causes = to.causes(to.tree.nodes[loss.head])
+        at = at_node("loss", loss.place)
+        to.files.at(loss.place).changes.add(loss.owner, at, change, causes)

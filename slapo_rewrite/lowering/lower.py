@@ -25,7 +25,7 @@ from slapo_rewrite.changes.reduced_gradients import place_gradients
 from slapo_rewrite.changes.regions import ForkRegion
 from slapo_rewrite.changes.sizes import place_full_sizes, place_sizes, place_statistic
 from slapo_rewrite.changes.state import ModuleRequests, Sync
-from slapo_rewrite.changes.vocab_parallel_loss import place_loss
+from slapo_rewrite.changes.vocab_parallel_loss import place_losses
 from slapo_rewrite.changes.whole_logits import place_tied_head
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import Edit
@@ -198,8 +198,7 @@ class _Lowering:
         holders = _holders(self.tree, owners)
         place_sizes(to, owners, holders)
         place_gradients(to, owners, holders)
-        for loss in followed.losses.values():
-            place_loss(to, loss)
+        place_losses(to, followed.losses.values())
         for statistic in followed.statistics:
             place_statistic(to, statistic)
         for head in followed.tied_heads:

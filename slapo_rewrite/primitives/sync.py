@@ -156,16 +156,14 @@ def schedule(s):
 """,
             """\
 -import torch.nn.functional as F
-+from .tensor_parallel import ColumnParallelLinear, all_gather
-+from .vocab_parallel_loss import vocab_parallel_cross_entropy
++from .tensor_parallel import ColumnParallelLinear
++from .vocab_parallel_loss import vocab_parallel_cross_entropy, whole_logits
 -        self.head = nn.Linear(width, vocabulary, bias=False)
 +        self.head = ColumnParallelLinear(width, vocabulary, bias=False)
 -            loss = F.cross_entropy(logits, labels)
-+            loss = vocab_parallel_cross_entropy(
-+                logits, labels, vocab_size=self.head.full_out_features
-+            )
-+        else:
-+            logits = all_gather(logits, full_size=self.head.full_out_features)
++            loss = vocab_parallel_cross_entropy(logits, labels, head=self.head)
++        if labels is None or not self.training:
++            logits = whole_logits(logits, self.head)
 """,
         ),
         Example(

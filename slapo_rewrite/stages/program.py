@@ -10,7 +10,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.liveness import breaks, local_names, part_of
-from slapo_rewrite.code.names import self_path
+from slapo_rewrite.code.names import is_name, self_path
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
@@ -21,6 +21,8 @@ from slapo_rewrite.stages.written_text import rewritten
 # A name, and the number of the piece that gave it this value; -1 for an argument of `forward`.
 Version = tuple[str, int]
 ARGUMENT = -1
+# What the changed `forward` calls in eval mode, after the loss.
+WHOLE_LOGITS = "whole_logits"
 # How many layers of a list a cut leaves before it, for a model of another depth.
 Depth = Callable[[str, int], int]
 
@@ -147,6 +149,34 @@ def divided(flat: Flat, cuts: Sequence[Cut], model: Any) -> Program:
         pieces.append(Piece(line.text, line.at, stage, rest))
         stage += None in after
     return linked(flat, pieces, stage + 1, cuts[0].cause.at)
+
+
+def without_whole_logits(flat: Flat) -> Flat:
+    """The same without logits that are put together in eval mode, if the loss is not made of them.
+
+    Args:
+        flat: A flat `forward`.
+    """
+    lines: list[Line] = []
+    read = _loaded(ast.parse(flat.loss))
+    for line in reversed(flat.lines):
+        (statement,) = ast.parse(line.text).body
+        inner = statement.body if isinstance(statement, ast.If) else [statement]
+        unread = all(
+            isinstance(each, ast.Assign)
+            and isinstance(each.value, ast.Call)
+            and is_name(each.value.func, WHOLE_LOGITS)
+            and not read & {ast.unparse(target) for target in each.targets}
+            for each in inner
+        )
+        if not unread or getattr(statement, "orelse", None):
+            read |= _loaded(statement)
+            lines.insert(0, line)
+    return replace(flat, lines=lines)
+
+
+def _loaded(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id != "self"}
 
 
 def list_of(statement: ast.stmt) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.liveness import part_of
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.stages.program import (
@@ -25,6 +26,7 @@ from slapo_rewrite.stages.written_text import module_reads, respelled
 
 # Shape and type of a tensor.
 Like = tuple[tuple[int, ...], Any]
+LOSSES_OF_PARTS = ("vocab_parallel_cross_entropy", "vocab_parallel_criterion")
 
 
 @dataclass(frozen=True)
@@ -439,7 +441,12 @@ def is_tested(node: ast.stmt, name: str) -> bool:
 
 def trains(model: Any, text: str) -> bool:
     """Whether a text calls a module with parameters, or reads a parameter."""
-    return any(has_parameters(model, steps) for steps in reads_of(model, text))
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and any(is_name(node.func, n) for n in LOSSES_OF_PARTS):
+            # From their `head` they have how many classes there are, and nothing else.
+            node.keywords = [k for k in node.keywords if k.arg != "head"]
+    return any(has_parameters(model, steps) for steps in reads_of(model, ast.unparse(tree)))
 
 
 def reads_of(model: Any, text: str) -> Iterator[list[str]]:

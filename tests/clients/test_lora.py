@@ -30,8 +30,8 @@ MODELS = {
     "gpt2": ("GPT2LMHeadModel", GPT2Config(**GPT2)),
     "llama": ("LlamaForCausalLM", LlamaConfig(**SIZES, num_key_value_heads=2)),
 }
-# Double precision, but llama's norms compute in single.
-LIMITS = {"bert": 1e-8, "gpt2": 1e-8, "llama": 1e-4}
+# Double precision, but the loss of causal models and llama's norms compute in single.
+LIMITS = {"bert": 1e-8, "gpt2": 1e-5, "llama": 1e-4}
 SETTINGS = {
     "bert": ["ckpt_ratio=0.5"],
     "gpt2": [],

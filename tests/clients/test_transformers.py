@@ -40,7 +40,7 @@ def outputs(tmp_path_factory, made) -> Path:
         if name in GENERATING:
             write(
                 folder / f"{name}_split_read",
-                made(source, name, ["parallel_loss=true"], *FILES).files,
+                made(source, name, [], *FILES).files,
             )
         torch.manual_seed(0)
         original = ScheduleFile.load(name).module.verify_model(importlib.import_module(source))

@@ -60,8 +60,9 @@ def schedule(s):
     s["head"].shard("weight", axis=0)
     s["head"].sync("bwd_post", "all_reduce")
 """
-SIZE = "self.head.full_out_features"
-GATHER = f"logits = all_gather(logits, full_size={SIZE})"
+GATHER = "logits = whole_logits(logits, self.head)"
+EVALUATED = f"if not self.training:\n    {GATHER}"
+WAITED = f"if labels is None or not self.training:\n    {GATHER}"
 
 
 def model(body: str) -> str:
@@ -76,7 +77,7 @@ FORMS = {
         "return loss, logits",
         "loss = vocab_parallel_cross_entropy(\n"
         "    logits.flatten(0, 1), labels.flatten(), ignore_index=-1, "
-        f"vocab_size={SIZE}\n)\nreturn loss, logits",
+        f"head=self.head\n)\n{EVALUATED}\nreturn loss, logits",
     ),
     "a criterion made here, uneven parts": (
         "loss = None\nif labels is not None:\n    loss_fct = nn.CrossEntropyLoss()  # mean\n"
@@ -85,19 +86,19 @@ FORMS = {
         "loss = None\nif labels is not None:\n    loss_fct = nn.CrossEntropyLoss()  # mean\n"
         "    loss = vocab_parallel_criterion(\n"
         "        loss_fct,\n        logits.view(-1, logits.shape[-1]),\n"
-        f"        labels.view(-1),\n        vocab_size={SIZE},\n    )  # all\n"
-        f"else:\n    {GATHER}\nreturn loss, logits",
+        f"        labels.view(-1),\n        head=self.head,\n    )  # all\n"
+        f"{WAITED}\nreturn loss, logits",
     ),
     "a criterion made with the model, shifted logits": (
         "if labels is None:\n    loss = None\nelse:\n    shifted = logits[:, :-1].contiguous()\n"
         '    loss = self.criterion(shifted.view(-1, self.vocabulary["size"]), '
         "labels[:, 1:].reshape(-1))\n"
         "return loss, logits",
-        f"if labels is None:\n    {GATHER}\n    loss = None\n"
+        "if labels is None:\n    loss = None\n"
         "else:\n    shifted = logits[:, :-1].contiguous()\n"
         "    loss = vocab_parallel_criterion(\n        self.criterion,\n"
         "        shifted.view(-1, shifted.shape[-1]),\n        labels[:, 1:].reshape(-1),\n"
-        f"        vocab_size={SIZE},\n    )\nreturn loss, logits",
+        f"        head=self.head,\n    )\n{WAITED}\nreturn loss, logits",
     ),
     "an expression, soft-capped logits, classes on axis 1": (
         "logits = 30 * torch.tanh(logits / 30)\n"
@@ -105,9 +106,9 @@ FORMS = {
         "return loss, logits",
         "logits = 30 * torch.tanh(logits / 30)\n"
         "loss = (\n    vocab_parallel_cross_entropy(\n"
-        f"        logits.transpose(1, 2), labels, vocab_size={SIZE}\n    )\n"
+        f"        logits.transpose(1, 2), labels, head=self.head\n    )\n"
         "    if labels is not None\n    else None\n)\n"
-        f"if labels is None:\n    {GATHER}\nreturn loss, logits",
+        f"{WAITED}\nreturn loss, logits",
     ),
     "logits of their own without a loss": (
         "if labels is not None:\n"
@@ -115,21 +116,67 @@ FORMS = {
         "else:\n    logits = logits[:, [-1]]\n    loss = None\n"
         "return loss, logits",
         "if labels is not None:\n    loss = vocab_parallel_cross_entropy(\n"
-        f"        logits.view(-1, logits.size(-1)), labels.view(-1), vocab_size={SIZE}\n    )\n"
+        f"        logits.view(-1, logits.size(-1)), labels.view(-1), head=self.head\n    )\n"
+        f"    if not self.training:\n        {GATHER}\n"
         f"else:\n    logits = logits[:, [-1]]\n    {GATHER}\n    loss = None\n"
         "return loss, logits",
     ),
     "weights of classes": (
         "return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), torch.ones(30)), logits",
         "return vocab_parallel_cross_entropy(\n    logits.flatten(0, 1), labels.flatten(), "
-        f"torch.ones(30), vocab_size={SIZE}\n), logits",
+        "torch.ones(30), head=self.head\n), logits",
     ),
     "an early return": (
         "if labels is None:\n    return None, logits\n"
         "return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits",
         f"if labels is None:\n    {GATHER}\n    return None, logits\n"
         "return vocab_parallel_cross_entropy(\n"
-        f"    logits.flatten(0, 1), labels.flatten(), vocab_size={SIZE}\n), logits",
+        f"    logits.flatten(0, 1), labels.flatten(), head=self.head\n), logits",
+    ),
+    "other conditions": (
+        "if labels is not None:\n"
+        "    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())\n"
+        "elif self.training:\n    loss = 0\nelse:\n    loss = 1\n"
+        "return loss, logits",
+        "if labels is not None:\n    loss = vocab_parallel_cross_entropy(\n"
+        f"        logits.flatten(0, 1), labels.flatten(), head=self.head,\n    )\n"
+        "elif self.training:\n    loss = 0\nelse:\n    loss = 1\n"
+        f"{WAITED}\nreturn loss, logits",
+    ),
+    "labels that become others": (
+        "loss = None\nif labels is not None:\n    labels = labels.clip(0)\n"
+        "    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())\n"
+        "return loss, logits",
+        "loss = None\nif labels is not None:\n    labels = labels.clip(0)\n"
+        "    loss = vocab_parallel_cross_entropy(\n"
+        f"        logits.flatten(0, 1), labels.flatten(), head=self.head\n    )\n"
+        f"    if not self.training:\n        {GATHER}\nelse:\n    {GATHER}\n"
+        "return loss, logits",
+    ),
+    "two losses, one after the other": (
+        "if labels is not None:\n"
+        "    labels = labels.to(logits.device)\n"
+        "    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())\n"
+        "    loss = loss + F.cross_entropy(logits.flatten(0, 1), labels.flatten())\n"
+        "return loss, logits",
+        "if labels is not None:\n"
+        "    labels = labels.to(logits.device)\n"
+        "    loss = vocab_parallel_cross_entropy(\n"
+        f"        logits.flatten(0, 1), labels.flatten(), head=self.head\n    )\n"
+        "    loss = loss + vocab_parallel_cross_entropy(\n"
+        f"        logits.flatten(0, 1), labels.flatten(), head=self.head\n    )\n"
+        f"{WAITED}\nreturn loss, logits",
+    ),
+    "two losses, one or the other": (
+        "if self.training:\n"
+        "    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)\n"
+        "else:\n    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())\n"
+        "return loss, logits",
+        "if self.training:\n    loss = vocab_parallel_cross_entropy(logits.flatten(0, 1), "
+        f"labels.flatten(), label_smoothing=0.1, head=self.head)\n"
+        "else:\n    loss = vocab_parallel_cross_entropy("
+        f"logits.flatten(0, 1), labels.flatten(), head=self.head)\n"
+        f"{EVALUATED}\nreturn loss, logits",
     ),
     "logits that nobody else wants": (
         "if labels is not None:\n"
@@ -137,7 +184,7 @@ FORMS = {
         "return (None,)",
         "if labels is not None:\n"
         "    return (vocab_parallel_cross_entropy(logits.flatten(0, 1), labels.flatten(), "
-        f"vocab_size={SIZE}),)\nreturn (None,)",
+        "head=self.head),)\nreturn (None,)",
     ),
 }
 
@@ -158,7 +205,8 @@ def test_forms(form, tmp_path):
     text = output.files[output.model_file]
     assert forward(text) == forward(model(after))
     assert re.findall("# .*", text) == re.findall("# .*", before)
-    assert text.count("all_gather") == (2 if "all_gather" in after else 0), "imported where used"
+    gathers = after.count("whole_logits")
+    assert text.count("whole_logits") == gathers + bool(gathers), "imported where used"
 
 
 @pytest.mark.parametrize(
@@ -209,9 +257,16 @@ def test_whatever_else_needs_whole_logits_is_refused(body, words, tmp_path):
         (
             "if labels is not None:\n"
             "    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())\n"
-            "elif self.training:\n    loss = 0\nelse:\n    loss = 1\n"
+            "elif self.training:\n    loss = logits[0, 0, 0]\nelse:\n    loss = 1\n"
             "return loss, logits",
             "other conditions follow",
+        ),
+        (
+            "loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())\n"
+            "if self.training:\n"
+            "    loss = loss + F.cross_entropy(logits.flatten(0, 1), labels.flatten())\n"
+            "return loss, logits",
+            "some of the losses of these logits are left out where this does not hold",
         ),
     ],
 )
@@ -250,9 +305,7 @@ def test_the_loss_functions_of_transformers(name, made, head, function, tmp_path
     source = f"transformers.models.{name}.modeling_{name}"
     text = changed_lines(rewrite(source, str(tmp_path / "s.py")))
     assert f"loss = {function}(" in text
-    assert (
-        f"+            logits = all_gather(logits, full_size=self.{head}.full_out_features)" in text
-    )
+    assert f"+            logits = whole_logits(logits, self.{head})" in text
 
 
 CASES = {
@@ -266,13 +319,13 @@ CASES = {
 def outputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("outputs")
     for name, (source, schedule) in CASES.items():
-        settings = ["parallel_loss=true", "ckpt_ratio=0.5"]
+        settings = ["ckpt_ratio=0.5"]
         write(folder / f"{name}_parallel", rewrite(source, schedule, settings).files)
     return folder
 
 
 def check_models(folder: str) -> None:
-    """Losses, gradients accumulated over two batches, and logits without labels."""
+    """Losses, gradients accumulated over two batches; logits without labels, and in eval mode."""
     from slapo_rewrite.schedule.load import ScheduleFile
 
     sys.path.insert(0, folder)
@@ -301,9 +354,11 @@ def check_models(folder: str) -> None:
         for key, gradient in want.items():
             torch.testing.assert_close(got[key], gradient, rtol=1e-5, atol=1e-6, msg=key)
         extra = {"decoder_input_ids": ids} if decoding else {}
-        with torch.no_grad():
-            logits = [m(input_ids=ids, **extra).logits for m in (original, rewritten)]
-        torch.testing.assert_close(logits[1], logits[0], rtol=1e-6, atol=1e-6)
+        for given in ({}, {"labels": labels}):
+            with torch.no_grad():
+                logits = [m(input_ids=ids, **given, **extra).logits for m in (original, rewritten)]
+            torch.testing.assert_close(logits[1], logits[0], rtol=1e-6, atol=1e-6)
+            original.eval(), rewritten.eval()
 
 
 @pytest.mark.processes
@@ -316,7 +371,7 @@ def test_models_of_transformers(outputs, world):
 def test_verification_looks_at_outputs_without_labels(tmp_path):
     settings = ["parallel_loss=true"]
     output = rewrite("tests/models/gpt.py", "tests/models/gpt_schedule.py", settings)
-    gather = "            logits = all_gather(logits, full_size=self.lm_head.full_out_features)\n"
+    gather = "            logits = whole_logits(logits, self.lm_head)\n"
     text = output.files["gpt.py"]
     write(tmp_path / "out", {**output.files, "gpt.py": text.replace(gather, "")})
     report = verify(tmp_path / "out", [2])

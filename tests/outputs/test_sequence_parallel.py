@@ -37,6 +37,7 @@ CASES = {"gpt": Case(GPT, switched_on(SCHEDULE))} | {
     name: Case(
         f"transformers.models.{name}.modeling_{name}",
         switched_on((ROOT / f"rules/schedules/{name}.py").read_text()),
+        1e-10 if name == "bert" else 1e-6,  # the loss of causal models is computed in float32
     )
     for name in ("bert", "gpt2", "llama")
 }

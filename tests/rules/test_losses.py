@@ -162,18 +162,16 @@ def test_a_parallel_loss_takes_the_place_of_a_fused_one(tmp_path):
         changed_lines(rewritten(tmp_path, source, SPLIT))
         == """\
 -from torch.nn import CrossEntropyLoss
-+from .tensor_parallel import ColumnParallelLinear, all_gather
-+from .vocab_parallel_loss import vocab_parallel_cross_entropy
++from .tensor_parallel import ColumnParallelLinear
++from .vocab_parallel_loss import vocab_parallel_cross_entropy, whole_logits
 -        self.head = nn.Linear(width, classes)
 +        self.head = ColumnParallelLinear(width, classes)
 -            loss_fct = CrossEntropyLoss()
 -            loss = loss_fct(logits.view(-1, logits.size(-1)), labels.view(-1))
 +            loss = vocab_parallel_cross_entropy(
-+                logits.view(-1, logits.size(-1)),
-+                labels.view(-1),
-+                vocab_size=self.head.full_out_features,
++                logits.view(-1, logits.size(-1)), labels.view(-1), head=self.head
 +            )
-+        else:
-+            logits = all_gather(logits, full_size=self.head.full_out_features)
++        if labels is None or not self.training:
++            logits = whole_logits(logits, self.head)
 """
     )

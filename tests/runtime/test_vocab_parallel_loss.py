@@ -16,10 +16,12 @@ from slapo_rewrite.runtime.vocab_parallel_loss import (
     masked_lm_loss,
     vocab_parallel_criterion,
     vocab_parallel_cross_entropy,
+    whole_logits,
 )
 from tests.processes import run
 
 VOCABULARY = 203  # no world size divides it
+HEAD = nn.Linear(2, VOCABULARY)
 
 
 def divided(axis: int = -1) -> tp.Shard:
@@ -69,7 +71,7 @@ def check_settings():
             shard,
             lambda x, t=targets, w=weight, o=options: F.cross_entropy(x, t, w, **o),
             lambda x, t=targets, w=weight, o=options: vocab_parallel_cross_entropy(
-                x, t, w, vocab_size=VOCABULARY, **o
+                x, t, w, head=HEAD, **o
             ),
         )
     targets = classes(8).masked_fill(classes(8) == -100, 5)
@@ -78,13 +80,13 @@ def check_settings():
         seeded(8, VOCABULARY),
         divided(),
         lambda x: criterion(x, targets),
-        lambda x: vocab_parallel_criterion(criterion, x, targets, vocab_size=VOCABULARY),
+        lambda x: vocab_parallel_criterion(criterion, x, targets, head=HEAD),
     )
     agree(
         seeded(8, VOCABULARY).bfloat16(),
         divided(),
         lambda x: F.cross_entropy(x, targets),
-        lambda x: vocab_parallel_cross_entropy(x, targets, vocab_size=VOCABULARY),
+        lambda x: vocab_parallel_cross_entropy(x, targets, head=HEAD),
         exactness=1e-2,
     )
 
@@ -130,11 +132,12 @@ def check_refusals():
     part = divided().cut(logits)
 
     def loss(x, t):
-        return vocab_parallel_cross_entropy(x, t, vocab_size=VOCABULARY)
+        return vocab_parallel_cross_entropy(x, t, head=HEAD)
 
-    with pytest.raises(ValueError, match="203 classes, but this rank's part of 203 is"):
-        loss(logits, targets)
-    with pytest.raises(ValueError, match="classes, but this rank's part"):
+    assert torch.equal(whole_logits(part, HEAD), logits)
+    assert whole_logits(logits, HEAD) is logits
+    assert torch.equal(loss(logits, targets), F.cross_entropy(logits, targets))
+    with pytest.raises(RuntimeError, match="classes, but this rank's part"):
         causal_lm_loss(torch.cat([part, part], -1), targets, VOCABULARY)
     with pytest.raises(TypeError, match="not probabilities"):
         loss(part, logits.softmax(-1))

@@ -7,6 +7,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from .deepspeed_pipeline import ShardedPipeline
 from .modeling_bert import BertForMaskedLM
 from .stages import ShardedStage
+from .vocab_parallel_loss import vocab_parallel_criterion
 
 
 class BertForMaskedLMStage(ShardedStage, BertForMaskedLM):
@@ -42,7 +43,7 @@ class BertForMaskedLMStage0(BertForMaskedLMStage):
 
 class BertForMaskedLMStage1(BertForMaskedLMStage):
     def held(self):
-        return self.bert.encoder.layer[6:], self.cls
+        return self.bert.encoder.layer[6:], self.cls, self.cls.predictions.decoder
 
     def forward(self, inputs):
         hidden_states, given_attention_mask = inputs
@@ -59,8 +60,11 @@ class BertForMaskedLMStage1(BertForMaskedLMStage):
 
     def loss(self, prediction_scores, labels):
         loss_fct = CrossEntropyLoss()  # -100 index = padding token
-        return loss_fct(
-            prediction_scores.view(-1, self.config.vocab_size), labels.view(-1)
+        return vocab_parallel_criterion(
+            loss_fct,
+            prediction_scores.view(-1, prediction_scores.shape[-1]),
+            labels.view(-1),
+            head=self.cls.predictions.decoder,
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .kernels import cross_entropy, linear_gelu, residual_layer_norm
+from .kernels import linear_gelu, residual_layer_norm
 from .packed_axes import Packed
 from .tensor_parallel import (
     ColumnParallelLinear,
@@ -18,6 +18,7 @@ from .tensor_parallel import (
     VocabParallelEmbedding,
     part_size,
 )
+from .vocab_parallel_loss import vocab_parallel_cross_entropy, whole_logits
 
 
 @dataclass
@@ -112,9 +113,7 @@ class GPT(nn.Module):
                 ln_f=nn.LayerNorm(config.n_embd),
             )
         )
-        self.lm_head = ColumnParallelLinear(
-            config.n_embd, config.vocab_size, bias=False, gather_output=True
-        )
+        self.lm_head = ColumnParallelLinear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
 
         self.apply(self._init_weights)
@@ -139,5 +138,8 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.lm_head(self.transformer.ln_f(x))
         if targets is None:
+            logits = whole_logits(logits, self.lm_head)
             return logits, None
-        return logits, cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        return logits, vocab_parallel_cross_entropy(
+            logits.view(-1, logits.size(-1)), targets.view(-1), head=self.lm_head
+        )

@@ -2,11 +2,11 @@
 """`GPT` in 2 stages, for DeepSpeed's pipeline engine."""
 
 import torch
-from torch.nn import functional as F
 
 from .deepspeed_pipeline import ShardedPipeline
 from .gpt import GPT
 from .stages import ShardedStage
+from .vocab_parallel_loss import vocab_parallel_cross_entropy
 
 
 class GPTStage(ShardedStage, GPT):
@@ -50,7 +50,9 @@ class GPTStage1(GPTStage):
         return logits
 
     def loss(self, logits, targets):
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        return vocab_parallel_cross_entropy(
+            logits.view(-1, logits.size(-1)), targets.view(-1), head=self.lm_head
+        )
 
 
 STAGES = (GPTStage0, GPTStage1)

@@ -8,6 +8,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from .deepspeed_pipeline import ShardedPipeline
 from .modeling_llama import LlamaForCausalLM
 from .stages import ShardedStage
+from .vocab_parallel_loss import causal_lm_loss
 
 
 class LlamaForCausalLMStage(ShardedStage, LlamaForCausalLM):
@@ -80,7 +81,7 @@ class LlamaForCausalLMStage1(LlamaForCausalLMStage):
         return logits
 
     def loss(self, logits, labels):
-        return self.loss_function(
+        return causal_lm_loss(
             logits=logits, labels=labels, vocab_size=self.config.vocab_size
         )
 

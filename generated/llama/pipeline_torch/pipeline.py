@@ -8,6 +8,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from .modeling_llama import LlamaForCausalLM
 from .stages import ShardedStage
 from .torch_pipeline import ShardedPipeline
+from .vocab_parallel_loss import causal_lm_loss
 
 
 class LlamaForCausalLMStage(ShardedStage, LlamaForCausalLM):
@@ -78,7 +79,7 @@ class LlamaForCausalLMStage1(LlamaForCausalLMStage):
         return logits
 
     def loss(self, logits, labels):
-        return self.loss_function(
+        return causal_lm_loss(
             logits=logits, labels=labels, vocab_size=self.config.vocab_size
         )
 

@@ -8,6 +8,7 @@ from .deepspeed_pipeline import ShardedPipeline
 from .modeling_t5 import T5ForConditionalGeneration
 from .stages import ShardedStage
 from .tensor_parallel import all_reduce_gradient
+from .vocab_parallel_loss import vocab_parallel_criterion
 
 
 class T5ForConditionalGenerationStage(ShardedStage, T5ForConditionalGeneration):
@@ -153,7 +154,12 @@ class T5ForConditionalGenerationStage1(T5ForConditionalGenerationStage):
         loss_fct = CrossEntropyLoss(ignore_index=-100)
         # move labels to correct device to enable PP
         labels = labels.to(lm_logits.device)
-        return loss_fct(lm_logits.view(-1, lm_logits.size(-1)), labels.view(-1))
+        return vocab_parallel_criterion(
+            loss_fct,
+            lm_logits.view(-1, lm_logits.size(-1)),
+            labels.view(-1),
+            head=self.lm_head,
+        )
 
 
 STAGES = (T5ForConditionalGenerationStage0, T5ForConditionalGenerationStage1)

@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_bert.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.1.0 for modeling_gpt2.py; rewrite.json says from what.
 """Cross entropy of logits that are split over the vocabulary: no rank holds all of them.
 
 Shapes: B batch, T tokens, N predictions, V vocabulary, V' the part that this rank holds.
@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .shards import part_sizes, rank, sum_parts, world_size
+from .shards import part_sizes, rank, sum_parts
+from .tensor_parallel import all_gather
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -61,46 +62,43 @@ class _CrossEntropy(torch.autograd.Function):
         return logits.scatter_add_(-1, column, wanted), None, None, None
 
 
-def vocab_parallel_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    vocab_size: int,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    upcast: bool = False,
-) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of logits of which each rank has a part.
+def whole_logits(logits: Tensor, head: nn.Module, axis: int = -1) -> Tensor:
+    """The logits of all V classes, on every rank, of the part that `head` gives.
 
     Args:
-        input: This rank's part, (N, V'), (V',) or (N, V', ...).
-        target: Classes out of V, (N,), () or (N, ...), the same on every rank.
-        weight: How much each of the V classes counts, (V,), the same on every rank.
-        vocab_size: V.
-        ignore_index: The target of predictions that do not count.
-        reduction: "mean", "sum" or "none".
-        label_smoothing: How much of a target is spread evenly over all V classes.
-        upcast: Take `input` as float32 first.
-
-    Raises:
-        ValueError: `input` is not this rank's part, it was gathered for instance.
-        TypeError: The targets are probabilities.
+        logits: With V' classes on `axis`; with V they are whole already.
+        head: The layer that they are from.
+        axis: The axis of the classes.
     """
+    size = vocabulary_of(head)
+    return logits if logits.shape[axis] == size else all_gather(logits, axis, size)
+
+
+def vocabulary_of(head: Any) -> int:
+    """V, of a layer that is divided over the ranks, or of a whole one in its place."""
+    layer = getattr(
+        head, "base_layer", head
+    )  # which an adapter of PEFT's stands around
+    split = hasattr(layer, "full_out_features")
+    size: int = layer.full_out_features if split else layer.out_features
+    return size
+
+
+def cross_entropy_of_parts(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    vocab_size: int,
+    *,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> Tensor:
+    """`vocab_parallel_cross_entropy` of `vocab_size` classes."""
     axis = min(1, input.dim() - 1)
-    held = part_sizes(vocab_size)[rank()]
-    if input.shape[axis] != held:
-        raise ValueError(
-            f"the logits have {input.shape[axis]} classes, but this rank's part of "
-            f"{vocab_size} is {held}: a vocabulary-parallel loss takes what the head "
-            "gives before it is gathered"
-        )
     if target.is_floating_point():
         raise TypeError("a vocabulary-parallel loss takes classes, not probabilities")
-    if upcast and input.dtype != torch.float64:
-        input = input.float()
-    if world_size() == 1:
+    if input.shape[axis] == vocab_size:
         return nn.functional.cross_entropy(
             input,
             target,
@@ -108,6 +106,12 @@ def vocab_parallel_cross_entropy(
             ignore_index=ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
+        )
+    held = part_sizes(vocab_size)[rank()]
+    if input.shape[axis] != held:
+        raise RuntimeError(
+            f"the logits have {input.shape[axis]} classes, but this rank's part of "
+            f"{vocab_size} is {held}"
         )
     logits = input.movedim(axis, -1).reshape(-1, held)
     if logits.dtype in (torch.float16, torch.bfloat16):
@@ -129,20 +133,59 @@ def vocab_parallel_cross_entropy(
     return loss.to(input.dtype)
 
 
-def vocab_parallel_criterion(
-    criterion: nn.CrossEntropyLoss, input: Tensor, target: Tensor, *, vocab_size: int
+def masked_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    **_: Any,
 ) -> Tensor:
-    """`criterion(input, target)` of logits of which each rank has a part.
+    """The loss of transformers' `ForMaskedLMLoss`, of this rank's logits.
 
-    Raises:
-        ValueError: `input` is not this rank's part.
+    Args:
+        logits: (B, T, V'); they are cast to float32.
+        labels: (B, T).
+        vocab_size: V.
+        num_items_in_batch: What the sum is divided by, where gradients are accumulated
+            over several batches; without it, the number of labels that count here.
+        ignore_index: The label of predictions that do not count.
     """
-    return vocab_parallel_cross_entropy(
-        input,
-        target,
-        criterion.weight,
-        vocab_size=vocab_size,
-        ignore_index=criterion.ignore_index,
-        reduction=criterion.reduction,
-        label_smoothing=criterion.label_smoothing,
+    loss = cross_entropy_of_parts(
+        logits.float().flatten(0, -2),
+        labels.flatten().to(logits.device),
+        None,
+        vocab_size,
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        label_smoothing=0.0,
+    )
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """The loss of transformers' `ForCausalLMLoss`, of this rank's logits.
+
+    Args:
+        logits: (B, T, V'); they are cast to float32.
+        labels: (B, T); a token's label is the next one's.
+        vocab_size: V.
+        num_items_in_batch: As in `masked_lm_loss`.
+        ignore_index: The label of predictions that do not count.
+        shift_labels: The labels as they stand beside their predictions, if that is done.
+    """
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return masked_lm_loss(
+        logits, shift_labels, vocab_size, num_items_in_batch, ignore_index
     )

@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for gpt.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.1.0 for modeling_bert.py; rewrite.json says from what.
 """Tensor-parallel layers: each rank holds a part, the group behaves like the whole.
 
 Shapes: B batch, T tokens, D features in, F features out, V vocabulary. A prime (F')
@@ -7,7 +7,6 @@ marks the part that this rank holds.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +21,9 @@ from .shards import (
     named_group,
     part_sizes,
     rank,
-    sum_and_cut,
     sum_parts,
     world_size,
 )
-from .shards import part_size as part_size
 from .shards import set_group as set_group
 
 
@@ -75,28 +72,6 @@ def all_reduce(x: Tensor) -> Tensor:
 def all_reduce_gradient(x: Tensor) -> Tensor:
     """Passes `x` unchanged; sums the gradients that the ranks have for it."""
     return collective(x, unchanged, sum_parts)
-
-
-def all_gather(
-    x: Tensor,
-    axis: int = -1,
-    full_size: int | None = None,
-    tensor_parallel_output_grad: bool = False,
-) -> Tensor:
-    """Concatenates the ranks' parts; the gradient is this rank's slice.
-
-    Args:
-        x: This rank's part.
-        axis: The axis to concatenate along.
-        full_size: The axis's size in the result. Without it all parts have one size.
-        tensor_parallel_output_grad: The ranks go on to compute different things, so
-            their gradients are summed before they are sliced.
-    """
-    shard = Shard(axis, full_size or x.shape[axis] * world_size())
-    cut = (
-        partial(sum_and_cut, shard=shard) if tensor_parallel_output_grad else shard.cut
-    )
-    return collective(x, shard.gather, cut)
 
 
 def record_shard(module: Any, name: str, shard: Shard) -> None:
@@ -217,6 +192,31 @@ def clip_grad_norm_(
         raise RuntimeError(f"the norm of the gradients is {float(norm)}")
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
     return norm  # type: ignore[no-any-return]
+
+
+def shard_parameter(
+    module: nn.Module,
+    name: str,
+    axis: int,
+    *,
+    parts: Parts = Shard,
+    multiple_of: int = 0,
+) -> None:
+    """Cuts the parameter or buffer `module.<name>` down to this rank's part.
+
+    Args:
+        module: The module that holds it.
+        name: Its name there.
+        axis: The axis to divide.
+        parts: How it is divided: whole, or by blocks packed along it.
+        multiple_of: What equal parts are multiples of; 0: they may differ.
+    """
+    tensor = getattr(module, name)
+    axis = axis % tensor.dim()
+    shard = parts(axis, tensor.shape[axis], multiple_of)
+    # In place, so that whatever else is tied to the parameter stays tied.
+    tensor.data = shard.cut(tensor.data)
+    record_shard(module, name, shard)
 
 
 def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:

@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_bert.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.1.0 for gpt.py; rewrite.json says from what.
 """The tensor-parallel group, and how tensors are divided over its ranks."""
 
 from collections.abc import Callable, Iterator
@@ -211,18 +211,6 @@ def sum_parts(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Ten
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, op, group=_group)
     return x
-
-
-def sum_and_cut(x: Tensor, shard: Shard) -> Tensor:
-    """This rank's part of the sum of the ranks' tensors."""
-    if shard.size % world_size():
-        return shard.cut(sum_parts(x))
-    x = x.movedim(shard.axis, 0).contiguous()
-    part = x.new_empty(shard.local_size(), *x.shape[1:])
-    # The name in torch 2.13, which warns of the old one.
-    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    run(part, x, group=_group)
-    return part.movedim(0, shard.axis).contiguous()
 
 
 def parts_in(model: nn.Module) -> dict[int, Shard]:

@@ -15,10 +15,8 @@ from .tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    all_gather,
     part_size,
 )
-from .vocab_parallel_loss import vocab_parallel_cross_entropy
 
 
 @dataclass
@@ -106,7 +104,9 @@ class GPT(nn.Module):
                 ln_f=nn.LayerNorm(config.n_embd),
             )
         )
-        self.lm_head = ColumnParallelLinear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = ColumnParallelLinear(
+            config.n_embd, config.vocab_size, bias=False, gather_output=True
+        )
         self.transformer.wte.weight = self.lm_head.weight
 
         self.apply(self._init_weights)
@@ -131,10 +131,5 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.lm_head(self.transformer.ln_f(x))
         if targets is None:
-            logits = all_gather(logits, full_size=self.lm_head.full_out_features)
             return logits, None
-        return logits, vocab_parallel_cross_entropy(
-            logits.view(-1, logits.size(-1)),
-            targets.view(-1),
-            vocab_size=self.lm_head.full_out_features,
-        )
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
