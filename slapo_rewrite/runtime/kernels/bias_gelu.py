@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .activations import activate, activated, activation_slope
+from .activations import activate, activate_and_slope, activated
 from .dropout import draw_seed, keep_scale, kept
 from .launch import (
     constexpr,
@@ -88,7 +88,7 @@ def bias_activation_backward_kernel(
         added = tl.load(bias + columns, mask=columns < f, other=0.0).to(tl.float32)
     db = tl.zeros((block_m, block_f), tl.float32)
     step = tl.num_programs(1) * block_m
-    for start in range(tl.program_id(1) * block_m, m, step):
+    for start in tl.range(tl.program_id(1) * block_m, m, step, num_stages=2):
         rows = (start + tl.arange(0, block_m)).to(tl.int64)
         inside = (rows < m)[:, None] & (columns < f)[None, :]
         x_at = rows[:, None] * x_stride + columns[None, :]
@@ -100,7 +100,8 @@ def bias_activation_backward_kernel(
         if has_dropout:
             keep = kept(seed, rows, tl.program_id(0) * block_f, p, block_f)
             g = tl.where(keep, g * keep_scale, 0.0)
-        g *= activation_slope(value, kind)
+        _, slope = activate_and_slope(value, kind)
+        g *= slope
         if bias_gradient:
             db += g
         at = rows[:, None] * f + columns[None, :]
@@ -154,7 +155,7 @@ def bias_activation_backward(
     m, f = rows.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     row_blocks, column_blocks, block_m, block_f = flat_tile(m, f)
-    programs = reducing_programs(x, row_blocks, column_blocks)
+    programs = reducing_programs(x, row_blocks, column_blocks=column_blocks)
     dbias = torch.empty((programs, f), dtype=torch.float32, device=x.device)
     with device_of(x):
         bias_activation_backward_kernel[(column_blocks, programs)](
@@ -218,10 +219,11 @@ def bias_activation(
     """dropout(activation(x + bias)).
 
     Shapes: x (..., F), bias (F,) or None -> (..., F).
-    Numerics: reassociated; float32 inside, rounded once. The bias's gradient is summed
-        in float32, in the same order at every run. Reseeded where something is dropped:
-        dropout draws other numbers than `torch.nn.functional.dropout`, from the same
-        generator, and stores no mask.
+    Numerics: reassociated; float32 inside, rounded once. A sigmoid or the normal
+        distribution is within 1e-6 of itself between -4 and 4, and within 1e-5 farther
+        out. The bias's gradient is summed in float32, in the same order at every run.
+        Reseeded where something is dropped: dropout draws other numbers than
+        `torch.nn.functional.dropout`, from the same generator, and stores no mask.
     Source: Hendrycks & Gimpel 2016, arXiv:1606.08415; Salmon et al. 2011,
         doi:10.1145/2063384.2063405.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .activations import activate, activated, activation_slope
+from .activations import activate, activate_and_slope, activated
 from .dropout import draw_seed, keep_scale, kept
 from .launch import constexpr, device_of, flat_tile, jit, rows_of, runs_triton, tl
 from .plain import drop_rate, dropped, runs_forward_alone
@@ -87,9 +87,9 @@ def gated_backward_kernel(
         keep = kept(seed, rows, across * block_f, p, block_f)
         d = tl.where(keep, d * keep_scale, 0.0)
     at = rows[:, None] * f + columns[None, :]
-    dg = d * u * activation_slope(g, kind)
-    tl.store(dgate + at, dg.to(dgate.dtype.element_ty), mask=inside)
-    tl.store(dup + at, (d * activate(g, kind)).to(dup.dtype.element_ty), mask=inside)
+    y, slope = activate_and_slope(g, kind)
+    tl.store(dgate + at, (d * u * slope).to(dgate.dtype.element_ty), mask=inside)
+    tl.store(dup + at, (d * y).to(dup.dtype.element_ty), mask=inside)
 
 
 def gated_forward(
