@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .activations import exponential
 from .launch import (
     ceil_div,
     constexpr,
@@ -36,6 +37,14 @@ def masked_softmax_reference(
 
 
 @jit
+def mask_rows(row, n, t, mask_batch, mask_head, mask_token):
+    """Where the mask has these rows of scores; divided in 32 bits, 64 are much slower."""
+    token, head, batch = row % t, row // t % n, row // t // n
+    at = batch.to(tl.int64) * mask_batch + head.to(tl.int64) * mask_head
+    return at + token.to(tl.int64) * mask_token
+
+
+@jit
 def masked_softmax_forward_kernel(
     x,
     mask,
@@ -55,8 +64,8 @@ def masked_softmax_forward_kernel(
     block_s: constexpr,
 ):
     """Writes y (M, S), a row for each token of each head."""
-    rows = (tl.program_id(0) * block_m + tl.arange(0, block_m)).to(tl.int64)
-    token, head, batch = rows % t, rows // t % n, rows // t // n
+    row = tl.program_id(0) * block_m + tl.arange(0, block_m)
+    rows = row.to(tl.int64)
     columns = tl.arange(0, block_s)[None, :]
     inside = (rows < m)[:, None] & (columns < s)
     score = tl.load(x + rows[:, None] * x_stride + columns, mask=inside, other=0.0)
@@ -64,8 +73,10 @@ def masked_softmax_forward_kernel(
     # number of its dtype, then gets the same weights.
     score = (score.to(tl.float32) * scale).to(x.dtype.element_ty).to(tl.float32)
     if mask_kind != "none":
-        row = batch * mask_batch + head * mask_head + token * mask_token
-        at = row[:, None] + columns * mask_key
+        at = (
+            mask_rows(row, n, t, mask_batch, mask_head, mask_token)[:, None]
+            + columns * mask_key
+        )
         if mask_kind == "keep":
             keep = tl.load(mask + at, mask=inside, other=0)
             score = tl.where(keep != 0, score, float("-inf"))
@@ -75,8 +86,8 @@ def masked_softmax_forward_kernel(
                 score = score.to(x.dtype.element_ty).to(tl.float32)
     score = tl.where(inside, score, float("-inf"))
     score = tl.where((rows < m)[:, None], score, 0.0)
-    power = tl.exp(score - tl.max(score, 1)[:, None])
-    out = power / tl.sum(power, 1)[:, None]
+    power = exponential(score - tl.max(score, 1)[:, None])
+    out = power * (1.0 / tl.sum(power, 1))[:, None]
     at = rows[:, None] * s + columns
     tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
 
@@ -104,7 +115,8 @@ def masked_softmax_backward_kernel(
     block_s: constexpr,
 ):
     """Writes dx (M, S), and the mask's gradient before it is summed, if it is asked."""
-    rows = (tl.program_id(0) * block_m + tl.arange(0, block_m)).to(tl.int64)
+    row = tl.program_id(0) * block_m + tl.arange(0, block_m)
+    rows = row.to(tl.int64)
     columns = tl.arange(0, block_s)[None, :]
     inside = (rows < m)[:, None] & (columns < s)
     at = rows[:, None] * s + columns
@@ -113,9 +125,11 @@ def masked_softmax_backward_kernel(
     g = tl.load(dy + dy_at, mask=inside, other=0.0).to(tl.float32)
     g = weights * (g - tl.sum(weights * g, 1)[:, None])
     if mask_kind == "keep":  # else a row that is masked whole would have a gradient
-        token, head, batch = rows % t, rows // t % n, rows // t // n
-        row = batch * mask_batch + head * mask_head + token * mask_token
-        keep = tl.load(mask + row[:, None] + columns * mask_key, mask=inside, other=0)
+        mask_at = (
+            mask_rows(row, n, t, mask_batch, mask_head, mask_token)[:, None]
+            + columns * mask_key
+        )
+        keep = tl.load(mask + mask_at, mask=inside, other=0)
         g = tl.where(keep != 0, g, 0.0)
     if mask_gradient:
         tl.store(dmask + at, g.to(dmask.dtype.element_ty), mask=inside)
