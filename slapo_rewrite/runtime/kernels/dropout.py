@@ -33,4 +33,5 @@ def kept(seed, rows, first, p, block_d: constexpr):
     zero = tl.zeros_like(row)
     a, b, c, d = tl.philox(tl.load(seed), row, column, zero, zero, 7)
     bits = tl.interleave(tl.interleave(a, b), tl.interleave(c, d))
-    return tl.uint_to_uniform_float(bits) >= p
+    # At most the largest float below 2 ** 32: what is kept at p = 1 is scaled by 0.
+    return bits >= tl.minimum(p * 4294967296.0, 4294967040.0).to(tl.uint32)

@@ -83,7 +83,7 @@ def dropout_residual_backward_kernel(
     columns = tl.program_id(0) * block_d + tl.arange(0, block_d)
     db = tl.zeros((block_m, block_d), tl.float32)
     step = tl.num_programs(1) * block_m
-    for start in range(tl.program_id(1) * block_m, m, step):
+    for start in tl.range(tl.program_id(1) * block_m, m, step, num_stages=2):
         rows = (start + tl.arange(0, block_m)).to(tl.int64)
         inside = (rows < m)[:, None] & (columns < d)[None, :]
         dtotal_at = rows[:, None] * dtotal_stride + columns[None, :]
@@ -152,7 +152,7 @@ def dropout_residual_backward(
     m, d = rows.shape
     dx = torch.empty(dtotal.shape, dtype=x_dtype, device=dtotal.device)
     row_blocks, column_blocks, block_m, block_d = flat_tile(m, d)
-    programs = reducing_programs(dtotal, row_blocks, column_blocks)
+    programs = reducing_programs(dtotal, row_blocks, column_blocks=column_blocks)
     parts = torch.empty((programs, d), dtype=torch.float32, device=dtotal.device)
     with device_of(dtotal):
         dropout_residual_backward_kernel[(column_blocks, programs)](

@@ -85,20 +85,26 @@ def ceil_div(size: int, block: int) -> int:
     return -(-size // block)
 
 
+def power_of_two(size: int) -> int:
+    """The power of two that is not below `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
 def block_size(size: int) -> int:
     """The power of two, at least 16, that holds `size` elements."""
-    return 1 << max(size - 1, 15).bit_length()
+    return max(power_of_two(size), 16)
 
 
-def row_tile(columns: int) -> tuple[int, int, int]:
+def row_tile(columns: int, elements: int = 2048) -> tuple[int, int, int]:
     """Rows and columns that a program holds at a time, whole rows, and its warps.
 
-    16 elements a thread are two loads of 16 bytes in half precision. Chosen for an
-    H100/H200: as compiled for it, threads have registers enough up to 4,096 columns,
-    and but for some bytes of the backward passes at 8,192. Not measured yet.
+    16 elements a thread are two loads of 16 bytes in half precision. A backward pass
+    that sums over rows as well takes 1,024 elements or one row, 8 to 16 a thread. So
+    compiled for A100, H200 and B200, threads have registers enough up to 8,192 columns.
+    Not measured yet.
     """
     block_d = block_size(columns)
-    block_m = max(2048 // block_d, 1)
+    block_m = max(elements // block_d, 1)
     return block_m, block_d, min(max(block_m * block_d // 512, 4), 32)
 
 
@@ -112,6 +118,15 @@ def flat_tile(rows: int, columns: int) -> tuple[int, int, int, int]:
     return ceil_div(rows, block_m), ceil_div(columns, block_d), block_m, block_d
 
 
+def stages_of(block: int, *tensors: Tensor | None) -> int:
+    """Two where a block of each tensor is loaded while the one before is worked on.
+
+    Those wait in shared memory; one if they do not fit in 64 KiB, which every GPU has.
+    """
+    held = block * sum(t.element_size() for t in tensors if t is not None)
+    return 2 if held <= 2**16 else 1
+
+
 def multiprocessors(x: Tensor) -> int:
     """How many the GPU of `x` has; one where kernels are interpreted."""
     if not x.is_cuda:
@@ -119,11 +134,14 @@ def multiprocessors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
-def reducing_programs(x: Tensor, blocks: int, column_blocks: int = 1) -> int:
+def reducing_programs(
+    x: Tensor, blocks: int, num_warps: int = 4, column_blocks: int = 1
+) -> int:
     """How many programs share `blocks` blocks of rows and keep a partial sum each.
 
-    Four on each multiprocessor of the GPU, over all blocks of columns: at four warps and
-    the 80 to 128 registers a thread that the compiler takes for an H100/H200, as many as
-    run at a time. Not measured yet.
+    16 warps on each multiprocessor of the GPU, over all blocks of columns: as compiled,
+    no more than run at a time, and as many as keep its memory busy while the rows to
+    come are loaded. Not measured yet.
     """
-    return min(blocks, max(4 * multiprocessors(x) // column_blocks, 1))
+    programs = max(16 // num_warps, 1) * multiprocessors(x) // column_blocks
+    return min(blocks, max(programs, 1))

@@ -22,6 +22,7 @@ from .launch import (
     row_tile,
     rows_of,
     runs_triton,
+    stages_of,
     tl,
 )
 from .plain import drop_rate, dropped, product_and_bias, runs_forward_alone
@@ -121,6 +122,7 @@ def layer_norm_backward_kernel(
     input_bias_gradient: constexpr,
     block_m: constexpr,
     block_d: constexpr,
+    stages: constexpr,
 ):
     """Writes dx and dresidual (M, D), and each program's part of the sums over rows.
 
@@ -134,7 +136,7 @@ def layer_norm_backward_kernel(
     db = tl.zeros((block_m, block_d), tl.float32)
     dib = tl.zeros((block_m, block_d), tl.float32)
     step = tl.num_programs(0) * block_m
-    for start in range(tl.program_id(0) * block_m, m, step):
+    for start in tl.range(tl.program_id(0) * block_m, m, step, num_stages=stages):
         rows = (start + tl.arange(0, block_m)).to(tl.int64)
         inside = (rows < m)[:, None] & real[None, :]
         at = rows[:, None] * d + columns[None, :]
@@ -143,7 +145,7 @@ def layer_norm_backward_kernel(
         mu = tl.load(mean + rows, mask=rows < m, other=0.0)[:, None]
         r = tl.load(rstd + rows, mask=rows < m, other=0.0)[:, None]
         value = tl.load(total + total_at, mask=inside, other=0.0).to(tl.float32)
-        hat = tl.where(inside, (value - mu) * r, 0.0)
+        hat = (value - mu) * r  # in columns that are not there, g is 0
         g = tl.load(dy + dy_at, mask=inside, other=0.0).to(tl.float32)
         if has_handed:
             handed_at = rows[:, None] * handed_stride + columns[None, :]
@@ -165,7 +167,7 @@ def layer_norm_backward_kernel(
             keep = kept(seed, rows, 0, p, block_d)
             g = tl.where(keep, g * keep_scale, 0.0)
         if input_bias_gradient:
-            dib += tl.where(inside, g, 0.0)
+            dib += g  # r is 0 in rows that are not there
         tl.store(dx + at, g.to(dx.dtype.element_ty), mask=inside)
     at = tl.program_id(0) * d + columns
     if weight_gradient:
@@ -255,8 +257,8 @@ def layer_norm_backward(
     handed_rows = dy_rows if handed is None else rows_of(handed)
     dtotal_rows = dy_rows if dtotal is None else rows_of(dtotal)
     (m, d), device = rows.shape, total.device
-    block_m, block_d, num_warps = row_tile(d)
-    programs = reducing_programs(total, ceil_div(m, block_m))
+    block_m, block_d, num_warps = row_tile(d, 1024)
+    programs = reducing_programs(total, ceil_div(m, block_m), num_warps)
     dx = torch.empty(total.shape, dtype=x_dtype, device=device)
     dresidual = dx
     apart = seed is not None or residual_dtype != x_dtype
@@ -294,6 +296,7 @@ def layer_norm_backward(
             input_bias_gradient=sums[2],
             block_m=block_m,
             block_d=block_d,
+            stages=stages_of(block_m * block_d, dy, handed, dtotal, total),
             num_warps=num_warps,
         )
     return dx, dresidual, [parts[i].sum(0) if sums[i] else None for i in range(3)]

@@ -21,6 +21,7 @@ from .launch import (
     row_tile,
     rows_of,
     runs_triton,
+    stages_of,
     tl,
     triton_dtype,
 )
@@ -118,6 +119,7 @@ def rms_norm_backward_kernel(
     weight_gradient: constexpr,
     block_m: constexpr,
     block_d: constexpr,
+    stages: constexpr,
 ):
     """Writes dx and dresidual (M, D), and each program's part of dweight, (programs, D)."""
     columns = tl.arange(0, block_d)
@@ -126,7 +128,7 @@ def rms_norm_backward_kernel(
         scale += offset
     dw = tl.zeros((block_m, block_d), tl.float32)
     step = tl.num_programs(0) * block_m
-    for start in range(tl.program_id(0) * block_m, m, step):
+    for start in tl.range(tl.program_id(0) * block_m, m, step, num_stages=stages):
         rows = (start + tl.arange(0, block_m)).to(tl.int64)
         inside = (rows < m)[:, None] & (columns < d)[None, :]
         at = rows[:, None] * d + columns[None, :]
@@ -229,8 +231,8 @@ def rms_norm_backward(
     rows, dy_rows = rows_of(total), rows_of(dy)
     dtotal_rows = dy_rows if dtotal is None else rows_of(dtotal)
     (m, d), device = rows.shape, total.device
-    block_m, block_d, num_warps = row_tile(d)
-    programs = reducing_programs(total, ceil_div(m, block_m))
+    block_m, block_d, num_warps = row_tile(d, 1024)
+    programs = reducing_programs(total, ceil_div(m, block_m), num_warps)
     dx = torch.empty(total.shape, dtype=x_dtype, device=device)
     dresidual = dx
     apart = seed is not None or residual_dtype != x_dtype
@@ -264,6 +266,7 @@ def rms_norm_backward(
             weight_gradient=weight_gradient,
             block_m=block_m,
             block_d=block_d,
+            stages=stages_of(block_m * block_d, dy, dtotal, total),
             num_warps=num_warps,
         )
     return dx, dresidual, dweight.sum(0) if weight_gradient else None

@@ -12,11 +12,11 @@ from torch.autograd.function import once_differentiable
 
 from .launch import (
     block_size,
-    ceil_div,
     constexpr,
     device_of,
     jit,
     neighbouring,
+    power_of_two,
     runs_triton,
     tl,
 )
@@ -31,46 +31,32 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @jit
-def rotate_rows(
-    block,
+def rotate_heads(
     x,
-    cos,
-    sin,
     y,
-    b,
-    n,
-    t,
-    x_batch,
+    heads,
     x_head,
-    x_token,
-    y_batch,
     y_head,
-    y_token,
-    table_batch,
-    table_token,
+    c1,
+    s1,
+    c2,
+    s2,
     half,
     tail,
     has_tail: constexpr,
     backward: constexpr,
-    block_m: constexpr,
+    block_n: constexpr,
     block_half: constexpr,
     block_tail: constexpr,
 ):
-    """Rotates a block of rows; a row is one head of one token, heads next to another."""
-    rows = (block * block_m + tl.arange(0, block_m)).to(tl.int64)
-    head, token, batch = rows % n, rows // n % t, rows // n // t
+    """Rotates all heads of one token, (heads, H), by cosines and sines, (1, R / 2)."""
+    rows = tl.arange(0, block_n)[:, None].to(tl.int64)
     columns = tl.arange(0, block_half)[None, :]
-    real = (rows < b * n * t)[:, None]
+    real = rows < heads
     inside = real & (columns < half)
-    x_row = x + (batch * x_batch + head * x_head + token * x_token)[:, None]
-    y_row = y + (batch * y_batch + head * y_head + token * y_token)[:, None]
-    angle = (batch * table_batch + token * table_token)[:, None] + columns
+    x_row, y_row = x + rows * x_head, y + rows * y_head
     x1 = tl.load(x_row + columns, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(x_row + half + columns, mask=inside, other=0.0).to(tl.float32)
-    c1 = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-    s1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-    c2 = tl.load(cos + half + angle, mask=inside, other=0.0).to(tl.float32)
-    s2 = tl.load(sin + half + angle, mask=inside, other=0.0).to(tl.float32)
     if backward:  # the transpose: by the negative angle
         y1 = x1 * c1 + x2 * s2
         y2 = x2 * c2 - x1 * s1
@@ -95,11 +81,8 @@ def rotary_kernel(
     sin,
     q_out,
     k_out,
-    b,
-    n,
+    q_heads,
     k_heads,
-    t,
-    q_blocks,
     q_batch,
     q_head,
     q_token,
@@ -118,64 +101,56 @@ def rotary_kernel(
     tail,
     has_tail: constexpr,
     backward: constexpr,
-    block_m: constexpr,
+    block_q: constexpr,
+    block_k: constexpr,
     block_half: constexpr,
     block_tail: constexpr,
 ):
-    """Rotates q (B, N, T, H) and k (B, K, T, H), forward or back."""
-    block = tl.program_id(0)
-    if block < q_blocks:
-        rotate_rows(
-            block,
-            q,
-            cos,
-            sin,
-            q_out,
-            b,
-            n,
-            t,
-            q_batch,
-            q_head,
-            q_token,
-            q_out_batch,
-            q_out_head,
-            q_out_token,
-            table_batch,
-            table_token,
-            half,
-            tail,
-            has_tail,
-            backward,
-            block_m,
-            block_half,
-            block_tail,
-        )
-    else:
-        rotate_rows(
-            block - q_blocks,
-            k,
-            cos,
-            sin,
-            k_out,
-            b,
-            k_heads,
-            t,
-            k_batch,
-            k_head,
-            k_token,
-            k_out_batch,
-            k_out_head,
-            k_out_token,
-            table_batch,
-            table_token,
-            half,
-            tail,
-            has_tail,
-            backward,
-            block_m,
-            block_half,
-            block_tail,
-        )
+    """Rotates one token of q (B, N, T, H) and k (B, K, T, H), forward or back."""
+    token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    columns = tl.arange(0, block_half)[None, :]
+    inside = columns < half
+    angle = batch * table_batch + token * table_token + columns
+    c1 = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    s1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+    c2 = tl.load(cos + half + angle, mask=inside, other=0.0).to(tl.float32)
+    s2 = tl.load(sin + half + angle, mask=inside, other=0.0).to(tl.float32)
+    rotate_heads(
+        q + batch * q_batch + token * q_token,
+        q_out + batch * q_out_batch + token * q_out_token,
+        q_heads,
+        q_head,
+        q_out_head,
+        c1,
+        s1,
+        c2,
+        s2,
+        half,
+        tail,
+        has_tail,
+        backward,
+        block_q,
+        block_half,
+        block_tail,
+    )
+    rotate_heads(
+        k + batch * k_batch + token * k_token,
+        k_out + batch * k_out_batch + token * k_out_token,
+        k_heads,
+        k_head,
+        k_out_head,
+        c1,
+        s1,
+        c2,
+        s2,
+        half,
+        tail,
+        has_tail,
+        backward,
+        block_k,
+        block_half,
+        block_tail,
+    )
 
 
 def rotate(
@@ -188,8 +163,8 @@ def rotate(
 ) -> tuple[Tensor, Tensor]:
     """Rotates q (B, N, T, H) and k (B, K, T, H) by cos and sin (B or 1, T, R).
 
-    The results lie in memory as q and k do. A program holds 1,024 pairs of elements;
-    not measured yet.
+    The results lie in memory as q and k do. A program holds one token, whose heads share
+    cosines and sines; a warp, some 1,024 pairs of elements. Not measured yet.
     """
     b, n, t, h = q.shape
     q, k = neighbouring(q), neighbouring(k)
@@ -201,23 +176,18 @@ def rotate(
         cos, sin = cos.contiguous(), sin.contiguous()
     half = cos.shape[-1] // 2
     tail = h - 2 * half
+    block_q, block_k = power_of_two(n), power_of_two(k.shape[1])
     block_half = block_size(half)
-    block_m = max(1024 // block_half, 1)
-    q_blocks = ceil_div(b * n * t, block_m)
-    k_blocks = ceil_div(b * k.shape[1] * t, block_m)
     with device_of(q):
-        rotary_kernel[(q_blocks + k_blocks,)](
+        rotary_kernel[(t, b)](
             q,
             k,
             cos,
             sin,
             q_out,
             k_out,
-            b,
             n,
             k.shape[1],
-            t,
-            q_blocks,
             *q.stride()[:3],
             *k.stride()[:3],
             *q_out.stride()[:3],
@@ -227,9 +197,11 @@ def rotate(
             tail,
             has_tail=tail > 0,
             backward=backward,
-            block_m=block_m,
+            block_q=block_q,
+            block_k=block_k,
             block_half=block_half,
             block_tail=block_size(tail),
+            num_warps=min(max(max(block_q, block_k) * block_half // 1024, 1), 16),
         )
     return q_out, k_out
 
@@ -259,10 +231,13 @@ class RotaryFunction(torch.autograd.Function):
 
 
 def fits(q: Tensor, k: Tensor, cos: Tensor, unsqueeze_dim: int) -> bool:
-    """Whether q, k and the tables have the tokens, batch and features that kernels read."""
+    """Whether q, k and the tables have the tokens, batch and features that kernels read.
+
+    A grid has no more than 65,535 programs along the batch.
+    """
     batch, tokens = q.shape[0], q.shape[3 - unsqueeze_dim]
     return (
-        k.shape[0] == batch
+        k.shape[0] == batch < 2**16
         and k.shape[3 - unsqueeze_dim] == tokens
         and k.shape[-1] == q.shape[-1] >= cos.shape[-1]
         and cos.shape[0] in (1, batch)

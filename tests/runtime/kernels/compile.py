@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -89,7 +90,7 @@ def compile_all(dtype: torch.dtype, only: str = "") -> list[str]:
 
     def compile_one(launch: Launch) -> None:
         compiled = launch.compiled()
-        assert "ld.global" in compiled.asm["ptx"]
+        assert re.search(r"ld\.global|cp\.async", compiled.asm["ptx"])
         assert not resources(compiled.asm["cubin"])["STACK"], f"{launch.name} lacks registers"
         launched.append(launch.name)
 
