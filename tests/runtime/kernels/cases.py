@@ -29,10 +29,10 @@ from slapo_rewrite.runtime.kernels.bias_gelu import (
     linear_activation,
     linear_gelu,
 )
-from slapo_rewrite.runtime.kernels.cross_entropy import cross_entropy
+from slapo_rewrite.runtime.kernels.cross_entropy import cross_entropy, whole_vectors
 from slapo_rewrite.runtime.kernels.dropout_residual import dropout_residual
 from slapo_rewrite.runtime.kernels.gated import gated, geglu, reglu, swiglu
-from slapo_rewrite.runtime.kernels.launch import runs_triton
+from slapo_rewrite.runtime.kernels.launch import jit, runs_triton, tl
 from slapo_rewrite.runtime.kernels.layer_norm import (
     layer_norm,
     norm_before,
@@ -645,6 +645,20 @@ def bias_and_gelu(device):
         compare(lambda x: bias_gelu(x, None), F.gelu, make(5, 40))
 
 
+@case
+def gelu_is_as_near_as_it_says(device):
+    """Also far to the left, where 1 + erf(x) has no digits left."""
+    x = torch.linspace(-12, 12, 4001, device=device)
+    if not runs_triton(x):
+        return
+    exact = x.double() * torch.erfc(-x.double() / math.sqrt(2)) / 2
+    error = (bias_gelu(x, None).double() - exact).abs()
+    near = x.abs() < 4
+    assert (error[near] <= 1e-6 * exact[near].abs()).all()
+    # There the power's argument, up to 104, is rounded.
+    assert (error <= 1e-5 * exact.abs()).all()
+
+
 # Positions.
 
 
@@ -725,6 +739,44 @@ def cross_entropy_of_any_size(device):
             )
 
 
+@jit
+def ask_whole_vectors(firsts, many, v, stride):
+    row = tl.program_id(0).to(tl.int64)
+    found = whole_vectors(row, stride, v)
+    tl.store(firsts + row, found[0])
+    tl.store(many + row, found[1])
+
+
+@case
+def cross_entropy_of_rows_that_begin_anywhere(device):
+    """16 bytes are read at a time from where they are aligned, which differs from row to row."""
+    for make in makers(device)[:2]:
+        for size, stride, first in ((1003, 1003, 0), (1003, 1008, 0), (1003, 1010, 5), (11, 13, 1)):
+            wide = make(9, stride)
+            labels = torch.arange(9, device=device) + size - 9  # the first columns, and the last
+            labels[:4] = torch.arange(4, device=device)
+            compare(
+                lambda x, y, a=first, b=first + size: cross_entropy(x[:, a:b], y, upcast=True),
+                lambda x, y, a=first, b=first + size: causal_loss(x[:, a:b].contiguous(), y),
+                wide,
+                labels,
+            )
+    if runs_triton(wide):
+        for size, stride in ((1003, 1003), (1003, 1008), (11, 13), (5, 5), (30522, 30522)):
+            found = torch.zeros(2, 9, dtype=torch.int64, device=device)
+            ask_whole_vectors[(9,)](*found, size, stride)
+            begin, many = found
+            assert ((torch.arange(9, device=device) * stride + begin) % 8 == 0).all()
+            assert (many % 8 == 0).all() and ((size - many < 16) & (begin < 8)).all()
+        logits, labels = make(9, 1003).requires_grad_(), make.labels(9, below=1003)
+        for x in (logits, logits[:1].expand(9, -1)):
+            found = [
+                torch.autograd.grad(f(x, labels), logits)[0]
+                for f in (cross_entropy, F.cross_entropy)
+            ]
+            torch.testing.assert_close(*found, atol=1e-3, rtol=1e-2)
+
+
 @case
 def cross_entropy_with_every_option(device):
     for make in makers(device):
@@ -755,6 +807,12 @@ def cross_entropy_at_the_edges(device):
     assert cross_entropy(logits[:0], labels[:0]).isnan()
     if runs_triton(logits):
         assert cross_entropy(logits, labels, num_items=0).isinf()
+        # A row that does not count has no gradient, whatever its logits are.
+        spoilt = torch.cat((logits.detach()[:2], torch.full_like(logits[:1], float("nan"))))
+        labels[2] = -100
+        loss = cross_entropy(spoilt.requires_grad_(), labels)
+        gradient = torch.autograd.grad(loss, spoilt)[0]
+        assert gradient[:2].all() and not gradient[2].any()
     if device == "cpu":
         for beyond in (labels + 20, labels - 25):
             with pytest.raises((RuntimeError, IndexError)):
