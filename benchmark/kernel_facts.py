@@ -291,19 +291,23 @@ def is_narrow(row: dict[str, Any]) -> bool:
 
 
 def remarks(results: dict[str, Any]) -> str:
-    """What holds of all GPUs: what spills, and what is not loaded and stored 16 bytes at a time."""
+    """What holds of all GPUs: what spills, is narrow or, on another GPU, slower than its bar."""
     lines = []
     for kernel, sizes in results["kernels"].items():
         for size, found in sizes.items():
-            for direction, on in found.items():
-                at = f"{kernel}, {int(size):,}, {direction}"
-                spills = [g for g, row in on.items() if row["spilled_bytes"]]
-                narrow = [g for g, row in on.items() if is_narrow(row)]
-                lines += [f"- spills on {', '.join(spills)}: {at}"] if spills else []
-                lines += [f"- narrow on {', '.join(narrow)}: {at}"] if narrow else []
-    if not lines:
-        return "On all of them no kernel spills, and main loads and stores are 16 bytes wide.\n"
-    return "\n".join(lines) + "\n"
+            for direction, bar in BARS.items():
+                for gpu, row in found[direction].items():
+                    at = f"{kernel}, {int(size):,}, {direction}, on {gpu}"
+                    if row["spilled_bytes"]:
+                        lines.append(f"- spills: {at}")
+                    if is_narrow(row):
+                        lines.append(f"- narrow loads or stores: {at}")
+                    if gpu != SHOWN and row["over_floor"] > bar:
+                        lines.append(f"- {row['over_floor']:.2f}, {row['limit']}: {at}")
+    plain = not any(line.startswith(("- spills", "- narrow")) for line in lines)
+    head = "On all of them no kernel spills, and main loads and stores are 16 bytes wide.\n"
+    head = head if plain else ""
+    return head + ("\nBeyond the bars:\n\n" + "\n".join(lines) + "\n" if lines else "")
 
 
 def run(chosen: Iterable[tuple[Kernel, str, int]], processes: int) -> dict[str, Any]:

@@ -49,7 +49,8 @@ def write(name: str, results: dict[str, Any], text: str) -> None:
     (FOLDER / "results").mkdir(exist_ok=True)
     path = FOLDER / "results" / f"{name}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
-    before, _, rest = README.read_text().partition(f"<!-- {name} -->\n")
+    before, mark, rest = README.read_text().partition(f"<!-- {name} -->\n")
+    assert mark, f"{README} has no place for {name}"
     _, _, after = rest.partition(f"<!-- end of {name} -->\n")
     README.write_text(f"{before}{marked(name, text)}{after}")
     print(text)

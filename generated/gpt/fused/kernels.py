@@ -1,7 +1,7 @@
 # Written by slapo-rewrite 0.1.0 for gpt.py; rewrite.json says from what.
 """Kernels that the model uses, each with its reference in PyTorch.
 
-Shapes: M rows, D features, F inner features.
+Shapes: M rows, D features, F inner features, V classes.
 """
 
 import re
@@ -87,20 +87,26 @@ def ceil_div(size: int, block: int) -> int:
     return -(-size // block)
 
 
+def power_of_two(size: int) -> int:
+    """The power of two that is not below `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
 def block_size(size: int) -> int:
     """The power of two, at least 16, that holds `size` elements."""
-    return 1 << max(size - 1, 15).bit_length()
+    return max(power_of_two(size), 16)
 
 
-def row_tile(columns: int) -> tuple[int, int, int]:
+def row_tile(columns: int, elements: int = 2048) -> tuple[int, int, int]:
     """Rows and columns that a program holds at a time, whole rows, and its warps.
 
-    16 elements a thread are two loads of 16 bytes in half precision. Chosen for an
-    H100/H200: as compiled for it, threads have registers enough up to 4,096 columns,
-    and but for some bytes of the backward passes at 8,192. Not measured yet.
+    16 elements a thread are two loads of 16 bytes in half precision. A backward pass
+    that sums over rows as well takes 1,024 elements or one row, 8 to 16 a thread. So
+    compiled for A100, H200 and B200, threads have registers enough up to 8,192 columns.
+    Not measured yet.
     """
     block_d = block_size(columns)
-    block_m = max(2048 // block_d, 1)
+    block_m = max(elements // block_d, 1)
     return block_m, block_d, min(max(block_m * block_d // 512, 4), 32)
 
 
@@ -114,6 +120,15 @@ def flat_tile(rows: int, columns: int) -> tuple[int, int, int, int]:
     return ceil_div(rows, block_m), ceil_div(columns, block_d), block_m, block_d
 
 
+def stages_of(block: int, *tensors: Tensor | None) -> int:
+    """Two where a block of each tensor is loaded while the one before is worked on.
+
+    Those wait in shared memory; one if they do not fit in 64 KiB, which every GPU has.
+    """
+    held = block * sum(t.element_size() for t in tensors if t is not None)
+    return 2 if held <= 2**16 else 1
+
+
 def multiprocessors(x: Tensor) -> int:
     """How many the GPU of `x` has; one where kernels are interpreted."""
     if not x.is_cuda:
@@ -121,14 +136,17 @@ def multiprocessors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
-def reducing_programs(x: Tensor, blocks: int, column_blocks: int = 1) -> int:
+def reducing_programs(
+    x: Tensor, blocks: int, num_warps: int = 4, column_blocks: int = 1
+) -> int:
     """How many programs share `blocks` blocks of rows and keep a partial sum each.
 
-    Four on each multiprocessor of the GPU, over all blocks of columns: at four warps and
-    the 80 to 128 registers a thread that the compiler takes for an H100/H200, as many as
-    run at a time. Not measured yet.
+    16 warps on each multiprocessor of the GPU, over all blocks of columns: as compiled,
+    no more than run at a time, and as many as keep its memory busy while the rows to
+    come are loaded. Not measured yet.
     """
-    return min(blocks, max(4 * multiprocessors(x) // column_blocks, 1))
+    programs = max(16 // num_warps, 1) * multiprocessors(x) // column_blocks
+    return min(blocks, max(programs, 1))
 
 
 # Activation functions inside kernels, in float32, and the same in PyTorch.
@@ -152,11 +170,60 @@ def activated(x: Tensor, kind: str, activation: nn.Module | None) -> Tensor:
 
 
 @jit
-def logistic(z):
-    """1 / (1 + exp(-z)) and its derivative, without cancellation."""
-    power = tl.exp(-tl.abs(z))
-    total = 1.0 + power
-    return tl.where(z >= 0.0, 1.0, power) / total, power / (total * total)
+def exponential(x):
+    """exp(x), and 0 where it is below 2 ** -126: two instructions, where `tl.exp` has five."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@jit
+def reciprocal(x):
+    """1 / x of positive numbers, within 4e-7 of it.
+
+    Two instructions, where a division takes eight.
+    """
+    root = tl.rsqrt(x)
+    return root * root
+
+
+@jit
+def tanh_tile(x):
+    """The hyperbolic tangent, within 1e-6 of it."""
+    power = exponential(-2.0 * tl.abs(x))
+    far = (1.0 - power) * reciprocal(1.0 + power)
+    square = x * x
+    # Where 1 - power would cancel: the series up to x ** 9.
+    near = 0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488)
+    near = x * (1.0 + square * (-0.3333333333333333 + square * near))
+    return tl.where(square < 0.0625, near, tl.where(x < 0.0, -far, far))
+
+
+@jit
+def normal_distribution(x):
+    """The share of a standard normal distribution that is below x, and its density there.
+
+    The density times a polynomial of 1 / (1 + 0.305 |x|), fitted to the share beyond |x|:
+    within 1e-7 of it, and so of small shares as well, which 1 + erf loses.
+    """
+    power = exponential(-0.5 * x * x)
+    t = reciprocal(1.0 + 0.305 * tl.abs(x))
+    tail = 0.1857168972492218 + t * (-0.15298831462860107 + t * 0.036699190735816956)
+    tail = 0.12102167308330536 + t * (-0.03797682747244835 + t * tail)
+    tail = 0.12246681749820709 + t * (0.10342086851596832 + t * tail)
+    tail = power * (t * (0.12163973599672318 + t * tail))
+    return tl.where(x < 0.0, tail, 1.0 - tail), 0.3989422804014327 * power
+
+
+@jit
+def steepness(x, kind: constexpr):
+    """Activations that are x sigmoid(z): z by x, and its derivative."""
+    if kind == "silu":
+        return x, 1.0
+    elif kind == "quick_gelu":
+        return 1.702 * x, 1.702
+    else:  # "gelu_tanh": (1 + tanh(z / 2)) / 2 is sigmoid(z); 1.5957... is 2 sqrt(2 / pi)
+        square = x * x
+        z = x * (1.5957691216057308 + 0.07135481627260025 * square)
+        return z, 1.5957691216057308 + 0.21406444881780074 * square
 
 
 @jit
@@ -164,34 +231,29 @@ def activate(x, kind: constexpr):
     """The activation of a tile."""
     if kind == "relu":
         return tl.where(x < 0.0, 0.0, x)
-    elif kind == "silu":
-        return x * tl.sigmoid(x)
-    elif kind == "quick_gelu":
-        return x * tl.sigmoid(1.702 * x)
-    elif kind == "gelu_tanh":
-        # (1 + tanh(z)) / 2 is sigmoid(2 z); 1.5957... is 2 sqrt(2 / pi).
-        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif kind == "gelu":
+        share, _ = normal_distribution(x)
+        return x * share
     else:
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        z, _ = steepness(x, kind)
+        return x * reciprocal(1.0 + exponential(-z))
 
 
 @jit
-def activation_slope(x, kind: constexpr):
-    """The activation's derivative, of a tile."""
+def activate_and_slope(x, kind: constexpr):
+    """The activation of a tile, and its derivative."""
     if kind == "relu":
-        return tl.where(x > 0.0, 1.0, 0.0)
-    elif kind == "silu":
-        share, slope = logistic(x)
-        return share + x * slope
-    elif kind == "quick_gelu":
-        share, slope = logistic(1.702 * x)
-        return share + 1.702 * x * slope
-    elif kind == "gelu_tanh":
-        share, slope = logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
-        return share + x * slope * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        return tl.where(x < 0.0, 0.0, x), tl.where(x > 0.0, 1.0, 0.0)
+    elif kind == "gelu":
+        share, density = normal_distribution(x)
+        return x * share, share + x * density
     else:
-        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
-        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
+        z, dz = steepness(x, kind)
+        # 1 - sigmoid(z) is the sigmoid times this power, and does not cancel so.
+        power = exponential(tl.minimum(-z, 87.0))
+        share = reciprocal(1.0 + power)
+        y = x * share
+        return y, share * (1.0 + y * power * dz)
 
 
 # Random numbers that the backward pass draws again, so that no mask is stored.
@@ -224,7 +286,8 @@ def kept(seed, rows, first, p, block_d: constexpr):
     zero = tl.zeros_like(row)
     a, b, c, d = tl.philox(tl.load(seed), row, column, zero, zero, 7)
     bits = tl.interleave(tl.interleave(a, b), tl.interleave(c, d))
-    return tl.uint_to_uniform_float(bits) >= p
+    # At most the largest float below 2 ** 32: what is kept at p = 1 is scaled by 0.
+    return bits >= tl.minimum(p * 4294967296.0, 4294967040.0).to(tl.uint32)
 
 
 # Modules of which kernels take what they compute by, and what makes them be called.
@@ -362,7 +425,7 @@ def bias_activation_backward_kernel(
         added = tl.load(bias + columns, mask=columns < f, other=0.0).to(tl.float32)
     db = tl.zeros((block_m, block_f), tl.float32)
     step = tl.num_programs(1) * block_m
-    for start in range(tl.program_id(1) * block_m, m, step):
+    for start in tl.range(tl.program_id(1) * block_m, m, step, num_stages=2):
         rows = (start + tl.arange(0, block_m)).to(tl.int64)
         inside = (rows < m)[:, None] & (columns < f)[None, :]
         x_at = rows[:, None] * x_stride + columns[None, :]
@@ -374,7 +437,8 @@ def bias_activation_backward_kernel(
         if has_dropout:
             keep = kept(seed, rows, tl.program_id(0) * block_f, p, block_f)
             g = tl.where(keep, g * keep_scale, 0.0)
-        g *= activation_slope(value, kind)
+        _, slope = activate_and_slope(value, kind)
+        g *= slope
         if bias_gradient:
             db += g
         at = rows[:, None] * f + columns[None, :]
@@ -428,7 +492,7 @@ def bias_activation_backward(
     m, f = rows.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     row_blocks, column_blocks, block_m, block_f = flat_tile(m, f)
-    programs = reducing_programs(x, row_blocks, column_blocks)
+    programs = reducing_programs(x, row_blocks, column_blocks=column_blocks)
     dbias = torch.empty((programs, f), dtype=torch.float32, device=x.device)
     with device_of(x):
         bias_activation_backward_kernel[(column_blocks, programs)](
@@ -492,10 +556,11 @@ def bias_activation(
     """dropout(activation(x + bias)).
 
     Shapes: x (..., F), bias (F,) or None -> (..., F).
-    Numerics: reassociated; float32 inside, rounded once. The bias's gradient is summed
-        in float32, in the same order at every run. Reseeded where something is dropped:
-        dropout draws other numbers than `torch.nn.functional.dropout`, from the same
-        generator, and stores no mask.
+    Numerics: reassociated; float32 inside, rounded once. A sigmoid or the normal
+        distribution is within 1e-6 of itself between -4 and 4, and within 1e-5 farther
+        out. The bias's gradient is summed in float32, in the same order at every run.
+        Reseeded where something is dropped: dropout draws other numbers than
+        `torch.nn.functional.dropout`, from the same generator, and stores no mask.
     Source: Hendrycks & Gimpel 2016, arXiv:1606.08415; Salmon et al. 2011,
         doi:10.1145/2063384.2063405.
 
@@ -544,6 +609,423 @@ def linear_gelu(
 ) -> Tensor:
     """gelu(linear(x)), as `linear_activation`; `approximate` is as in `bias_gelu`."""
     return linear_activation(x, linear, gelu_kind(approximate), activation=activation)
+
+
+# Cross entropy of a large vocabulary, without a copy of the logits in float32.
+
+
+# ignore_index, label_smoothing, softcap
+Options = tuple[int, float, float | None]
+
+
+def cross_entropy_reference(
+    logits: Tensor,
+    labels: Tensor,
+    options: Options,
+    num_items: Tensor | float | None,
+    upcast: bool,
+) -> Tensor:
+    """`cross_entropy` in PyTorch's operations."""
+    ignore_index, label_smoothing, softcap = options
+    dtype = loss_dtype(logits, upcast)
+    logits = logits.reshape(-1, logits.shape[-1])
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss = nn.functional.cross_entropy(
+        logits,
+        labels.reshape(-1).to(logits.device),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="mean" if num_items is None else "sum",
+    )
+    if isinstance(num_items, Tensor):
+        num_items = num_items.to(loss.device)
+    return (loss if num_items is None else loss / num_items).to(dtype)
+
+
+def loss_dtype(logits: Tensor, upcast: bool) -> torch.dtype:
+    """What PyTorch gives: float32 of logits that are cast or under autocast, else theirs."""
+    if logits.dtype == torch.float64:
+        return torch.float64
+    mixed = not logits.is_meta and torch.is_autocast_enabled(logits.device.type)
+    return torch.float32 if upcast or mixed else logits.dtype
+
+
+@jit
+def logits_of(row, columns, inside, softcap, has_softcap: constexpr):
+    """Some logits of a row, capped; -inf where there are none."""
+    x = tl.load(row + columns, mask=inside, other=float("-inf")).to(tl.float32)
+    if has_softcap:
+        x = tl.where(inside, softcap * tanh_tile(x * (1.0 / softcap)), float("-inf"))
+    return x
+
+
+@jit
+def whole_vectors(row, stride, v):
+    """Where a row's first 16 bytes that are aligned begin, and how many elements follow.
+
+    Those that are loaded and stored 16 bytes at a time: eight elements in half precision.
+    Rows of an odd vocabulary begin anywhere; up to seven elements are left at each end.
+    """
+    first = ((8 - row * stride % 8) % 8).to(tl.int32)
+    return first, tl.maximum(v - first, 0) // 8 * 8
+
+
+@jit
+def ends(first, many, v, block: constexpr):
+    """The columns before and after a row's whole vectors, and which of them there are."""
+    i = tl.arange(0, block)
+    return tl.where(i < first, i, i + many), i < v - many
+
+
+@jit
+def cross_entropy_forward_kernel(
+    logits,
+    labels,
+    losses,
+    tops,
+    logs,
+    v,
+    stride,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    has_softcap: constexpr,
+    has_smoothing: constexpr,
+    block_v: constexpr,
+):
+    """Writes a row's loss, and the logarithm of its sum of exponentials: (M,) each.
+
+    The latter as the largest logit and the rest: their sum would lose digits.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    if label == ignore_index:
+        tl.store(losses + row, 0.0)
+        tl.store(tops + row, 0.0)
+        tl.store(logs + row, 0.0)
+        return
+    here = logits + row * stride
+    first, many = whole_vectors(row, stride, v)
+    aligned = logits + tl.multiple_of(row * stride + first, 8)
+    columns, real = ends(first, many, v, block_v)
+    # Each lane keeps its own maximum, and the lanes meet after the loop. Four logits a
+    # turn, since the sum so far has to be scaled once a turn: exponentials, not memory,
+    # would be the limit.
+    largest = logits_of(here, columns, real, softcap, has_softcap)
+    total = tl.where(largest == float("-inf"), 0.0, 1.0)
+    plain = tl.where(real, largest, 0.0)
+    for start in range(0, many, 4 * block_v):
+        i = start + tl.arange(0, block_v)
+        j, k, n = i + block_v, i + 2 * block_v, i + 3 * block_v
+        a = logits_of(aligned, i, i < many, softcap, has_softcap)
+        b = logits_of(aligned, j, j < many, softcap, has_softcap)
+        c = logits_of(aligned, k, k < many, softcap, has_softcap)
+        d = logits_of(aligned, n, n < many, softcap, has_softcap)
+        if has_smoothing:
+            plain += tl.where(i < many, a, 0.0) + tl.where(j < many, b, 0.0)
+            plain += tl.where(k < many, c, 0.0) + tl.where(n < many, d, 0.0)
+        above = tl.maximum(largest, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+        against = tl.where(above == float("-inf"), 0.0, above)
+        total = total * exponential(largest - against)
+        total += exponential(a - against) + exponential(b - against)
+        total += exponential(c - against) + exponential(d - against)
+        largest = above
+    top = tl.max(largest, 0)
+    against = tl.where(top == float("-inf"), 0.0, top)
+    log = tl.log(tl.sum(total * exponential(largest - against), 0))
+    # No memory is read for a label that is no class: `flat_labels` has told of it.
+    known = (label >= 0) & (label < v)
+    x = tl.load(here + label, mask=known, other=float("nan")).to(tl.float32)
+    if has_softcap:
+        x = softcap * tanh_tile(x * (1.0 / softcap))
+    loss = log + (top - x)
+    if has_smoothing:
+        loss = (1.0 - label_smoothing) * loss + label_smoothing * (
+            log + (top - tl.sum(plain, 0) / v)
+        )
+    tl.store(losses + row, loss)
+    tl.store(tops + row, top)
+    tl.store(logs + row, log)
+
+
+@jit
+def store_gradient(
+    logits,
+    dlogits,
+    known,
+    inside,
+    is_label,
+    top,
+    log,
+    scale,
+    label_smoothing,
+    v,
+    softcap,
+    has_softcap: constexpr,
+):
+    """Writes the gradient of some logits of a row, times the scale, knowing some of them."""
+    x = tl.load(logits, mask=known, other=0.0).to(tl.float32)
+    slope = 1.0
+    if has_softcap:
+        bent = tanh_tile(x * (1.0 / softcap))
+        x, slope = softcap * bent, 1.0 - bent * bent
+    gradient = exponential((x - top) - log) - label_smoothing / v
+    gradient -= tl.where(is_label, 1.0 - label_smoothing, 0.0)
+    gradient *= slope * scale
+    tl.store(dlogits, gradient.to(dlogits.dtype.element_ty), mask=inside)
+
+
+@jit
+def cross_entropy_backward_kernel(
+    logits,
+    labels,
+    tops,
+    logs,
+    scale,
+    dlogits,
+    v,
+    column_blocks,
+    stride,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    has_scale: constexpr,
+    has_softcap: constexpr,
+    block_v: constexpr,
+):
+    """Writes dlogits (M, V), times the number at `scale`; it may be logits itself."""
+    row = (tl.program_id(0) // column_blocks).to(tl.int64)
+    across = tl.program_id(0) % column_blocks
+    label, top, log = tl.load(labels + row), tl.load(tops + row), tl.load(logs + row)
+    # Zeros in rows that do not count, whatever their logits are: those are not loaded.
+    counts = label != ignore_index
+    factor = tl.where(counts, tl.load(scale).to(tl.float32) if has_scale else 1.0, 0.0)
+    first, many = whole_vectors(row, stride, v)
+    place = label.to(tl.int32) - first
+    i = across * block_v + tl.arange(0, block_v)
+    at = tl.multiple_of(row * stride + first, 8) + i
+    store_gradient(
+        logits + at,
+        dlogits + at,
+        i < tl.where(counts, many, 0),
+        i < many,
+        i == place,
+        top,
+        log,
+        factor,
+        label_smoothing,
+        v,
+        softcap,
+        has_softcap,
+    )
+    if across == 0:
+        columns, real = ends(first, many, v, 16)
+        store_gradient(
+            logits + row * stride + columns,
+            dlogits + row * stride + columns,
+            real & (columns < tl.where(counts, v, 0)),
+            real,
+            columns == label,
+            top,
+            log,
+            factor,
+            label_smoothing,
+            v,
+            softcap,
+            has_softcap,
+        )
+
+
+def cross_entropy_forward(
+    logits: Tensor, labels: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Losses (M,) and statistics (2, M), from logits (M, V) and labels (M,).
+
+    2,048 elements of eight warps are a load of 16 bytes a thread in half precision, and
+    four of them are under way at a time. Chosen for an H100/H200; not measured yet.
+    """
+    (m, v), (ignore_index, label_smoothing, softcap) = logits.shape, options
+    losses = torch.empty((m,), dtype=torch.float32, device=logits.device)
+    statistics = torch.empty((2, m), dtype=torch.float32, device=logits.device)
+    with device_of(logits):
+        cross_entropy_forward_kernel[(m,)](
+            logits,
+            labels,
+            losses,
+            *statistics.unbind(),
+            v,
+            logits.stride(0),
+            ignore_index,
+            label_smoothing,
+            softcap or 0.0,
+            has_softcap=softcap is not None,
+            has_smoothing=label_smoothing > 0,
+            block_v=min(block_size(ceil_div(v, 4)), 2048),
+            num_warps=8,
+        )
+    return losses, statistics
+
+
+def cross_entropy_backward(
+    logits: Tensor,
+    labels: Tensor,
+    statistics: Tensor,
+    scale: Tensor | None,
+    options: Options,
+    in_place: bool,
+) -> Tensor:
+    """The gradient of the logits, (M, V), in the memory of the logits if `in_place`.
+
+    Args:
+        logits: (M, V), neighbouring in a row.
+        labels: (M,).
+        statistics: (2, M), as the forward pass found them.
+        scale: One number on the device, the gradient of the sum of losses.
+        options: As in `cross_entropy`.
+        in_place: Whether the logits are given up.
+    """
+    (m, v), (ignore_index, label_smoothing, softcap) = logits.shape, options
+    block_v = min(block_size(v), 4096)
+    column_blocks = ceil_div(v, block_v)
+    if logits.stride(0) < v:  # rows that are the same memory
+        logits = logits.contiguous()
+    dlogits = (
+        logits
+        if in_place
+        else torch.empty_strided(
+            logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device
+        )
+    )
+    with device_of(logits):
+        cross_entropy_backward_kernel[(m * column_blocks,)](
+            logits,
+            labels,
+            *statistics.unbind(),
+            statistics if scale is None else scale,
+            dlogits,
+            v,
+            column_blocks,
+            logits.stride(0),
+            ignore_index,
+            label_smoothing,
+            softcap or 0.0,
+            has_scale=scale is not None,
+            has_softcap=softcap is not None,
+            block_v=block_v,
+            num_warps=8,
+        )
+    return dlogits
+
+
+def loss_scale(
+    labels: Tensor, ignore_index: int, num_items: Tensor | float | None
+) -> Tensor:
+    """What the sum of losses is multiplied by, left on the device of the labels."""
+    if num_items is None:
+        return (labels != ignore_index).sum().to(torch.float32).reciprocal()
+    if isinstance(num_items, Tensor):
+        return num_items.to(labels.device, torch.float32).reciprocal()
+    items = torch.full((), num_items, dtype=torch.float32, device=labels.device)
+    return items.reciprocal()
+
+
+def flat_labels(
+    labels: Tensor, logits: Tensor, classes: int, ignore_index: int
+) -> Tensor:
+    """Labels of as many rows as logits (or what they are made of) have, on their device.
+
+    Raises:
+        ValueError: There are more or fewer.
+        RuntimeError: One is no class; on a GPU the device stops, as PyTorch has it.
+    """
+    labels, rows = labels.reshape(-1), logits.shape[:-1].numel()
+    if len(labels) != rows:
+        raise ValueError(f"there are {len(labels)} labels for {rows} predictions")
+    labels = labels.to(logits.device).contiguous()
+    known = ((labels >= 0) & (labels < classes)) | (labels == ignore_index)
+    torch._assert_async(known.all(), "a label is no class")
+    return labels
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    """The loss, differentiable in the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        options: Options,
+        num_items: Tensor | float | None,
+        in_place: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Keeps the logits and one number for each row."""
+        labels = flat_labels(labels, logits, logits.shape[-1], options[0])
+        losses, statistics = cross_entropy_forward(rows_of(logits), labels, options)
+        scale = loss_scale(labels, options[0], num_items)
+        ctx.save_for_backward(logits, labels, statistics, scale)
+        ctx.options, ctx.in_place = options, in_place
+        return (losses.sum() * scale).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        """The gradient of the logits."""
+        logits, labels, statistics, scale = ctx.saved_tensors
+        dlogits = cross_entropy_backward(
+            rows_of(logits.detach()),
+            labels,
+            statistics,
+            dloss * scale,
+            ctx.options,
+            ctx.in_place,
+        )
+        return dlogits.view(logits.shape), *(None,) * 5
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    num_items: Tensor | float | None = None,
+    in_place: bool = False,
+    upcast: bool = False,
+) -> Tensor:
+    """Cross entropy, computed in float32, of logits of any dtype.
+
+    Shapes: logits (..., V), labels (...) of as many rows -> ().
+    Numerics: reassociated.
+    Source: Milakov & Gimelshein 2018, arXiv:1805.02867; label smoothing: Szegedy et al.
+        2015, arXiv:1512.00567; soft cap: Gemma Team 2024, arXiv:2408.00118.
+
+    Args:
+        logits: Before any softmax.
+        labels: Class indices.
+        ignore_index: A label that does not count.
+        label_smoothing: The share that is spread over all classes.
+        softcap: Where there is one, logits become softcap * tanh(logits / softcap).
+        num_items: What the sum of losses is divided by; without it, the number of
+            labels that count.
+        in_place: Let the backward pass write the gradient over the logits, which
+            nothing else may then use, and go back only once.
+        upcast: Give a loss in float32, as of logits that are cast first; else it has
+            the logits' dtype, or float32 under autocast.
+    """
+    options = (ignore_index, label_smoothing, softcap)
+    if not runs_triton(logits) or labels.dtype != torch.int64:
+        return cross_entropy_reference(logits, labels, options, num_items, upcast)
+    dtype = loss_dtype(logits, upcast)
+    loss: Tensor = CrossEntropyFunction.apply(
+        logits, labels, options, num_items, in_place, dtype
+    )
+    return loss
 
 
 # Layer normalisation, with the bias, dropout and residual addition before it.
@@ -643,6 +1125,7 @@ def layer_norm_backward_kernel(
     input_bias_gradient: constexpr,
     block_m: constexpr,
     block_d: constexpr,
+    stages: constexpr,
 ):
     """Writes dx and dresidual (M, D), and each program's part of the sums over rows.
 
@@ -656,7 +1139,7 @@ def layer_norm_backward_kernel(
     db = tl.zeros((block_m, block_d), tl.float32)
     dib = tl.zeros((block_m, block_d), tl.float32)
     step = tl.num_programs(0) * block_m
-    for start in range(tl.program_id(0) * block_m, m, step):
+    for start in tl.range(tl.program_id(0) * block_m, m, step, num_stages=stages):
         rows = (start + tl.arange(0, block_m)).to(tl.int64)
         inside = (rows < m)[:, None] & real[None, :]
         at = rows[:, None] * d + columns[None, :]
@@ -665,7 +1148,7 @@ def layer_norm_backward_kernel(
         mu = tl.load(mean + rows, mask=rows < m, other=0.0)[:, None]
         r = tl.load(rstd + rows, mask=rows < m, other=0.0)[:, None]
         value = tl.load(total + total_at, mask=inside, other=0.0).to(tl.float32)
-        hat = tl.where(inside, (value - mu) * r, 0.0)
+        hat = (value - mu) * r  # in columns that are not there, g is 0
         g = tl.load(dy + dy_at, mask=inside, other=0.0).to(tl.float32)
         if has_handed:
             handed_at = rows[:, None] * handed_stride + columns[None, :]
@@ -687,7 +1170,7 @@ def layer_norm_backward_kernel(
             keep = kept(seed, rows, 0, p, block_d)
             g = tl.where(keep, g * keep_scale, 0.0)
         if input_bias_gradient:
-            dib += tl.where(inside, g, 0.0)
+            dib += g  # r is 0 in rows that are not there
         tl.store(dx + at, g.to(dx.dtype.element_ty), mask=inside)
     at = tl.program_id(0) * d + columns
     if weight_gradient:
@@ -777,8 +1260,8 @@ def layer_norm_backward(
     handed_rows = dy_rows if handed is None else rows_of(handed)
     dtotal_rows = dy_rows if dtotal is None else rows_of(dtotal)
     (m, d), device = rows.shape, total.device
-    block_m, block_d, num_warps = row_tile(d)
-    programs = reducing_programs(total, ceil_div(m, block_m))
+    block_m, block_d, num_warps = row_tile(d, 1024)
+    programs = reducing_programs(total, ceil_div(m, block_m), num_warps)
     dx = torch.empty(total.shape, dtype=x_dtype, device=device)
     dresidual = dx
     apart = seed is not None or residual_dtype != x_dtype
@@ -816,6 +1299,7 @@ def layer_norm_backward(
             input_bias_gradient=sums[2],
             block_m=block_m,
             block_d=block_d,
+            stages=stages_of(block_m * block_d, dy, handed, dtotal, total),
             num_warps=num_warps,
         )
     return dx, dresidual, [parts[i].sum(0) if sums[i] else None for i in range(3)]
