@@ -34,8 +34,8 @@ from benchmark.compiled import Launch, caught
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 
-# What they add to their result is theirs as well: they take the time that their arithmetic takes.
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+ADDING_PRODUCTS = {"addmm", "baddbmm"}  # a bias, or another product's result
+PRODUCTS = {"mm", "bmm"} | ADDING_PRODUCTS
 ATTENTION = "_scaled_dot_product_"
 
 # Operators that give a view without saying so, or that make what nothing has been written to.
@@ -57,12 +57,14 @@ class Call:
         module: The class in whose `forward` it stands, or whose operator it goes back through.
         backward: Whether it runs in the backward pass.
         bytes: Read and written.
+        addend: Of these, what a matrix product adds its result to.
     """
 
     operator: str
     module: str
     backward: bool
     bytes: int
+    addend: int = 0
 
     @property
     def is_product(self) -> bool:
@@ -134,10 +136,12 @@ class Counter(TorchDispatchMode):
         given = [*args, *(x for name, x in kwargs.items() if name != "out")]  # not read
         bytes_ = moved(func, given, results)
         if bytes_ is not None:
-            self.add(func._schema.name.removeprefix("aten::"), bytes_)
+            name = func._schema.name.removeprefix("aten::")
+            adds = name.removesuffix("_") in ADDING_PRODUCTS
+            self.add(name, bytes_, size(args[0]) if adds else 0)
         return results
 
-    def add(self, operator: str, bytes_: int) -> None:
+    def add(self, operator: str, bytes_: int, addend: int = 0) -> None:
         """Counts a call where the step now is."""
         node = torch._C._current_autograd_node()
         if node is None:
@@ -146,7 +150,7 @@ class Counter(TorchDispatchMode):
             self._owners.setdefault(torch._C._autograd._get_sequence_nr() - 1, module)
         else:
             module = self._owners.get(node._sequence_nr(), "")
-        self.calls.append(Call(operator, module, node is not None, bytes_))
+        self.calls.append(Call(operator, module, node is not None, bytes_, addend))
 
     def launched(self, launch: Launch) -> None:
         """Counts a launch of a Triton kernel."""

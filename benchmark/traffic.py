@@ -3,9 +3,9 @@
     python -m benchmark.traffic [--only BERT-large] [--breakdown VARIANT]
 
 Bytes and operator calls of forward and backward, dropout on, loss with labels, counted on fake
-tensors (`benchmark.counted`): no GPU, and the same figures at every run. Matrix products and the
-kernels of flash attention are counted apart, since no rewriting saves them; the scores that eager
-attention writes out are not.
+tensors (`benchmark.counted`): no GPU, and the same figures at every run. Matrix products, but for
+what they add to their results, and the kernels of flash attention are counted apart, since no
+rewriting saves them; the scores that eager attention writes out are not.
 
 The floor is what passes through memory once everything between matrix products is one kernel
 (`floor_bytes`). Writes `benchmark/results/traffic.json`.
@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,14 +34,6 @@ from slapo_rewrite.verify.isolated_imports import import_output
 NAME = "traffic"
 BAR = 0.8  # of the way from SDPA to the floor
 LARGEST = 15  # rows of a breakdown
-# Every rule that is legal and known to pay.
-FUSED = """\
-from rules.schedules.{name} import model
-
-
-def schedule(s):
-    s.apply_all()
-"""
 PACKAGES = ("torch", "transformers", "triton")
 
 
@@ -52,19 +44,17 @@ class Variant:
     Attributes:
         name: What it is called in tables.
         attention: The attention implementation, by transformers' name.
-        knobs: What the schedule is set to, as `name=value`; None for the original.
-        schedule: The schedule's text, for the module of a bundled one; that one itself without it.
+        knobs: What the bundled schedule is set to, as `name=value`; None for the original.
     """
 
     name: str
     attention: str
     knobs: tuple[str, ...] | None = None
-    schedule: str | None = None
 
 
 EAGER = Variant("eager attention", "eager")
 SDPA = Variant("SDPA", "sdpa")
-OURS = Variant("ours", "sdpa", (), FUSED)
+OURS = Variant("ours", "sdpa", ("tensor_parallel=false", "fuse=true"))
 VARIANTS = (EAGER, SDPA, OURS)
 
 
@@ -106,21 +96,13 @@ def floor_bytes(step: Step) -> float:
 
 def has_knobs(step: Step, variant: Variant) -> bool:
     """Whether the bundled schedule has all of a variant's knobs."""
-    if variant.schedule is not None:
-        return True
     wanted = {knob.partition("=")[0] for knob in variant.knobs or ()}
     return wanted <= set(ScheduleFile.load(step.schedule).knobs)
 
 
 def rewritten(step: Step, variant: Variant) -> Output:
     """A variant's output; nothing is written."""
-    knobs = variant.knobs or ()
-    if variant.schedule is None:
-        return rewrite(step.source, step.schedule, knobs)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{step.schedule}.py"
-        path.write_text(variant.schedule.format(name=step.schedule))
-        return rewrite(step.source, str(path), knobs)
+    return rewrite(step.source, step.schedule, variant.knobs or ())
 
 
 def module_of(step: Step, variant: Variant, folder: Path) -> tuple[ModuleType, ModuleType | None]:
@@ -160,12 +142,15 @@ def summed(step: Step, calls: list[Call]) -> dict[str, Any]:
     """The figures of one variant."""
     total = sum(call.bytes for call in calls)
     between = [call for call in calls if not is_fixed(call)]
+    # What products add is read besides, by the original's as well.
+    added = [replace(call, bytes=call.addend) for call in calls if call.addend]
+    moved = sum(call.bytes for call in between + added)
     return {
-        "bytes_per_token": round(sum(call.bytes for call in between) / step.step_tokens),
+        "bytes_per_token": round(moved / step.step_tokens),
         "all_bytes_per_token": round(total / step.step_tokens),
         "calls": len(between),
         "all_calls": len(calls),
-        "largest": breakdown(step, between),
+        "largest": breakdown(step, between + added),
     }
 
 

@@ -65,6 +65,7 @@ def test_a_product_that_adds_to_its_result_is_one():
         total.addmm_(x, x)
         total.add_(x)
     assert [call.is_product for call in counter.calls] == [True, False]
+    assert [call.addend for call in counter.calls] == [4 * B * B, 0]
 
 
 def test_calls_belong_to_the_module_that_makes_them():
@@ -82,7 +83,7 @@ class Bytes(Counter):
         super().__init__()
         self.found = []
 
-    def add(self, operator, bytes_):
+    def add(self, operator, bytes_, addend=0):
         self.found.append(bytes_)
 
 
