@@ -12,15 +12,16 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.garbage import collector_paused
 
 if TYPE_CHECKING:
+    from slapo_rewrite.emit.current import Asked
     from slapo_rewrite.emit.rewrite import Output
 
 DONE, NO, DEFECT = 0, 1, 3  # 2 is what errors say of themselves
@@ -126,7 +127,12 @@ def _rewrite(arguments: list[str]) -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="K=V", help="set a knob (repeatable)"
     )
-    parser.add_argument("--diff", action="store_true", help="print the unified diff, write nothing")
+    parser.add_argument(
+        "--diff",
+        action="store_true",
+        help="print the unified diff, write nothing; it is kept in ~/.cache/slapo-rewrite for the "
+        "next time, but with SLAPO_REWRITE_CACHE=0",
+    )
     parser.add_argument(
         "--check", action="store_true", help="exit 1 if OUT is not current, write nothing"
     )
@@ -165,16 +171,55 @@ def _rewrite(arguments: list[str]) -> int:
         _tidy(options.output)
         if options.support is not None:
             _tidy(options.support)
-    if options.check:
-        return _check(options)
-    output = _rewritten(options)
-    for warning in output.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    if options.diff:
-        from slapo_rewrite.emit.diff_colours import coloured
+    from slapo_rewrite.emit import current
 
-        print(coloured(output.diff()) if _shows_colours() else output.diff(), end="")
-        return DONE
+    asked = current.Asked.of(
+        options.source,
+        options.schedule,
+        options.set,
+        options.single_file,
+        options.further,
+        _folder_name(options),
+    )
+    if options.check:
+        return _check(options, asked)
+    if options.diff:
+        return _diff(options, asked)
+    warnings = current.up_to_date(options.output, asked, options.support)
+    if warnings is None:
+        code = _written(options, asked)
+    else:
+        code = DONE
+        _warn(warnings)
+        print(f"{options.output} is up to date")
+    if options.verify and code == DONE:
+        return _verified(options.output, options, options.source, options.schedule)
+    return code
+
+
+def _warn(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def _diff(options: argparse.Namespace, asked: Asked) -> int:
+    """Prints the diff, which may have been made before."""
+    from slapo_rewrite.emit import diff_cache
+    from slapo_rewrite.emit.diff_colours import coloured
+
+    if (known := diff_cache.look_up(diff_cache.place(asked), asked)) is None:
+        output = _rewritten(options, asked)
+        known = output.diff(), output.warnings
+    diff, warnings = known
+    _warn(warnings)
+    print(coloured(diff) if _shows_colours() else diff, end="")
+    return DONE
+
+
+def _written(options: argparse.Namespace, asked: Asked) -> int:
+    """Rewrites, and writes the output folder."""
+    output = _rewritten(options, asked)
+    _warn(output.warnings)
     from slapo_rewrite.emit.merge import Merged, merged
     from slapo_rewrite.emit.support_folder import write_both
     from slapo_rewrite.emit.write import write
@@ -193,24 +238,27 @@ def _rewrite(arguments: list[str]) -> int:
     if merge.conflicts:
         print(f"conflicts to resolve by hand: {', '.join(merge.conflicts)}")
         return NO
-    if options.verify:
-        return _verified(options.output, options, options.source, options.schedule)
     return DONE
 
 
-def _rewritten(options: argparse.Namespace) -> Output:
+def _rewritten(options: argparse.Namespace, asked: Asked) -> Output:
     """What the options ask for, in memory."""
+    from slapo_rewrite.emit import diff_cache, record
     from slapo_rewrite.emit.rewrite import rewrite
 
+    place = diff_cache.place(asked)
     with _working(f"rewriting {options.source}"):
-        return rewrite(
+        output = rewrite(
             options.source,
             options.schedule,
             options.set,
             single_file=options.single_file,
             further=options.further,
-            support=_folder_name(options),
+            support=asked.support,
         )
+    if place is not None:
+        diff_cache.keep(place, asked, output.files[record.NAME], output.diff(), output.warnings)
+    return output
 
 
 def _folder_name(options: argparse.Namespace) -> str | None:
@@ -286,47 +334,30 @@ def _check_combination(options: argparse.Namespace) -> None:
     _check_worlds(options)
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace, asked: Asked) -> int:
     """Answers from hashes where nothing changed, without importing torch."""
-    from slapo_rewrite.code.file import locate as locate_source
-    from slapo_rewrite.emit import record
-    from slapo_rewrite.schedule.load import locate as locate_schedule
+    from slapo_rewrite.emit import current, record
 
-    out = options.output
-    source, schedule = locate_source(options.source)[0], locate_schedule(options.schedule)
+    out, shared = options.output, options.support
     try:
         content = record.read(out)
     except errors.NotAnOutput as error:
         print(f"not current: {error.message}")
         return NO
-    given = dict(item.split("=", 1) for item in options.set if "=" in item)
-    further = sorted(set(options.further))
-    asked = (options.single_file, further, _folder_name(options))
-    shared = options.support
-    if record.is_current(out, content, source, schedule, given, *asked) and (
-        shared is None or _support_is_current(out, shared, content)
-    ):
+    if current.is_current(out, content, asked, shared):
         print(f"{out} is current")
         return DONE
+    from slapo_rewrite.emit import support_folder
     from slapo_rewrite.emit.write import matches
 
-    output = _rewritten(options)
+    output = _rewritten(options, asked)
     wrong = matches(out, output.files)
     if shared is not None:
-        from slapo_rewrite.emit.support_folder import differing
-
-        wrong += differing(out, shared, output.uses)
-    for reason in record.reasons(content, source, schedule, given, further) if wrong else ():
+        wrong += support_folder.differing(out, shared, output.uses)
+    for reason in current.reasons(content, asked) if wrong else ():
         print(reason)
     print(f"not current: {', '.join(wrong)}" if wrong else f"{out} is current")
     return NO if wrong else DONE
-
-
-def _support_is_current(out: Path, shared: Path, content: dict[str, Any]) -> bool:
-    # Loads libcst, which a check of other outputs goes without.
-    from slapo_rewrite.emit import support_folder
-
-    return support_folder.is_current(out, shared, content)
 
 
 def _verified(

@@ -93,3 +93,13 @@ def test_the_program_ends_in_silence():
     assert done.stdout.startswith("# modeling_bert.py: ") and done.stdout.endswith("\n")
     wrong = subprocess.run([*command, "--check"], capture_output=True, cwd=ROOT, check=False)
     assert wrong.returncode == 2 and wrong.stderr.startswith(b"error")
+
+
+def test_what_has_not_changed_needs_no_torch(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLAPO_REWRITE_CACHE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    out = ("-o", str(tmp_path / "gpt_out"))
+    for options in (out, ("--diff",)):
+        assert "torch" in imported_by(*GPT, *options) or options != out
+        assert not imported_by(*GPT, *options) & {"torch", "libcst", "black"}
+    assert not imported_by(*GPT, *out, "--check") & {"torch", "libcst", "black"}

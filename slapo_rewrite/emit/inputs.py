@@ -48,6 +48,51 @@ def _others() -> list[list[str]]:
     return [os.path.realpath(path).split(os.sep) for path in paths]
 
 
+# Of Python's own modules those that give the same whenever, and wherever, they are asked.
+_STEADY = frozenset({
+    "__future__", "abc", "bisect", "cmath", "collections", "contextlib", "copy", "dataclasses",
+    "decimal", "enum", "fractions", "functools", "heapq", "itertools", "keyword", "math", "numbers",
+    "operator", "re", "statistics", "string", "textwrap", "types", "typing", "weakref",
+})  # fmt: skip
+# Names of what looks elsewhere, or prints; and words of such names, as in `from_pretrained`.
+_ELSEWHERE = frozenset({
+    "__file__", "__import__", "breakpoint", "device_count", "eval", "exec", "globals", "available",
+    "env", "environ", "getenv", "load", "loads", "open", "pretrained", "print", "read",
+})  # fmt: skip
+
+
+def may_change(path: Path, known: Collection[str]) -> bool:
+    """Whether a file of the user's may do something else at another time, its text being the same.
+
+    It may read files, look at the clock or the environment, or print: deny by default, so it is
+    taken to unless its text rules that out.
+
+    Args:
+        path: The file.
+        known: The modules and packages whose hashes or versions are known.
+    """
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8-sig"))
+    except (OSError, SyntaxError, ValueError):
+        return True
+    packages = {*_STEADY, *(name.partition(".")[0] for name in known)}
+    for node in ast.walk(tree):
+        names, modules = [], []
+        match node:
+            case ast.Name(name) | ast.Attribute(attr=name):
+                names = [name]
+            case ast.Import(aliases):
+                modules = [alias.name for alias in aliases]
+            case ast.ImportFrom(module, aliases, level):
+                names = [alias.name for alias in aliases]
+                modules = [module] if module and not level else []
+        if any(name in _ELSEWHERE or _ELSEWHERE & {*name.split("_")} for name in names):
+            return True
+        if any(module.partition(".")[0] not in packages for module in modules):
+            return True
+    return False
+
+
 def own_modules(project: Project, loaded: Collection[str]) -> dict[str, Path]:
     """The user's own modules that source and schedule import, however indirectly.
 

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,6 @@ from slapo_rewrite.bundle import rules_folder
 from slapo_rewrite.code.splice import Change
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive, depth_of
-from slapo_rewrite.emit import inputs
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def written(
     rules: Mapping[int, Iterable[Mapping[str, object]]],
     own: Mapping[str, Path],
     support: Mapping[str, Any] | None,
+    warnings: Iterable[str],
 ) -> str:
     """The text of `rewrite.json`.
 
@@ -93,6 +94,7 @@ def written(
         rules: What became of the rules that a directive asked for, by its number.
         own: The user's modules that source and schedule import, by their names.
         support: The folder beside the output that holds its helpers, and what it uses of them.
+        warnings: What could not be checked.
     """
     depth = depth_of(share for d in directives if d.paths for share in d.shares)
     applied = [{"directive": n, **note} for n, notes in rules.items() for note in notes]
@@ -105,7 +107,7 @@ def written(
         },
         "schedule": {
             "name": project.schedule.name,
-            "sha256": digest(project.schedule.path.read_bytes()),
+            "sha256": _read_digest(project.schedule.path, project.started),
         },
         "knobs": {name: knobs[name] for name in sorted(knobs)},
         "set": dict(sorted(given.items())),
@@ -139,10 +141,16 @@ def written(
         ],
         **({"absolute": {n: [*lines] for n, lines in absolute.items()}} if absolute else {}),
         **({"rules": applied} if applied else {}),
+        **({"warnings": told} if (told := [without_folder(w) for w in warnings]) else {}),
         "verification": None,
         "written": {n: packed(t) for n, t in sorted(files.items()) if n.endswith(".py")},
     }
     return dumped(content)
+
+
+def without_folder(warning: str) -> str:
+    """`/home/me/net.py:3: ...` -> `net.py:3: ...`: a record holds no path of one machine."""
+    return re.sub(r"^[^:`\n]*[/\\]([^/\\:]+:\d+: )", r"\1", warning)
 
 
 def dumped(content: Mapping[str, Any]) -> str:
@@ -214,8 +222,16 @@ def depends(
         if file and name.split(".")[0] not in ("torch", "builtins"):
             found[name] = digest(Path(file).read_bytes())
     names = own.keys() - {file.name for file in copies.values()}
-    found |= {name: digest(own[name].read_bytes()) for name in names}
+    found |= {name: _read_digest(own[name], project.started) for name in names}
     return dict(sorted(found.items()))
+
+
+def _read_digest(path: Path, started: float) -> str:
+    """The hash of a user's file that was read in a run which began at a time, in seconds.
+
+    None that a file could have where it was written to since: it may have been read before.
+    """
+    return digest(path.read_bytes()) if os.stat(path).st_mtime <= started else "changed meanwhile"
 
 
 # What of a record is read again: a list of one shape, a mapping to one (`*`), alternatives in a
@@ -257,6 +273,7 @@ SHAPE: Any = {
             "lacking?": [str],
         },
     ],
+    "warnings?": [str],
     "written?": {"*": str},
 }
 SUPPORT_SHAPE: Any = {
@@ -405,96 +422,4 @@ def as_left(content: Mapping[str, Any], name: str) -> str | None:
     """The hash of a file of an output as the tool left it, with the edits that it carried over."""
     merged, files = content.get("merged", {}), content["files"]
     found: str | None = merged.get(name, files.get(name))
-    return found
-
-
-def is_current(
-    out: Path,
-    content: Mapping[str, Any],
-    source: Path,
-    schedule: Path,
-    knobs: Mapping[str, str],
-    single_file: bool,
-    further: Iterable[str] = (),
-    support: str | None = None,
-) -> bool:
-    """Whether nothing that went into an output has changed, nor what came out, by hashes.
-
-    Args:
-        out: The output folder.
-        content: Its record.
-        source: The source file.
-        schedule: The schedule file.
-        knobs: The knobs given on the command line, as text.
-        single_file: Whether the helpers are to be part of the model file.
-        further: The further helpers that are asked for.
-        support: The name of the folder beside the output that is to hold its helpers.
-    """
-    if content.get("support", {}).get("folder") != support:
-        return False
-    if content.get("single_file", False) != single_file:
-        return False
-    if content.get("with", []) != sorted(further):
-        return False
-    if content.get("tool", {}).get("digest") != tool_digest():
-        return False
-    if content["source"]["sha256"] != digest(source.read_bytes()):
-        return False
-    if content["schedule"]["sha256"] != digest(schedule.read_bytes()):
-        return False
-    if any(installed(n) != v for n, v in content.get("packages", {}).items()):
-        return False
-    if any(_module_digest(n, source, schedule) != d for n, d in _modules(content).items()):
-        return False
-    if content.get("set", {}) != dict(knobs):
-        return False
-    return all(
-        (out / name).is_file() and digest((out / name).read_bytes()) == as_left(content, name)
-        for name in content["files"]
-    )
-
-
-def _modules(content: Mapping[str, Any]) -> dict[str, str]:
-    """The hashes of the modules that an output was made from, beside the source."""
-    copies = content.get("copies", {}).values()
-    return {**content.get("depends", {}), **{c["module"]: c["sha256"] for c in copies}}
-
-
-def _module_digest(name: str, source: Path, schedule: Path) -> str | None:
-    """The hash of a module that source or schedule imports."""
-    file = inputs.find(name, source, schedule)
-    try:
-        return digest(file.read_bytes()) if file is not None else None
-    except OSError:
-        return None
-
-
-def reasons(
-    content: Mapping[str, Any],
-    source: Path,
-    schedule: Path,
-    knobs: Mapping[str, str],
-    further: Iterable[str] = (),
-) -> list[str]:
-    """What has changed since an output was written, in words."""
-    found = []
-    if content.get("with", []) != sorted(further):
-        named = [", ".join(names) or "none" for names in (content.get("with", []), sorted(further))]
-        found.append(f"further helpers were {named[0]}, and are {named[1]}")
-    if content["source"]["sha256"] != digest(source.read_bytes()):
-        found.append(f"the source {content['source']['name']} has changed")
-    if content["schedule"]["sha256"] != digest(schedule.read_bytes()):
-        found.append(f"the schedule {content['schedule']['name']} has changed")
-    for name, version in content.get("packages", {}).items():
-        if installed(name) != version:
-            found.append(f"{name} is {installed(name)} now; it was {version}")
-    found += [
-        f"{n} has changed"
-        for n, d in _modules(content).items()
-        if _module_digest(n, source, schedule) != d
-    ]
-    if content.get("set", {}) != dict(knobs):
-        found.append(f"knobs were {content.get('set', {})}, and are {dict(knobs)}")
-    if content.get("tool", {}).get("digest") not in (None, tool_digest()):
-        found.append("slapo-rewrite itself has changed")
     return found

@@ -124,6 +124,7 @@ class Project:
 
     def __init__(self, source: str, schedule: str) -> None:
         self.seconds: dict[str, float] = {}
+        self.started = time.time()
         self.source_name = source
         before = set(sys.modules)
         path, name = locate(source)
@@ -381,6 +382,7 @@ def carry_out(
             with project.timed("rehearse"):
                 rehearsed(project, original, plan, emitted, sizes)
     left = not_run(project.schedule.module, project.module, project.tree.root.live, plan.shares)
+    warnings = [*plan.warnings, *left, *lowered.warnings]
     with project.timed("write"):
         files = {each: text for each, text in files.items() if Path(each).name == each}
         if not single_file:
@@ -409,12 +411,13 @@ def carry_out(
             plan.notes,
             users,
             None if uses is None else {"folder": support, "uses": as_recorded(uses)},
+            warnings,
         )
     return Output(
         dict(sorted(files.items())),
         originals,
         name,
-        [*plan.warnings, *left, *lowered.warnings],
+        warnings,
         project.seconds,
         [project.file.path, project.schedule.path, *users.values()],
         uses or {},

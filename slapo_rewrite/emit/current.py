@@ -1,0 +1,180 @@
+"""Whether an output is still what its inputs give: by hashes, at once, without torch.
+
+What follows of the inputs' text alone is known so. Files that user code reads, the clock and the
+environment are not: where such code may look at them, only a rewrite tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.file import locate as locate_source
+from slapo_rewrite.emit import inputs, record
+from slapo_rewrite.schedule.load import locate as locate_schedule
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line asks an output to be made of.
+
+    Attributes:
+        source: The source, as it is given.
+        source_file: Its file.
+        schedule: The schedule, as it is given.
+        schedule_file: Its file.
+        settings: The knobs that are set, as `name=value`.
+        single_file: Whether the helpers are to be part of the model file.
+        further: The further helpers, in order.
+        support: The name of the folder beside the output that is to hold its helpers.
+    """
+
+    source: str
+    source_file: Path
+    schedule: str
+    schedule_file: Path
+    settings: tuple[str, ...]
+    single_file: bool
+    further: tuple[str, ...]
+    support: str | None
+
+    @classmethod
+    def of(
+        cls,
+        source: str,
+        schedule: str,
+        settings: Sequence[str],
+        single_file: bool,
+        further: Iterable[str],
+        support: str | None,
+    ) -> Asked:
+        """What the options of a command say.
+
+        Raises:
+            RewriteError: There is no such source or schedule.
+        """
+        found = (source, locate_source(source)[0], schedule, locate_schedule(schedule))
+        return cls(*found, tuple(settings), single_file, tuple(sorted(set(further))), support)
+
+    @property
+    def knobs(self) -> dict[str, str]:
+        """The values that are set, as text."""
+        return dict(item.split("=", 1) for item in self.settings if "=" in item)
+
+
+def is_current(out: Path, content: Mapping[str, Any], asked: Asked, shared: Path | None) -> bool:
+    """Whether nothing that went into an output has changed, nor what came out.
+
+    Args:
+        out: The output folder.
+        content: Its record.
+        asked: What it is to be made of.
+        shared: The folder that holds its helpers, if there is one.
+    """
+    if not is_asked(content, asked) or any(
+        not (out / name).is_file()
+        or record.digest((out / name).read_bytes()) != record.as_left(content, name)
+        for name in content["files"]
+    ):
+        return False
+    if shared is None:
+        return True
+    from slapo_rewrite.emit import support_folder  # imports what writes code
+
+    return support_folder.is_current(out, shared, content)
+
+
+def is_asked(content: Mapping[str, Any], asked: Asked) -> bool:
+    """Whether a record is of what is asked for, and nothing that it knows has changed since."""
+    if content.get("support", {}).get("folder") != asked.support:
+        return False
+    if content.get("single_file", False) != asked.single_file:
+        return False
+    if content.get("tool", {}).get("digest") != record.tool_digest():
+        return False
+    return not reasons(content, asked)
+
+
+def is_certain(content: Mapping[str, Any], asked: Asked) -> bool:
+    """Whether a rewrite could only give again what a record is of.
+
+    Deny by default: what is spelled otherwise, or has code in it that may find something else at
+    another time, is rewritten.
+    """
+    given = [(content[key]["name"], getattr(asked, key)) for key in ("source", "schedule")]
+    if any(before != now for before, now in given) or not all("=" in s for s in asked.settings):
+        return False
+    if not is_asked(content, asked):
+        return False
+    modules, packages = _modules(content), content.get("packages", {})
+    found = [asked.source_file, asked.schedule_file]
+    found += [file for name in modules if (file := _file(name, asked)) is not None]
+    hiding = [file for n in packages if n not in modules and (file := _file(n, asked)) is not None]
+    if any(inputs.is_own(str(file)) for file in hiding):
+        return False
+    own = [file for file in found if inputs.is_own(str(file))]
+    known = {*modules, *packages, asked.source_file.stem}
+    return not any(inputs.may_change(file, known) for file in own)
+
+
+def reasons(content: Mapping[str, Any], asked: Asked) -> list[str]:
+    """What has changed since an output was written, in words."""
+    found = []
+    if content.get("with", []) != list(asked.further):
+        named = [", ".join(names) or "none" for names in (content.get("with", []), asked.further)]
+        found.append(f"further helpers were {named[0]}, and are {named[1]}")
+    if content["source"]["sha256"] != record.digest(asked.source_file.read_bytes()):
+        found.append(f"the source {content['source']['name']} has changed")
+    if content["schedule"]["sha256"] != record.digest(asked.schedule_file.read_bytes()):
+        found.append(f"the schedule {content['schedule']['name']} has changed")
+    for name, version in content.get("packages", {}).items():
+        if record.installed(name) != version:
+            found.append(f"{name} is {record.installed(name)} now; it was {version}")
+    found += [f"{n} has changed" for n, d in _modules(content).items() if _digest(n, asked) != d]
+    if content.get("set", {}) != asked.knobs:
+        found.append(f"knobs were {content.get('set', {})}, and are {asked.knobs}")
+    if content.get("tool", {}).get("digest") not in (None, record.tool_digest()):
+        found.append("slapo-rewrite itself has changed")
+    return found
+
+
+def up_to_date(out: Path, asked: Asked, shared: Path | None) -> list[str] | None:
+    """The warnings that go with an output which a rewrite would leave as it is.
+
+    Args:
+        out: The output folder.
+        asked: What it is to be made of.
+        shared: The folder that holds its helpers, if there is one.
+
+    Returns:
+        None where it has to be rewritten, or hand edits were carried over to it.
+    """
+    try:
+        content = record.read(out)
+        if content.get("merged") or not is_current(out, content, asked, shared):
+            return None
+    except (errors.NotAnOutput, OSError):
+        return None
+    return list(content.get("warnings", ())) if is_certain(content, asked) else None
+
+
+def _modules(content: Mapping[str, Any]) -> dict[str, str]:
+    """The hashes of the modules that an output was made from, beside the source."""
+    copies = content.get("copies", {}).values()
+    return {**content.get("depends", {}), **{c["module"]: c["sha256"] for c in copies}}
+
+
+def _file(name: str, asked: Asked) -> Path | None:
+    """The file of a module that source or schedule imports."""
+    return inputs.find(name, asked.source_file, asked.schedule_file)
+
+
+def _digest(name: str, asked: Asked) -> str | None:
+    file = _file(name, asked)
+    try:
+        return record.digest(file.read_bytes()) if file is not None else None
+    except OSError:
+        return None

@@ -1,0 +1,115 @@
+"""Diffs that were printed before, for the next `--diff` of the same.
+
+They lie in `$XDG_CACHE_HOME/slapo-rewrite` (`~/.cache/slapo-rewrite`), one file each, and only save
+time: what cannot be read or written there is made anew. `SLAPO_REWRITE_CACHE=0` leaves them out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite.emit import record
+from slapo_rewrite.emit.current import Asked, is_certain
+
+MOST_FILES, MOST_BYTES = 64, 2 << 20
+# What may make a difference to torch, transformers and Python's own imports.
+VARIABLES = ("CUDA_", "HF_", "PYTHON", "PYTORCH_", "TORCH", "TRANSFORMERS_")
+# What of a record tells whether it still holds; the rest is long.
+KEPT = (
+    *("tool", "source", "schedule", "set", "single_file", "support", "with"),
+    *("packages", "copies", "depends", "files"),
+)
+
+
+def look_up(path: Path | None, asked: Asked) -> tuple[str, list[str]] | None:
+    """The diff and the warnings of what is asked for; None where they have to be made.
+
+    Args:
+        path: Where they would lie.
+        asked: What is asked for.
+    """
+    if path is None:
+        return None
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"))
+        content, diff, warnings = entry["record"], entry["diff"], entry["warnings"]
+        if record.misfit(content, record.SHAPE) or not isinstance(diff, str):
+            return None
+        if not is_certain(content, asked):
+            return None
+        os.utime(path)  # those that are not used any more go first
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return diff, [str(warning) for warning in warnings]
+
+
+def keep(path: Path, asked: Asked, text: str, diff: str, warnings: list[str]) -> None:
+    """Keeps a diff, if it can only be the same again.
+
+    Args:
+        path: Where it is to lie.
+        asked: What was asked for.
+        text: The record of what came of it.
+        diff: The diff.
+        warnings: What goes with it.
+    """
+    content: dict[str, Any] = json.loads(text)
+    kept = {key: content[key] for key in KEPT if key in content}
+    data = json.dumps({"record": kept, "diff": diff, "warnings": warnings}).encode()
+    with contextlib.suppress(OSError):
+        if len(data) > MOST_BYTES or not is_certain(content, asked):
+            return
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            os.replace(name, path)  # whole, whoever else writes or reads it just now
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+        _make_room(path.parent)
+
+
+def _make_room(folder: Path) -> None:
+    """Removes what was not used for the longest time."""
+    found = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in found[MOST_FILES:]:
+        path.unlink(missing_ok=True)
+
+
+def place(asked: Asked) -> Path | None:
+    """Where the diff of what is asked for lies; None where nothing is kept.
+
+    Another place for whatever could make a difference and is cheap to tell: the text of source and
+    schedule, Python, the environment, and when a package was installed last. To be asked before
+    user code runs, which may change some of it.
+    """
+    if os.environ.get("SLAPO_REWRITE_CACHE") == "0":
+        return None
+    base = os.environ.get("XDG_CACHE_HOME") or ""
+    files = (asked.source_file, asked.schedule_file)
+    try:
+        folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+        packages = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+        key = [
+            record.tool_digest(),
+            [record.digest(path.read_bytes()) for path in files],
+            [str(path.absolute()) for path in (*files, Path())],
+            [asked.source, asked.schedule, asked.settings, asked.single_file],
+            [asked.further, asked.support],
+            [sys.version, sys.prefix, sys.path],
+            [[path, os.stat(path).st_mtime_ns] for path in packages],
+            sorted(item for item in os.environ.items() if item[0].startswith(VARIABLES)),
+        ]
+    except (OSError, RuntimeError):
+        return None
+    return folder / "slapo-rewrite" / record.digest(json.dumps(key))
