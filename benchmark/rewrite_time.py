@@ -1,6 +1,12 @@
 """How long does a rewrite take?
 
-    python -m benchmark.rewrite_time [--repetitions 7] [--depth-repetitions 30]
+    python -m benchmark.rewrite_time [--repetitions 7] [--depth-repetitions 30] [--only PART ...]
+
+CPU time of a command, `--diff` with nothing kept, over the floor: importing torch and the file of
+BERT in plain Python. All take turns, and each is compared with the floor of its own round, so that
+what else the machine does counts for both.
+
+CPU time of commands that need no rewrite: the least of all rounds.
 
 CPU time of the whole command for BERT and Llama, split into starting (Python, torch, libcst,
 black), importing the model's package, building the module tree, rewriting and writing. Beside it,
@@ -10,9 +16,7 @@ print) and black. Every repetition is a fresh process, and the kinds take turns.
 Whether a deep model takes longer: Llama with 2, 32 and 126 layers, and with 2 once more to show
 the noise. Every repetition is a process forked after one rewrite, and the depths take turns.
 
-`--check` on unchanged inputs: elapsed time of the command.
-
-Figures are medians. Writes `benchmark/results/rewrite_time.json`.
+Figures are medians where nothing else is said. Writes `benchmark/results/rewrite_time.json`.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import argparse
 import gc
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -36,7 +41,9 @@ NAME = "rewrite_time"
 MODELS = {"bert": 0.3, "llama": 0.2}  # and the seconds that rewriting may take
 DEPTHS = (2, 32, 126)
 MOST_DEPTH_RATIO = 1.05
-MOST_CHECK_S = 0.5
+FLOOR = ["-c", "import torch; import transformers.models.bert.modeling_bert"]
+GPT = ["tests/models/gpt.py", "--schedule", "tests/models/gpt_schedule.py"]
+MOST_OVER_FLOOR = {"bert": 0.85, "llama": 0.85, "t5": 0.85, "gpt": 0.65}
 LAYERS = "num_hidden_layers=32"  # as the bundled schedule writes it
 
 
@@ -175,20 +182,69 @@ def forked(function: Callable[[], dict[str, float]]) -> dict[str, float]:
     return figures
 
 
-def check_seconds(repetitions: int) -> float:
-    """Elapsed time of `--check` where nothing has changed."""
-    command = [sys.executable, "-m", "slapo_rewrite", source("bert"), "--schedule", "bert"]
-    times = []
+def cpu_seconds(arguments: list[str], environment: dict[str, str]) -> float:
+    """CPU time of Python with these arguments, from its start to its end."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(
+        [sys.executable, *arguments],
+        check=True,
+        capture_output=True,
+        cwd=report.FOLDER.parent,
+        env=environment,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def call(model: str, *options: str) -> list[str]:
+    """The arguments of Python for a command about a model."""
+    own = GPT if model == "gpt" else [source(model), "--schedule", model]
+    return ["-m", "slapo_rewrite", *own, *options]
+
+
+def environment(folder: str, cache: str) -> dict[str, str]:
+    """One thread, modules compiled as an installer compiles them, a cache of its own."""
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": f"{folder}/compiled"}
+    own |= {"SLAPO_REWRITE_CACHE": cache, "XDG_CACHE_HOME": f"{folder}/cache"}
+    known = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    return {**known, **own}
+
+
+def over_floor(repetitions: int) -> dict[str, Any]:
+    """CPU time of whole commands over that of importing BERT's file."""
+    calls = {"floor": FLOOR} | {model: call(model, "--diff") for model in MOST_OVER_FLOOR}
+    rounds = []
     with tempfile.TemporaryDirectory() as folder:
-        command += ["-o", str(Path(folder, "bert"))]
-        subprocess.run(command, check=True, capture_output=True, cwd=report.FOLDER.parent)
-        for _ in range(repetitions):
-            start = time.perf_counter()
-            subprocess.run(
-                [*command, "--check"], check=True, capture_output=True, cwd=report.FOLDER.parent
-            )
-            times.append(time.perf_counter() - start)
-    return round(statistics.median(times), 3)
+        for _ in range(repetitions + 1):
+            known = environment(folder, "0")
+            rounds.append({name: cpu_seconds(each, known) for name, each in calls.items()})
+    ratios = {m: sorted(r[m] / r["floor"] for r in rounds[1:]) for m in MOST_OVER_FLOOR}
+    return {
+        "machine": report.machine(),
+        "repetitions": repetitions,
+        "ratios": {m: round(statistics.median(found), 3) for m, found in ratios.items()},
+        "spread": {m: [round(found[0], 3), round(found[-1], 3)] for m, found in ratios.items()},
+    }
+
+
+def answers(repetitions: int) -> dict[str, Any]:
+    """CPU time of commands that nothing has to be rewritten for."""
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        out, known = f"{folder}/bert_out", environment(folder, "1")
+        calls = {
+            "`-o OUT`, nothing changed": (call("bert", "-o", out), 0.3),
+            "`--check`, nothing changed": (call("bert", "-o", out, "--check"), 0.3),
+            "`--diff`, nothing changed": (call("bert", "--diff"), 0.3),
+            "`primitives`": (["-m", "slapo_rewrite", "primitives"], 0.15),
+            "`primitives shard`": (["-m", "slapo_rewrite", "primitives", "shard"], 0.15),
+        }
+        for turn in range(repetitions + 1):
+            for name, (arguments, _) in calls.items():
+                seconds = cpu_seconds(arguments, known)
+                if turn:
+                    found[name] = min(seconds, found.get(name, seconds))
+    return {name: [round(s, 3), calls[name][1]] for name, s in found.items()}
 
 
 def table(results: dict[str, Any]) -> str:
@@ -207,11 +263,26 @@ def table(results: dict[str, Any]) -> str:
         [*header, "largest over smallest", "2 layers over 2 layers", "bar"],
         [[*row, deep["ratio"], deep["noise"], MOST_DEPTH_RATIO]],
     )
-    check = report.rendered(
-        ["", "elapsed seconds", "bar"],
-        [["`--check`, nothing changed", results["check"], MOST_CHECK_S]],
+    over = results["over_floor"]
+    ratios = report.rendered(
+        ["`--diff`", *over["ratios"]],
+        [
+            ["CPU time over the floor", *(f"**{ratio:.2f}**" for ratio in over["ratios"].values())],
+            ["least and most", *(f"{a:.2f} - {b:.2f}" for a, b in over["spread"].values())],
+            ["bar", *MOST_OVER_FLOOR.values()],
+        ],
     )
-    return f"{commands}\n{slowest}\n{check}"
+    rows = [[name, *figures] for name, figures in results["answers"].items()]
+    at_once = report.rendered(["", "CPU seconds", "bar"], rows)
+    return f"{ratios}\n{at_once}\n{commands}\n{slowest}"
+
+
+PARTS: dict[str, Callable[[int], Any]] = {
+    "over_floor": over_floor,
+    "answers": answers,
+    "commands": whole_commands,
+    "depths": depths,
+}
 
 
 def main() -> None:
@@ -219,6 +290,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--depth-repetitions", type=int, default=30)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=PARTS,
+        choices=PARTS,
+        help="measure these; the other figures stay as they are",
+    )
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -226,9 +304,12 @@ def main() -> None:
         print(json.dumps(globals()[function](model)))
         return
     results = {"versions": report.versions(), "machine": report.machine()}
-    results["commands"] = whole_commands(options.repetitions)
-    results["depths"] = depths(options.depth_repetitions)
-    results["check"] = check_seconds(options.repetitions)
+    if set(PARTS) - {*options.only}:
+        before, results = results, report.read(NAME)
+        assert results["versions"] == before["versions"], "measure all parts on these versions"
+    for part in options.only:
+        again = options.depth_repetitions if part == "depths" else options.repetitions
+        results[part] = PARTS[part](again)
     report.write(NAME, results, table(results))
 
 
