@@ -5,10 +5,12 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmark.compiled import as_on_gpu, kernel_modules
+from benchmark.compiled import as_on_gpu, caught, kernel_modules
 from slapo_rewrite.emit.helpers import RUNTIME
 from slapo_rewrite.runtime.kernels.launch import runs_triton
+from slapo_rewrite.runtime.kernels.layer_norm import residual_layer_norm
 from tests.runtime.kernels.compile import calls, compile_all, public
 
 pytest.importorskip("triton")
@@ -39,6 +41,24 @@ def test_a_kernel_compiles(name, launched):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_compile(dtype):
     assert len(compile_all(dtype, "residual_rms_norm")) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_loaded_ahead_fit_in_every_gpus_shared_memory(dtype):
+    """Up to 99 KiB, that of an RTX 3090; longer rows are not loaded ahead."""
+    found = {}
+    for columns in (4096, 8192, 16384):
+
+        def compile_one(launch, columns=columns):
+            if launch.name == "layer_norm_backward_kernel":
+                found[columns] = launch.compiled(86).metadata.shared
+
+        with caught(kernel_modules(), compile_one), FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outputs = calls(dtype, d=columns)["residual_layer_norm"](residual_layer_norm)
+            torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+    assert found[4096] > 16384
+    assert max(found.values()) <= 99 * 1024
 
 
 class Traced(Exception):
