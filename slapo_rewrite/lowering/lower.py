@@ -326,7 +326,7 @@ class _Lowering:
             UnfollowableSize: Something does not fit.
         """
         refused: CannotFollow | None = None
-        records: Records = {}
+        records = Records()
         for states in self.inference.starts(self.states, self._asked().layers):
             repaired: dict[str, ModuleRequests] | None = states
             while repaired is not None:

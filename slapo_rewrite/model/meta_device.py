@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -80,6 +80,121 @@ def carry_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
         return func(*args, **kwargs)
     factors = [t.bfloat16() for t in args[:2]]
     return func(*factors, *args[2:], **kwargs).to(first.dtype)
+
+
+# Operations that give a new tensor, and do nothing else.
+_PURE = frozenset({
+    "add", "sub", "rsub", "mul", "div", "pow", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "cos",
+    "sin", "mean", "sum", "softmax", "log_softmax", "sigmoid", "tanh", "relu", "silu", "gelu",
+    "dropout", "layer_norm", "rms_norm", "group_norm", "linear", "matmul", "bmm", "conv1d",
+    "conv2d", "embedding", "cat", "stack", "where", "masked_fill", "cumsum", "diff", "eq", "ne",
+    "lt", "le", "gt", "ge", "all", "any", "min", "max", "clamp", "tril", "triu", "argmax",
+    "cross_entropy", "scaled_dot_product_attention", "addmm", "baddbmm", "einsum", "gather",
+    "index_select", "__and__", "__or__", "__invert__", "logical_not", "logical_and", "full_like",
+    "zeros_like", "ones_like", "square", "reciprocal", "minimum", "maximum", "norm", "var",
+})  # fmt: skip
+_BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+
+class NeedsGraph(BaseException):
+    """A model goes backwards inside its `forward`, for which results have to be worked out."""
+
+
+class KnownResults:
+    """What operations gave on the meta device: working one out again takes up to milliseconds.
+
+    Torch works out what most operations give there in Python. A result that is known stands for
+    the same operation on tensors of the same shapes: a new tensor, which passes no gradient back.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[Any, ...]] = {}
+        self.is_used = True
+
+    def carry_out(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """What an operation gives, as `carry_out` does.
+
+        Raises:
+            NeedsGraph: It goes backwards.
+        """
+        if not self.is_used:
+            return carry_out(func, args, kwargs)
+        if func in _BACKWARD:
+            raise NeedsGraph
+        is_torchs = (getattr(func, "__module__", None) or "torch").startswith("torch")
+        is_pure = getattr(func, "__name__", "") in _PURE and is_torchs and "out" not in kwargs
+        if not is_pure or _in_transforms():
+            return carry_out(func, args, kwargs)
+        given: list[torch.Tensor] = []
+        try:
+            key = (func, _settings(), _key(args, given), _key(kwargs, given))
+        except TypeError:
+            return carry_out(func, args, kwargs)
+        if (known := self._known.get(key)) is not None:
+            trained = [t for t in given if t.requires_grad] if known[-1] else []
+            return _Known.apply(*trained[:1], *known[:-1]) if trained else _empty(*known[:-1])
+        versions = [t._version for t in given]
+        output = carry_out(func, args, kwargs)
+        if (
+            type(output) is torch.Tensor
+            and output.is_meta
+            and not output._is_view()
+            and all(output is not t for t in given)
+            and versions == [t._version for t in given]
+            and (not output.requires_grad or any(t.requires_grad for t in given))
+        ):
+            self._known[key] = (output.shape, output.stride(), output.dtype, output.requires_grad)
+        return output
+
+
+class _Known(torch.autograd.Function):
+    """Has a result need a gradient, as the operation's own would."""
+
+    apply = vars(torch.autograd.Function)["apply"]  # also where functions are watched
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, *about: Any) -> torch.Tensor:
+        return _empty(*about)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NeedsGraph
+
+
+def _empty(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _settings() -> Hashable:
+    autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), torch.get_default_dtype(), *autocast
+
+
+def _in_transforms() -> bool:
+    functions: Any = torch._C
+    return bool(functions._are_functorch_transforms_active())
+
+
+def _key(value: Any, given: list[torch.Tensor]) -> Hashable:
+    """What an operation's result depends on; notes the tensors.
+
+    Raises:
+        TypeError: That is not known.
+    """
+    if type(value) in (torch.Tensor, nn.Parameter):
+        if not value.is_meta:
+            raise TypeError
+        given.append(value)
+        return value.shape, value.stride(), value.dtype, value.requires_grad
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, *[_key(item, given) for item in value]
+    if isinstance(value, dict):
+        return *value, *[_key(item, given) for item in value.values()]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int, int(value)
+    if value is None or isinstance(value, (bool, float, str, torch.dtype, torch.device)):
+        return type(value), value
+    raise TypeError
 
 
 class WithoutFills(TorchFunctionMode):

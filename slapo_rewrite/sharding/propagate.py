@@ -11,14 +11,14 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
 import torch
 
 from slapo_rewrite.code.syntax import names_in_tests, names_read, sizes_in_tests
-from slapo_rewrite.model.meta_device import pretend_world
+from slapo_rewrite.model.meta_device import KnownResults, NeedsGraph, pretend_world
 from slapo_rewrite.model.results import result_pairs
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.decorated_forward import never_run, noting, wrapped_forwards
@@ -43,8 +43,19 @@ from slapo_rewrite.sharding.types import (
     Way,
 )
 
-# The runs of a whole model, by the layers that it is watched for and by the way through it.
-Records = dict[tuple[frozenset[str], Way], Trace]
+
+@dataclass
+class Records:
+    """What is known of a model and its inputs, for as long as they stay.
+
+    Attributes:
+        runs: Of the whole model, by the layers that it is watched for and by the way through it.
+        results: What operations gave.
+    """
+
+    runs: dict[tuple[frozenset[str], Way], Trace] = field(default_factory=dict)
+    results: KnownResults = field(default_factory=KnownResults)
+
 
 # World sizes that are tried until one divides every head count.
 WORLD_SIZES = (2, 3, 4, 5, 7, 8)
@@ -65,8 +76,7 @@ def propagate(
         asked: What is sharded and synchronised.
         inputs: Keyword arguments of one training step.
         editable: Whether a file may be changed.
-        records: The runs of the whole model, by the layers that it is watched for, for as long as
-            tree and inputs stay; takes the run that is made here.
+        records: What is known of the tree and the inputs; takes what becomes known here.
         thorough: Whether eval mode and a group of another size are followed as well.
 
     Raises:
@@ -78,6 +88,10 @@ def propagate(
     given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     training = model.training
     try:
+        return _Following(tree, asked, given, editable, records, thorough).run()
+    except NeedsGraph:
+        records.runs.clear()
+        records.results.is_used = False
         return _Following(tree, asked, given, editable, records, thorough).run()
     finally:
         model.train(training)
@@ -146,10 +160,10 @@ class _Following:
             CannotFollow: A collective would stand in a `forward` that it does not come to.
         """
         watched = frozenset({*self.asked.layers, *self.wrapped})
-        if (watched, way) not in self.records:
+        if (watched, way) not in self.records.runs:
             codes = {f.code for f in self.wrapped.values()}
-            self.records[watched, way] = self._recorded(codes, way)
-        whole = self.records[watched, way]
+            self.records.runs[watched, way] = self._recorded(codes, way)
+        whole = self.records.runs[watched, way]
         for path, forward in self.wrapped.items():
             if forward.code not in whole.ran:
                 raise never_run(self.tree.nodes[path], forward)
@@ -262,7 +276,7 @@ class _Following:
             return self.model(**self.inputs, **dict([way.flag] if way.flag else []))
 
     def _recorded(self, wrapped: Collection[CodeType], way: Way) -> Trace:
-        whole = Trace(self.tree, self.asked.layers, way.says)
+        whole = Trace(self.tree, self.asked.layers, self.records.results, way.says)
         try:
             with (
                 torch.enable_grad(),
@@ -352,6 +366,7 @@ class _Following:
             followed,
             wanted,
             self.editable,
+            self.records.results,
             self.way.says,
         )
         try:

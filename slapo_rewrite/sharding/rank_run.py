@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.model.meta_device import QUESTIONS, answer_to, carry_out, with_values
+from slapo_rewrite.model.meta_device import QUESTIONS, answer_to, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.operations import name_of, treatment
 from slapo_rewrite.sharding import (
@@ -114,7 +114,7 @@ class RankRun(TorchFunctionMode):
         if (answer := answer_to(func, args, run.says)) is not None:
             return answer
         if run.depth:
-            return func(*args, **kwargs)
+            return run.results.carry_out(func, args, kwargs)
         name = name_of(func)
         if (spelled := spelled_call(run.linear, func, args, kwargs)) is not None:
             layer, place, callee = spelled
@@ -143,7 +143,7 @@ class RankRun(TorchFunctionMode):
         elif name in ("cat", "concat", "concatenate") and entry is not None and known:
             blocks = split_ops.join(run, entry, args, kwargs)
         try:
-            output = carry_out(func, args, kwargs)
+            output = run.results.carry_out(func, args, kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
             raise _unfit(run, name or str(func), args, kwargs, error) from error
         if shapes(output):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_rewrite.model.meta_device import KnownResults
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.operation_places import (
@@ -76,6 +77,7 @@ class Run:
         editable: Whether a file may be changed.
         has_values: Whether the model is a small one that computes with values.
         says: What questions of values that are not there are answered with.
+        results: What operations gave before.
         flow: Which tensors are whole, parts or partial sums.
         position: How many operations fitted.
         depth: How many sharded layers the run is inside of; operations there are not held against
@@ -104,9 +106,11 @@ class Run:
         followed: ShardingResult,
         wanted: Hypothesis,
         editable: Callable[[str], bool],
+        results: KnownResults,
         says: bool = False,
     ) -> None:
         self.tree, self.asked, self.wanted, self.says = tree, asked, wanted, says
+        self.results = results
         self.entries, self.followed, self.editable = entries, followed, editable
         self.flow = Flow(
             (path, border.number)

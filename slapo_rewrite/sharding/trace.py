@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.model.layers import Layer
-from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
+from slapo_rewrite.model.meta_device import KnownResults, answer_to, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.functional_layers import forwards_watched, is_linear, spelled_call
@@ -66,11 +66,15 @@ class Trace(TorchFunctionMode):
         result: What the model returned.
         ran: The code of wrapped `forward`s that ran.
         says: What questions of values that are not there are answered with.
+        results: What operations gave before.
     """
 
-    def __init__(self, tree: Tree, layers: Mapping[str, Layer], says: bool = False) -> None:
+    def __init__(
+        self, tree: Tree, layers: Mapping[str, Layer], results: KnownResults, says: bool = False
+    ) -> None:
         super().__init__()
         self.tree, self.layers, self.says = tree, layers, says
+        self.results = results
         self.linear = [n.live for path in layers if is_linear((n := tree.nodes[path]).live)]
         self.entries: list[Entry] = []
         self.result: Any = None
@@ -113,11 +117,11 @@ class Trace(TorchFunctionMode):
         if (answer := answer_to(func, args, self.says)) is not None:
             return answer
         if self.depth:
-            return func(*args, **kwargs)
+            return self.results.carry_out(func, args, kwargs)
         if (spelled := spelled_call(self.linear, func, args, kwargs)) is not None:
             return spelled[0](args[0])
         inputs, given = shapes((args, kwargs)), list(numbers((args, kwargs), not self.has_values))
-        output = carry_out(func, args, kwargs)
+        output = self.results.carry_out(func, args, kwargs)
         outputs, name = shapes(output), getattr(func, "__name__", "")
         if outputs or name == "__setitem__":
             key = key_of(args[1]) if name in ("__getitem__", "__setitem__") else ()

@@ -1,0 +1,128 @@
+"""Results of operations on the meta device that are known from before."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slapo_rewrite.model.meta_device import KnownResults, NeedsGraph
+from tests.rewriting import rewritten
+
+X = torch.empty(2, 6, 8, device="meta", requires_grad=True)
+Y = torch.empty(8, 6, 2, device="meta", dtype=torch.bfloat16).permute(2, 1, 0)
+W = torch.nn.Parameter(torch.empty(5, 8, device="meta"))
+
+
+class Watch(TorchDispatchMode):
+    """Notes what is worked out."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket._qualified_op_name)
+        return func(*args, **(kwargs or {}))
+
+
+CALLS = [
+    (torch.add, (X, Y), {}),
+    (torch.Tensor.mul, (X, 2), {}),
+    (torch.Tensor.mul, (X, 2.0), {}),
+    (torch.Tensor.mul, (Y, 2), {}),
+    (torch.Tensor.pow, (X.transpose(0, 1), 2), {}),
+    (torch.Tensor.mean, (X, -1), {"keepdim": True}),
+    (torch.rsqrt, (Y,), {}),
+    (torch.cat, ((X, X),), {"dim": -1}),
+    (F.linear, (X, W), {}),
+    (F.layer_norm, (X, (8,)), {}),
+    (F.gelu, (X,), {"approximate": "tanh"}),
+    (F.dropout, (X, 0.5), {"training": True}),
+    (F.scaled_dot_product_attention, (X, X, X), {"is_causal": True}),
+    (torch.eq, (X, 0), {}),
+    (torch.where, (X > 0, X, 0.0), {}),
+]
+
+
+@pytest.mark.parametrize(("func", "args", "kwargs"), CALLS)
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_known_result_is_the_operations_own(func, args, kwargs, trained):
+    results = KnownResults()
+    with torch.set_grad_enabled(trained):
+        first, second = (results.carry_out(func, args, kwargs) for _ in range(2))
+        with Watch() as watch:
+            third = results.carry_out(func, args, kwargs)
+    assert set(watch.names) <= {"aten::empty_strided"}
+    for known in (second, third):
+        assert known is not first and known.is_meta and not known._is_view()
+        for about in ("shape", "dtype", "requires_grad", "is_leaf"):
+            assert getattr(known, about) == getattr(first, about)
+        assert known.stride() == first.stride()
+    assert third is not second
+    third += 1 if third.dtype != torch.bool else True  # as what was worked out lets itself be
+
+
+def test_what_differs_is_worked_out():
+    results = KnownResults()
+    results.carry_out(torch.mul, (X, 2), {})
+    for args in ((X, 2.0), (X, True), (X.detach(), 2), (X.transpose(0, 1), 2), (X.half(), 2)):
+        with Watch() as watch:
+            have = results.carry_out(torch.mul, args, {})
+        assert watch.names != ["aten::empty_strided"]
+        want = torch.mul(*args)
+        assert (have.dtype, have.stride()) == (want.dtype, want.stride())
+        assert have.requires_grad == want.requires_grad
+
+
+def test_what_is_no_new_tensor_is_not_known():
+    results = KnownResults()
+    for _ in range(2):
+        assert results.carry_out(F.dropout, (X, 0.5, False), {}) is X
+        out = torch.empty_like(X, requires_grad=False)
+        assert results.carry_out(torch.add, (Y, 1), {"out": out}) is out
+        assert results.carry_out(torch.Tensor.view, (X, -1), {})._is_view()
+        assert results.carry_out(torch.add, (torch.ones(2), 1), {}).tolist() == [2, 2]
+
+
+SOURCE = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 1, bias=False)
+
+    def forward(self, x):
+        y = x + x
+        y = y * y
+        slope, = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+        return self.down(torch.tanh(self.up(y + slope)))
+"""
+SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Net()
+
+
+def inputs(model):
+    torch.manual_seed(0)
+    return {"x": torch.randn(2, 6, requires_grad=True)}
+
+
+def schedule(s):
+    s["up"].shard("weight", axis=0)
+    s["down"].shard("weight", axis=1)
+    s["down"].sync("fwd_post", "all_reduce")
+    s["up"].sync("bwd_post", "all_reduce")
+"""
+
+
+def test_a_model_that_goes_backwards_has_everything_worked_out(tmp_path):
+    with pytest.raises(NeedsGraph):
+        KnownResults().carry_out(torch.autograd.grad, (X.sum(), X), {})
+    output = rewritten(tmp_path, SOURCE, SCHEDULE)
+    assert "ColumnParallelLinear(6, 8, bias=False)" in output.files[output.model_file]
