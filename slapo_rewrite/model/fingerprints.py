@@ -27,17 +27,35 @@ class Fingerprints:
             held = tuple((n, self.of(child)) for n, child in node.children.items())
             attributes = {n: v for n, v in vars(node.live).items() if not n.startswith("_")}
             # What counts the layers tells no layer from another; an option of torch's modules does.
-            indices = {int(name) for name in node.path.split(".") if name.isdigit()}
-            if node.cls.__module__.startswith("torch."):
-                indices = set()
+            counts = not node.cls.__module__.startswith("torch.")
             own = tuple(
-                (n, "index" if type(v) is int and v in indices else _seen(v))
+                (n, "index" if counts and type(v) is int and _is_index(node, n, v) else _seen(v))
                 for n, v in attributes.items()
             )
             hooks = tuple(len(getattr(node.live, name)) for name in HOOKS)
             key = (node.cls, node.kind, own, held, hooks, tuple(node.buffers))
             self._known[node.path] = self._numbers.setdefault(key, len(self._numbers))
         return self._known[node.path]
+
+
+def _is_index(node: Node, name: str, value: int) -> bool:
+    """Whether an attribute is the number of a layer around it, and not equal to that by chance.
+
+    By chance, the same module of a layer beside it has the same.
+    """
+    steps: list[str] = []
+    above: Node | None = node
+    while above is not None:
+        if above.name == str(value) and above.parent is not None:
+            beside = above.parent.children
+            other = beside.get(str(value + 1)) or beside.get(str(value - 1))
+            for step in reversed(steps):
+                other = other.children.get(step) if other is not None else None
+            if other is None or vars(other.live).get(name) != value:
+                return True
+        steps.append(above.name)
+        above = above.parent
+    return False
 
 
 def _seen(value: object) -> Hashable:
