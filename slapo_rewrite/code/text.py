@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import ast
+import functools
 import textwrap
 from collections.abc import Iterator
+from types import CodeType
+
+Position = tuple[int, int, int, int]
+
+
+@functools.cache
+def positions(code: CodeType) -> list[Position]:
+    """Line, column, last line and last column of each instruction, counted as in `ast`."""
+    return [(a or 0, c or 0, b or 0, d or 0) for a, b, c, d in code.co_positions()]
 
 
 def accessor(path: str) -> str:

@@ -14,7 +14,7 @@ import linecache
 import os
 import sys
 from collections.abc import Iterator
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,12 +22,12 @@ from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.text import Position, positions
 
 _MAX_CALLS = 16
 # How many of the calls have their variables kept.
 _MAX_SCOPES = 4
 
-Position = tuple[int, int, int, int]
 Stack = tuple[tuple[str, Position], ...]
 # The variables around a call: those of the file, and those of the function.
 Scope = tuple[dict[str, Any], dict[str, Any]]
@@ -136,7 +136,7 @@ def _calls(module: nn.Module, frame: FrameType | None) -> tuple[Stack, tuple[Sco
     calls: list[tuple[str, Position]] = []
     scopes: list[Scope] = []
     while frame is not None and len(calls) < _MAX_CALLS:
-        calls.append((frame.f_code.co_filename, _positions(frame.f_code)[frame.f_lasti // 2]))
+        calls.append((frame.f_code.co_filename, positions(frame.f_code)[frame.f_lasti // 2]))
         if len(scopes) < _MAX_SCOPES:
             scopes.append((frame.f_globals, _variables(frame)))
         frame = frame.f_back
@@ -152,12 +152,6 @@ def _variables(frame: FrameType) -> dict[str, Any]:
     while around is not None and all(c is not frame.f_code for c in around.f_code.co_consts):
         around = around.f_back
     return {**_variables(around), **frame.f_locals} if around is not None else dict(frame.f_locals)
-
-
-@functools.cache
-def _positions(code: CodeType) -> list[Position]:
-    """Line, column, last line and last column of each instruction, counted as in `ast`."""
-    return [(a or 0, c or 0, b or 0, d or 0) for a, b, c, d in code.co_positions()]
 
 
 _real = functools.cache(os.path.realpath)

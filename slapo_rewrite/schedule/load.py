@@ -17,6 +17,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.bundle import rules_folder
 from slapo_rewrite.code.file import lines_of
+from slapo_rewrite.code.text import positions
 from slapo_rewrite.errors import Span
 
 # What the schedule file is called as a module.
@@ -77,11 +78,13 @@ class ScheduleFile:
         self.name, self.path, self.text, self.module = name, path, text, module
         self.lines = lines_of(text)
         self.tree = ast.parse(text)
-        self._calls = [
+        calls = sorted(
             (n.lineno, n.end_lineno or n.lineno)
             for n in ast.walk(self.tree)
             if isinstance(n, ast.Expr)
-        ]
+        )
+        # Of each line the innermost, which begins last.
+        self._calls = {n: (a, b) for a, b in calls for n in range(a, b + 1)}
 
     def edited(self, text: str) -> ScheduleFile:
         """The schedule with another text, whose definitions an output holds."""
@@ -161,26 +164,25 @@ class ScheduleFile:
         found = None
         while traceback is not None:
             if traceback.tb_frame.f_code.co_filename == str(self.path):
-                found = (traceback.tb_frame.f_code, traceback.tb_lasti, traceback.tb_lineno)
+                found = (traceback.tb_frame.f_code, traceback.tb_lasti)
             traceback = traceback.tb_next
         return self.span_at(*found) if found else None
 
-    def span_at(self, code: types.CodeType, instruction: int, line: int) -> Span:
+    def span_at(self, code: types.CodeType, instruction: int) -> Span:
         """The place of one bytecode instruction of this file."""
+        first, column, last, end_column = positions(code)[max(instruction, 0) // 2]
+        line = first or code.co_firstlineno
         text = self.lines[line - 1] if line <= len(self.lines) else ""
         start, end = len(text) - len(text.lstrip()), len(text)
-        positions = list(code.co_positions())
-        if instruction >= 0 and instruction // 2 < len(positions):
-            first, last, column, end_column = positions[instruction // 2]
-            if first == line and column is not None and end_column is not None:
-                raw = text.encode()
-                start = len(raw[:column].decode(errors="ignore"))
-                end = len(raw[:end_column].decode(errors="ignore")) if last == first else len(text)
+        if first and end_column:
+            raw = text.encode()
+            start = len(raw[:column].decode(errors="ignore"))
+            end = len(raw[:end_column].decode(errors="ignore")) if last == first else len(text)
         return Span(str(self.path), line, start + 1, max(1, end - start), text)
 
     def statement(self, line: int) -> str:
         """The expression statement that a line belongs to, on one line."""
-        first, last = max((s for s in self._calls if s[0] <= line <= s[1]), default=(line, line))
+        first, last = self._calls.get(line, (line, line))
         return " ".join(" ".join(self.lines[first - 1 : last]).split())
 
     def caller(self) -> Span | None:
@@ -188,7 +190,7 @@ class ScheduleFile:
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename == str(self.path):
-                return self.span_at(frame.f_code, frame.f_lasti, frame.f_lineno)
+                return self.span_at(frame.f_code, frame.f_lasti)
             frame = frame.f_back
         return None
 

@@ -1,0 +1,48 @@
+"""Work grows with the statements of a schedule, and no faster."""
+
+import time
+
+from tests.rewriting import rewritten
+
+SOURCE = """\
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(12))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+"""
+SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Net()
+
+
+def inputs(model):
+    return {"x": torch.ones(2, 4)}
+
+
+def schedule(s):
+"""
+
+
+def test_ten_times_the_statements_take_at_most_ten_times_as_long(tmp_path):
+    def seconds(count: int) -> float:
+        lines = [
+            f'    s["layers.{n % 12}"].annotate("weight", "k{n}", {n})\n' for n in range(count)
+        ]
+        started = time.process_time()
+        output = rewritten(tmp_path, SOURCE, SCHEDULE + "".join(lines))
+        assert f"k{count - 1}" in output.files[output.model_file]
+        return time.process_time() - started
+
+    seconds(1)
+    assert seconds(1000) < 10 * seconds(100)
