@@ -184,7 +184,8 @@ class Imports:
         """Whether a name means something in the file, at its top level or inside a function."""
         if name in self.file.names:
             return True
-        if not re.search(rf"\b{name}\b", self.file.text):
+        # As a part of the text first, which is a hundred times faster to find than a word.
+        if name not in self.file.text or not re.search(rf"\b{name}\b", self.file.text):
             return False
         if self._locals is None:
             self._locals = {

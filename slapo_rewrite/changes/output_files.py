@@ -108,11 +108,11 @@ class OutputFiles:
             cls.__name__: tuple(
                 c.__name__
                 for c in cls.__mro__
-                if c.__name__ in file.classes and self.sources.file_of(c) is file
+                if c.__name__ in file.classes and self.sources.defines(file, c)
             )
             for cls in classes
             # Classes of two files may have one name.
-            if self.sources.file_of(cls) is file or cls.__name__ not in file.classes
+            if cls.__name__ not in file.classes or self.sources.defines(file, cls)
         }
         changes = ChangeSet(self.sources, file)
         return OutputFile(file, changes, ClassHierarchy(file, changes.sites, names), Imports(file))

@@ -54,7 +54,13 @@ class NodeFacts:
             found = _attribute(found, name)
             if found is _MISSING:
                 return None
-        return _fact(found)
+        if not isinstance(found, nn.Module):
+            return _fact(found)
+        # A list of layers is asked about by each function that names it, and walked to its leaves.
+        known = self.sources.submodules
+        if id(found) not in known:
+            known[id(found)] = found, submodule(found)
+        return known[id(found)][1]
 
     def method(self, path: str, name: str) -> tuple[SourceFile, ast.FunctionDef] | None:
         """A method of a submodule's class, '' for the module itself, and the file it stands in."""

@@ -40,8 +40,10 @@ class Representatives:
                 node = node.parent
         # What another module holds too is no element like others.
         holders: dict[int, set[int]] = {}
-        for node in tree.nodes.values():
-            if node.parent is not None and next(node.live.parameters(), None) is not None:
+        holding: set[int] = set()
+        for node in reversed(tree.nodes.values()):  # what a module holds before it
+            if node.parent is not None and (id(node) in holding or node.parameters):
+                holding.add(id(node.parent))
                 holders.setdefault(id(node.live), set()).add(id(node.parent.live))
         self._shared = {live for live, above in holders.items() if len(above) > 1}
         self._kept: dict[str, Node] = {}

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.facts import Submodule
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.model.construction_sites import Site, find_later_sites, find_sites
 from slapo_rewrite.model.constructor_values import Frame
@@ -39,17 +40,33 @@ class Sources:
     def __init__(self, main: SourceFile, editable: Collection[str] = ()) -> None:
         self.main, self.editable = main, editable
         self._files: dict[str, SourceFile | None] = {main.name: main}
+        self._paths: dict[str, Path | None] = {}
         self._made: dict[type, Maker] = {}
         self.known: dict[tuple[int, str], Site] = {}
         # What was made of the functions of modules, by their number; kept for those who read them.
         self.scopes: dict[int, list[Any]] = {}
         self.followed: dict[Any, Any] = {}
+        # Live modules as facts, by their ids, each with the module.
+        self.submodules: dict[int, tuple[nn.Module, Submodule]] = {}
         self.fingerprints = Fingerprints()
         self._nodes: dict[int, tuple[Node, dict[int, list[Node]]]] = {}
 
     def file_of(self, cls: type) -> SourceFile | None:
         """The file that defines a class; None where it has none that can be read."""
         return self.file_named(cls.__module__)
+
+    def defines(self, file: SourceFile, cls: type) -> bool:
+        """Whether a file defines a class; one that lies elsewhere is not read to tell."""
+        name = cls.__module__
+        if name not in self._files and not self._lies_at(name, file.path):
+            return False
+        return self.file_named(name) is file
+
+    def _lies_at(self, name: str, path: Path) -> bool:
+        if name not in self._paths:
+            found = getattr(sys.modules.get(name), "__file__", None)
+            self._paths[name] = Path(found).resolve() if found else None
+        return self._paths[name] == path.resolve()
 
     def file_named(self, name: str) -> SourceFile | None:
         """The file of a module that has been imported."""
@@ -61,7 +78,7 @@ class Sources:
         path = getattr(sys.modules.get(name), "__file__", None)
         if not path or not path.endswith(".py"):
             return None
-        if Path(path).resolve() == self.main.path.resolve():
+        if self._lies_at(name, self.main.path):
             return self.main
         try:
             return SourceFile.read(Path(path), name)
@@ -86,6 +103,7 @@ class Sources:
         self.known.clear()
         self.scopes.clear()
         self.followed.clear()
+        self.submodules.clear()
         self.fingerprints = Fingerprints()
 
     def same_live(self, node: Node) -> list[Node]:
