@@ -63,6 +63,7 @@ class OutputFiles:
         self._classes = list({node.cls: None for node in tree.nodes.values()})
         self._files: dict[str, OutputFile] = {}
         self._by_path: dict[str, OutputFile] = {}
+        self._by_module: dict[str, OutputFile | None] = {}
         self._siblings: dict[str, tuple[str, ...]] = {}
         self._same: dict[int, dict[int, Directive]] = {}
         self._stems: dict[str, str] = {}
@@ -98,6 +99,7 @@ class OutputFiles:
         if file.name not in self._files:
             output = self._files[file.name] = self._new(file, self._classes)
             output.changes.siblings, output.changes.same = self._siblings, self._same
+            self._by_module.clear()
             path = file.path
             for name in (str(path), os.path.realpath(path), os.path.abspath(path)):
                 self._by_path[name] = output
@@ -126,8 +128,11 @@ class OutputFiles:
 
     def of(self, cls: type) -> OutputFile | None:
         """The file that defines a class; None where that is not rewritten."""
-        file = self.sources.file_of(cls)
-        return self._files.get(file.name) if file is not None else None
+        known, module = self._by_module, cls.__module__
+        if module not in known:
+            defining = (o for o in self._files.values() if self.sources.defines(o.file, cls))
+            known[module] = next(defining, None)
+        return known[module]
 
     def computing(self, cls: type) -> OutputFile | None:
         """The file in which a class has its `forward`, if it may be rewritten."""

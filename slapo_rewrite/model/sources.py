@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import os
 import re
 import sys
 from collections.abc import Collection, Iterator
@@ -40,7 +41,7 @@ class Sources:
     def __init__(self, main: SourceFile, editable: Collection[str] = ()) -> None:
         self.main, self.editable = main, editable
         self._files: dict[str, SourceFile | None] = {main.name: main}
-        self._paths: dict[str, Path | None] = {}
+        self._paths: dict[str, str | None] = {}
         self._made: dict[type, Maker] = {}
         self.known: dict[tuple[int, str], Site] = {}
         # What was made of the functions of modules, by their number; kept for those who read them.
@@ -65,8 +66,8 @@ class Sources:
     def _lies_at(self, name: str, path: Path) -> bool:
         if name not in self._paths:
             found = getattr(sys.modules.get(name), "__file__", None)
-            self._paths[name] = Path(found).resolve() if found else None
-        return self._paths[name] == path.resolve()
+            self._paths[name] = os.path.realpath(found) if found else None
+        return self._paths[name] == os.path.realpath(path)
 
     def file_named(self, name: str) -> SourceFile | None:
         """The file of a module that has been imported."""
