@@ -209,6 +209,7 @@ class Project:
         return self.tree, self.sources
 
 
+@collector_paused()
 def rewrite(
     source: str,
     schedule: str,
@@ -242,7 +243,6 @@ def rewrite(
         sys.modules[project.original.name] = original
 
 
-@collector_paused()
 @without_dynamo()
 def carry_out(
     project: Project,
@@ -689,6 +689,7 @@ def check_text(text: str, file: SourceFile) -> None:
         raise AssertionError(f"the rewritten file no longer defines {sorted(lost)}")
 
 
+@functools.lru_cache(maxsize=2)
 def parsed(text: str, file: SourceFile) -> ast.Module:
     """The syntax tree of a file as it was rewritten.
 
