@@ -84,12 +84,13 @@ class Construction(Change):
             by_change.setdefault(changes.get(index), set()).add(_number(index))
         groups = list(by_change.values())
         regions = text.indices.regions(site, causes, groups, counted=True)
+        first_apart = bool(regions) and not any(0 in region.numbers for region in regions)
 
         def test(numbers: set[int]) -> str:
             return membership(variable, numbers, len(present), regions, site.count)
 
         def choose(node: cst.BaseExpression) -> cst.BaseExpression:
-            return _choice(node, by_change, site, test, text, causes)
+            return _choice(node, by_change, site, test, text, causes, first_apart)
 
         why = f"choose by {'share' if regions else 'index'} for `{site.path}`"
         text.replace(site.value, site.statement, choose, causes, why)
@@ -335,6 +336,7 @@ def _choice(
     test: Callable[[set[int]], str],
     text: ClassText,
     causes: Causes,
+    first_apart: bool,
 ) -> cst.BaseExpression:
     """`New(...) if i < 6 else Old(...)`."""
     by_text: dict[str, tuple[cst.BaseExpression, set[int]]] = {}
@@ -344,6 +346,8 @@ def _choice(
         by_text.setdefault(code(node), (node, set()))[1].update(numbers)
     # What most elements are stands last, the original's own class if it is among them.
     order = sorted(by_text, key=lambda t: (t == unchanged, len(by_text[t][1])))
+    if first_apart:  # a share may hold the first element as well
+        order.sort(key=lambda t: by_text[t][1] != {0})
     result = by_text[order[-1]][0]
     for choice in reversed(order[:-1]):
         node, numbers = by_text[choice]

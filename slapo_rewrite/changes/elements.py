@@ -123,6 +123,10 @@ def _regions(
     """
     found: list[Region] = []
     made = set().union(*groups)
+    apart = counted and {0} in groups and _is_first_apart(lists, causes)
+    # Its test comes first then. In a list so short that none of it is in a share, the first element
+    # is recomputed all the same, which changes no numbers.
+    made -= {0} if apart else set()
     for each in lists:
         ends = _ends(each, causes, made)
         if not ends:
@@ -139,6 +143,8 @@ def _regions(
             raise _ByNumberError("what is made here is in several lists, with other shares of them")
         pairs = zip(own, found or own, strict=True)
         found = [Region(r.start, r.stop, r.numbers | known.numbers) for r, known in pairs]
+    if apart and not (found and all(region.numbers for region in found)):
+        raise _ByNumberError("the first element, which is another, is all that is in a share")
     if any(not any(region.numbers <= group for group in groups) for region in found):
         several = len({each.length for each in lists}) > 1
         raise _ByNumberError(
@@ -147,6 +153,13 @@ def _regions(
             else "its elements differ in more than shares"
         )
     return found
+
+
+def _is_first_apart(lists: Iterable[ElementList], causes: Causes) -> bool:
+    """Whether the first element alone is selected by number, and shares are recomputed, no more."""
+    listed = [(cause, each.numbers(cause.paths)) for each in lists for cause in causes]
+    by_number = [numbers == {0} for cause, numbers in listed if not cause.shares]
+    return any(by_number) and all(c.primitive == "checkpoint" for c in causes if c.shares)
 
 
 def _ends(each: ElementList, causes: Causes, made: set[int]) -> list[Fraction]:
@@ -216,7 +229,7 @@ def membership(
         regions: What shares divide them into, if there are shares.
         count: Says how many there are, likewise.
     """
-    if not regions or count is None:
+    if not regions or count is None or not any(numbers & region.numbers for region in regions):
         return _numbered(variable, sorted(numbers), total)
     is_simple = isinstance(count, ast.Name | ast.Attribute | ast.Call)
     text = ast.unparse(count) if is_simple else f"({ast.unparse(count)})"

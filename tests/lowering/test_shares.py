@@ -157,6 +157,27 @@ def test_two_primitives_with_other_shares_at_every_depth(tmp_path, depth):
         assert ("Forked" in names) == (i >= depth // 4)
 
 
+@pytest.mark.parametrize("depth", [2, 3, 5, 8, 13])
+@pytest.mark.parametrize(
+    ("lines", "share"),
+    [
+        ("blocks[0].fork_rng()\nblocks[:0.5].checkpoint()", slice(0, 1)),
+        ("blocks[0].fork_rng()\nblocks[0.5:].checkpoint()", slice(1, 2)),
+    ],
+)
+def test_a_first_element_that_is_another(tmp_path, depth, lines, share):
+    """Selected by number, as what comes in is divided there, beside a share that is recomputed."""
+    output = outcome(tmp_path, LIST, lines)
+    assert not output.warnings
+    assert "if i == 0" in changed_lines(output) and "config.depth // 2" in changed_lines(output)
+    module = imported(written(tmp_path, output))
+    meant = [*range(depth)][slice(*(depth * n // 2 for n in (share.start, share.stop)))]
+    for i, block in enumerate(module.Stack(module.Config(depth)).blocks):
+        names = " ".join(c.__name__ for c in type(block).__mro__)
+        assert ("Forked" in names) == (i == 0)
+        assert ("Checkpointed" in names) == (i in meant)
+
+
 SPLIT = """\
 blocks[0.4:]["linear"].shard(["weight", "bias"], axis=0)
 blocks[0.4:]["linear"].sync("fwd_post", "all_gather", axis=-1)
@@ -184,6 +205,8 @@ def test_numbers_at_another_depth(tmp_path, world):
         (LIST, "blocks[:0.5].checkpoint()\nblocks[:3].fork_rng()", "by number or name as well"),
         (LIST, "blocks[:0.5].checkpoint()\nblocks[:4].fork_rng()", "by number or name as well"),
         (LIST, "blocks[:0.5].checkpoint()\nblocks['1'].fork_rng()", "by number or name as well"),
+        (LIST, "blocks[:0.5].fork_rng()\nblocks[0].checkpoint()", "by number or name as well"),
+        (LIST, "blocks[:0.125].checkpoint()\nblocks[0].fork_rng()", "all that is in a share"),
         (
             LIST,
             "blocks[:0.5].checkpoint()\nblocks[0.51:].fork_rng()",
