@@ -72,4 +72,5 @@ bench: $(READY)
 	$(BIN)/python -m benchmark.kernel_facts
 	$(BIN)/python -m benchmark.pipeline_simulation
 	$(BIN)/python -m benchmark.collectives
+	$(BIN)/python -m benchmark.loading
 	$(BIN)/python benchmark/construction_sites.py

@@ -128,36 +128,115 @@ def test_values_are_those_of_a_real_construction(name, part):
         assert others and not any(p.untyped_storage().nbytes() for p in others)
 
 
-class Copies(nn.Module):
-    """Parameters that are made of others, in ways that torch does not tell of."""
+# What constructors make of parameters, in ways that torch does not tell of.
 
-    def __init__(self):
+
+def deep_copy(model):
+    model.other = copy.deepcopy(model.first)
+
+
+def loaded(model):
+    model.other = nn.Linear(3, 3)
+    model.other.load_state_dict(model.first.state_dict())
+
+
+def by_numpy(model):
+    model.other = nn.Parameter(torch.from_numpy(model.first.weight.detach().numpy() * 2))
+
+
+def listed(model):
+    model.other = nn.Parameter(torch.tensor(model.first.weight.tolist()))
+
+
+def shared(model):
+    model.other = nn.Parameter(model.first.weight.data.t())
+
+
+def some_rows(model):
+    model.other = nn.Parameter(model.first.weight.data[[0, 2]])
+
+
+def one_number(model):
+    model.other = nn.Parameter(torch.full((2, 2), model.first.weight[0, 1].item()))
+
+
+@torch.no_grad()
+def all_at_once(model):
+    model.other = nn.Linear(3, 3)
+    torch._foreach_copy_([*model.other.parameters()], [*model.first.parameters()])
+
+
+@torch.no_grad()
+def one_row(model):
+    model.other = nn.Linear(3, 3)
+    model.other.weight[0] = model.first.weight[1]
+
+
+@torch.no_grad()
+def of_itself(model):
+    model.first.weight.data.copy_(model.first.weight)
+
+
+def other_data(model):
+    model.other = nn.Linear(3, 3)
+    model.other.weight.data = model.first.weight.data.clone()
+
+
+def size_by_values(model):
+    model.other = nn.Linear(3, 3 if model.first.weight.abs().sum() > 1 else 2)
+
+
+def by_chance(model):
+    for _ in range(16):
+        if torch.rand(()) > 0.5:
+            model.first.weight.data.mul_(2)
+        else:
+            model.first.weight.data.fill_(torch.rand(()))
+
+
+class Made(nn.Module):
+    """A layer, and what is made of it."""
+
+    def __init__(self, way):
         super().__init__()
         self.first = nn.Linear(3, 3)
-        self.copied = copy.deepcopy(self.first)
-        self.filled = nn.Linear(3, 3)
-        self.filled.load_state_dict(self.first.state_dict())
-        self.by_numpy = nn.Parameter(torch.from_numpy(self.first.weight.detach().numpy() * 2))
-        self.listed = nn.Parameter(torch.tensor(self.first.weight.tolist()))
-        self.shared = nn.Parameter(self.first.weight.data)
-        self.item = nn.Parameter(torch.full((2,), self.first.bias[0].item()))
-        self.many = nn.Linear(3, 3)
-        with torch.no_grad():
-            torch._foreach_copy_([*self.many.parameters()], [*self.first.parameters()])
-            self.filled.bias[0] = self.first.bias[1]
-        self.set = nn.Linear(3, 3)
-        self.set.weight.data = self.first.weight.data.clone()
-        large = self.first.weight.abs().sum() > 1
-        self.last = nn.Linear(3, 3 if large else 2)
+        way(self)
 
 
-@pytest.mark.parametrize("name", list(tensors(Copies())))
-def test_what_is_made_of_other_parameters_is_right(name):
-    torch.manual_seed(0)
-    real = tensors(Copies())[name]
-    torch.manual_seed(0)
-    made = construct(Copies, lambda model: [tensors(model)[name]])
-    assert torch.equal(tensors(made)[name], real)
+WAYS = (deep_copy, loaded, by_numpy, listed, shared, some_rows, one_number, all_at_once, one_row)
+WAYS += (of_itself, other_data, size_by_values, by_chance)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_made_of_parameters_is_right(way):
+    """All that is wanted, each alone, and each when it is final."""
+    seed()
+    real = tensors(Made(way))
+    for names in (list(real), *([name] for name in real)):
+        seed()
+        made = construct(
+            lambda: Made(way), lambda model, names=names: [tensors(model)[n] for n in names]
+        )
+        assert all(torch.equal(tensors(made)[name], real[name]) for name in names)
+    taken = {}
+    seed()
+    construct(
+        lambda: Made(way),
+        lambda model: tensors(model).values(),
+        lambda place, tensor: taken.update({place: tensor.clone()}),
+    )
+    assert all(torch.equal(taken[place], tensor) for place, tensor in enumerate(real.values()))
+
+
+def test_a_constructor_that_takes_another_course_is_run_once_more():
+    runs = []
+
+    def make():
+        runs.append(0)
+        return Made(by_chance)
+
+    construct(make, nn.Module.parameters)
+    assert len(runs) == 3
 
 
 def test_an_error_of_the_constructor_is_its_own():

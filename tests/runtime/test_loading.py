@@ -1,5 +1,6 @@
 """Full tensors to parts and back, for a model with every way of being sharded."""
 
+import copy
 import itertools
 import json
 import resource
@@ -289,7 +290,19 @@ def build_layers(width, number):
     return build_deferred(lambda: Layers(width, number))
 
 
+def check_copies_stay_apart():
+    def make():
+        layer = tp.RowParallelLinear(WIDTH, WIDTH)
+        return nn.Sequential(layer, copy.deepcopy(layer))
+
+    torch.manual_seed(0)
+    first, second = build_deferred(make)
+    assert torch.equal(first.weight, second.weight)
+    assert first.weight.data_ptr() != second.weight.data_ptr()
+
+
 def check_starting(folder):
+    check_copies_stay_apart()
     for build in (loading.build, build_deferred):
         check_build_is_alike(build)
     check_seeds()
