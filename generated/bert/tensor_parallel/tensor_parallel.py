@@ -59,9 +59,18 @@ def collective(
     run: Callable[[Tensor], Tensor],
     run_gradient: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """`run(x)`, with `run_gradient` applied to its gradient; `x` in a world of one."""
+    """`run(x)`, with `run_gradient` applied to its gradient; `x` in a world of one.
+
+    Raises:
+        RuntimeError: `torch.export` runs it, which would lose the gradient.
+    """
     if world_size() == 1:
         return x
+    if torch.compiler.is_exporting() and torch.is_grad_enabled():
+        raise RuntimeError(
+            "torch.export keeps no gradients of collectives: export under "
+            "torch.no_grad(), to run the program but not to train it"
+        )
     apply: Callable[..., Tensor] = _Collective.apply
     return apply(x, run, run_gradient)
 
