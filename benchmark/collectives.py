@@ -1,12 +1,14 @@
-"""What do the bundled schedules send between GPUs, in every layer?
+"""What do the bundled schedules send between GPUs, in every layer and around the layers?
 
     python -m benchmark.collectives
 
-The collectives of a training step on fake tensors and in a fake process group, once with one more
-layer than the other time: the difference is a layer's. Sizes are of the whole tensor, in units of
-batch x tokens x hidden size. Megatron-LM's are the least that splitting a layer costs: an
-all-reduce behind attention and one behind the MLP, and as many backwards (arXiv 1909.08053); with
-sequence parallelism a reduce-scatter and an all-gather each instead, likewise (arXiv 2205.05198).
+The collectives of a training step on fake tensors and in a fake process group, once with one layer
+and once with two: the difference is a layer's, the rest the embedding's, the head's and the
+loss's. Sizes are of the whole tensor, in units of batch x tokens x hidden size. Megatron-LM's are
+the least that splitting costs: in a layer an all-reduce behind attention and one behind the MLP,
+and as many backwards (arXiv 1909.08053); with sequence parallelism a reduce-scatter and an
+all-gather each instead, likewise (arXiv 2205.05198); around the layers one behind the embedding,
+one for the gradient of the head's input, and three numbers a token for the loss.
 
 Writes `benchmark/results/collectives.json`.
 """
@@ -36,10 +38,15 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 VARIANTS = (
     Variant("tensor parallel", "sdpa", ()),
     Variant("and sequence parallel", "sdpa", ("sequence_parallel=true",)),
+    Variant("logits gathered", "sdpa", ("parallel_loss=false",)),
 )
 # What a step's configuration calls its layers, and its hidden size.
 LAYERS = {"GPT2Config": "n_layer", "T5Config": "num_layers"}
 HIDDEN = {"GPT2Config": "n_embd", "T5Config": "d_model"}
+
+GATHERED = VARIANTS[-1].name
+# How often the whole tensor goes over the wire: an all-reduce is a scatter and a gather.
+ROUNDS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
 
 # (kind, whether backwards) -> how many, and bytes
 Sent = Counter[tuple[str, bool, int]]
@@ -79,20 +86,39 @@ def sent(step: Step, variant: Variant, module: ModuleType) -> Sent:
     return listener.sent
 
 
-def of_a_layer(step: Step, variant: Variant) -> list[dict[str, Any]]:
-    """A layer's collectives; of T5, a layer of the encoder and one of the decoder together."""
-    step = step.tiny()
+def parts(step: Step, variant: Variant) -> dict[str, Any]:
+    """The collectives of a layer, of what is around the layers, and what the latter add in all.
+
+    T5's layer is one of the encoder and one of the decoder together.
+    """
     layers = LAYERS.get(step.config, "num_hidden_layers")
-    more = replace(step, sizes={**step.sizes, layers: step.sizes[layers] + 1})
+    one, two = (replace(step, sizes={**step.sizes, layers: number}) for number in (1, 2))
     with tempfile.TemporaryDirectory() as folder:
         module, _ = module_of(step, variant, Path(folder))
-        one, other = sent(step, variant, module), sent(more, variant, module)
-    hidden = step.sizes[HIDDEN.get(step.config, "hidden_size")]
-    unit = step.batch * step.tokens * hidden * DTYPE.itemsize
+        first, both = sent(one, variant, module), sent(two, variant, module)
+    layer = both - first
+    tokens = step.batch * step.tokens
+    unit = tokens * step.sizes[HIDDEN.get(step.config, "hidden_size")] * DTYPE.itemsize
+    # The gradients of a norm's weight under sequence parallelism are nothing beside the rest.
+    found = {
+        "layer": rows_of(layer, unit, unit / 16),
+        "around": rows_of(first - layer, unit, tokens * DTYPE.itemsize),
+    }
+    time = {part: sum(r["size"] * ROUNDS[r["kind"]] for r in rows) for part, rows in found.items()}
+    return {**found, "added": round(time["around"] / (time["layer"] * step.sizes[layers]), 3)}
+
+
+def rows_of(collectives: Sent, unit: int, least: float) -> list[dict[str, Any]]:
+    """Collectives by kind and direction, but for those of fewer bytes than `least`.
+
+    Args:
+        collectives: The collectives.
+        unit: What their sizes are counted in, in bytes.
+        least: The size from which one counts, in bytes.
+    """
     found: dict[tuple[str, bool], list[float]] = {}
-    for (kind, backward, whole), number in (other - one).items():
-        # The gradients of a norm's weight under sequence parallelism are nothing beside the rest.
-        if whole * 16 > unit:
+    for (kind, backward, whole), number in collectives.items():
+        if whole >= least:
             row = found.setdefault((kind, backward), [0, 0.0])
             row[0] += number
             row[1] += number * whole / unit
@@ -106,9 +132,7 @@ def measure(steps: tuple[Step, ...] = STEPS) -> dict[str, Any]:
     """Every model's collectives, with every schedule that it has."""
     return {
         step.name: {
-            variant.name: of_a_layer(step, variant)
-            for variant in VARIANTS
-            if has_knobs(step, variant)
+            variant.name: parts(step, variant) for variant in VARIANTS if has_knobs(step, variant)
         }
         for step in steps
     }
@@ -116,19 +140,28 @@ def measure(steps: tuple[Step, ...] = STEPS) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """The results for the README."""
-    rows = []
+    layers, around = [], []
     for name, variants in results["steps"].items():
-        for variant, collectives in variants.items():
-            cells = [
-                ", ".join(
-                    f"{c['number']} {c['kind']} ({c['size']:.2f})"
-                    for c in collectives
-                    if c["backward"] is backward
-                )
-                for backward in (False, True)
-            ]
-            rows.append([f"{name}, {variant}", *cells])
-    return report.rendered(["a layer's collectives (size)", "forward", "backward"], rows)
+        for variant, found in variants.items():
+            if variant != GATHERED:
+                layers.append([f"{name}, {variant}", *cells(found["layer"])])
+            added = f"{found['added']:+.0%}"
+            around.append([f"{name}, {variant}", *cells(found["around"]), added])
+    first = report.rendered(["a layer's collectives (size)", "forward", "backward"], layers)
+    header = ["around the layers (size)", "forward", "backward", "added to all layers'"]
+    return f"{first}\n{report.rendered(header, around)}"
+
+
+def cells(rows: list[dict[str, Any]]) -> list[str]:
+    """The collectives forwards, and backwards."""
+    return [
+        ", ".join(
+            f"{row['number']} {row['kind']} ({row['size']:.2f})"
+            for row in rows
+            if row["backward"] is backward
+        )
+        for backward in (False, True)
+    ]
 
 
 def main() -> None:
