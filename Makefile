@@ -73,4 +73,5 @@ bench: $(READY)
 	$(BIN)/python -m benchmark.pipeline_simulation
 	$(BIN)/python -m benchmark.collectives
 	$(BIN)/python -m benchmark.loading
+	$(BIN)/python -m benchmark.tensor_parallel
 	$(BIN)/python benchmark/construction_sites.py
