@@ -64,7 +64,8 @@ class Listener(TorchDispatchMode):
         self.sent: Sent = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        waits = "wait" in func._schema.name
+        if func.namespace in ("c10d", "_c10d_functional") and not waits:
             whole = max(sum(map(size, tensors(a))) for a in args)
             backward = torch._C._current_autograd_node() is not None
             self.sent[kind_of(func._schema.name), backward, whole] += 1
