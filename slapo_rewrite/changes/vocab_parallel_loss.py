@@ -138,7 +138,7 @@ class _Gathers:
     def __init__(
         self, text: ClassText, method: ast.FunctionDef, calls: Sequence[ast.AST], causes: Causes
     ) -> None:
-        self.text, self.method, self.causes = text, method, causes
+        self.text, self.method, self.calls, self.causes = text, method, calls, causes
         self.statement = _last_of_all(method, calls)
         self.branches = list(_branches(method, self.statement, calls[-1]))
         around = [branch.node for branch in self.branches]
@@ -161,12 +161,16 @@ class _Gathers:
             return f"{name} = {gather}({name}, {head}{where})"
 
         def gather_behind(node: ast.stmt, *conditions: str) -> None:
-            text = f"if {' or '.join(conditions)}:\n    {line()}"
-            self.text.insert_after(node, text, causes, why)
+            # What is returned with a loss is gathered before it, which takes whole logits too.
+            returned = isinstance(node, ast.Return)
+            insert = self.text.insert_before if returned else self.text.insert_after
+            insert(node, f"if {' or '.join(conditions)}:\n    {line()}", causes, why)
 
         why, method, causes = "whole logits", self.method, self.causes
-        # Nothing can stand between a loss and what is returned in one statement with it.
         is_read = any(_reads_after(method, name, self.statement))
+        if isinstance(self.statement, ast.Return):
+            loads = _names(self.statement, name, ast.Load)
+            is_read = any(not any(within(call, load) for call in self.calls) for load in loads)
         evaluation = ["not self.training"] if is_read else []
         for branch in reversed(self.branches):
             if isinstance(branch.node, ast.IfExp):
@@ -174,6 +178,9 @@ class _Gathers:
                     gather_behind(self.statement, self._opposite(branch), *evaluation)
                     evaluation = []
                 continue
+            if evaluation and isinstance(self.statement, ast.Return):
+                gather_behind(self.statement, *evaluation)
+                evaluation = []
             other = branch.node.orelse if branch.taken else branch.node.body
             stored = [s for s in other if _stores(s, name)]
             loaded = any(_loads(s, name) for s in other)

@@ -426,7 +426,8 @@ def _worst(want: _Step, have: _Step) -> tuple[float, str, str]:
         ("the output", want.outputs, have.outputs),
     ):
         for name, a, b in result_pairs(one, other, ""):
-            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and not _is_part(a, b):
+            both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+            if both and not (one is want.outputs and _is_part(a, b)):
                 found.append((_error(a, b), name or "output", what))
     if want.loss is not None and have.loss is not None:
         found.append((_error(want.loss, have.loss), "loss", "the"))

@@ -222,8 +222,13 @@ def load_pretrained(
             else:
                 tensor.data.copy_(part)
     for place, module in model.named_modules():
-        for name, tensor in own_tensors(module).items():
-            if tensor.is_meta:
+        named: dict[str, Any] = dict(
+            vars(module)
+        )  # with tensors that are not registered
+        named |= module.named_parameters(recurse=False)
+        named |= module.named_buffers(recurse=False)
+        for name, tensor in named.items():
+            if isinstance(tensor, Tensor) and tensor.is_meta:
                 raise without_values(place, name)
     return missing, unexpected
 
@@ -292,14 +297,6 @@ def fill_unsaved_buffers(model: nn.Module, saved: set[str]) -> None:
         for name in unsaved:
             if not torch.equal(runs[0][name], runs[1][name]):
                 raise without_values(path, name)
-
-
-def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters, buffers and other tensors, by name."""
-    own: dict[str, Any] = dict(vars(module))
-    own |= module.named_parameters(recurse=False, remove_duplicate=False)
-    own |= module.named_buffers(recurse=False, remove_duplicate=False)
-    return {name: value for name, value in own.items() if isinstance(value, Tensor)}
 
 
 def stored_tensors(path: Path) -> dict[str, Path]:

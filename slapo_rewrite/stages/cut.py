@@ -26,13 +26,7 @@ from slapo_rewrite.stages.pipeline_module import (
     shared_names,
     ties_of,
 )
-from slapo_rewrite.stages.program import (
-    ARGUMENT,
-    Cut,
-    divided,
-    with_calls_apart,
-    without_whole_logits,
-)
+from slapo_rewrite.stages.program import ARGUMENT, Cut, divided, with_loss_apart
 from slapo_rewrite.stages.stage_inputs import Planner, Stages, trains
 
 
@@ -96,7 +90,7 @@ def _tried(
     inside = ways(tree, cuts)
     world = vars(module)
     flat = Flattening(model, file, world, inside, trial.part, at).flat(trial.inputs)
-    flat = with_calls_apart(without_whole_logits(flat), lambda text: trains(model, text))
+    flat = with_loss_apart(flat, lambda text: trains(model, text))
     program = divided(flat, cuts, model)
     if kept and not is_uniform(program):
         raise errors.CannotCut("rounds of a loop over layers may differ", at=at)

@@ -151,32 +151,44 @@ def divided(flat: Flat, cuts: Sequence[Cut], model: Any) -> Program:
     return linked(flat, pieces, stage + 1, cuts[0].cause.at)
 
 
-def without_whole_logits(flat: Flat) -> Flat:
-    """The same without logits that are put together in eval mode, if the loss is not made of them.
+def with_loss_apart(flat: Flat, trains: Callable[[str], bool]) -> Flat:
+    """The same with the last modules called before the loss, on lines of their own.
+
+    Logits that are put together in eval mode are so before the loss too, which takes either.
 
     Args:
         flat: A flat `forward`.
+        trains: Whether a text calls a module with parameters.
     """
-    lines: list[Line] = []
-    read = _loaded(ast.parse(flat.loss))
-    for line in reversed(flat.lines):
-        (statement,) = ast.parse(line.text).body
-        inner = statement.body if isinstance(statement, ast.If) else [statement]
-        unread = all(
-            isinstance(each, ast.Assign)
-            and isinstance(each.value, ast.Call)
-            and is_name(each.value.func, WHOLE_LOGITS)
-            and not read & {ast.unparse(target) for target in each.targets}
-            for each in inner
-        )
-        if not unread or getattr(statement, "orelse", None):
-            read |= _loaded(statement)
-            lines.insert(0, line)
+    gathers = [line for line in flat.lines if _is_gather(line)]
+    others = [line for line in flat.lines if not _is_gather(line)]
+    flat = with_calls_apart(replace(flat, lines=others), trains)
+    lines = list(flat.lines)
+    for gather in gathers:
+        (made,) = (n for n in ast.walk(ast.parse(gather.text)) if isinstance(n, ast.Assign))
+        name = ast.unparse(made.targets[0])
+        last = max(n for n, line in enumerate(lines) if trains(line.text) or _binds(line, name))
+        text = f"if not self.training:\n    {ast.unparse(made)}"
+        lines.insert(last + 1, replace(gather, text=text))
     return replace(flat, lines=lines)
 
 
-def _loaded(node: ast.AST) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id != "self"}
+def _is_gather(line: Line) -> bool:
+    (statement,) = ast.parse(line.text).body
+    inner = [statement]
+    if isinstance(statement, ast.If) and not statement.orelse:
+        inner = statement.body
+    return (
+        len(inner) == 1
+        and isinstance(inner[0], ast.Assign)
+        and isinstance(inner[0].value, ast.Call)
+        and is_name(inner[0].value.func, WHOLE_LOGITS)
+    )
+
+
+def _binds(line: Line, name: str) -> bool:
+    names = (n for n in ast.walk(ast.parse(line.text)) if isinstance(n, ast.Name))
+    return any(n.id == name and isinstance(n.ctx, ast.Store) for n in names)
 
 
 def list_of(statement: ast.stmt) -> str:

@@ -43,6 +43,7 @@ class Checks:
         done: What was checked so far.
         module: The first module, in the order of the calls, whose output differs, and how much.
         whole: Modules whose outputs on this rank are as large as the original's.
+        joined: Outputs of which a rank has a part in training.
 
     Args:
         pair: The models.
@@ -53,6 +54,7 @@ class Checks:
         self.done: list[Check] = []
         self.module: tuple[str, float] | None = None
         self.whole: set[str] = set()
+        self.joined: list[str] = []
 
     def run(self) -> None:
         """All of them.
@@ -212,23 +214,26 @@ class Checks:
             self.done.append(compare("buffers", LIMITS["weights"], own, buffers, exact))
 
     def _compare_in_training(self, name: str, got: Named, want: Named, exact: Named) -> Check:
-        """Outputs without those that the schedule asked to leave out in training."""
+        """Outputs without those that the schedule asked to leave out in training.
+
+        Logits of which the loss takes a part on each rank are joined.
+        """
         absent = [key for key in want if key in self.pair.job["absent"] and key not in got]
         kept = {key: tensor for key, tensor in want.items() if key not in absent}
+        got, self.joined = self.pair.join_outputs(got, kept)
         check = self._compare_outputs(name, got, kept, exact)
-        if absent and check.ok:
-            check.detail = "; ".join([*filter(None, [check.detail]), some("left out:", absent)])
+        if check.ok:
+            joined = f"{', '.join(self.joined)} joined from all ranks" if self.joined else ""
+            left_out = some("left out:", absent) if absent else ""
+            check.detail = "; ".join(filter(None, [check.detail, joined, left_out]))
         return check
 
     def _compare_outputs(self, name: str, got: Named, want: Named, exact: Named) -> Check:
-        got, joined = self.pair.join_outputs(got, want)
         missing = [key for key in want if key not in got]
         if missing:
             return Check(name, False, detail=some("missing:", missing))
         check = compare(name, LIMITS["outputs"], got, want, exact)
         check.differs = []  # those are no parameters
-        if joined and check.ok:
-            check.detail = f"{', '.join(joined)} joined from all ranks"
         return check
 
     def _compare_gradients(self, name: str, exact: nn.Module | None) -> list[Check]:
@@ -245,9 +250,8 @@ class Checks:
         pair.stage("the rewritten model in eval mode")
         got = pair.evaluate(pair.rewritten)
         self.done.append(self._compare_outputs("outputs in eval mode", got, want, exact))
-        cut = [name for name in want if name in got and got[name].shape != want[name].shape]
         label = next((name for name in LABELS if name in pair.inputs), None)
-        if pair.agree(cut) and label is not None:
+        if self.joined and label is not None:
             self._without(label)
 
     def _without(self, label: str) -> None:

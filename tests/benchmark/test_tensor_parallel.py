@@ -29,6 +29,15 @@ def test_ours_is_ahead_in_the_result_file(size):
     assert all(found[name]["seconds over ours"] > 1 for name in PEERS)
 
 
+def test_what_the_readme_says_of_small_layers():
+    """It takes less than half of the host's time of the two that it names."""
+    small, _ = tensor_parallel.SIZES
+    found = RESULTS["sizes"][small.name]
+    dtensors = [name for name in PEERS if "tp_plan" in name or "parallelize_module" in name]
+    assert len(dtensors) == 2
+    assert all(found[name]["cpu seconds over ours"] > 2 for name in dtensors)
+
+
 def test_the_table_is_that_of_the_result_file():
     text = tensor_parallel.table(RESULTS)
     assert report.marked(tensor_parallel.NAME, text) in report.README.read_text()

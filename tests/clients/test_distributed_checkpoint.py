@@ -30,7 +30,7 @@ LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 # Packed queries, keys and values; key/value heads that several ranks hold; parts that are uneven
 # otherwise than torch divides, 105 in 27, 26, 26 and 26.
 MODELS = {
-    "gpt2": ("GPT2LMHeadModel", GPT2Config(**GPT2), 1e-8),
+    "gpt2": ("GPT2LMHeadModel", GPT2Config(**GPT2), 1e-5),
     "llama": ("LlamaForCausalLM", LlamaConfig(**LLAMA), 1e-4),
 }
 

@@ -123,13 +123,28 @@ FORMS = {
     ),
     "weights of classes": (
         "return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), torch.ones(30)), logits",
-        "return vocab_parallel_cross_entropy(\n    logits.flatten(0, 1), labels.flatten(), "
-        "torch.ones(30), head=self.head\n), logits",
+        f"{EVALUATED}\nreturn vocab_parallel_cross_entropy(\n    logits.flatten(0, 1), "
+        "labels.flatten(), torch.ones(30), head=self.head\n), logits",
+    ),
+    "an expression that is returned": (
+        "return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) "
+        "if labels is not None else None, logits",
+        f"{WAITED}\nreturn (vocab_parallel_cross_entropy(logits.flatten(0, 1), labels.flatten(), "
+        "head=self.head) if labels is not None else None), logits",
+    ),
+    "returned in a branch": (
+        "if labels is not None:\n"
+        "    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits\n"
+        "return None, logits",
+        "if labels is not None:\n    if not self.training:\n"
+        f"        {GATHER}\n    return vocab_parallel_cross_entropy("
+        "logits.flatten(0, 1), labels.flatten(), head=self.head), logits\n"
+        f"if labels is None:\n    {GATHER}\nreturn None, logits",
     ),
     "an early return": (
         "if labels is None:\n    return None, logits\n"
         "return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits",
-        f"if labels is None:\n    {GATHER}\n    return None, logits\n"
+        f"if labels is None:\n    {GATHER}\n    return None, logits\n{EVALUATED}\n"
         "return vocab_parallel_cross_entropy(\n"
         f"    logits.flatten(0, 1), labels.flatten(), head=self.head\n), logits",
     ),
@@ -373,6 +388,6 @@ def test_verification_looks_at_outputs_without_labels(tmp_path):
     output = rewrite("tests/models/gpt.py", "tests/models/gpt_schedule.py", settings)
     gather = "            logits = whole_logits(logits, self.lm_head)\n"
     text = output.files["gpt.py"]
-    write(tmp_path / "out", {**output.files, "gpt.py": text.replace(gather, "")})
+    write(tmp_path / "out", {**output.files, "gpt.py": text.replace(gather, "", 1)})
     report = verify(tmp_path / "out", [2])
     assert {row.name for row in report.rows if not row.ok} == {"outputs without targets"}

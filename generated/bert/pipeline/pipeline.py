@@ -7,7 +7,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from .deepspeed_pipeline import ShardedPipeline
 from .modeling_bert import BertForMaskedLM
 from .stages import ShardedStage
-from .vocab_parallel_loss import vocab_parallel_criterion
+from .vocab_parallel_loss import vocab_parallel_criterion, whole_logits
 
 
 class BertForMaskedLMStage(ShardedStage, BertForMaskedLM):
@@ -56,6 +56,10 @@ class BertForMaskedLMStage1(BertForMaskedLMStage):
             hidden_states = layer_module(hidden_states, attention_mask)
         sequence_output = hidden_states
         prediction_scores = self.cls(sequence_output)
+        if not self.training:
+            prediction_scores = whole_logits(
+                prediction_scores, self.cls.predictions.decoder
+            )
         return prediction_scores
 
     def loss(self, prediction_scores, labels):

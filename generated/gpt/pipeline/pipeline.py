@@ -6,7 +6,7 @@ import torch
 from .deepspeed_pipeline import ShardedPipeline
 from .gpt import GPT
 from .stages import ShardedStage
-from .vocab_parallel_loss import vocab_parallel_cross_entropy
+from .vocab_parallel_loss import vocab_parallel_cross_entropy, whole_logits
 
 
 class GPTStage(ShardedStage, GPT):
@@ -47,6 +47,8 @@ class GPTStage1(GPTStage):
         for block in self.transformer.h[6:]:
             x = block(x)
         logits = self.lm_head(self.transformer.ln_f(x))
+        if not self.training:
+            logits = whole_logits(logits, self.lm_head)
         return logits
 
     def loss(self, logits, targets):

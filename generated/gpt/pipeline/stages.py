@@ -18,7 +18,7 @@ from .deferred_init import (
     random_states,
     restore,
 )
-from .loading import full_state_dict, own_tensors
+from .loading import full_state_dict
 from .shards import world_size
 
 
@@ -131,6 +131,14 @@ def check_ties(model: nn.Module, ties: Iterable[tuple[str, ...]]) -> None:
             f"parameters are shared otherwise than in the stages: {sorted(other)}; "
             "let slapo-rewrite write them again for this model"
         )
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own parameters, buffers and other tensors, by name."""
+    own: dict[str, Any] = dict(vars(module))
+    own |= module.named_parameters(recurse=False, remove_duplicate=False)
+    own |= module.named_buffers(recurse=False, remove_duplicate=False)
+    return {name: value for name, value in own.items() if isinstance(value, Tensor)}
 
 
 def keep(model: nn.Module, held: Iterable[nn.Module | Tensor]) -> None:

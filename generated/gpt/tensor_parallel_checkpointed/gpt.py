@@ -145,6 +145,8 @@ class GPT(nn.Module):
         if targets is None:
             logits = whole_logits(logits, self.lm_head)
             return logits, None
+        if not self.training:
+            logits = whole_logits(logits, self.lm_head)
         return logits, vocab_parallel_cross_entropy(
             logits.view(-1, logits.size(-1)), targets.view(-1), head=self.lm_head
         )

@@ -8,7 +8,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from .modeling_llama import LlamaForCausalLM
 from .stages import ShardedStage
 from .torch_pipeline import ShardedPipeline
-from .vocab_parallel_loss import causal_lm_loss
+from .vocab_parallel_loss import causal_lm_loss, whole_logits
 
 
 class LlamaForCausalLMStage(ShardedStage, LlamaForCausalLM):
@@ -76,6 +76,8 @@ class LlamaForCausalLMStage1(LlamaForCausalLMStage):
         hidden_states = self.model.norm(hidden_states)
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep=0)
         logits = self.lm_head(hidden_states)
+        if not self.training:
+            logits = whole_logits(logits, self.lm_head)
         return logits
 
     def loss(self, logits, labels):

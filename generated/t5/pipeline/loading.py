@@ -151,11 +151,3 @@ def take_part(tensor: Tensor, shard: Shard | None, full: Tensor) -> None:
     sizes = [piece.shape[shard.axis] for piece in pieces]
     for part, piece in zip(torch.split(tensor, sizes, shard.axis), pieces, strict=True):
         part.copy_(piece)
-
-
-def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters, buffers and other tensors, by name."""
-    own: dict[str, Any] = dict(vars(module))
-    own |= module.named_parameters(recurse=False, remove_duplicate=False)
-    own |= module.named_buffers(recurse=False, remove_duplicate=False)
-    return {name: value for name, value in own.items() if isinstance(value, Tensor)}

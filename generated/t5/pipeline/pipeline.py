@@ -8,7 +8,7 @@ from .deepspeed_pipeline import ShardedPipeline
 from .modeling_t5 import T5ForConditionalGeneration
 from .stages import ShardedStage
 from .tensor_parallel import all_reduce_gradient
-from .vocab_parallel_loss import vocab_parallel_criterion
+from .vocab_parallel_loss import vocab_parallel_criterion, whole_logits
 
 
 class T5ForConditionalGenerationStage(ShardedStage, T5ForConditionalGeneration):
@@ -148,6 +148,8 @@ class T5ForConditionalGenerationStage1(T5ForConditionalGenerationStage):
         sequence_output = hidden_states
         sequence_output = sequence_output * (self.model_dim**-0.5)
         lm_logits = self.lm_head(sequence_output)
+        if not self.training:
+            lm_logits = whole_logits(lm_logits, self.lm_head)
         return lm_logits
 
     def loss(self, lm_logits, labels):
