@@ -18,7 +18,7 @@ from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.layers import Layer, split_of
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.sharding import CannotFollow, MissingCollective
+from slapo_rewrite.sharding import CannotFollow, MissingCollective, NeverRuns
 
 States = dict[str, ModuleRequests]
 
@@ -81,7 +81,43 @@ class Inference:
             for sync in states.get(node.path, EMPTY).syncs
         )
 
-    def repaired(
+    def mended(
+        self, states: States, layers: Mapping[str, Layer], error: CannotFollow
+    ) -> States | None:
+        """What is asked, with a collective that may be what was missing; None if none may be."""
+        if isinstance(error, NeverRuns):
+            return self._moved_out(states, layers, error)
+        remedy, within = error.remedy, error.within
+        mended = self._repaired(states, layers, remedy)
+        if mended is None and remedy is not None and remedy.mode == "bwd_post" and within:
+            return self._around(states, within)
+        return mended
+
+    def _moved_out(
+        self, states: States, layers: Mapping[str, Layer], error: NeverRuns
+    ) -> States | None:
+        """What is asked, with a collective at the module around one whose `forward` is not run."""
+        assert error.sync is not None
+        path, number = error.sync
+        idle, around = states[path].syncs[number], self.tree.nodes[path].owner
+        if idle.cause.inferred is None or around is None:
+            return None
+        like = with_wildcards(path)
+        left = {
+            p: replace(
+                s, syncs=tuple(y for y in s.syncs if y.cause.inferred != idle.cause.inferred)
+            )
+            if with_wildcards(p) == like
+            else s
+            for p, s in states.items()
+        }
+        if idle.mode == "bwd_post":
+            return self._around(left, around.path)
+        assert isinstance(idle.op, str)
+        outer = MissingCollective(around.path, idle.mode, idle.op, idle.axis)
+        return self._repaired(left, layers, outer)
+
+    def _repaired(
         self, states: States, layers: Mapping[str, Layer], remedy: MissingCollective | None
     ) -> States | None:
         """What is asked, with the missing collective there and at the module's like.
@@ -102,14 +138,13 @@ class Inference:
         }
         return {**states, **found} if remedy.path in found else None
 
-    def around(self, states: States, error: CannotFollow) -> States | None:
+    def _around(self, states: States, path: str) -> States | None:
         """What is asked, with gradients added up for a module as a whole.
 
         A module may compute of its input, beside sharded layers, what meets their parts: the keys
-        of all heads, or a product with a layer's weight. None where that is not what is wrong.
+        of all heads, or a product with a layer's weight. None where they are added up already.
         """
-        remedy, path = error.remedy, error.within
-        if remedy is None or remedy.mode != "bwd_post" or not path or not self._cause(path):
+        if not self._cause(path):
             return None
         remedy, like = MissingCollective.gradient_of(path), with_wildcards(path)
         assert remedy is not None

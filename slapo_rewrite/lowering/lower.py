@@ -336,9 +336,7 @@ class _Lowering:
                     return run(asked, records) if _needs_following(asked) else ShardingResult()
                 except CannotFollow as error:
                     failed = error
-                    repaired = self.inference.repaired(
-                        self.states, asked.layers, error.remedy
-                    ) or self.inference.around(self.states, error)
+                    repaired = self.inference.mended(self.states, asked.layers, error)
             refused = refused or failed
         assert refused is not None
         raise self._unfollowable(refused) from None

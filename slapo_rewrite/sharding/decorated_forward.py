@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.sharding.types import CannotFollow, Place, ShardingRequest
+from slapo_rewrite.sharding.types import NeverRuns, Place, ShardingRequest
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def noting(wanted: Collection[CodeType], ran: set[CodeType]) -> Iterator[None]:
         sys.setprofile(before)
 
 
-def never_run(node: Node, forward: Forward) -> CannotFollow:
+def never_run(node: Node, forward: Forward) -> NeverRuns:
     """The refusal of a collective in a `forward` that does not run."""
     line = forward.code.co_firstlineno
-    return CannotFollow(
+    return NeverRuns(
         f"`{node.cls.__name__}.forward` does not run: a decorator puts another function in its "
         "place, so that a collective in it would do nothing",
         Place(forward.code.co_filename, line, line, 4, 4 + len("def forward")),

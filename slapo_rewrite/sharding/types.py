@@ -393,6 +393,10 @@ class Diverged(CannotFollow):
     """`forward` goes another way than without sharding; what was wrong came before."""
 
 
+class NeverRuns(CannotFollow):
+    """A collective stands in a `forward` that does not run."""
+
+
 class Indivisible(Exception):
     """This world size does not divide a head count; another may."""
 

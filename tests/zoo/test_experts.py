@@ -50,6 +50,9 @@ def schedule(s, entered: str = "mlp"):
     layers["*.mlp"].sync("fwd_post", "all_reduce")
 """
 
+INFERRED = "".join(line for line in SCHEDULE.splitlines(True) if ".sync(" not in line)
+INFERRED += "    s.infer_sync()\n"
+
 
 def test_a_sync_in_a_forward_that_a_decorator_passes_over(tmp_path):
     """Which function computes the experts is chosen by the configuration."""
@@ -60,6 +63,17 @@ def test_a_sync_in_a_forward_that_a_decorator_passes_over(tmp_path):
     words = caught.value.render()
     assert "`MixtralExperts.forward` does not run" in words
     assert "    def forward(" in words and 'layers[f"*.{entered}"].sync("bwd_post"' in words
+
+
+def test_inferred_syncs_go_around_a_forward_that_a_decorator_passes_over(tmp_path):
+    """The same as stated by hand, at the block that holds router and experts."""
+    for name, text in ("stated", SCHEDULE), ("inferred", INFERRED):
+        (tmp_path / f"{name}.py").write_text(text)
+    stated, inferred = (
+        rewrite(MIXTRAL, str(tmp_path / f"{name}.py")) for name in ("stated", "inferred")
+    )
+    assert changed_lines(inferred) == changed_lines(stated)
+    assert "+        return all_reduce(hidden_states)" in changed_lines(inferred)
 
 
 def test_a_sync_in_a_forward_that_a_decorator_calls(tmp_path):
