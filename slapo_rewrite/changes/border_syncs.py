@@ -21,6 +21,7 @@ from slapo_rewrite.changes.output_files import OutputFile
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtCalls, AtForward
 from slapo_rewrite.changes.state import Sync
+from slapo_rewrite.changes.value_syncs import place_value_sync
 from slapo_rewrite.code.arguments import Signature, arguments_by
 from slapo_rewrite.code.build import code
 from slapo_rewrite.code.dataflow import body_of
@@ -239,6 +240,9 @@ def place_syncs(
         elif sync.op != "keep":
             if (node.path, border.number) in to.followed.summed:
                 sync = replace(sync, partial_gradient=True)
+            if border.value is not None:
+                place_value_sync(to, node, border.value, _collective(sync), sync)
+                continue
             side = "result" if sync.mode == "fwd_post" else "argument"
             sides.setdefault((side, sync.of), []).append(sync)
     for (side, of), asked in sorted(sides.items(), key=lambda each: (each[0][0], each[0][1] or "")):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.directive import Directive
+from slapo_rewrite.sharding import LocalValue
 
 if TYPE_CHECKING:
     from slapo_rewrite.runtime.weights import Weight
@@ -66,6 +67,7 @@ class Sync:
         cause: The directive that asked.
         scatter_axis: The axis that an all-to-all scatters.
         of: The argument of `forward` that it is about, where that is not the first.
+        value: The value inside that it is about, if any; by its name alone, that of `forward`.
     """
 
     mode: str
@@ -75,6 +77,7 @@ class Sync:
     cause: Directive = field(compare=False)
     scatter_axis: int | None = None
     of: str | None = None
+    value: LocalValue | str | None = None
 
 
 @dataclass(frozen=True)

@@ -82,16 +82,29 @@ class Inference:
         )
 
     def mended(
-        self, states: States, layers: Mapping[str, Layer], error: CannotFollow
+        self,
+        states: States,
+        layers: Mapping[str, Layer],
+        error: CannotFollow,
+        at_value: MissingCollective | None,
     ) -> States | None:
-        """What is asked, with a collective that may be what was missing; None if none may be."""
+        """What is asked, with a collective that may be what was missing; None if none may be.
+
+        Args:
+            states: What is asked of each module path.
+            layers: The layers that are split.
+            error: What does not fit.
+            at_value: A collective at a value that would mend it, where such may be added.
+        """
         if isinstance(error, NeverRuns):
             return self._moved_out(states, layers, error)
         remedy, within = error.remedy, error.within
-        mended = self._repaired(states, layers, remedy)
-        if mended is None and remedy is not None and remedy.mode == "bwd_post" and within:
-            return self._around(states, within)
-        return mended
+        is_layer = remedy is not None and remedy.path in layers
+        for missing in (remedy, at_value) if is_layer or at_value is None else (at_value, remedy):
+            if (mended := self._repaired(states, layers, missing)) is not None:
+                return mended
+        is_sum = remedy is not None and remedy.mode == "bwd_post"
+        return self._around(states, within) if is_sum and within else None
 
     def _moved_out(
         self, states: States, layers: Mapping[str, Layer], error: NeverRuns
@@ -102,15 +115,10 @@ class Inference:
         idle, around = states[path].syncs[number], self.tree.nodes[path].owner
         if idle.cause.inferred is None or around is None:
             return None
-        like = with_wildcards(path)
-        left = {
-            p: replace(
-                s, syncs=tuple(y for y in s.syncs if y.cause.inferred != idle.cause.inferred)
-            )
-            if with_wildcards(p) == like
-            else s
-            for p, s in states.items()
-        }
+        left = dict(states)
+        for each in self._like(path):
+            syncs = tuple(s for s in states.get(each, EMPTY).syncs if s != idle)
+            left[each] = replace(states.get(each, EMPTY), syncs=syncs)
         if idle.mode == "bwd_post":
             return self._around(left, around.path)
         assert isinstance(idle.op, str)
@@ -118,25 +126,24 @@ class Inference:
         return self._repaired(left, layers, outer)
 
     def _repaired(
-        self, states: States, layers: Mapping[str, Layer], remedy: MissingCollective | None
+        self, states: States, layers: Mapping[str, Layer], missing: MissingCollective | None
     ) -> States | None:
         """What is asked, with the missing collective there and at the module's like.
 
         None where it may not be inferred, where the module has one already, or where it does not
         fit the way that the layer is split.
         """
-        if remedy is None or not self._fits(layers, remedy):
+        if missing is None or not self._cause(missing.path) or not self._fits(layers, missing):
             return None
-        wanted = states.get(remedy.path, EMPTY)
-        if any(sync.mode == remedy.mode for sync in wanted.syncs):
+        wanted = states.get(missing.path, EMPTY)
+        if any(s.mode == missing.mode and s.value == missing.value for s in wanted.syncs):
             return None
-        like = with_wildcards(remedy.path)
         found = {
-            path: self._with(state, replace(remedy, path=path))
-            for path, state in states.items()
-            if state == wanted and with_wildcards(path) == like and self._cause(path)
+            path: self._with(wanted, replace(missing, path=path))
+            for path in self._like(missing.path)
+            if states.get(path, EMPTY) == wanted
         }
-        return {**states, **found} if remedy.path in found else None
+        return {**states, **found}
 
     def _around(self, states: States, path: str) -> States | None:
         """What is asked, with gradients added up for a module as a whole.
@@ -144,20 +151,28 @@ class Inference:
         A module may compute of its input, beside sharded layers, what meets their parts: the keys
         of all heads, or a product with a layer's weight. None where they are added up already.
         """
-        if not self._cause(path):
-            return None
-        remedy, like = MissingCollective.gradient_of(path), with_wildcards(path)
+        remedy = MissingCollective.gradient_of(path)
         assert remedy is not None
-        if any(sync.mode == "bwd_post" for sync in states.get(path, EMPTY).syncs):
+        known = states.get(path, EMPTY).syncs
+        if not self._cause(path) or any(s.mode == "bwd_post" and s.value is None for s in known):
             return None
         found = dict(states)
-        for above in [p for p in self.tree.nodes if with_wildcards(p) == like and self._cause(p)]:
+        for above in self._like(path):
             for below, state in states.items():
                 if below.startswith(f"{above}."):
                     syncs = tuple(s for s in state.syncs if not _is_inferred_sum(s))
                     found[below] = replace(state, syncs=syncs)
             found[above] = self._with(states.get(above, EMPTY), replace(remedy, path=above))
         return found
+
+    def _like(self, path: str) -> list[str]:
+        """The modules of a module's class that stand where it does, of this layer or another."""
+        like, cls = with_wildcards(path), self.tree.nodes[path].cls
+        return [
+            p
+            for p, node in self.tree.nodes.items()
+            if node.cls is cls and with_wildcards(p) == like and self._cause(p)
+        ]
 
     def passes_on(self, path: str, state: ModuleRequests) -> bool:
         """Whether what a layer gives may go into a loss as the parts that it is.
@@ -181,14 +196,13 @@ class Inference:
         return (remedy.operation == "all_gather") == (split.output == "partition")
 
     def _with(self, state: ModuleRequests, remedy: MissingCollective) -> ModuleRequests:
-        cause = self._cause(remedy.path)
+        cause, value = self._cause(remedy.path), remedy.value
         assert cause is not None
-        directive = replace(
-            cause,
-            paths=(remedy.path,),
-            inferred=f"{remedy.mode} {remedy.operation}",
-        )
-        sync = Sync(remedy.mode, remedy.operation, remedy.axis, False, directive)
+        of = f" of {value.name}" if value is not None else ""
+        inferred = f"{remedy.mode} {remedy.operation}{of}"
+        directive = replace(cause, paths=(remedy.path,), inferred=inferred)
+        summed = False if value is None else None
+        sync = Sync(remedy.mode, remedy.operation, remedy.axis, summed, directive, value=value)
         return replace(state, syncs=(*state.syncs, sync))
 
     def _cause(self, path: str) -> Directive | None:
@@ -210,6 +224,8 @@ def _is_inferred_sum(sync: Sync) -> bool:
 
 def _does(sync: Sync, remedy: MissingCollective) -> bool:
     """Whether a collective may do what a usual one would."""
+    if sync.value is not None:
+        return False
     if remedy.operation == "all_gather":
         return sync.mode == "fwd_post"
     if remedy.mode == "bwd_post" and sync.mode == "fwd_pre":

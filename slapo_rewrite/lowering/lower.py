@@ -7,6 +7,7 @@ calls the module, and the changes of a class become edits (`specialize`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from slapo_rewrite.changes.reduced_gradients import place_gradients
 from slapo_rewrite.changes.regions import ForkRegion
 from slapo_rewrite.changes.sizes import place_full_sizes, place_sizes, place_statistic
 from slapo_rewrite.changes.state import ModuleRequests, Sync
+from slapo_rewrite.changes.value_syncs import at_statement, value_of
 from slapo_rewrite.changes.vocab_parallel_loss import place_losses
 from slapo_rewrite.changes.whole_logits import place_tied_head
 from slapo_rewrite.code.file import SourceFile
@@ -44,6 +46,7 @@ from slapo_rewrite.sharding import (
     CannotRun,
     CannotStandIn,
     Draw,
+    LocalValue,
     ModuleBoundary,
     Records,
     ShardedParameter,
@@ -224,11 +227,17 @@ class _Lowering:
         return ShardingRequest(
             layers,
             parameters,
-            self._borders(layers),
+            (borders := self._borders(layers)),
             frozenset(heads),
             self._attributes(layers),
             frozenset(path for path, state in self.states.items() if state.asks(ForkRandom)),
             frozenset(p for p in layers if self.inference.may_tie(p, layers[p])),
+            {
+                place.filename: self.files.at(place).file.tree
+                for place in (
+                    b.value.statement for found in borders.values() for b in found if b.value
+                )
+            },
         )
 
     def _layers_and_parameters(self) -> tuple[dict[str, Layer], dict[str, list[ShardedParameter]]]:
@@ -307,10 +316,12 @@ class _Lowering:
         """The collectives that no layer carries out by itself, in the order of the data."""
         found: dict[str, list[ModuleBoundary]] = {}
         for path, state in self.states.items():
-            inside = done_inside(self.tree.nodes[path], state) if path in layers else []
+            node = self.tree.nodes[path]
+            inside = done_inside(node, state) if path in layers else []
             for number, sync in enumerate(state.syncs):
                 if not any(sync is other for other in inside):
-                    found.setdefault(path, []).append(_border(sync, number))
+                    value = value_of(self.files, node, sync)
+                    found.setdefault(path, []).append(_border(sync, number, value))
         for borders in found.values():
             borders.sort(key=lambda b: ORDER.index(b.mode))
         return found
@@ -327,7 +338,8 @@ class _Lowering:
         """
         refused: CannotFollow | None = None
         records = Records()
-        for states in self.inference.starts(self.states, self._asked().layers):
+        starts = list(self.inference.starts(self.states, self._asked().layers))
+        for states, at_values in itertools.product(starts, (False, True)):
             repaired: dict[str, ModuleRequests] | None = states
             while repaired is not None:
                 self.states = repaired
@@ -336,7 +348,8 @@ class _Lowering:
                     return run(asked, records) if _needs_following(asked) else ShardingResult()
                 except CannotFollow as error:
                     failed = error
-                    repaired = self.inference.mended(self.states, asked.layers, error)
+                    missing = at_statement(self.files, error.at_value) if at_values else None
+                    repaired = self.inference.mended(self.states, asked.layers, error, missing)
             refused = refused or failed
         assert refused is not None
         raise self._unfollowable(refused) from None
@@ -457,9 +470,9 @@ def _needs_following(asked: ShardingRequest) -> bool:
     return bool(asked.layers or asked.parameters or asked.attributes or known)
 
 
-def _border(sync: Sync, number: int) -> ModuleBoundary:
+def _border(sync: Sync, number: int, value: LocalValue | None) -> ModuleBoundary:
     operation = sync.op if isinstance(sync.op, str) else "function"
     partial = sync.partial_gradient
     return ModuleBoundary(
-        sync.mode, operation, sync.axis, sync.scatter_axis, partial, number, sync.of
+        sync.mode, operation, sync.axis, sync.scatter_axis, partial, number, sync.of, value
     )

@@ -22,6 +22,9 @@ class InferSync(Primitive):
     the model's output, gets `sync("fwd_post", "all_gather", axis=-1)`. An embedding's table that
     is the head as well, `x @ self.embedding.weight.T`, gives whole logits.
 
+    Where no module's border is the place, a value inside `forward` or another method gets the
+    collective, as by `sync(..., of=...)`: keys that all heads share, the weights of experts.
+
     The call may stand before the shards that it is about. What a `sync` states is left alone, and
     stated collectives of the modules around count. `slapo-rewrite explain` shows what was inferred.
 

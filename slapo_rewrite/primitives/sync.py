@@ -22,6 +22,11 @@ from slapo_rewrite.primitives.base import (
 from slapo_rewrite.primitives.shard import MLP, MODEL
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
+_LACKS = {
+    "fwd_pre": "takes no argument {!r}",
+    "fwd_post": "has a `forward` that binds no name {!r} beside its arguments",
+    "bwd_post": "takes no argument {!r}, and its `forward` binds no such name",
+}
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 # Reshard strings: R is whole, S split; the letters are the last axis but one, and the last.
@@ -48,6 +53,27 @@ class Cross(nn.Module):
 CROSS_MODEL = MODEL.replace("m.MLP", "m.Cross").replace(
     '"x": torch.randn(2, 8)', '"x": torch.randn(2, 8), "encoded": torch.randn(2, 8)'
 )
+
+SHARED = """\
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.size = width // heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, self.size)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        query = self.query(x).unflatten(-1, (-1, self.size))
+        key = self.key(x).unsqueeze(-2)
+        mixed = (query * key).flatten(-2)
+        return self.out(mixed)
+"""
+
+SHARED_MODEL = MODEL.replace("m.MLP(8)", "m.Attention(8, 4)")
 
 HEAD = """\
 import torch.nn.functional as F
@@ -90,7 +116,9 @@ class Sync(Primitive):
 
     `fwd_pre` is about the first argument, `fwd_post` about the (first) tensor returned, `bwd_post`
     about the gradient of the first argument; `of` names another argument, such as the encoder's
-    states in a decoder. Where that is not given, nothing happens. `all_reduce` adds up partial
+    states in a decoder. Where that is not given, nothing happens. `of` may also name a value inside
+    `forward`, by the local name that one assignment binds it to: it is followed by the collective
+    of the value (`fwd_post`) or of its gradient (`bwd_post`). `all_reduce` adds up partial
     sums, `reduce_scatter(axis)` leaves each rank its slice of the sum, `scatter(axis)` its slice of
     what is whole, `all_gather(axis)` joins slices. `"SR->RR"` and its like change what is split:
     `R` is whole, `S` split, the letters are the last axis but one and the last. A row-parallel
@@ -121,9 +149,9 @@ class Sync(Primitive):
 
     Raises:
         SR104 an operation that does not fit the value, as the run of the model has it; SR206 an
-        unknown mode, operation or axis; SR304 an operation that does not fit the layer: an
+        unknown mode, operation, axis or name; SR304 an operation that does not fit the layer: an
         all-reduce of a partition, an all-gather of a partial sum, the same twice; SR305 an
-        operation that is not available.
+        operation that is not available, or a name in `forward` that several assignments bind.
 
     Source: Slapo, documentation of `sync`, its five cases; for sequences Korthikanti et al.,
         arXiv 2205.05198, section 4.2.2.
@@ -194,6 +222,30 @@ def schedule(s):
 +            encoded = all_reduce_gradient(encoded)
 """,
         ),
+        Example(
+            SHARED,
+            SHARED_MODEL
+            + """\
+def schedule(s):
+    s["query"].shard(["weight", "bias"], axis=0)
+    s["query"].sync("bwd_post", "all_reduce")
+    s["out"].shard("weight", axis=1)
+    s["out"].sync("fwd_post", "all_reduce")
+    s.sync("bwd_post", "all_reduce", of="key")
+""",
+            """\
++from .tensor_parallel import (
++    ColumnParallelLinear,
++    RowParallelLinear,
++    all_reduce_gradient,
++)
+-        self.query = nn.Linear(width, width)
++        self.query = ColumnParallelLinear(width, width, multiple_of=self.size)
+-        self.out = nn.Linear(width, width)
++        self.out = RowParallelLinear(width, width)
++        key = all_reduce_gradient(key)
+""",
+        ),
     )
     refusals = (
         Refusal(
@@ -217,6 +269,16 @@ def schedule(s):
             CROSS,
             CROSS_MODEL + 'def schedule(s):\n    s.sync("bwd_post", "all_reduce", of="encode")\n',
             "SR206",
+        ),
+        Refusal(
+            CROSS,
+            CROSS_MODEL + 'def schedule(s):\n    s.sync("fwd_post", "all_reduce", of="inner")\n',
+            "SR305",
+        ),
+        Refusal(
+            SHARED,
+            SHARED_MODEL + 'def schedule(s):\n    s.sync("fwd_post", "all_reduce", of="key")\n',
+            "SR104",
         ),
     )
 
@@ -261,14 +323,28 @@ def schedule(s):
                     hint="the gradient of a scatter or gather follows from the one in the forward "
                     "pass; only `all_reduce` is a gradient's own",
                 )
+        elif arguments["of"] is not None:
+            raise errors.BadArgument("`of` is for collectives, not for functions", at=at)
         else:
             chosen, scatter_axis = function_of(call, operation, "a sync function"), None
         if summed is not None and chosen != "all_gather":
             raise errors.BadArgument(
                 "`tensor_parallel_output_grad` is about the gradient of an `all_gather`", at=at
             )
-        of = self._argument(call, node)
-        added = SyncState(mode, chosen, axis, summed, call.directive, scatter_axis, of)
+        of = call.arguments["of"]
+        if of is not None:
+            of = self._of(call, node, of)
+        is_argument = of is None or of in self._arguments(node)
+        added = SyncState(
+            mode,
+            chosen,
+            axis,
+            summed,
+            call.directive,
+            scatter_axis,
+            of if is_argument else None,
+            None if is_argument else of,
+        )
         for earlier in state.syncs:
             if replace(earlier, partial_gradient=summed) == added:
                 raise errors.SyncMismatch(
@@ -278,28 +354,27 @@ def schedule(s):
                 )
         return replace(state, syncs=(*state.syncs, added))
 
-    def _argument(self, call: Call, node: Node) -> str | None:
-        """The argument that `of` names; None where that is the first, as without it.
+    def _arguments(self, node: Node) -> list[str]:
+        """The names of the arguments that a module takes."""
+        parameters = inspect.signature(node.live.forward).parameters
+        return [p.name for p in parameters.values() if p.kind not in _STARRED]
+
+    def _of(self, call: Call, node: Node, of: str) -> str | None:
+        """The argument or the value inside that `of` names; None where that is the first argument.
 
         Raises:
-            BadArgument: `forward` does not take it, or the mode or operation is about no argument.
+            BadArgument: `forward` has no such name, or not for this mode.
         """
-        of, at = call.arguments["of"], call.directive.at
-        if of is None:
-            return None
-        if call.arguments["mode"] == "fwd_post" or not isinstance(
-            call.arguments["sync_op_or_fn"], str
-        ):
+        mode, at = call.arguments["mode"], call.directive.at
+        names = self._arguments(node)
+        code = getattr(inspect.unwrap(type(node.live).forward), "__code__", None)
+        values = [*code.co_varnames[code.co_argcount :], *code.co_cellvars] if code else []
+        known = {"fwd_pre": names, "fwd_post": values, "bwd_post": [*names, *values]}[mode]
+        if of not in known or (mode == "fwd_post" and of in names):
             raise errors.BadArgument(
-                "`of` names an argument: it is for collectives of `fwd_pre` and `bwd_post`", at=at
-            )
-        parameters = inspect.signature(node.live.forward).parameters
-        names = [p.name for p in parameters.values() if p.kind not in _STARRED]
-        if of not in names:
-            raise errors.BadArgument(
-                f"`{node.path}` takes no argument {of!r}",
+                f"`{node.path or 's'}` {_LACKS[mode].format(of)}",
                 at=at,
-                hint=errors.did_you_mean(str(of), names) or f"it takes {', '.join(names)}",
+                hint=errors.did_you_mean(of, known) or f"it has {', '.join(known) or 'none'}",
             )
         return of if of != names[0] else None
 

@@ -181,6 +181,20 @@ def leave_border(
     return new
 
 
+def cross_value(run: Run, node: Node, border: ModuleBoundary, tensor: torch.Tensor) -> torch.Tensor:
+    """A value inside a module after its collective."""
+    assert border.value is not None
+    if not isinstance(tensor, torch.Tensor):
+        hint = f"it is a {type(tensor).__name__}"
+        raise PlacementError(
+            f"`{border.value.name}` of `{node.path}` is no tensor",
+            hint,
+            node.path,
+            (node.path, border.number),
+        )
+    return _Crossing(run, node, border, tensor, f"value `{border.value.name}`").made()
+
+
 def _no_tensor(node: Node, border: ModuleBoundary, message: str) -> None:
     """Raises `PlacementError`, but for a function of the user's own, which may know what to do."""
     if border.operation != "function":

@@ -21,8 +21,15 @@ from torch import nn
 from slapo_rewrite.model.layers import Layer, replicated
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding.boundaries import enter_border, enter_layer, leave_border, leave_layer
+from slapo_rewrite.sharding.boundaries import (
+    cross_value,
+    enter_border,
+    enter_layer,
+    leave_border,
+    leave_layer,
+)
 from slapo_rewrite.sharding.functional_layers import forwards_watched, is_linear
+from slapo_rewrite.sharding.local_values import install_values
 from slapo_rewrite.sharding.packed_parts import ratio_of
 from slapo_rewrite.sharding.placements import (
     PARTIAL,
@@ -57,6 +64,7 @@ def installed(run: Run, device: torch.device) -> Iterator[None]:
                 _install_parameters(run, run.tree.nodes[path], shards, undo)
         for path, borders in run.asked.borders.items():
             _install_borders(run, run.tree.nodes[path], borders, undo)
+        install_values(run, functools.partial(cross_value, run), undo)
         _know_parameters(run)
         holders = _holders(run)
         for path, holder in holders.items():
@@ -226,6 +234,7 @@ def _install_borders(
     parent = node.parent
     live = parent.live._modules.get(node.name, node.live) if parent else node.live
     live = live if isinstance(live, nn.Module) and hasattr(live, "_followed_path") else node.live
+    borders = [b for b in borders if b.value is None]
     after = [b for b in borders if b.mode == "fwd_post"]
     for border in after:
         hook = functools.partial(leave_border, run, node, border)

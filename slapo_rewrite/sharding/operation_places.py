@@ -5,6 +5,7 @@ Read from the frames of a call, or from the traceback of an error: its file, lin
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import sys
@@ -62,6 +63,15 @@ def place_in_traceback(error: BaseException, editable: Callable[[str], bool]) ->
             found = place_at(code, traceback.tb_lasti)
         traceback = traceback.tb_next
     return found
+
+
+def is_method(cls: type, code: types.CodeType) -> bool:
+    """Whether a code is that of a method of a class."""
+    found = (vars(base).get(code.co_name) for base in cls.__mro__)
+    codes = (inspect.unwrap(f).__code__ for f in found if inspect.isfunction(f))
+    # A method may have had another code for a time, of the same text.
+    where = code.co_filename, code.co_firstlineno
+    return any((each.co_filename, each.co_firstlineno) == where for each in codes)
 
 
 def raised_by(error: BaseException) -> bool:

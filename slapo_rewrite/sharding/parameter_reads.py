@@ -7,14 +7,13 @@ does it for all of its methods; `self.norm.weight`, read by another module, does
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 import types
 from collections.abc import Iterator
 
 from torch import nn
 
-from slapo_rewrite.sharding.operation_places import place_of
+from slapo_rewrite.sharding.operation_places import is_method, place_of
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.types import Reading
 
@@ -50,12 +49,6 @@ def _reading(
     while frame.f_back is not None and frame.f_code.co_name.startswith("<"):
         frame = frame.f_back
     reader = run.method_owner(frame)
-    if reader == path and _is_method(type(module), frame.f_code):
+    if reader == path and is_method(type(module), frame.f_code):
         return Reading(path, name, path)
     return Reading(path, name, reader, place, inside=False)
-
-
-def _is_method(cls: type, code: types.CodeType) -> bool:
-    """Whether a code is that of a method of a class."""
-    found = (vars(base).get(code.co_name) for base in cls.__mro__)
-    return any(code is inspect.unwrap(f).__code__ for f in found if inspect.isfunction(f))

@@ -56,6 +56,7 @@ class PlacementError(Exception):
         path: The module it concerns, where known.
         sync: The collective that it concerns, by module path and number.
         remedy: The collective that is missing, where that is what is wrong.
+        tensor: The value that it would be for, where known.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class PlacementError(Exception):
         path: str | None = None,
         sync: tuple[str, int] | None = None,
         remedy: MissingCollective | None = None,
+        tensor: torch.Tensor | None = None,
     ) -> None:
         super().__init__(message)
         self.hint, self.path, self.sync, self.remedy = hint, path, sync, remedy
+        self.tensor = tensor
 
 
 # Operations that read no values: their results depend on shapes alone.
@@ -228,6 +231,7 @@ class Flow:
                 f'add the other one up: s["{source}"].sync("fwd_post", "all_reduce")',
                 source,
                 remedy=MissingCollective.sum_of(source),
+                tensor=tensor,
             )
         else:
             gather = min(state.gathers, default=None)
@@ -241,6 +245,7 @@ class Flow:
                 source,
                 gather,
                 MissingCollective.gradient_of(source),
+                tensor,
             )
 
     def operate(

@@ -24,6 +24,7 @@ from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.decorated_forward import never_run, noting, wrapped_forwards
 from slapo_rewrite.sharding.install import installed
 from slapo_rewrite.sharding.kv_replication import fewer_heads
+from slapo_rewrite.sharding.local_values import missing_at
 from slapo_rewrite.sharding.module_state import state_kept
 from slapo_rewrite.sharding.operation_places import place_in_traceback, raised_by
 from slapo_rewrite.sharding.parameter_reads import noted_readings
@@ -407,6 +408,7 @@ class _Following:
             raise
         except PlacementError as error:
             refused = run.refused(error)
+            refused.at_value = missing_at(run, error)
             refused.repeats = frozenset(run.repeats)
             raise refused from error
         except Exception as error:

@@ -26,7 +26,15 @@ from slapo_rewrite.sharding import (
 )
 from slapo_rewrite.sharding.functional_layers import spelled_call
 from slapo_rewrite.sharding.packed_parts import Blocks, described, moved_axis, reduced
-from slapo_rewrite.sharding.placements import PARTIAL, REDUCE, REPLICATE, SHARD, State, gather_line
+from slapo_rewrite.sharding.placements import (
+    PARTIAL,
+    REDUCE,
+    REPLICATE,
+    SHARD,
+    PlacementError,
+    State,
+    gather_line,
+)
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.trace import Entry
 from slapo_rewrite.sharding.tracked_sizes import Size, numbers, shapes
@@ -210,9 +218,15 @@ def _take_in(
         run.flow.set(outputs[0], statistic)
     else:
         before = run.flow.of(inputs[0]) if inputs else None
-        run.flow.operate(
-            name, inputs, entry.inputs, args, kwargs, outputs, entry.outputs, run.replicas > 1
-        )
+        try:
+            run.flow.operate(
+                name, inputs, entry.inputs, args, kwargs, outputs, entry.outputs, run.replicas > 1
+            )
+        except PlacementError as error:
+            kind = PARTIAL if error.remedy and error.remedy.operation == "all_reduce" else SHARD
+            of_kind = (t for t in inputs if run.flow.of(t).kind == kind)
+            error.tensor = error.tensor if error.tensor is not None else next(of_kind, None)
+            raise
         if before is not None and outputs and outputs[0] is inputs[0]:
             _check_in_place(run, name, inputs[0], before)
     _check_packing(run, name, entry, inputs, (args, kwargs))
@@ -431,6 +445,7 @@ def _hand_on(
         made += run.made_with.get(id(tensor), ())
     origin = _origin(run, name, inputs)
     for number, tensor in enumerate(outputs):
+        run.makers.setdefault(id(tensor), inputs)
         if name in _ZEROS:
             run.zeros.add(id(tensor))
         if name in _VIEWING and tensor is not inputs[0]:

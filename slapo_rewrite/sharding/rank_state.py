@@ -90,6 +90,7 @@ class Run:
         repeats: Attributes that such heads are repeated by as often as in the whole model.
         fed: Values, by their ids, that a loss takes as the parts that they are.
         viewed: The tensor, by its id, that another one has the same elements as, or some of them.
+        makers: What a tensor, by its id, was made from.
         zeros: Tensors, by their ids, that were made as zeros.
         layers: The sharded layers that stand in the model.
         linear: The linear ones among them.
@@ -129,6 +130,7 @@ class Run:
         self.repeats: set[Attribute] = set()
         self.fed: set[int] = set()
         self.viewed: dict[int, int] = {}
+        self.makers: dict[int, list[torch.Tensor]] = {}
         self.zeros: set[int] = set()
         self.layers: list[nn.Module] = []
         self.linear: list[nn.Module] = []

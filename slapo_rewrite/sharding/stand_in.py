@@ -138,6 +138,7 @@ class StandIn:
             those_in(asked.attributes),
             frozenset(own for own, path in self.paths.items() if path in asked.forked),
             frozenset(own for own, path in self.paths.items() if path in asked.tied_heads),
+            asked.texts,
         )
 
     def _translated(self, found: ShardingResult) -> ShardingResult:
@@ -198,6 +199,8 @@ class StandIn:
             else None,
         )
         meant.within = self._path(error.within)
+        if (missing := error.at_value) is not None:
+            meant.at_value = replace(missing, path=self.paths[missing.path])
         return meant
 
 

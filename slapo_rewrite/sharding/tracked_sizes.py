@@ -31,33 +31,43 @@ class Attribute:
 
 
 class Size(int):
-    """An integer that was made of integer attributes, by arithmetic or as it was."""
+    """An integer that was made of integer attributes, by arithmetic or as it was.
+
+    Attributes:
+        attributes: These attributes.
+        text: How it is made of them, where that is known: of one, or by sums and products of such.
+    """
 
     attributes: tuple[Attribute, ...]
+    text: str | None
 
     @classmethod
     def of(cls, value: int, attributes: Iterable[Attribute]) -> Size:
         """`value`, marked."""
         size = cls(value)
         size.attributes = tuple(dict.fromkeys(attributes))
+        size.text = f"self.{size.attributes[0].name}" if len(size.attributes) == 1 else None
         return size
 
 
-def _arithmetic(name: str) -> Callable[[Size, Any], Any]:
+def _arithmetic(name: str, symbol: str) -> Callable[[Size, Any], Any]:
     plain = getattr(int, name)
 
     def operation(self: Size, other: Any) -> Any:
         value = plain(self, other)
         if type(value) is not int:
             return value
-        return Size.of(value, (*self.attributes, *getattr(other, "attributes", ())))
+        made = Size.of(value, (*self.attributes, *getattr(other, "attributes", ())))
+        words = self.text, getattr(other, "text", None)
+        made.text = f"({words[0]} {symbol} {words[1]})" if symbol and all(words) else None
+        return made
 
     return operation
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod"):
-    setattr(Size, f"__{_name}__", _arithmetic(f"__{_name}__"))
-    setattr(Size, f"__r{_name}__", _arithmetic(f"__r{_name}__"))
+for _name, _symbol in {"add": "+", "sub": "", "mul": "*", "floordiv": "", "mod": ""}.items():
+    setattr(Size, f"__{_name}__", _arithmetic(f"__{_name}__", _symbol))
+    setattr(Size, f"__r{_name}__", _arithmetic(f"__r{_name}__", ""))
 
 
 def shapes(value: Any) -> list[Shape]:

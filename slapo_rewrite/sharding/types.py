@@ -6,6 +6,7 @@ stands against it. Nothing here runs anything.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -46,6 +47,32 @@ class ShardedParameter:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where in a file a call stands; lines are 1-based, columns 0-based in UTF-8 bytes."""
+
+    filename: str
+    line: int
+    end_line: int
+    column: int
+    end_column: int
+
+
+@dataclass(frozen=True)
+class LocalValue:
+    """A value by the local name that it has in a method.
+
+    Attributes:
+        name: The name.
+        statement: A statement of the method.
+        is_bound: Whether it is what the statement binds the name to, not what it finds there.
+    """
+
+    name: str
+    statement: Place
+    is_bound: bool = False
+
+
+@dataclass(frozen=True)
 class ModuleBoundary:
     """A collective at the border of a module, where no sharded layer carries it out.
 
@@ -59,6 +86,7 @@ class ModuleBoundary:
             None where that is to be found out.
         number: Which of the module's syncs it is.
         of: The argument that it is about, where that is not the first.
+        value: The value inside that it is about, where it does not stand at the border.
     """
 
     mode: str
@@ -68,6 +96,7 @@ class ModuleBoundary:
     partial_gradient: bool | None = None
     number: int = 0
     of: str | None = None
+    value: LocalValue | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +111,7 @@ class ShardingRequest:
         attributes: The integer attributes that are this rank's share, by the module's path.
         forked: The modules all of whose random numbers are a rank's own.
         tied_heads: The embeddings whose tables may be heads, with the collectives inferred.
+        texts: The files, by name, in which collectives stand at values.
     """
 
     layers: Mapping[str, Layer]
@@ -91,6 +121,7 @@ class ShardingRequest:
     attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     forked: frozenset[str] = frozenset()
     tied_heads: frozenset[str] = frozenset()
+    texts: Mapping[str, ast.Module] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,12 +133,14 @@ class MissingCollective:
         mode: `fwd_post` or `bwd_post`.
         operation: `all_reduce` or `all_gather`.
         axis: The axis of an all-gather.
+        value: The value inside the module that it is about, if it is not its argument or result.
     """
 
     path: str
     mode: str
     operation: str
     axis: int | None = None
+    value: LocalValue | None = None
 
     @classmethod
     def sum_of(cls, path: str | None) -> MissingCollective | None:
@@ -123,17 +156,6 @@ class MissingCollective:
     def gradient_of(cls, path: str | None) -> MissingCollective | None:
         """The gradients of what a module is given, added up."""
         return None if path is None else cls(path, "bwd_post", "all_reduce")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in a file a call stands; lines are 1-based, columns 0-based in UTF-8 bytes."""
-
-    filename: str
-    line: int
-    end_line: int
-    column: int
-    end_column: int
 
 
 @dataclass(frozen=True)
@@ -365,6 +387,7 @@ class CannotFollow(Exception):
         position: How many operations fitted before.
         remedy: The collective that is missing, where that is what is wrong.
         within: The module in whose method the operation stands, or what leads to it.
+        at_value: The collective that would mend it at a value inside a module.
     """
 
     def __init__(
@@ -387,6 +410,7 @@ class CannotFollow(Exception):
         self.single: tuple[LayerKey, str] | None = None
         self.repeats: frozenset[Attribute] = frozenset()
         self.within: str | None = None
+        self.at_value: MissingCollective | None = None
 
 
 class Diverged(CannotFollow):

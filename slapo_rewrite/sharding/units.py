@@ -76,7 +76,9 @@ def note_unit(
     if attribute is not None:
         run.followed.units[key] = Unit(f"self.{attribute}", int(size))
         return
-    text = _written(run, node, len(sizes), inner[0], list(outs).index(inner[0]))
+    text = _made_of(node, size) or _written(
+        run, node, len(sizes), inner[0], list(outs).index(inner[0])
+    )
     if text is not None:
         known = run.followed.units.get(key, Unit(text, int(size)))
         run.followed.units[key] = Unit(text, int(size) if known.size == size else 0)
@@ -115,6 +117,13 @@ def single_head(run: Run, tensor: torch.Tensor, size: int) -> tuple[LayerKey, st
     layer: Any = node.live
     alone = getattr(layer, "out_features", None) == size
     return (key, attribute) if alone and attribute in beside else None
+
+
+def _made_of(node: Node, size: int) -> str | None:
+    """A size as it was made of attributes of the module that makes the layer, of these alone."""
+    made: str | None = getattr(size, "text", None)
+    mine = all(node.owner and a.cls is node.owner.cls for a in getattr(size, "attributes", ()))
+    return ast.unparse(ast.parse(made, mode="eval")) if made and mine else None
 
 
 def _written(run: Run, node: Node, count: int, axis: int, inner: int) -> str | None:

@@ -410,7 +410,7 @@ ARGUMENTS = [
     (sync("fc1", "reduce_scatter", ", axis=1", "bwd_post"), "SR305", "cannot be combined"),
     (sync("fc1", "RR->RS") + sync("fc1", "scatter", ", axis=-1"), "SR304", "has this sync already"),
     (sync("mlp", "all_reduce", ', of="y"', "bwd_post"), "SR206", "takes no argument 'y'"),
-    (sync("mlp", "all_reduce", ', of="x"'), "SR206", "for collectives of `fwd_pre`"),
+    (sync("mlp", "all_reduce", ', of="x"'), "SR206", "binds no name 'x' beside its arguments"),
 ]
 
 

@@ -144,6 +144,70 @@ def test_mixtral(tmp_path):
     assert report.ok, report.render()
 
 
+DEEPSEEK = """\
+from transformers import DeepseekV3Config
+
+
+def model(m):
+    return m.DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            vocab_size=203,
+            hidden_size=64,
+            intermediate_size=96,
+            moe_intermediate_size=32,
+            num_hidden_layers=2,
+            first_k_dense_replace=1,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+            q_lora_rank=24,
+            kv_lora_rank=24,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=16,
+            v_head_dim=12,
+        )
+    )
+
+
+verify_model = model
+
+
+def schedule(s):
+    attention = s["model.layers.*.self_attn"]
+    attention["{q_b_proj,kv_b_proj}"].shard("weight", axis=0)
+    attention["o_proj"].shard("weight", axis=1)
+    s["**.{gate_proj,up_proj}"].shard("weight", axis=0)
+    s["**.down_proj"].shard("weight", axis=1)
+    s["**.experts"].shard("gate_up_proj", axis=1, parts=2)
+    s["**.experts"].shard("down_proj", axis=2)
+    s.infer_sync()
+"""
+
+
+@pytest.mark.processes
+def test_latent_attention_and_shared_experts_are_inferred(tmp_path):
+    """At the keys that all heads share, and before and after the experts."""
+    path = tmp_path / "s.py"
+    path.write_text(DEEPSEEK)
+    output = rewrite("transformers.models.deepseek_v3.modeling_deepseek_v3", str(path))
+    assert not output.warnings
+    changed = changed_lines(output)
+    for line in (
+        "k_rot = all_reduce_gradient(k_rot)",
+        "hidden_states = all_reduce_gradient(hidden_states)",
+        "topk_weights = all_reduce_gradient(topk_weights)",
+        "hidden_states = all_reduce(hidden_states)",
+    ):
+        assert f"+        {line}\n" in changed
+    assert "multiple_of=self.qk_nope_head_dim + self.v_head_dim" in changed
+    write(tmp_path / "out", output.files)
+    report = verify(tmp_path / "out", [2, 4])
+    assert report.ok, report.render()
+
+
 WEIGHTED = """import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,0 +1,119 @@
+"""Collectives at values inside of methods: `k = all_reduce_gradient(k)`, a statement of its own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.changes.collective import Collective
+from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
+from slapo_rewrite.changes.placement import Placement, at_node
+from slapo_rewrite.changes.state import Sync
+from slapo_rewrite.code.build import code
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.syntax import local_assignments, position
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.sharding import LocalValue, MissingCollective, Place
+
+_SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
+
+
+@dataclass(frozen=True)
+class SyncValue(Change):
+    """A local name is bound to what a collective makes of its value.
+
+    Attributes:
+        value: The name, and the statement beside which that is done.
+        collective: The collective.
+    """
+
+    value: LocalValue
+    collective: Collective
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Writes the statement."""
+        (asked,) = here
+        name, place = self.value.name, self.value.statement
+        line = f"{name} = {code(self.collective.of(name, text.imports, asked.causes))}"
+        put = text.insert_after if self.value.is_bound else text.insert_before
+        statement = _statement_at(text.file, place)
+        put(statement, line, asked.causes, f"{self.collective.function} of `{name}`")
+
+
+def place_value_sync(
+    to: Placement, node: Node, value: LocalValue, collective: Collective, sync: Sync
+) -> None:
+    """Writes a collective at a value into the class of a module."""
+    home, place = to.files.at(value.statement), at_node("sync", value.statement, value)
+    home.changes.add(node.path, place, SyncValue(value, collective), (sync.cause,))
+
+
+def value_of(files: OutputFiles, node: Node, sync: Sync) -> LocalValue | None:
+    """The value that a sync is about; None where that stands at the module's border.
+
+    Raises:
+        Unsupported: No single statement of the module's `forward` binds the name.
+    """
+    if not isinstance(sync.value, str):
+        return sync.value
+    home = files.computing(node.cls)
+    forward = home.classes.method(node.cls.__name__, "forward") if home else None
+    if home is None or forward is None:
+        raise errors.Unsupported(
+            f"`{node.path or 's'}` is a {node.cls.__module__}.{node.cls.__qualname__}: it has no "
+            f"`forward` in a file that is rewritten, to have `{sync.value}` in",
+            at=sync.cause.at,
+            hint="put the sync on a module around it, or state it without `of`",
+        )
+    bound = list(local_assignments(forward, sync.value))
+    if len(bound) != 1 or not isinstance(bound[0], _SIMPLE[:3]) or not _is_alone(home, bound[0]):
+        lines = ", ".join(str(s.lineno) for s in bound)
+        raise errors.Unsupported(
+            f"`{sync.value}` is bound {f'in lines {lines}' if lines else 'by no statement'} of "
+            f"`{node.cls.__name__}.forward`: it is not one value",
+            at=sync.cause.at,
+            also=[home.file.at(s) for s in bound[:2]],
+            hint="name a value that a single assignment makes, on a line of its own",
+        )
+    return LocalValue(sync.value, _place(home, bound[0]), is_bound=True)
+
+
+def at_statement(files: OutputFiles, missing: MissingCollective | None) -> MissingCollective | None:
+    """A collective that is missing where a method came to, before the statement there.
+
+    None where that is no statement before which another could stand.
+    """
+    if missing is None or missing.value is None:
+        return None
+    home, at = files.at(missing.value.statement), missing.value.statement
+    start, end = (at.line, at.column), (at.end_line, at.end_column)
+    around = [
+        s
+        for s in home.file.statements
+        if position(s) <= start and end <= (s.end_lineno or 0, s.end_col_offset or 0)
+    ]
+    if not around or not isinstance(around[-1], _SIMPLE) or not _is_alone(home, around[-1]):
+        return None
+    return replace(missing, value=replace(missing.value, statement=_place(home, around[-1])))
+
+
+def _is_alone(home: OutputFile, statement: ast.stmt) -> bool:
+    """Whether a statement begins a line, and no other stands in its lines."""
+    lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+    others = [s for s in home.file.statements if s.lineno in lines or s.end_lineno in lines]
+    return not home.file.line(statement.lineno)[: statement.col_offset].strip() and not any(
+        s is not statement and isinstance(s, _SIMPLE) for s in others
+    )
+
+
+def _place(home: OutputFile, statement: ast.stmt) -> Place:
+    end_line, end = statement.end_lineno or 0, statement.end_col_offset or 0
+    return Place(str(home.file.path), statement.lineno, end_line, statement.col_offset, end)
+
+
+def _statement_at(file: SourceFile, place: Place) -> ast.stmt:
+    return next(s for s in file.statements if position(s) == (place.line, place.column))

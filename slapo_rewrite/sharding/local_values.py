@@ -1,0 +1,185 @@
+"""Collectives at values inside of methods: where one is missing, and runs that have them.
+
+A collective at a local name is a statement of its own in the output, `k = all_reduce_gradient(k)`.
+A run has it by the method's own code with a call in the place of that statement, so that the run
+goes the way that the output will go.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from slapo_rewrite.code.syntax import position
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.sharding.operation_places import is_method, place_at
+from slapo_rewrite.sharding.placements import PARTIAL, REPLICATE, PlacementError
+from slapo_rewrite.sharding.rank_state import Run
+from slapo_rewrite.sharding.types import LocalValue, MissingCollective, ModuleBoundary
+
+# The modules that have a value, each with a collective for it.
+Wanted = list[tuple[Node, ModuleBoundary]]
+
+
+def missing_at(run: Run, error: PlacementError) -> MissingCollective | None:
+    """The collective that would mend what is wrong at a local name of a module's method.
+
+    It is for the value that an operation was given, or for one that this was made from; the
+    innermost method that has a name for one of them decides. Its statement is where the method
+    came to.
+    """
+    frames, traceback = [], error.__traceback__
+    while traceback is not None:
+        frames.append((traceback.tb_frame, traceback.tb_lasti))
+        traceback = traceback.tb_next
+    for frame, instruction in reversed(frames) if error.tensor is not None else ():
+        owner = run.method_owner(frame) if run.editable(frame.f_code.co_filename) else None
+        if owner is None or not is_method(type(run.tree.nodes[owner].live), frame.f_code):
+            continue
+        named = {id(v): n for n, v in frame.f_locals.items() if isinstance(v, torch.Tensor)}
+        found = next((t for t in _makers(run, error.tensor) if id(t) in named), None)
+        place = place_at(frame.f_code, instruction)
+        if found is not None and place is not None:
+            return _collective(run, owner, found, LocalValue(named[id(found)], place))
+    return None
+
+
+def _collective(run: Run, owner: str, tensor: torch.Tensor, value: LocalValue) -> MissingCollective:
+    """What makes a value whole, or has its gradient added up."""
+    kind = run.flow.of(tensor).kind
+    if kind == REPLICATE:
+        return MissingCollective(owner, "bwd_post", "all_reduce", value=value)
+    if kind == PARTIAL:
+        return MissingCollective(owner, "fwd_post", "all_reduce", value=value)
+    axis = next(iter(run.split_axes(tensor)), -1)
+    axis = -1 if axis == tensor.dim() - 1 else axis
+    return MissingCollective(owner, "fwd_post", "all_gather", axis, value)
+
+
+def _makers(run: Run, tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """A value, and those of its kind that it was made from, the nearest first."""
+    if tensor is None:
+        return
+    kind = run.flow.of(tensor).kind
+    waiting, seen = [tensor], {id(tensor)}
+    for each in waiting:
+        yield each
+        for maker in run.makers.get(id(each), ()):
+            state = run.flow.of(maker)
+            mends = state.kind == kind and maker.requires_grad and state.covered is None
+            if mends and id(maker) not in seen:
+                seen.add(id(maker))
+                waiting.append(maker)
+
+
+def install_values(
+    run: Run,
+    cross: Callable[[Node, ModuleBoundary, torch.Tensor], torch.Tensor],
+    undo: list[Callable[[], None]],
+) -> None:
+    """Puts the collectives that are asked for at values into the methods that have these.
+
+    Args:
+        run: The run.
+        cross: What a value of a module becomes by a collective.
+        undo: Takes what puts the methods back.
+
+    Raises:
+        PlacementError: A method does not run as it is written.
+    """
+    functions: dict[types.FunctionType, dict[LocalValue, Wanted]] = {}
+    for path, borders in run.asked.borders.items():
+        node = run.tree.nodes[path]
+        for border in borders:
+            if border.value is not None:
+                wanted = functions.setdefault(_function_at(node, border.value), {})
+                wanted.setdefault(border.value, []).append((node, border))
+    for function, wanted in functions.items():
+        name = f"_collective_{len(undo)}"
+        function.__globals__[name] = functools.partial(_crossed, cross, list(wanted.values()))
+        undo.append(functools.partial(function.__globals__.__delitem__, name))
+        undo.append(functools.partial(setattr, function, "__code__", function.__code__))
+        tree = run.asked.texts[function.__code__.co_filename]
+        function.__code__ = _code(tree, function.__code__, _Calls(name, list(wanted)))
+
+
+def _crossed(
+    cross: Callable[[Node, ModuleBoundary, torch.Tensor], torch.Tensor],
+    values: Sequence[Wanted],
+    number: int,
+    module: Any,
+    value: Any,
+) -> Any:
+    """One of the values, as a module has it, after its collectives."""
+    for node, border in values[number]:
+        if node.live is module:
+            value = cross(node, border, value)
+    return value
+
+
+def _function_at(node: Node, value: LocalValue) -> types.FunctionType:
+    """The method of a module in which a statement stands."""
+    place = value.statement
+    for base in node.cls.__mro__:
+        for found in filter(inspect.isfunction, vars(base).values()):
+            function = inspect.unwrap(found)
+            assert isinstance(function, types.FunctionType)
+            code = function.__code__
+            lines = {line for _, _, line in code.co_lines()}
+            if code.co_filename == place.filename and place.line in lines:
+                return function
+    raise PlacementError(
+        f"no method of `{node.path}` that can be followed has line {place.line}",
+        "put the sync on a module inside or around it",
+        node.path,
+    )
+
+
+class _Calls(ast.NodeTransformer):
+    """Puts calls of a function with a number, the module and a value beside statements."""
+
+    def __init__(self, function: str, values: Sequence[LocalValue]) -> None:
+        self.function, self.values, self.me = function, values, ""
+
+    def visit(self, node: ast.AST) -> Any:
+        new = super().visit(node)
+        if not isinstance(node, ast.stmt):
+            return new
+        sides: tuple[list[ast.stmt], list[ast.stmt]] = [], []
+        for number, value in enumerate(self.values):
+            if (value.statement.line, value.statement.column) == position(node):
+                text = f"{value.name} = {self.function}({number}, {self.me}, {value.name})"
+                (call,) = ast.parse(text).body
+                for each in ast.walk(call):
+                    ast.copy_location(each, node)
+                sides[value.is_bound].append(call)
+        return [*sides[False], new, *sides[True]] if any(sides) else new
+
+
+def _code(tree: ast.Module, old: types.CodeType, calls: _Calls) -> types.CodeType:
+    """The code of a method with calls beside some of its statements."""
+    owner, method = next(
+        (cls, each)
+        for cls in ast.walk(tree)
+        if isinstance(cls, ast.ClassDef)
+        for each in cls.body
+        if isinstance(each, ast.FunctionDef) and each.name == old.co_name
+        if each.lineno <= max(line for *_, line in old.co_lines() if line) <= each.end_lineno  # type: ignore[operator]
+    )
+    calls.me = old.co_varnames[0]
+    method = calls.visit(copy.deepcopy(method))
+    method.decorator_list, method.returns = [], None
+    free = ", ".join(name for name in old.co_freevars if name != "__class__")
+    scene = ast.parse(f"def scene({free}):\n    class {owner.name}:\n        pass")
+    scene.body[0].body[0].body = [method]  # type: ignore[attr-defined]
+    code = compile(scene, old.co_filename, "exec", dont_inherit=True)
+    for _ in range(3):
+        code = next(c for c in code.co_consts if isinstance(c, types.CodeType))
+    return code.replace(co_firstlineno=old.co_firstlineno)

@@ -1,0 +1,217 @@
+"""Collectives at values inside of `forward`: stated by the value's name, and inferred."""
+
+from __future__ import annotations
+
+import pytest
+
+from slapo_rewrite.emit.explanation import explain
+from slapo_rewrite.emit.write import write
+from tests.numbers import Case, compare, prepare
+from tests.processes import run
+from tests.rewriting import changed_lines, refused, rewritten
+
+SOURCE = '''\
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def traced(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return call
+
+
+class Block(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+class Latent(Block):
+    """Heads that share a part of their keys, as multi-head latent attention has it."""
+
+    def __init__(self, width=16, size=4):
+        super().__init__()
+        self.__size = self.size = size
+        self.query = nn.Linear(width, width)
+        self.shared = nn.Linear(width, width + size)
+        self.norm = nn.LayerNorm(width)
+        self.key = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def joined(self, latent, rot):
+        key = self.key(latent).unflatten(-1, (-1, self.size))
+        rot = rot.expand(-1, -1, key.shape[2], -1)
+        return torch.cat((key, rot), dim=-1)
+
+    @traced
+    def forward(self, x, scale=1.0):
+        latent, rot = self.shared(x).split([x.shape[-1], self.__size], dim=-1)
+        rot = rot.unsqueeze(2).tanh()
+        key = self.joined(self.norm(latent), rot)
+        query = self.query(x).unflatten(-1, (-1, self.size))
+        query = torch.cat((query, query), dim=-1)
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key).softmax(-1)
+        mixed = torch.einsum("bhqk,bkhd->bqhd", scores, key[..., : self.size])
+        mixed = self.out(mixed.flatten(2))
+        return super().forward(mixed) * scale + rot.mean()
+
+
+class Model(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.layers = nn.ModuleList([Latent(width) for _ in range(2)])
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+'''
+
+MODEL = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 5, 16)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    layers = s["layers.*"]
+"""
+
+LATENT = """\
+    layers["{query,key}"].shard(["weight", "bias"], axis=0)
+    layers["out"].shard("weight", axis=1)
+"""
+
+# A partial sum and a part in the middle of a `forward`.
+MIDDLE = """\
+import torch
+from torch import nn
+
+
+class Latent(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 32), nn.Linear(32, width, bias=False)
+        self.gate = nn.Linear(width, 32)
+
+    def forward(self, x):
+        outer: torch.Tensor = self.down(self.up(x).relu())
+        if x.dim() == 3:
+            gates = self.gate(x.tanh())  # a part
+            x = x + gates.softmax(-1).amax(-1, keepdim=True)
+        return x + outer.sigmoid()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.layers = nn.ModuleList([Latent() for _ in range(2)])
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+"""
+
+SPLIT = """\
+    layers["{up,gate}"].shard(["weight", "bias"], axis=0)
+    layers["{up,gate}"].sync("bwd_post", "all_reduce")
+    layers["down"].shard("weight", axis=1)
+"""
+AT_VALUES = """\
+    layers.sync("fwd_post", "all_reduce", of="outer")
+    layers.sync("fwd_post", "all_gather", axis=-1, of="gates")
+"""
+INFERRED = "    s.infer_sync()\n"
+
+CASES = {
+    "inferred": Case(SOURCE, MODEL + LATENT + INFERRED),
+    "middle": Case(MIDDLE, MODEL + SPLIT + AT_VALUES),
+    "middle inferred": Case(MIDDLE, MODEL + SPLIT + INFERRED),
+}
+
+
+@pytest.mark.processes
+def test_numbers(tmp_path):
+    prepare(tmp_path, CASES)
+    for world in (2, 4):
+        run(compare, world, tmp_path, CASES)
+
+
+def test_what_is_inferred_at_a_value_stands_where_its_gradient_is_a_summand(tmp_path):
+    """The gradients of the norm and of its input are whole: only the shared keys' are not."""
+    output = rewritten(tmp_path, SOURCE, MODEL + LATENT + INFERRED)
+    changed = changed_lines(output)
+    assert "+        rot = all_reduce_gradient(rot)\n" in changed
+    assert changed.count("all_reduce_gradient(") == 1
+    line = (
+        output.files[output.model_file].splitlines().index("        rot = all_reduce_gradient(rot)")
+    )
+    write(tmp_path / "out", output.files)
+    assert "all_reduce of rot" in explain(tmp_path / "out", f"{output.model_file}:{line + 1}")
+
+
+def test_what_is_stated_of_a_value_follows_its_assignment(tmp_path):
+    output = rewritten(tmp_path, MIDDLE, MODEL + SPLIT + AT_VALUES)
+    lines = output.files[output.model_file].splitlines()
+    place = lines.index("        outer = all_reduce(outer)")
+    assert lines[place - 1].startswith("        outer: torch.Tensor = self.down(")
+    place = lines.index("            gates = all_gather(gates)")
+    assert lines[place - 1].endswith("# a part")
+
+
+def test_a_value_of_some_instances_alone(tmp_path):
+    """The others keep the class."""
+    schedule = (MODEL + SPLIT + AT_VALUES).replace('s["layers.*"]', 's["layers.0"]')
+    changed = changed_lines(rewritten(tmp_path, MIDDLE, schedule))
+    assert "+class TensorParallelLatent(Latent):" in changed
+    assert "-        outer" not in changed
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ('"bwd_post", "all_reduce", of="rot"', "SR305", "`rot` is bound in lines 40, 41 of"),
+        ('"bwd_post", "all_reduce", of="rod"', "SR206", "binds no such name"),
+        ('"fwd_pre", "all_reduce", of="query"', "SR206", "takes no argument 'query'"),
+        ('"fwd_post", "all_reduce", of="x"', "SR206", "binds no name 'x' beside its arguments"),
+        ('"fwd_post", "all_reduce", of="scores"', "SR104", "the value `scores` of `layers.0` is"),
+        ('"fwd_post", torch.relu, of="scores"', "SR206", "not for functions"),
+    ],
+)
+def test_what_is_refused(line, code, words, tmp_path):
+    schedule = MODEL + LATENT + '    layers.sync("bwd_post", "all_reduce")\n'
+    assert words in refused(tmp_path, SOURCE, f"{schedule}    layers.sync({line})\n", code)
+
+
+def test_a_value_of_no_tensor_is_refused(tmp_path):
+    source = MIDDLE.replace("if x.dim() == 3:", "axes = x.dim()\n        if axes == 3:")
+    schedule = MODEL + SPLIT + AT_VALUES + '    layers.sync("bwd_post", "all_reduce", of="axes")\n'
+    assert "`axes` of `layers.0` is no tensor" in refused(tmp_path, source, schedule, "SR104")
+
+
+def test_a_value_whose_gradient_a_layer_adds_up_is_refused(tmp_path):
+    source = MIDDLE.replace("self.gate(x.tanh())", "self.gate(y)").replace(
+        "if x.dim() == 3:", "y = x.tanh()\n        if x.dim() == 3:"
+    )
+    schedule = MODEL + SPLIT + AT_VALUES + '    layers.sync("bwd_post", "all_reduce", of="y")\n'
+    assert "summed over the ranks twice" in refused(tmp_path, source, schedule, "SR104")
