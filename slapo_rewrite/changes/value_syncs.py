@@ -14,8 +14,10 @@ from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.placement import Placement, at_node
 from slapo_rewrite.changes.state import Sync
 from slapo_rewrite.code.build import code
+from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.syntax import local_assignments, position
+from slapo_rewrite.code.text import within
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding import LocalValue, MissingCollective, Place
 
@@ -82,13 +84,13 @@ def value_of(files: OutputFiles, node: Node, sync: Sync) -> LocalValue | None:
     return LocalValue(sync.value, _place(home, bound[0]), is_bound=True)
 
 
-def at_statement(files: OutputFiles, missing: MissingCollective | None) -> MissingCollective | None:
+def at_statement(files: OutputFiles, missing: MissingCollective) -> MissingCollective | None:
     """A collective that is missing where a method came to, before the statement there.
 
-    None where that is no statement before which another could stand.
+    Of a statement in a loop that is before the loop, once for all turns. None where another
+    statement cannot stand there, or where the value is another one in each turn.
     """
-    if missing is None or missing.value is None:
-        return None
+    assert missing.value is not None
     home, at = files.at(missing.value.statement), missing.value.statement
     start, end = (at.line, at.column), (at.end_line, at.end_column)
     around = [
@@ -96,17 +98,23 @@ def at_statement(files: OutputFiles, missing: MissingCollective | None) -> Missi
         for s in home.file.statements
         if position(s) <= start and end <= (s.end_lineno or 0, s.end_col_offset or 0)
     ]
-    if not around or not isinstance(around[-1], _SIMPLE) or not _is_alone(home, around[-1]):
+    function = max(n for n, s in enumerate(around) if isinstance(s, ast.FunctionDef))
+    inside = around[function + 1 :]
+    loop = next((s for s in inside if isinstance(s, ast.For | ast.While)), None)
+    if loop is not None and missing.value.name in bound_in(loop):
         return None
-    return replace(missing, value=replace(missing.value, statement=_place(home, around[-1])))
+    before = loop if loop is not None else inside[-1]
+    if not isinstance(before, (*_SIMPLE, ast.For, ast.While)) or not _is_alone(home, before):
+        return None
+    return replace(missing, value=replace(missing.value, statement=_place(home, before)))
 
 
 def _is_alone(home: OutputFile, statement: ast.stmt) -> bool:
     """Whether a statement begins a line, and no other stands in its lines."""
-    lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
-    others = [s for s in home.file.statements if s.lineno in lines or s.end_lineno in lines]
+    lines = {statement.lineno, statement.end_lineno}
+    others = [s for s in home.file.statements if {s.lineno, s.end_lineno} & lines]
     return not home.file.line(statement.lineno)[: statement.col_offset].strip() and not any(
-        s is not statement and isinstance(s, _SIMPLE) for s in others
+        isinstance(s, _SIMPLE) and not within(statement, s) for s in others
     )
 
 

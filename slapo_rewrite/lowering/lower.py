@@ -348,7 +348,8 @@ class _Lowering:
                     return run(asked, records) if _needs_following(asked) else ShardingResult()
                 except CannotFollow as error:
                     failed = error
-                    missing = at_statement(self.files, error.at_value) if at_values else None
+                    known = (at_statement(self.files, m) for m in error.at_values if at_values)
+                    missing = next(filter(None, known), None)
                     repaired = self.inference.mended(self.states, asked.layers, error, missing)
             refused = refused or failed
         assert refused is not None

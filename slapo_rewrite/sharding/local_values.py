@@ -28,27 +28,28 @@ from slapo_rewrite.sharding.types import LocalValue, MissingCollective, ModuleBo
 Wanted = list[tuple[Node, ModuleBoundary]]
 
 
-def missing_at(run: Run, error: PlacementError) -> MissingCollective | None:
-    """The collective that would mend what is wrong at a local name of a module's method.
+def missing_at(run: Run, error: PlacementError) -> Iterator[MissingCollective]:
+    """The collectives that would mend what is wrong at local names of modules' methods.
 
-    It is for the value that an operation was given, or for one that this was made from; the
-    innermost method that has a name for one of them decides. Its statement is where the method
-    came to.
+    Each is for the value that an operation was given, or for one that this was made from; those of
+    the innermost method come first. The statement is where that method came to.
     """
-    frames, traceback = [], error.__traceback__
+    wanted, frames, traceback = error.tensor, [], error.__traceback__
+    if wanted is None:
+        return
     while traceback is not None:
         frames.append((traceback.tb_frame, traceback.tb_lasti))
         traceback = traceback.tb_next
-    for frame, instruction in reversed(frames) if error.tensor is not None else ():
+    for frame, instruction in reversed(frames):
         owner = run.method_owner(frame) if run.editable(frame.f_code.co_filename) else None
-        if owner is None or not is_method(type(run.tree.nodes[owner].live), frame.f_code):
-            continue
-        named = {id(v): n for n, v in frame.f_locals.items() if isinstance(v, torch.Tensor)}
-        found = next((t for t in _makers(run, error.tensor) if id(t) in named), None)
         place = place_at(frame.f_code, instruction)
-        if found is not None and place is not None:
-            return _collective(run, owner, found, LocalValue(named[id(found)], place))
-    return None
+        if owner is None or place is None:
+            continue
+        if is_method(type(run.tree.nodes[owner].live), frame.f_code):
+            names = {id(v): n for n, v in frame.f_locals.items() if isinstance(v, torch.Tensor)}
+            for tensor in _makers(run, wanted):
+                if (name := names.pop(id(tensor), None)) is not None:
+                    yield _collective(run, owner, tensor, LocalValue(name, place))
 
 
 def _collective(run: Run, owner: str, tensor: torch.Tensor, value: LocalValue) -> MissingCollective:
@@ -63,10 +64,8 @@ def _collective(run: Run, owner: str, tensor: torch.Tensor, value: LocalValue) -
     return MissingCollective(owner, "fwd_post", "all_gather", axis, value)
 
 
-def _makers(run: Run, tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:
+def _makers(run: Run, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A value, and those of its kind that it was made from, the nearest first."""
-    if tensor is None:
-        return
     kind = run.flow.of(tensor).kind
     waiting, seen = [tensor], {id(tensor)}
     for each in waiting:

@@ -95,6 +95,8 @@ _KEEPING = {
     "t", "adjoint", ".T", ".mT", ".H", ".mH", ".data", "detach", "requires_grad_", "identity",
     "pad", "masked_fill", "cumsum", "diagonal", "unfold", "atleast_2d", "atleast_3d",
 }  # fmt: skip
+# Those that add to some elements of what they are given first.
+ADDED_INTO = {"index_add", "index_add_", "scatter_add", "scatter_add_"}
 # Those that write a number into what they keep: only a zero is the sum of as many.
 _WRITING = {"pad": ("value", 3, 0), "masked_fill": ("value", 2, None)}
 
@@ -472,7 +474,7 @@ class Flow:
             )
             plain = value not in (0, None) if isinstance(value, (int, float, type(None))) else True
         fine = (
-            (name in _KEEPING and count == floating and not (written and plain))
+            (name in _KEEPING | ADDED_INTO and count == floating and not (written and plain))
             or (name in _ADDING and count == len(inputs) and not plain)
             or (
                 name in _MULTIPLYING

@@ -408,7 +408,7 @@ class _Following:
             raise
         except PlacementError as error:
             refused = run.refused(error)
-            refused.at_value = missing_at(run, error)
+            refused.at_values = list(missing_at(run, error))
             refused.repeats = frozenset(run.repeats)
             raise refused from error
         except Exception as error:

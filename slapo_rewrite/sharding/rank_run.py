@@ -27,6 +27,7 @@ from slapo_rewrite.sharding import (
 from slapo_rewrite.sharding.functional_layers import spelled_call
 from slapo_rewrite.sharding.packed_parts import Blocks, described, moved_axis, reduced
 from slapo_rewrite.sharding.placements import (
+    ADDED_INTO,
     PARTIAL,
     REDUCE,
     REPLICATE,
@@ -217,6 +218,7 @@ def _take_in(
     elif statistic is not None:
         run.flow.set(outputs[0], statistic)
     else:
+        _sum_into_zeros(run, name, inputs)
         before = run.flow.of(inputs[0]) if inputs else None
         try:
             run.flow.operate(
@@ -231,6 +233,14 @@ def _take_in(
             _check_in_place(run, name, inputs[0], before)
     _check_packing(run, name, entry, inputs, (args, kwargs))
     _hand_on(run, name, entry, inputs, (args, kwargs), outputs, blocks)
+
+
+def _sum_into_zeros(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
+    """Takes zeros that partial sums are added to for partial sums: of zeros, on every rank."""
+    if name in ADDED_INTO and inputs and id(inputs[0]) in run.zeros and not inputs[0]._is_view():
+        added = next((s for t in inputs[1:] if (s := run.flow.of(t)).kind == PARTIAL), None)
+        if added is not None:
+            run.flow.set(inputs[0], State(PARTIAL, added.source, added.copies))
 
 
 def _check_packing(

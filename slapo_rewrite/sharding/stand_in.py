@@ -199,8 +199,7 @@ class StandIn:
             else None,
         )
         meant.within = self._path(error.within)
-        if (missing := error.at_value) is not None:
-            meant.at_value = replace(missing, path=self.paths[missing.path])
+        meant.at_values = [replace(m, path=self.paths[m.path]) for m in error.at_values]
         return meant
 
 

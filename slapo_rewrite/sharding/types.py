@@ -387,7 +387,7 @@ class CannotFollow(Exception):
         position: How many operations fitted before.
         remedy: The collective that is missing, where that is what is wrong.
         within: The module in whose method the operation stands, or what leads to it.
-        at_value: The collective that would mend it at a value inside a module.
+        at_values: The collectives that would mend it at values inside modules, the nearest first.
     """
 
     def __init__(
@@ -410,7 +410,7 @@ class CannotFollow(Exception):
         self.single: tuple[LayerKey, str] | None = None
         self.repeats: frozenset[Attribute] = frozenset()
         self.within: str | None = None
-        self.at_value: MissingCollective | None = None
+        self.at_values: list[MissingCollective] = []
 
 
 class Diverged(CannotFollow):

@@ -143,9 +143,56 @@ AT_VALUES = """\
 """
 INFERRED = "    s.infer_sync()\n"
 
+# Experts in a loop, as models wrote them before kernels did.
+LOOP = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Experts(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 32, width) * 0.2)
+        self.down = nn.Parameter(torch.randn(4, width, 32) * 0.2)
+        self.gate = nn.Linear(width, 4)
+
+    def forward(self, x):
+        shape, x = x.shape, x.flatten(0, 1)
+        gates = self.gate(x)
+        weights = gates.softmax(-1)
+        mixed = torch.zeros_like(x)
+        for number in range(4):
+            (chosen,) = torch.where(torch.arange(len(x)) % 4 != number)
+            given = x[chosen]
+            h = F.linear(F.linear(given, self.up[number]).relu(), self.down[number])
+            mixed.index_add_(0, chosen, h * weights[chosen, number, None])
+        return mixed.view(shape), gates
+
+
+class Model(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.layers = nn.ModuleList([Experts() for _ in range(2)])
+
+    def forward(self, x):
+        x, balance = self.first(x), 0
+        for layer in self.layers:
+            h, gates = layer(x)
+            x, balance = x + h.tanh(), balance + gates.logsumexp(-1).mean()
+        return x + balance
+"""
+
+EXPERTS = """\
+    layers.shard("up", axis=1)
+    layers.shard("down", axis=2)
+"""
+
 CASES = {
     "inferred": Case(SOURCE, MODEL + LATENT + INFERRED),
     "middle": Case(MIDDLE, MODEL + SPLIT + AT_VALUES),
+    "loop": Case(LOOP, MODEL + EXPERTS + INFERRED),
     "middle inferred": Case(MIDDLE, MODEL + SPLIT + INFERRED),
 }
 
@@ -185,6 +232,15 @@ def test_a_value_of_some_instances_alone(tmp_path):
     changed = changed_lines(rewritten(tmp_path, MIDDLE, schedule))
     assert "+class TensorParallelLatent(Latent):" in changed
     assert "-        outer" not in changed
+
+
+def test_what_all_turns_of_a_loop_share_is_added_up_before_it(tmp_path):
+    """The gates go into the loss as well, where their gradient is whole."""
+    output = rewritten(tmp_path, LOOP, MODEL + EXPERTS + INFERRED)
+    lines = output.files[output.model_file].splitlines()
+    place = lines.index("        for number in range(4):")
+    added = {"        x = all_reduce_gradient(x)", "        weights = all_reduce_gradient(weights)"}
+    assert {*lines[place - 2 : place]} == added
 
 
 @pytest.mark.parametrize(
