@@ -228,6 +228,11 @@ def _inner(call: Call) -> Treatment:
     return Treatment(summed=tuple({rank - 1} for rank in call.ranks[:2]))
 
 
+def _matrices(call: Call) -> Treatment:
+    """`linalg.inv` and its like: over the matrices in the last two axes."""
+    return Treatment(tuple({rank - 2, rank - 1} for rank in call.ranks), aligned=2)
+
+
 def _vecdot(call: Call) -> Treatment:
     """`linalg.vecdot`: over one axis of both."""
     axis = call.kwargs.get("dim", -1)
@@ -404,7 +409,7 @@ poisson_nll_loss gaussian_nll_loss multilabel_soft_margin_loss multi_margin_loss
 triplet_margin_loss
 """
 _WHOLE = """
-dist trace linalg_det linalg_inv histc cov corrcoef take renorm nonzero unique masked_select cdist
+dist trace linalg_det histc cov corrcoef take renorm nonzero unique masked_select cdist
 kron block_diag chain_matmul linalg_multi_dot bilinear cartesian_prod meshgrid searchsorted
 """
 
@@ -483,6 +488,7 @@ def rows() -> dict[str, Row]:
         "tensordot": _tensordot,
         "einsum": _einsum,
         "linear": _linear,
+        **_attributes_of("linalg_inv linalg_cholesky linalg_solve_triangular", _matrices),
         "scaled_dot_product_attention": _attention,
         # Neighbours.
         **{f"conv{n}d": _convolution(n) for n in (1, 2, 3)},

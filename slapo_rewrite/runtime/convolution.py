@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .guards import check_parts
-from .shards import Parts, Shard, part_size, part_sizes, rank, world_size
+from .shards import Parts, Shard, world_size
 from .tensor_parallel import (
     Reduction,
     all_reduce_gradient,
@@ -146,6 +146,7 @@ class GroupParallelConvolution(nn.Module):
         dilation: See there.
         groups: How many groups, of the whole layer; the attribute is this rank's.
         bias: Whether a bias is added.
+        parts: Divides the groups: one block, or several packed along the channels.
         gather_output: Return (B, F, *S) on every rank.
         kwargs: The further keyword arguments of the torch class.
     """
@@ -161,15 +162,18 @@ class GroupParallelConvolution(nn.Module):
         groups: int = 1,
         bias: bool = True,
         *,
+        parts: Parts = Shard,
         gather_output: bool = False,
         **kwargs: Any,
     ) -> None:
+        width = out_channels // groups
         # One channel in and out of each group: these may be shared unevenly.
         single = in_channels == out_channels == groups
-        share = part_sizes(groups)[rank()] if single else part_size(groups)
+        shard = parts(0, out_channels, 0 if single else width)
+        share = shard.local_size() // width
         super().__init__(
             in_channels // groups * share,
-            out_channels // groups * share,
+            width * share,
             kernel_size,
             stride,
             padding,
@@ -178,7 +182,6 @@ class GroupParallelConvolution(nn.Module):
             bias,
             **kwargs,
         )
-        shard = Shard(0, out_channels, 0 if single else out_channels // groups)
         self.output_shard = replace(shard, axis=1) if gather_output else None
         record_shard(self, "weight", shard)
         if bias:

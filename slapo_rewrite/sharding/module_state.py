@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,4 +28,5 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _copied(own: dict[str, Any]) -> list[tuple[Any, Any]]:
-    return [(value, copy.copy(value)) for value in own.values() if type(value) in (dict, list, set)]
+    kinds = (dict, OrderedDict, list, set)  # hooks are in ordered ones
+    return [(value, copy.copy(value)) for value in own.values() if type(value) in kinds]

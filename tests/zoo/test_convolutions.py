@@ -64,6 +64,27 @@ class Model(nn.Module):
         return x + self.reduce(y) + self.head(y.flatten(1)).mean()
 """
 )
+# Queries, keys and values packed through one convolution, as gated delta nets have them.
+PACKED = (
+    HEAD
+    + """\
+class Model(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.inner = nn.Linear(width, 4 * width)
+        self.conv = nn.Conv1d(4 * width, 4 * width, 3, groups=4 * width, padding=2)
+        self.out = nn.Linear(2 * width, width)
+        self.width = width
+
+    def forward(self, x):
+        h = self.inner(x).transpose(1, 2)
+        h = F.conv1d(h, self.conv.weight, self.conv.bias, padding=2, groups=h.shape[1])
+        h = (h + self.conv(h)[..., 2:])[..., : x.shape[1]].transpose(1, 2)
+        query, key, value = h.split([self.width, self.width, 2 * self.width], dim=-1)
+        value = value.unflatten(-1, (-1, 2)) * (query * key).unsqueeze(-1)
+        return self.out(value.flatten(-2))
+"""
+)
 GATHERED = SEQUENCE.replace("self.head(y.flatten(1)).mean()", "y.mean()")
 SCHEDULE = """\
 import torch
@@ -114,6 +135,15 @@ CASES = {
         SIGNALS
         + "".join(line + "\n" for line in (GROUPS + REDUCED).splitlines() if "sync" not in line)
         + "    s.infer_sync()\n",
+    ),
+    "packed": Case(
+        PACKED,
+        SCHEDULE.replace("SHAPE", "6, 8")
+        + """\
+    s["{inner,conv}"].shard(["weight", "bias"], axis=0, parts=[8, 8, 16])
+    s["out"].shard("weight", axis=1)
+    s.infer_sync()
+""",
     ),
     "gathered": Case(
         GATHERED, SIGNALS + GROUPS + '    s["bn"].sync("fwd_post", "all_gather", axis=1)\n'

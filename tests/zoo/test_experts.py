@@ -144,6 +144,22 @@ def test_mixtral(tmp_path):
     assert report.ok, report.render()
 
 
+@pytest.mark.processes
+def test_a_loss_of_the_routers_logits(tmp_path):
+    """The logits' own gradient is whole: what is added up comes after the router."""
+    path = tmp_path / "s.py"
+    path.write_text(
+        INFERRED.replace(
+            "num_local_experts=4,", "num_local_experts=4, output_router_logits=True,"
+        ).replace("MixtralConfig(num_hidden_layers=2)", "MixtralConfig(output_router_logits=True)")
+    )
+    output = rewrite(MIXTRAL, str(path))
+    assert "+        top_k_weights = all_reduce_gradient(top_k_weights)\n" in changed_lines(output)
+    write(tmp_path / "out", output.files)
+    report = verify(tmp_path / "out", [2])
+    assert report.ok, report.render()
+
+
 DEEPSEEK = """\
 from transformers import DeepseekV3Config
 
