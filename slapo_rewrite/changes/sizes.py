@@ -363,6 +363,8 @@ def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
         UnfollowableSize: The parallel layer has no attribute for that.
     """
     share, whole = SHARES[layer.name]
+    if share == whole:
+        return
     files = [output for output in to.files if f".{share}" in output.file.text]
     causes = tuple(s.cause for s in to.states[node.path].shards)
     above = node.parent

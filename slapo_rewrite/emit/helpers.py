@@ -34,6 +34,7 @@ RUNTIME_ORDER = (
     "replicated",
     "grouped_query",
     "convolution",
+    "multihead_attention",
     "normalization",
     "weights",
     "loading",

@@ -123,6 +123,7 @@ SHARES: dict[str, tuple[str, str | None]] = {
     "RowParallelConv1D": ("nx", None),
     "VocabParallelEmbedding": ("num_embeddings", "full_num_embeddings"),
     "ColumnParallelEmbedding": ("embedding_dim", None),
+    "ParallelMultiheadAttention": ("num_heads", "num_heads"),
     "ParallelGroupNorm": ("num_groups", None),
     "ParallelLayerNorm": ("normalized_shape", None),
     "ParallelRMSNorm": ("normalized_shape", None),
@@ -208,6 +209,19 @@ def _of_channels(
     return {(tensor, 0): split for tensor in ("weight", "bias", *tensors)}
 
 
+ATTENTION = "torch.nn.modules.activation.MultiheadAttention"
+# Its output projection is a module inside, but no layer of its own when it is split.
+PROJECTION = ("out_proj", "weight", 1)
+_ATTENTION = Split(
+    "multihead_attention",
+    "ParallelMultiheadAttention",
+    "partial sum",
+    arguments=(
+        "embed_dim", "num_heads", "dropout", "bias", "add_bias_kv", "add_zero_attn", "kdim", "vdim",
+        "batch_first", "device", "dtype",
+    ),
+)  # fmt: skip
+
 # By qualified class: parameter and axis -> how that splits the layer.
 SPLITS: dict[str, dict[tuple[str, int], Split]] = {
     "torch.nn.modules.linear.Linear": {
@@ -215,6 +229,7 @@ SPLITS: dict[str, dict[tuple[str, int], Split]] = {
         ("bias", 0): _COLUMN,
         ("weight", 1): _ROW,
     },
+    ATTENTION: {("in_proj_weight", 0): _ATTENTION, ("in_proj_bias", 0): _ATTENTION},
     "torch.nn.modules.sparse.Embedding": {
         ("weight", 0): _VOCABULARY,
         ("weight", 1): _EMBEDDING,

@@ -143,7 +143,9 @@ class Shard(Primitive):
         convolution in groups and the norms take a partition and give one; layer and root mean
         square norms take their statistics over all ranks, and so does a module of one's own whose
         weight is split along the features that its `mean`, `var` or `std` runs over. With fewer
-        key/value heads than ranks, several ranks hold the same head.
+        key/value heads than ranks, several ranks hold the same head. `nn.MultiheadAttention`, by
+        `in_proj_weight` and `in_proj_bias` with `parts=3` and `out_proj.weight` with axis 1, is one
+        layer: a partial sum; its `num_heads` stays the whole layer's.
 
     Numerics:
         Reassociated: sums are taken per rank, then over the ranks.

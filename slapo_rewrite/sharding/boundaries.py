@@ -37,18 +37,16 @@ from slapo_rewrite.sharding.units import note_even
 EVEN = 8
 
 
-def enter_layer(run: Run, module: nn.Module, args: Any) -> None:
+def enter_layer(run: Run, module: nn.Module, args: Any, kwargs: Any) -> None:
     """Checks what a sharded layer is given; operations inside it are not looked at."""
     run.depth += 1
     if run.depth == 1:
-        path = str(module._followed_path)
-        _check_layer_input(run, path, args[0] if args else None)
+        for tensor in {id(t): t for t in tensors((args, kwargs))}.values():
+            _check_layer_input(run, str(module._followed_path), tensor)
 
 
-def _check_layer_input(run: Run, path: str, tensor: Any) -> None:
+def _check_layer_input(run: Run, path: str, tensor: torch.Tensor) -> None:
     """Raises `PlacementError` where a layer is given what it does not take."""
-    if not isinstance(tensor, torch.Tensor):
-        return
     layer, state = run.asked.layers[path], run.flow.of(tensor)
     split = split_of(run.tree.nodes[path].live, layer)
     keywords = dict(layer.keywords)
@@ -59,6 +57,7 @@ def _check_layer_input(run: Run, path: str, tensor: Any) -> None:
             'add it up: .sync("fwd_post", "all_reduce")',
             state.source,
             remedy=MissingCollective.sum_of(state.source),
+            tensor=tensor,
         )
     axes, taken = run.split_axes(tensor), split.axes[0] % max(1, tensor.dim())
     if axes and (axes != [taken] or not split.takes_part):

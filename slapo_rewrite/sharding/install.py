@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ def _install_layer(
     except ValueError as error:
         raise Indivisible(f"`{node.path}`: {error}") from error
     new.train()
-    new.register_forward_pre_hook(functools.partial(enter_layer, run))
+    new.register_forward_pre_hook(functools.partial(enter_layer, run), with_kwargs=True)
     new.register_forward_hook(functools.partial(leave_layer, run))
     object.__setattr__(new, "_followed_path", node.path)
     run.layers.append(new)
@@ -172,7 +173,9 @@ def _know_tensors(run: Run, node: Node, layer: Layer, new: Any) -> None:
         split = run.split_axes(tensor)
         if split:
             axis = split[0]
-            run.blocks[id(tensor)] = {axis: tuple(shape[axis] * r // sum(ratio) for r in ratio)}
+            packed = getattr(new.sharded_parameters[name], "blocks", None)
+            packed = packed or tuple(shape[axis] * r // sum(ratio) for r in ratio)
+            run.blocks[id(tensor)] = {axis: packed}
             run.flow.set(tensor, State(SHARD, node.path, copies, axis - len(shape)))
         else:
             covered = node.path if (node.path, name) in run.wanted.shared else None
@@ -196,13 +199,17 @@ def _make_replicated(run: Run, node: Node, layer: Layer, head: str) -> nn.Module
 def _make(layer: Layer, original: nn.Module) -> nn.Module:
     """The layer that takes the original's place, on this rank of the pretended group."""
     cls = getattr(importlib.import_module(f"slapo_rewrite.runtime.{layer.module}"), layer.name)
+    known: Any = original
+    if isinstance(original, nn.MultiheadAttention):
+        known = {"add_bias_kv": original.bias_k is not None, "bias": original.in_proj_bias}
+        known = SimpleNamespace(**{**vars(original), **known})
     arguments = {
-        name: getattr(original, name)
+        name: getattr(known, name)
         for name in layer.arguments
         if name not in ("device", "dtype", "bias")
     }
     if "bias" in layer.arguments:
-        arguments["bias"] = original.bias is not None
+        arguments["bias"] = known.bias is not None
     new: nn.Module = cls(**arguments, **dict(layer.keywords))
     return new.to(next((p.dtype for p in original.parameters()), None))
 
