@@ -174,11 +174,11 @@ def _code(tree: ast.Module, old: types.CodeType, calls: _Calls) -> types.CodeTyp
     )
     calls.me = old.co_varnames[0]
     method = calls.visit(copy.deepcopy(method))
-    method.decorator_list, method.returns = [], None
     free = ", ".join(name for name in old.co_freevars if name != "__class__")
     scene = ast.parse(f"def scene({free}):\n    class {owner.name}:\n        pass")
     scene.body[0].body[0].body = [method]  # type: ignore[attr-defined]
     code = compile(scene, old.co_filename, "exec", dont_inherit=True)
-    for _ in range(3):
-        code = next(c for c in code.co_consts if isinstance(c, types.CodeType))
-    return code.replace(co_firstlineno=old.co_firstlineno)
+    for name in ("scene", owner.name, old.co_name):
+        inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+        code = next(c for c in inner if c.co_name == name)
+    return code

@@ -43,8 +43,9 @@ class Latent(Block):
         self.key = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
 
+    @traced
     def joined(self, latent, rot):
-        key = self.key(latent).unflatten(-1, (-1, self.size))
+        key = self.key(latent).unflatten(-1, (4, self.size))
         rot = rot.expand(-1, -1, key.shape[2], -1)
         return torch.cat((key, rot), dim=-1)
 
@@ -246,7 +247,7 @@ def test_what_all_turns_of_a_loop_share_is_added_up_before_it(tmp_path):
 @pytest.mark.parametrize(
     ("line", "code", "words"),
     [
-        ('"bwd_post", "all_reduce", of="rot"', "SR305", "`rot` is bound in lines 40, 41 of"),
+        ('"bwd_post", "all_reduce", of="rot"', "SR305", "`rot` is bound in lines 41, 42 of"),
         ('"bwd_post", "all_reduce", of="rod"', "SR206", "binds no such name"),
         ('"fwd_pre", "all_reduce", of="query"', "SR206", "takes no argument 'query'"),
         ('"fwd_post", "all_reduce", of="x"', "SR206", "binds no name 'x' beside its arguments"),
