@@ -317,8 +317,9 @@ def _check_numbers(run: Run, name: str, entry: Entry, args: Any, kwargs: Any) ->
     sizes = len(list(numbers(args[: _SIZED.get(name, 0)], not run.has_values)))
     if (name in _SIZED and "size" in kwargs) or (run.replicas > 1 and name in _REPEATING):
         return
+    sized = len(here) - 1 if [*kwargs][-1:] == ["output_size"] else len(here)
     for number, (want, have) in enumerate(zip(entry.numbers, here, strict=False)):
-        if want == have or number < sizes or name in _RULES:
+        if want == have or number < sizes or number >= sized or name in _RULES:
             continue
         if not (name.startswith("conv") and _is_depthwise(entry, want)):
             raise CannotFollow(

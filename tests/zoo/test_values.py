@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from slapo_rewrite.emit.explanation import explain
+from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
+from slapo_rewrite.verify.run import verify
 from tests.numbers import Case, compare, prepare
 from tests.processes import run
 from tests.rewriting import changed_lines, refused, rewritten
@@ -272,3 +274,67 @@ def test_a_value_whose_gradient_a_layer_adds_up_is_refused(tmp_path):
     )
     schedule = MODEL + SPLIT + AT_VALUES + '    layers.sync("bwd_post", "all_reduce", of="y")\n'
     assert "summed over the ranks twice" in refused(tmp_path, source, schedule, "SR104")
+
+
+MAMBA = """\
+from transformers import MambaConfig
+
+
+def model(m):
+    return m.MambaForCausalLM(
+        MambaConfig(
+            vocab_size=203, hidden_size=64, state_size=8, num_hidden_layers=2, time_step_rank=8
+        )
+    )
+
+
+verify_model = model
+
+
+def schedule(s):
+    mixer = s["**.mixer"]
+    mixer["in_proj"].shard("weight", axis=0, parts=2)
+    mixer["{conv1d,dt_proj}"].shard(["weight", "bias"], axis=0)
+    mixer["{x_proj,out_proj}"].shard("weight", axis=1)
+    mixer.shard(["A_log", "D", "intermediate_size"], axis=0)
+    s.infer_sync()
+"""
+
+MAMBA2 = """\
+from transformers import Mamba2Config
+
+
+def model(m):
+    return m.Mamba2ForCausalLM(
+        Mamba2Config(
+            vocab_size=203, hidden_size=64, state_size=8, num_hidden_layers=2, num_heads=8,
+            head_dim=16, n_groups=4, chunk_size=16,
+        )
+    )
+
+
+verify_model = model
+
+
+def schedule(s):
+    mixer = s["**.mixer"]
+    mixer["in_proj"].shard("weight", axis=0, parts=[128, 128, 32, 32, 8])
+    mixer["conv1d"].shard(["weight", "bias"], axis=0, parts=[128, 32, 32])
+    mixer.shard(["A_log", "D", "dt_bias"], axis=0)
+    mixer["norm"].shard("weight", axis=0)
+    mixer["out_proj"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "schedule"), [("mamba", MAMBA), ("mamba2", MAMBA2)])
+def test_scans(name, schedule, tmp_path):
+    """What all channels of a scan share has its gradient added up before the scan."""
+    path = tmp_path / "s.py"
+    path.write_text(schedule)
+    output = rewrite(f"transformers.models.{name}.modeling_{name}", str(path))
+    assert not output.warnings
+    write(tmp_path / "out", output.files)
+    report = verify(tmp_path / "out", [2])
+    assert report.ok, report.render()
