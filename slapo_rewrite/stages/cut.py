@@ -91,7 +91,7 @@ def _tried(
     world = vars(module)
     flat = Flattening(model, file, world, inside, trial.part, at).flat(trial.inputs)
     flat = with_loss_apart(flat, lambda text: trains(model, text))
-    program = divided(flat, cuts, model)
+    program = divided(flat, cuts, model, world)
     if kept and not is_uniform(program):
         raise errors.CannotCut("rounds of a loop over layers may differ", at=at)
     by_name = cuts[0].target == "torch"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +16,7 @@ from slapo_rewrite.code.names import is_name, self_path
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
+from slapo_rewrite.stages.environment import Environment
 from slapo_rewrite.stages.flat import Flat, Line
 from slapo_rewrite.stages.loops import loop_over, sliced
 from slapo_rewrite.stages.written_text import rewritten
@@ -23,6 +26,8 @@ Version = tuple[str, int]
 ARGUMENT = -1
 # What the changed `forward` calls in eval mode, after the loss.
 WHOLE_LOGITS = "whole_logits"
+# Methods of a logger that write.
+MESSAGES = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
 # How many layers of a list a cut leaves before it, for a model of another depth.
 Depth = Callable[[str, int], int]
 
@@ -116,8 +121,14 @@ class Program:
     stages: int
 
 
-def divided(flat: Flat, cuts: Sequence[Cut], model: Any) -> Program:
+def divided(flat: Flat, cuts: Sequence[Cut], model: Any, world: Mapping[str, Any]) -> Program:
     """Cuts a flat `forward`.
+
+    Args:
+        flat: The `forward`.
+        cuts: Where stages end, in order.
+        model: The model.
+        world: The names of its file.
 
     Raises:
         CannotCut: A module after which no stage can end.
@@ -148,7 +159,7 @@ def divided(flat: Flat, cuts: Sequence[Cut], model: Any) -> Program:
         rest = Layers(list_of(statements[number]), first, None) if inside else None
         pieces.append(Piece(line.text, line.at, stage, rest))
         stage += None in after
-    return linked(flat, pieces, stage + 1, cuts[0].cause.at)
+    return linked(flat, pieces, stage + 1, cuts[0].cause.at, world)
 
 
 def with_loss_apart(flat: Flat, trains: Callable[[str], bool]) -> Flat:
@@ -375,7 +386,13 @@ def last_inside(path: str, statements: Sequence[ast.stmt]) -> int | None:
     return None
 
 
-def linked(flat: Flat, pieces: Sequence[Piece], stages: int, cause: Span | None) -> Program:
+def linked(
+    flat: Flat,
+    pieces: Sequence[Piece],
+    stages: int,
+    cause: Span | None,
+    world: Mapping[str, Any],
+) -> Program:
     """The pieces, each with the values that it reads and binds."""
     body = "\n".join(piece.text for piece in pieces)
     text = f"def forward(self, {', '.join(flat.parameters)}):\n"
@@ -388,7 +405,7 @@ def linked(flat: Flat, pieces: Sequence[Piece], stages: int, cause: Span | None)
     read_later = [set(part_of(function, [s]).inputs) for s in function.body]
     names = local_names(function)
     for number, (piece, statement) in enumerate(zip(pieces, statements, strict=True)):
-        for name in altered_in(statement):
+        for name in altered_in(statement, {n: v for n, v in world.items() if n not in names}):
             if name not in names:
                 raise errors.CannotCut(
                     f"`{name}` is no local name, and what is written to it does not get to other "
@@ -400,7 +417,7 @@ def linked(flat: Flat, pieces: Sequence[Piece], stages: int, cause: Span | None)
         part = part_of(function, [statement])
         reads = tuple((n, current[n]) for n in part.inputs if n in current)
         later = set().union(*read_later[number + 1 :])
-        altered = [n for n in altered_in(statement) if n in current and n in later]
+        altered = [n for n in altered_in(statement, {}) if n in current and n in later]
         binds = tuple(dict.fromkeys([*part.outputs, *altered]))
         found.append(replace(piece, reads=reads, binds=binds))
         current.update(dict.fromkeys(binds, number))
@@ -409,8 +426,13 @@ def linked(flat: Flat, pieces: Sequence[Piece], stages: int, cause: Span | None)
     return Program(flat.parameters, tuple(found), flat.loss, loss_reads, stages)
 
 
-def altered_in(statement: ast.stmt) -> Iterator[str]:
-    """The names whose values a statement alters: `mapping[key] = x`, `found.append(x)`."""
+def altered_in(statement: ast.stmt, world: Mapping[str, Any]) -> Iterator[str]:
+    """The names whose values a statement alters: `mapping[key] = x`, `found.append(x)`.
+
+    Args:
+        statement: The statement.
+        world: The names of the model's file; what only writes messages alters none of them.
+    """
     for node in ast.walk(statement):
         base: ast.expr | None = None
         match node:
@@ -419,9 +441,26 @@ def altered_in(statement: ast.stmt) -> Iterator[str]:
                 | ast.Attribute(value=value, ctx=ast.Store())
             ):
                 base = value
-            case ast.Expr(value=ast.Call(func=ast.Attribute(value=value))):
-                base = value
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=value) as called)):
+                base = None if is_message(called, world) else value
         while isinstance(base, ast.Subscript | ast.Attribute):
             base = base.value
         if isinstance(base, ast.Name) and base.id != "self":
             yield base.id
+
+
+def is_message(called: ast.Attribute, world: Mapping[str, Any]) -> bool:
+    """Whether a function does nothing but write a warning, or a line of a log.
+
+    Of a logger that is a method of the standard library's or of transformers': `warning_once`.
+
+    Args:
+        called: The function.
+        world: What names of the file stand for.
+    """
+    owner = Environment(None, None, "", {}, world, {}).global_at(called.value)
+    function = getattr(owner, called.attr, None)
+    if isinstance(owner, logging.Logger | logging.LoggerAdapter):
+        own = getattr(function, "__module__", "") in ("logging", "transformers.utils.logging")
+        return own and called.attr.removesuffix("_once") in MESSAGES
+    return function is warnings.warn

@@ -163,6 +163,46 @@ def test_refused(lines, cut, message, shown, tmp_path):
     assert "= help: " in text
 
 
+@pytest.mark.filterwarnings("ignore:not for long")
+@pytest.mark.parametrize(
+    ("said", "stopped"),
+    [
+        ("log.warning('%s rows', x.shape[0])", None),
+        ("log.warning_once('once')", None),
+        ("warnings.warn('not for long', stacklevel=2)", None),
+        ("log.setLevel(10)", "log"),
+        ("notes.warning('kept')", "notes"),
+        ("warnings.simplefilter('ignore')", "warnings"),
+    ],
+)
+def test_messages_stop_no_cut_and_what_only_looks_like_one_does(said, stopped, tmp_path):
+    source = written("x = self.first(x)", said, "x = self.inner(x)").replace(
+        "class Inner(",
+        """\
+import logging
+import warnings
+
+import transformers  # it gives loggers `warning_once`
+
+
+class Notes(logging.Logger):
+    def warning(self, text):
+        self.manager.kept = text
+
+
+log, notes = logging.getLogger(__name__), Notes("kept")
+
+
+class Inner(""",
+    )
+    schedule = SCHEDULE.format(cut='s["inner"]["a"]')
+    if stopped is None:
+        assert said in rewritten(tmp_path, source, schedule).files["pipeline.py"].replace('"', "'")
+    else:
+        text = refused(tmp_path, source, schedule, "SR310")
+        assert f"`{stopped}` is no local name, and what is written to it" in text
+
+
 def test_what_a_stage_leaves_on_the_model_does_not_reach_another_one(tmp_path):
     lines = ["x = self.first(x)", "self.kept = x.sum()", "x = self.inner(x) * self.kept"]
     text = refused(tmp_path, written(*lines), SCHEDULE.format(cut='s["inner"]["a"]'), "SR310")
