@@ -84,7 +84,7 @@ def compare(folder: Path, cases: Mapping[str, Case]) -> None:
         outputs = []
         for one in (whole, model):
             outputs.append(one(**given))
-            loss_of(schedule, outputs[-1]).backward()
+            loss_of(schedule, outputs[-1], inputs).backward()
         want, have = (dict(enumerate(tensors(output))) for output in outputs)
         have = {key: _whole(tensor, want[key]) for key, tensor in have.items()}
         _same(name, have, want, case.limit)

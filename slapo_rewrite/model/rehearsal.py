@@ -282,7 +282,7 @@ def _step(
     model.train()
     outputs = model(**inputs)
     try:
-        loss = small_model.loss_of(schedule, outputs)
+        loss = small_model.loss_of(schedule, outputs, inputs)
     except Exception:  # there need not be one, and the schedule's may want other outputs
         loss = None
     goal = loss if loss is not None else _goal(outputs, want.outputs if want else outputs)

@@ -433,7 +433,7 @@ def training_inputs(schedule: Any, model: nn.Module) -> dict[str, Any]:
     Where the tool makes the inputs, a padding mask is left out, since what it holds cannot be
     looked at on the meta device, and so is a cache of keys and values, which costs by the layer.
     """
-    inputs = step_inputs(schedule, model)
+    inputs = model_inputs(schedule, model, step_inputs(schedule, model))
     if not hasattr(schedule, "inputs"):
         inputs.pop("attention_mask", None)
         if "use_cache" in inspect.signature(model.forward).parameters:
@@ -468,14 +468,46 @@ def _labels(
     return given
 
 
-def loss_of(schedule: Any, outputs: Any) -> torch.Tensor:
-    """The loss of one step: `schedule.loss(outputs)` where it is defined, else `outputs.loss`.
+def model_inputs(schedule: Any, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a step without those that are for the schedule's `loss` alone.
+
+    They are what that takes beside the outputs and the model's `forward` does not name.
+    """
+    alone = loss_parameters(schedule).keys() - inspect.signature(model.forward).parameters.keys()
+    return {name: value for name, value in inputs.items() if name not in alone}
+
+
+def loss_parameters(schedule: Any) -> dict[str, inspect.Parameter]:
+    """What the schedule's `loss` takes beside the outputs, by name."""
+    try:
+        _, *more = inspect.signature(schedule.loss).parameters.items()
+    except (AttributeError, TypeError, ValueError):  # there is none, or none written in Python
+        return {}
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {name: parameter for name, parameter in more if parameter.kind not in several}
+
+
+def loss_of(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The loss of one step: what `schedule.loss` makes of it, else `outputs.loss`.
+
+    Args:
+        schedule: The schedule's module; its `loss` takes the outputs, and by name what else it
+            needs of the inputs, targets say.
+        outputs: What the model returns.
+        inputs: The arguments of the step.
 
     Raises:
         ValueError: There is no loss.
     """
-    choose: Callable[[Any], Any] | None = getattr(schedule, "loss", None)
-    loss = choose(outputs) if choose else _own_loss(outputs)
+    choose: Callable[..., Any] | None = getattr(schedule, "loss", None)
+    takes = loss_parameters(schedule)
+    for name, parameter in takes.items():
+        if name not in inputs and parameter.default is parameter.empty:
+            raise ValueError(
+                f"`loss` in the schedule takes `{name}`, which inputs(model) does not give"
+            )
+    more = {name: inputs[name] for name in takes if name in inputs}
+    loss = choose(outputs, **more) if choose else _own_loss(outputs)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shown = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(

@@ -28,6 +28,7 @@ from slapo_rewrite.stages.pipeline_module import (
 )
 from slapo_rewrite.stages.program import ARGUMENT, Cut, divided, with_loss_apart
 from slapo_rewrite.stages.stage_inputs import Planner, Stages, trains
+from slapo_rewrite.stages.step_loss import FUNCTION
 
 
 def pipeline(
@@ -88,8 +89,9 @@ def _tried(
     model, at = tree.root.live, cuts[0].cause.at
     trial = Trial(schedule, module, model, at, kept)
     inside = ways(tree, cuts)
-    world = vars(module)
-    flat = Flattening(model, file, world, inside, trial.part, at).flat(trial.inputs)
+    has_function = trial.loss.arguments is not None
+    world = vars(module) | ({FUNCTION: schedule.loss} if has_function else {})
+    flat = Flattening(model, file, world, inside, trial.loss, at).flat(trial.inputs)
     flat = with_loss_apart(flat, lambda text: trains(model, text))
     program = divided(flat, cuts, model, world)
     if kept and not is_uniform(program):
@@ -97,10 +99,6 @@ def _tried(
     by_name = cuts[0].target == "torch"
     places = [c.cause.at for c in cuts]
     stages = Planner(program, trial.seen(program), model, places, by_name, sliced).stages()
-    if not stages.labels:
-        raise errors.CannotCut(
-            "the loss needs nothing that the step is given, and the engine wants labels", at=at
-        )
     texts = [forward_text(stages, stage, trial.depth) for stage in stages.stages]
     texts.append(loss_text(stages, trial.depth))
     trial.check_stand_ins(stages)
@@ -123,6 +121,7 @@ def _tried(
         flat.settings,
         shared_names(model),
         "shards.py" in files,
+        has_function,
     )
 
 
@@ -183,7 +182,9 @@ def run(text: str, world: Mapping[str, Any]) -> Any:
     """The function that a text defines, among the names of the model's file."""
     scene = dict(world)
     exec(compile(text, "<stage>", "exec"), scene)
-    return scene["loss" if text.startswith("def loss") else "forward"]
+    function = scene["loss" if text.startswith("def loss") else "forward"]
+    scene.update(world)  # in a class it hides nothing that is called like it
+    return function
 
 
 def ways(tree: Tree, cuts: Sequence[Cut]) -> set[str]:

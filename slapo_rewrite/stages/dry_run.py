@@ -21,6 +21,7 @@ from slapo_rewrite.model import small_model
 from slapo_rewrite.stages.fewer_layers import Kept, is_short_of
 from slapo_rewrite.stages.program import ARGUMENT, Program, Version
 from slapo_rewrite.stages.stage_inputs import Like, Stages, ValueKind
+from slapo_rewrite.stages.step_loss import step_loss
 
 
 class Trial:
@@ -30,7 +31,7 @@ class Trial:
         model: The model.
         inputs: What the step gives it.
         expected: Its loss.
-        part: Which attribute or element of what it returns that is; None for all of it.
+        loss: How that is made of what it returns.
 
     Args:
         schedule: The schedule's module.
@@ -64,10 +65,10 @@ class Trial:
                 hint="define verify_model(m) and inputs(model) in the schedule",
             ) from error
         try:
-            self.expected = small_model.loss_of(schedule, outputs)
+            self.expected = small_model.loss_of(schedule, outputs, self.inputs)
         except ValueError as error:
             raise errors.CannotCut(str(error), at=cause) from error
-        self.part = self.part_of(outputs)
+        self.loss = step_loss(schedule, outputs, self.expected, self.inputs, cause)
 
     def _deep(self, schedule: Any, module: ModuleType, full: nn.Module) -> nn.Module:
         """A small model with the layers that are kept, or with all."""
@@ -86,7 +87,7 @@ class Trial:
         self.pristine = copy.deepcopy(self.model)
         self.model.train()
         with self.seeded():
-            return self.model(**self.inputs)
+            return self.model(**small_model.model_inputs(schedule, self.model, self.inputs))
 
     @contextlib.contextmanager
     def seeded(self) -> Iterator[None]:
@@ -94,26 +95,6 @@ class Trial:
         with torch.random.fork_rng():
             torch.manual_seed(1)
             yield
-
-    def part_of(self, outputs: Any) -> str | int | None:
-        """Where the loss stands in what the model returns."""
-        if outputs is self.expected:
-            return None
-        if isinstance(outputs, Mapping):
-            parts: list[tuple[Any, Any]] = list(outputs.items())
-        elif isinstance(outputs, tuple | list):
-            parts = list(enumerate(outputs))
-        else:
-            parts = list(vars(outputs).items()) if hasattr(outputs, "__dict__") else []
-        for name, part in parts:
-            if part is self.expected:
-                return name  # type: ignore[no-any-return]
-        raise errors.CannotCut(
-            "the loss is not a part of what the model returns",
-            at=self.cause,
-            hint="let the model itself work out its loss from labels, and loss(outputs) in the "
-            "schedule pick it",
-        )
 
     def depth(self, listed: str, number: int) -> int:
         """Where the small model is cut, after so many layers of the full one's list."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -13,25 +12,6 @@ from slapo_rewrite.code.evaluate import NONE, Constant, Worth
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.liveness import statements
 from slapo_rewrite.stages.environment import is_module
-
-
-def only_loss(function: ast.FunctionDef, loss: str | int | None) -> ast.FunctionDef:
-    """A `forward` that returns nothing but its loss."""
-    if loss is None:
-        return function
-    function = copy.deepcopy(function)
-    for node in ast.walk(function):
-        match node:
-            case ast.Return(value=ast.Tuple(elts=elts)) if isinstance(loss, int):
-                node.value = elts[loss] if loss < len(elts) else None
-            case ast.Return(value=ast.Call(keywords=keywords)) if isinstance(loss, str):
-                found = [k.value for k in keywords if k.arg == loss]
-                node.value = found[0] if found else None
-            case ast.Return(value=ast.Dict(keys=keys, values=values)):
-                by_key = zip(keys, values, strict=True)
-                found = [v for k, v in by_key if isinstance(k, ast.Constant) and k.value == loss]
-                node.value = found[0] if found else None
-    return function
 
 
 def statement_of(function: ast.FunctionDef, node: ast.AST) -> ast.stmt:

@@ -18,6 +18,7 @@ from slapo_rewrite.code.arguments import Signature, all_arguments, first_paramet
 from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
 from slapo_rewrite.code.evaluate import NONE, Constant, KnownKwargs, KnownObject, Unknown, Worth
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.errors import Span
 from slapo_rewrite.stages.environment import Environment, is_module
 from slapo_rewrite.stages.flat import Flat, Line, Result, Scope
@@ -27,11 +28,11 @@ from slapo_rewrite.stages.function_syntax import (
     is_handed_on,
     is_plain_read,
     is_read_before,
-    only_loss,
     reads_in,
     signature_of,
 )
 from slapo_rewrite.stages.inlined_calls import Calls
+from slapo_rewrite.stages.step_loss import FUNCTION, StepLoss, only_loss
 from slapo_rewrite.stages.written_text import alone, comment_beside, comments_above, written_out
 
 _COMPOUND = (ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef)
@@ -45,7 +46,7 @@ class Flattening(Calls):
         file: The file that defines it.
         world: The names of that file's module.
         inside: Paths of the modules whose `forward` is written out: those on the way to a cut.
-        loss: Which attribute or element of the result is the loss; None where that is all of it.
+        loss: How the loss is made of the result.
         cause: The schedule's line, for refusals.
     """
 
@@ -55,7 +56,7 @@ class Flattening(Calls):
         file: SourceFile,
         world: Mapping[str, Any],
         inside: set[str],
-        loss: str | int | None,
+        loss: StepLoss,
         cause: Span | None,
     ) -> None:
         super().__init__(model, file, world, inside, cause)
@@ -65,10 +66,11 @@ class Flattening(Calls):
     def flat(self, given: Iterable[str]) -> Flat:
         """The model's `forward`, for a training step that gives it these arguments."""
         given = set(given)
-        function = only_loss(self.method_of(self.model, "", "forward"), self.loss)
+        function = only_loss(self.method_of(self.model, "", "forward"), self.loss, self.world)
         values: dict[str, Worth] = {}
         names = Environment(None, self.model, "", values, self.world, self.settings, self.changing)
-        scope = Scope(function, self.file, names, "self", {}, frozenset())
+        after = frozenset() if self.loss.arguments is None else {FUNCTION, *self.loss.names}
+        scope = Scope(function, self.file, names, "self", {}, frozenset(after))
         parameters = []
         takes = Signature.of(function, bound=True)
         for name, argument in zip(takes.names, all_arguments(function)[1:], strict=False):
@@ -89,17 +91,30 @@ class Flattening(Calls):
                 )
         if takes.options:
             more: dict[str, Worth] = {
-                name: Unknown(True, Tensor) for name in sorted(given - set(parameters))
+                name: Unknown(True, Tensor)
+                for name in sorted(given - {*parameters, *self.loss.names})
             }
             values |= more
             parameters += more
             values[takes.options] = KnownKwargs({name: name for name in more}, more)
         names.me = first_parameter(function)
+        for name in after & local_names(function):
+            if name in parameters and name in bound_in(*function.body):
+                raise self.refused(
+                    f"`{name}` gets another value here, and the loss in the schedule takes the one "
+                    "that the step is given",
+                    scope,
+                    function,
+                    "let `forward` bind it to another name",
+                )
+            if name not in parameters:
+                scope.written[name] = f"model_{name}"
+        parameters += [name for name in self.loss.names if name not in parameters]
         lines: list[Line] = []
         result = self.block(body_of(function), scope, lines)
         if result is None:
             raise self.refused("`forward` returns nothing", scope, function)
-        return Flat(tuple(parameters), lines, result.text, dict(self.settings))
+        return Flat(tuple(parameters), lines, self.loss.text(result.text), dict(self.settings))
 
     # Statements -------------------------------------------------------------------------------
 
@@ -199,8 +214,13 @@ class Flattening(Calls):
                 node,
                 "let `forward` bind its result to a name, and return that at the end",
             )
-        if node.value is None:
-            return Result("None", NONE)
+        match node.value:
+            case None:
+                return Result("None", NONE)
+            case ast.Dict(keys=keys, values=values) if all(keys):  # some may be left out
+                pairs = zip(keys, values, strict=True)
+                texts = [[self.text(e, scope, out) for e in pair if e] for pair in pairs]
+                return Result(f"{{{', '.join(map(': '.join, texts))}}}", Unknown(True))
         return self.result(node.value, scope, out)
 
     def result(self, node: ast.expr, scope: Scope, out: list[Line]) -> Result:

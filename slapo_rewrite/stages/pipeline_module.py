@@ -19,8 +19,9 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.errors import Span
 from slapo_rewrite.stages.environment import NOT_NONE
-from slapo_rewrite.stages.program import Depth
+from slapo_rewrite.stages.program import ARGUMENT, Depth
 from slapo_rewrite.stages.stage_inputs import Stage, Stages, reads_of
+from slapo_rewrite.stages.step_loss import FUNCTION
 from slapo_rewrite.stages.written_text import rewritten
 
 
@@ -47,6 +48,8 @@ def loss_text(stages: Stages, depth: Depth | None = None) -> str:
     first, unpacked = arguments(outputs, "outputs")
     second, more = arguments(stages.labels, "labels")
     lines = stages.lines(stages.tail, depth, stages.program.loss)
+    if not {(name, ARGUMENT) for name in stages.labels} & {*stages.tail.given, *stages.tail.named}:
+        second = f"_{second}"  # the loss needs no labels
     last = lines[-1] if lines else ""
     result = stages.program.loss
     if f"\n{last}".rpartition(f"\n{result} = ")[2] != f"\n{last}" and result.isidentifier():
@@ -342,6 +345,7 @@ class PipelineText:
         settings: Attributes of the model that branches were left out for.
         ties: The names that each shared parameter has in the model, numbers written as `*`.
         has_shards: Whether weights are divided over a tensor-parallel group as well.
+        has_function: Whether the loss is what the schedule's function makes of the outputs.
     """
 
     stages: Stages
@@ -352,6 +356,7 @@ class PipelineText:
     settings: Mapping[str, Any]
     ties: Sequence[tuple[str, ...]]
     has_shards: bool
+    has_function: bool = False
 
     def name(self, number: int) -> str:
         """What a stage's class is called."""
@@ -431,7 +436,9 @@ class PipelineText:
     def helpers(self) -> dict[str, set[str]]:
         """The names that it uses of each helper module."""
         kind = self._kind
-        return {"stages": {f"{kind}Stage"}, self.engine.module: {f"{kind}Pipeline"}}
+        of_schedule = {"modules": {FUNCTION}} if self.has_function else {}
+        engine = {self.engine.module: {f"{kind}Pipeline"}}
+        return {"stages": {f"{kind}Stage"}, **engine, **of_schedule}
 
     @property
     def _kind(self) -> str:

@@ -205,7 +205,8 @@ class Planner:
             found.insert(0, stage)
             needed = stage.given
         scattered = {version for version, seen in self.seen.items() if seen.is_scattered}
-        names = [name for name, _ in labels]
+        # An engine wants labels also where the loss needs none of what the step is given.
+        names = [name for name, _ in labels or [*found[0].given, *found[0].named][:1]]
         stages = Stages(program, found, tail, names, scattered, self.by_name)
         while (clash := self.clash(stages)) is not None:
             if clash in stages.spelling:

@@ -171,6 +171,11 @@ class Original:
 
         return {name: fresh(value) for name, value in inputs.items()}
 
+    def outputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What a model returns for a step's inputs, and the copies of them that it was given."""
+        given = self.given(model, inputs)
+        return model(**self.twin.model_inputs(self.schedule, model, given)), given
+
     def is_double(self, model: nn.Module) -> bool:
         """Whether a model runs in float64."""
         return self.doubled or (model is self.exact and not self.nudged)

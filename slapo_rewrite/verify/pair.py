@@ -133,18 +133,17 @@ class Pair(Original):
         model.zero_grad(set_to_none=True)
         torch.manual_seed(seed)
         with in_float64(self.is_double(model)):
-            outputs = model(**self.given(model, self.inputs))
-            loss: Tensor = self.twin.loss_of(self.schedule, outputs)
+            outputs, given = self.outputs(model, self.inputs)
+            loss: Tensor = self.twin.loss_of(self.schedule, outputs, given)
             loss.backward()  # type: ignore[no-untyped-call]
         return {k: v.detach() for k, v in tensors_in(outputs).items()}, loss.detach()
 
     def evaluate(self, model: nn.Module, without: str | None = None) -> Named:
         """All output tensors in eval mode, without one of the inputs if that is named."""
-        inputs = self.given(model, self.inputs)
-        inputs.pop(str(without), None)
+        inputs = {name: value for name, value in self.inputs.items() if name != without}
         model.eval()
         try:
             with torch.no_grad(), in_float64(self.is_double(model)):
-                return tensors_in(model(**inputs))
+                return tensors_in(self.outputs(model, inputs)[0])
         finally:
             model.train()

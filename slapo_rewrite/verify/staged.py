@@ -170,8 +170,8 @@ class Staged(Original):
         return self.training.bf16 and model is self.original
 
     def _loss(self, model: nn.Module, inputs: Batch) -> Tensor:
-        outputs = model(**self.given(model, inputs))
-        loss: Tensor = self.twin.loss_of(self.schedule, outputs)
+        outputs, given = self.outputs(model, inputs)
+        loss: Tensor = self.twin.loss_of(self.schedule, outputs, given)
         return loss
 
     def train_stages(self) -> Trained:

@@ -211,13 +211,13 @@ def reference(folder: Path, source: str, copies: int) -> tuple[Any, Any, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in steps_of(schedule, model, copies):
-        each = [loss_of(schedule, model(**inputs)) for inputs in step]
+        each = [loss_of(schedule, model(**inputs), inputs) for inputs in step]
         (sum(each) / len(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(torch.stack(each).detach())
     with torch.no_grad():
-        losses.append(torch.stack([loss_of(schedule, model(**inputs)) for inputs in step]))
+        losses.append(torch.stack([loss_of(schedule, model(**inputs), inputs) for inputs in step]))
     return torch.stack(losses), model.state_dict(), sum(p.numel() for p in model.parameters())
 
 

@@ -163,6 +163,45 @@ def test_refused(lines, cut, message, shown, tmp_path):
     assert "= help: " in text
 
 
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ("KEPT = torch.ones(2, 1)\ndef loss(z, y):\n    return ((z - y) * KEPT).sum()", "Tensor"),
+        ("KEPT = torch.nn.Linear(1, 1)\ndef loss(z, y):\n    return KEPT(z - y).sum()", "Linear"),
+        ("KEPT = []\ndef loss(z, y):\n    return (z - y).sum() * len(KEPT)", "list"),
+        (
+            "KEPT = [2]\ndef part(z):\n    return z * KEPT[0]\n"
+            "def loss(z, y):\n    return sum(part(v) for v in z - y)",
+            "list",
+        ),
+    ],
+)
+def test_a_loss_of_the_schedule_that_reads_what_the_output_would_make_anew(loss, words, tmp_path):
+    source = written("x = self.inner(self.first(x))").replace("x, y)", "x)", 1)
+    source = source.replace("F.mse_loss(self.last(x), y)", "self.last(x)")
+    schedule = SCHEDULE.format(cut='s["inner"]["a"]')
+    text = refused(tmp_path, source, f"{schedule}\n{loss}\n", "SR310")
+    assert f"`loss` in the schedule reads `KEPT`, a {words} made outside of it" in text
+
+
+def test_a_loss_of_the_schedule_that_needs_what_no_inputs_give(tmp_path):
+    source = written("x = self.inner(self.first(x))").replace("x, y)", "x)", 1)
+    source = source.replace("F.mse_loss(self.last(x), y)", "self.last(x)")
+    schedule = SCHEDULE.format(cut='s["inner"]["a"]').replace(', "y": torch.randn(2, 1)', "")
+    text = refused(tmp_path, source, f"{schedule}\ndef loss(z, y):\n    return z.sum()\n", "SR310")
+    assert "`loss` in the schedule takes `y`, which inputs(model) does not give" in text
+
+
+def test_a_loss_of_the_schedule_and_a_forward_that_alters_its_target(tmp_path):
+    source = written("x = self.inner(self.first(x))", "y = y + 1")
+    source = source.replace("F.mse_loss(self.last(x), y)", "self.last(x) - y")
+    schedule = SCHEDULE.format(cut='s["inner"]["a"]')
+    text = refused(
+        tmp_path, source, f"{schedule}\ndef loss(z, y):\n    return (z - y).sum()\n", "SR310"
+    )
+    assert "`y` gets another value here, and the loss in the schedule takes the one" in text
+
+
 @pytest.mark.filterwarnings("ignore:not for long")
 @pytest.mark.parametrize(
     ("said", "stopped"),

@@ -210,3 +210,48 @@ def test_what_forward_hands_on_by_kwargs_reaches_the_loss(tmp_path):
     schedule = schedule.replace("torch.tensor(3)", "3")
     said = refused(tmp_path, source, schedule, "SR310")
     assert "the step is given `count`, 3, and the engine takes tensors only" in said
+
+
+LOSS = """
+
+WEIGHT = 0.5
+
+
+def loss(outputs, y):
+    return WEIGHT * (outputs["z"] - y).pow(2).mean()
+"""
+
+
+def test_a_loss_that_the_schedule_works_out_is_the_last_stages(tmp_path):
+    lines = ["x = self.first(x)", "x = self.inner(x)", "loss = x.sum()", "y = self.sequence(x)"]
+    source = written(*lines)
+    source = source.replace("x, y)", "x)", 1)
+    source = source.replace("F.mse_loss(self.last(x), y)", "{'early': loss, 'z': self.last(y)}")
+    output = rewritten(tmp_path, source, SCHEDULE.format(cut='s["first"]') + LOSS)
+    text = output.files["pipeline.py"]
+    assert (
+        method(text, 1, "forward")
+        == """\
+def forward(self, x):
+    x = self.inner(x)
+    model_y = self.sequence(x)
+    last_output = self.last(model_y)
+    return last_output"""
+    )
+    assert (
+        method(text, 1, "loss")
+        == """\
+def loss(self, last_output, y):
+    return loss({"z": last_output}, y)"""
+    )
+    assert "from .modules import loss\n" in text and 'labels=("y",)' in text
+    assert output.files["modules.py"].endswith(f"{LOSS.strip()}\n")
+
+
+def test_a_loss_that_needs_no_labels_has_some(tmp_path):
+    source = written("x = self.first(x)", "x = self.inner(x)").replace("x, y)", "x)", 1)
+    source = source.replace("F.mse_loss(self.last(x), y)", "self.last(x).sum()")
+    schedule = FOR_TORCH.format(cut='s["first"]').replace(', "y": torch.randn(2, 1)', "")
+    text = rewritten(tmp_path, source, schedule).files["pipeline.py"]
+    assert "def loss(self, last_output, _x):" in text
+    assert 'inputs={"x": "x"}, label="x")' in text

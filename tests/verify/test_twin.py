@@ -41,7 +41,7 @@ def test_twins_of_hugging_face_models_run(name):
     schedule = scheduled(name)
     model = small_model.build_small(schedule, None).train()
     inputs = small_model.step_inputs(schedule, model)
-    loss = small_model.loss_of(schedule, model(**inputs))
+    loss = small_model.loss_of(schedule, model(**inputs), inputs)
     loss.backward()
     assert loss.isfinite()
     assert all(p.grad is not None for p in model.parameters())
@@ -105,7 +105,7 @@ def test_schedule_has_the_last_word():
     assert small_model.build_small(schedule, None) is linear
     first, second = (small_model.step_inputs(schedule, linear, seed=s)["input"] for s in (3, 3))
     assert torch.equal(first, second)
-    assert small_model.loss_of(schedule, torch.ones(2)) == 2
+    assert small_model.loss_of(schedule, torch.ones(2), {}) == 2
 
 
 def test_homegrown_model_is_its_own_twin():
@@ -114,7 +114,7 @@ def test_homegrown_model_is_its_own_twin():
     with pytest.raises(ValueError, match=r"define inputs\(model\)"):
         small_model.step_inputs(schedule, nn.Linear(3, 3))
     with pytest.raises(ValueError, match=r"gives no loss but \[2, 3\].*define loss\(outputs\)"):
-        small_model.loss_of(schedule, torch.ones(2, 3))
+        small_model.loss_of(schedule, torch.ones(2, 3), {})
     with pytest.raises(TypeError, match="`model` returns int"):
         small_model.build_small(SimpleNamespace(model=lambda m: 3), None)
     large = SimpleNamespace(model=lambda m: nn.Linear(20_000, 20_000))

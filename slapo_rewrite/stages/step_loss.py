@@ -1,0 +1,193 @@
+"""How the loss of a training step is made of what the model returns."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.names import is_name
+from slapo_rewrite.errors import Span
+from slapo_rewrite.model.small_model import loss_parameters
+
+FUNCTION = "loss"  # what a schedule calls it
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """How the loss is made of what the model returns.
+
+    Attributes:
+        parts: The attributes, keys or elements of the result that it needs; None for all of it.
+        arguments: What the schedule's function is given beside, as it is given: by parameter. None
+            where the one part is the loss, and that function only picks it.
+    """
+
+    parts: tuple[str | int, ...] | None
+    arguments: Mapping[str, str] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments of the step that the function takes."""
+        return tuple(self.arguments or ())
+
+    def text(self, result: str) -> str:
+        """The loss of a result, as text."""
+        if self.arguments is None:
+            return result
+        if isinstance(ast.parse(result, mode="eval").body, ast.Tuple):
+            result = f"({result})"
+        return f"{FUNCTION}({', '.join([result, *self.arguments.values()])})"
+
+
+def step_loss(
+    schedule: Any, outputs: Any, loss: Any, inputs: Mapping[str, Any], cause: Span | None
+) -> StepLoss:
+    """How a loss was made of what a model returned.
+
+    Args:
+        schedule: The schedule's module.
+        outputs: What the model returned.
+        loss: The loss.
+        inputs: The arguments of the step.
+        cause: The schedule's line, for refusals.
+
+    Raises:
+        CannotCut: The schedule's function reads what it would not find in the output.
+    """
+    if outputs is loss:
+        return StepLoss(None)
+    if isinstance(outputs, Mapping):
+        parts: list[tuple[Any, Any]] = list(outputs.items())
+    elif isinstance(outputs, tuple | list):
+        parts = list(enumerate(outputs))
+    else:
+        parts = list(vars(outputs).items()) if hasattr(outputs, "__dict__") else []
+    for name, part in parts:
+        if part is loss:
+            return StepLoss((name,))
+    function = getattr(schedule, FUNCTION, None)
+    if not inspect.isfunction(function):
+        raise errors.CannotCut(
+            "the loss is not a part of what the model returns",
+            at=cause,
+            hint="define loss(outputs) in the schedule, which picks it or works it out",
+        )
+    for name, value in _made_beforehand(function):
+        raise errors.CannotCut(
+            f"`loss` in the schedule reads `{name}`, a {type(value).__name__} made outside of it, "
+            "which the last stage would make anew",
+            at=cause,
+            hint=f"let inputs(model) give it, and loss(outputs, {name}) take it",
+        )
+    by_name = {
+        name: name
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        and parameter.default is parameter.empty
+        else f"{name}={name}"
+        for name, parameter in loss_parameters(schedule).items()
+        if name in inputs
+    }
+    read = _read(function)
+    known = read is not None and {*read} <= {name for name, _ in parts}
+    return StepLoss(read if known else None, by_name)
+
+
+def only_loss(
+    function: ast.FunctionDef, loss: StepLoss, world: Mapping[str, Any]
+) -> ast.FunctionDef:
+    """A `forward` that returns nothing but what its loss is made of.
+
+    Args:
+        function: The `forward`.
+        loss: The loss.
+        world: The names of its file.
+    """
+    if loss.parts is None:
+        return function
+    function = copy.deepcopy(function)
+    is_one = loss.arguments is None
+    for node in ast.walk(function):
+        match node:
+            case ast.Return(value=ast.Tuple(elts=elts)) if isinstance(loss.parts[0], int):
+                node.value = elts[loss.parts[0]] if loss.parts[0] < len(elts) else None
+            case ast.Return(value=ast.Call(keywords=keywords) as made):
+                found = [k for k in keywords if k.arg in loss.parts]
+                if is_one and isinstance(loss.parts[0], str):
+                    node.value = found[0].value if found else None
+                elif not is_one and len(found) == len(loss.parts) and _is_record(made, world):
+                    made.keywords = found
+            case ast.Return(value=ast.Dict(keys=keys, values=values) as made):
+                items = [
+                    (k, v)
+                    for k, v in zip(keys, values, strict=True)
+                    if isinstance(k, ast.Constant) and k.value in loss.parts
+                ]
+                if is_one:
+                    node.value = items[0][1] if items else None
+                elif len(items) == len(loss.parts):
+                    made.keys, made.values = [k for k, _ in items], [v for _, v in items]
+    return function
+
+
+def _is_record(made: ast.Call, world: Mapping[str, Any]) -> bool:
+    """Whether a call makes an object of a data class, of which fields can be left out."""
+    cls = world.get(ast.unparse(made.func))
+    if made.args or not dataclasses.is_dataclass(cls):
+        return False
+    defaults = ((f.default, f.default_factory) for f in dataclasses.fields(cls))
+    return all(set(each) != {dataclasses.MISSING} for each in defaults)
+
+
+def _read(function: Any) -> tuple[str, ...] | None:
+    """The attributes or keys of its first argument that a function reads; None for any."""
+    try:
+        (found,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, SyntaxError, ValueError):
+        return None
+    if not isinstance(found, ast.FunctionDef):
+        return None
+    outputs = found.args.args[0].arg
+    read: dict[ast.AST, str] = {}
+    for node in ast.walk(found):
+        match node:
+            case ast.Attribute(value=ast.Name() as base, attr=name):
+                read[base] = name
+            case ast.Subscript(value=ast.Name() as base, slice=ast.Constant(value=str(name))):
+                read[base] = name
+    uses = [node for node in ast.walk(found) if is_name(node, outputs)]
+    return tuple(dict.fromkeys(read[n] for n in uses)) if uses and {*uses} <= {*read} else None
+
+
+def _made_beforehand(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function reads of its module that is more than code and plain numbers."""
+    waiting, seen = [function.__code__], {function}
+    while waiting:
+        code = waiting.pop()
+        waiting += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            if not _is_made_again(value):
+                yield name, value
+            elif getattr(value, "__module__", "") == function.__module__ and value not in seen:
+                seen.add(value)
+                waiting += [value.__code__] if inspect.isfunction(value) else []
+
+
+def _is_made_again(value: Any) -> bool:
+    """Whether the line that made a value makes the same one wherever it stands."""
+    if isinstance(value, nn.Module):
+        return not any(True for _ in (*value.parameters(), *value.buffers()))
+    plain = value is None or isinstance(value, bool | int | float | str)
+    if isinstance(value, tuple):
+        return all(map(_is_made_again, value))
+    return plain or isinstance(value, types.ModuleType) or callable(value)
