@@ -202,7 +202,7 @@ def owned(node: Node) -> list[Node]:
         child = waiting.pop()
         if child.owner is node:
             found.append(child)
-            if child.is_container:
+            if child.is_container or child.is_stack:
                 waiting += child.children.values()
     return found
 

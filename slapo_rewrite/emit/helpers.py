@@ -35,6 +35,7 @@ RUNTIME_ORDER = (
     "grouped_query",
     "convolution",
     "multihead_attention",
+    "transformer_layers",
     "normalization",
     "weights",
     "loading",

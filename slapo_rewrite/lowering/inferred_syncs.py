@@ -70,7 +70,7 @@ class Inference:
             yield MissingCollective(path, "bwd_post", "all_reduce")
         if split.output == "partial sum":
             yield MissingCollective(path, "fwd_post", "all_reduce")
-        elif is_head and with_wildcards(path) == path:
+        elif split.output == "partition" and is_head and with_wildcards(path) == path:
             yield MissingCollective(path, "fwd_post", "all_gather", split.axes[0])
 
     def _stated(self, states: States, remedy: MissingCollective) -> bool:

@@ -58,6 +58,8 @@ def done_inside(node: Node, state: ModuleRequests) -> list[Sync]:
 
 
 def _done_inside(split: Split, state: ModuleRequests) -> list[Sync]:
+    if split.output == "whole":
+        return []
     done = [s for s in _collectives(state) if s.mode == "bwd_post" and s.of is None][:1]
     after = [s for s in _collectives(state) if s.mode == "fwd_post"][:1]
     if split.output == "partial sum":

@@ -34,8 +34,8 @@ from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.lowering.inferred_syncs import Inference, named
+from slapo_rewrite.lowering.inner_layers import join_inner_layers
 from slapo_rewrite.lowering.layer_choice import choose_layer, done_inside
-from slapo_rewrite.lowering.output_projections import join_projections
 from slapo_rewrite.lowering.specialize import specialize
 from slapo_rewrite.lowering.tied_parameters import annotate_ties, follow_ties
 from slapo_rewrite.model.join import Sources, find_parameter_site
@@ -135,7 +135,7 @@ class _Lowering:
         small: Callable[[], tuple[Any, dict[str, Any]]],
     ) -> Lowered:
         """Everything, in order."""
-        join_projections(self.tree, self.states)
+        join_inner_layers(self.tree, self.states)
         follow_ties(self.tree, self.states)
         annotate_ties(self.tree, self.states)
         alike, every = Representatives(self.tree, self.states), self.states

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import re
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from slapo_rewrite import errors
-from slapo_rewrite.code.arguments import argument_of
+from slapo_rewrite.code.arguments import argument_of, arguments_by
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.syntax import assignments
 from slapo_rewrite.model import constructed_values, construction_calls
@@ -267,6 +268,9 @@ class _Search:
                     return replace(site, kind="alias", alias=other.path)
                 except errors.UnfollowableConstruction:
                     continue
+        copied = self._copied(node)
+        if copied is not None and isinstance(copied.value, ast.Call):
+            return copied
         if found is not None:
             given = self._given(node, found) or self._global(node, found.site)
             if given is not None:
@@ -291,6 +295,27 @@ class _Search:
         called = _Candidate(given, outer, _numbers(site, outer, found.holder))
         makes = isinstance(given.value, ast.Call | ast.Subscript)
         return given if makes and self._fits(called, node) is not False else None
+
+    def _copied(self, node: Node) -> Site | None:
+        """The expression that makes what a stack of torch is given and makes copies of."""
+        parent = node.parent
+        if parent is None:
+            return None
+        stack, name = parent, node.name
+        if parent.is_container and parent.parent is not None:
+            stack, name = parent.parent, f"{parent.name}.*"
+        if not stack.is_stack:
+            return None
+        site = self.module(stack)
+        if not isinstance(site.value, ast.Call) or site.partial is not None:
+            return None
+        layer = next(iter(inspect.signature(stack.cls).parameters))
+        given = arguments_by(site.value, *inspect.signature(stack.cls).parameters)
+        expr = given.get(layer if name.endswith(".*") else name)
+        if expr is None:
+            return None
+        found = replace(site, path=f"{site.path}.{name}", value=expr, container=False)
+        return _assigned(found, expr.id) if isinstance(expr, ast.Name) else found
 
     def _global(self, node: Node, site: Site) -> Site | None:
         """The module-level assignment of a module that is made once, at import."""

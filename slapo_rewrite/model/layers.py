@@ -65,7 +65,7 @@ class Split:
     Attributes:
         module: The runtime module that defines the class.
         name: The class.
-        output: `partition` or `partial sum`.
+        output: `partition`, `partial sum`, or `whole` for a layer that adds up inside.
         whole: The parameters that stay whole; a parameter that is neither sharded nor here must be
             sharded as well.
         has_input_gradient: Whether the input has a gradient that is a partial sum on each rank.
@@ -124,6 +124,8 @@ SHARES: dict[str, tuple[str, str | None]] = {
     "VocabParallelEmbedding": ("num_embeddings", "full_num_embeddings"),
     "ColumnParallelEmbedding": ("embedding_dim", None),
     "ParallelMultiheadAttention": ("num_heads", "num_heads"),
+    "ParallelTransformerEncoderLayer": ("nhead", "nhead"),
+    "ParallelTransformerDecoderLayer": ("nhead", "nhead"),
     "ParallelGroupNorm": ("num_groups", None),
     "ParallelLayerNorm": ("normalized_shape", None),
     "ParallelRMSNorm": ("normalized_shape", None),
@@ -209,9 +211,35 @@ def _of_channels(
     return {(tensor, 0): split for tensor in ("weight", "bias", *tensors)}
 
 
-ATTENTION = "torch.nn.modules.activation.MultiheadAttention"
-# Its output projection is a module inside, but no layer of its own when it is split.
-PROJECTION = ("out_proj", "weight", 1)
+# What is split inside of a layer of torch that is split as one: path and name, axis, and how many
+# blocks lie packed there.
+Inner = dict[tuple[str, str], tuple[int, int]]
+_PROJECTED: Inner = {("out_proj", "weight"): (1, 1)}
+_PACKED: Inner = {("", "in_proj_weight"): (0, 3), ("", "in_proj_bias"): (0, 3)}
+_FEEDING: Inner = {
+    ("linear1", "weight"): (0, 1),
+    ("linear1", "bias"): (0, 1),
+    ("linear2", "weight"): (1, 1),
+}
+
+
+def _attending(*names: str) -> Inner:
+    """The attentions of these names, and what is fed forward."""
+    inner = _PACKED | _PROJECTED
+    return _FEEDING | {
+        (f"{name}.{path}".rstrip("."), tensor): how
+        for name in names
+        for (path, tensor), how in inner.items()
+    }
+
+
+INNER: dict[str, Inner] = {
+    "torch.nn.modules.activation.MultiheadAttention": _PACKED | _PROJECTED,
+    "torch.nn.modules.transformer.TransformerEncoderLayer": _attending("self_attn"),
+    "torch.nn.modules.transformer.TransformerDecoderLayer": _attending(
+        "self_attn", "multihead_attn"
+    ),
+}
 _ATTENTION = Split(
     "multihead_attention",
     "ParallelMultiheadAttention",
@@ -229,7 +257,6 @@ SPLITS: dict[str, dict[tuple[str, int], Split]] = {
         ("bias", 0): _COLUMN,
         ("weight", 1): _ROW,
     },
-    ATTENTION: {("in_proj_weight", 0): _ATTENTION, ("in_proj_bias", 0): _ATTENTION},
     "torch.nn.modules.sparse.Embedding": {
         ("weight", 0): _VOCABULARY,
         ("weight", 1): _EMBEDDING,
@@ -250,6 +277,24 @@ SPLITS: dict[str, dict[tuple[str, int], Split]] = {
         "normalization", "ParallelRMSNorm", (*_FEATURES, "device", "dtype"), (-1,)
     ),
 }
+_TRANSFORMER = Split(
+    "transformer_layers",
+    "",
+    "whole",
+    has_input_gradient=False,
+    arguments=(
+        "d_model", "nhead", "dim_feedforward", "dropout", "activation", "layer_norm_eps",
+        "batch_first", "norm_first", "bias", "device", "dtype",
+    ),
+)  # fmt: skip
+for _name, _inner in INNER.items():
+    _plain = _name.rpartition(".")[2]
+    _whole = replace(_TRANSFORMER, name=f"Parallel{_plain}")
+    SPLITS[_name] = {
+        (f"{path}.{tensor}".lstrip("."), axis): _whole if "Transformer" in _plain else _ATTENTION
+        for (path, tensor), (axis, _) in _inner.items()
+    }
+
 # The same of convolutions whose channels come in groups.
 _GROUPED: dict[str, dict[tuple[str, int], Split]] = {}
 

@@ -91,7 +91,8 @@ class Node:
         cls: The module's class.
         is_container: Whether it is one of torch's containers, or of a subclass that has no
             constructor of its own: what it holds is then made by whoever made it.
-        owner: The nearest module above that is not a container; None for the root.
+        is_stack: Whether it is a stack of torch's: it makes copies of what it is given.
+        owner: The nearest module above that is not a container or a stack; None for the root.
         relative: The path from `owner`, `layer.3` say.
         kind: One number for all modules of a class that hold parameters of the same shapes, were
             made by the same expression, and hold modules of the same kinds by the same names.
@@ -101,6 +102,7 @@ class Node:
         "children",
         "cls",
         "is_container",
+        "is_stack",
         "kind",
         "live",
         "name",
@@ -116,13 +118,14 @@ class Node:
         self.parent = parent
         self.cls = type(live)
         self.is_container = is_container(self.cls)
+        self.is_stack = self.cls in _STACKS
         self.children: dict[str, Node] = {}
         self.kind = -1
         if parent is None:
             self.path, self.relative, self.owner = "", "", None
             return
         self.path = f"{parent.path}.{name}" if parent.path else name
-        if parent.is_container and parent.owner is not None:
+        if (parent.is_container or parent.is_stack) and parent.owner is not None:
             self.owner, self.relative = parent.owner, f"{parent.relative}.{name}"
         else:
             self.owner, self.relative = parent, name
@@ -242,6 +245,9 @@ def _check_sizes(node: Node) -> None:
             at=place,
             hint="make it with its sizes",
         )
+
+
+_STACKS = {nn.TransformerEncoder, nn.TransformerDecoder}
 
 
 def is_container(cls: type) -> bool:

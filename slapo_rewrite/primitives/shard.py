@@ -145,7 +145,9 @@ class Shard(Primitive):
         weight is split along the features that its `mean`, `var` or `std` runs over. With fewer
         key/value heads than ranks, several ranks hold the same head. `nn.MultiheadAttention`, by
         `in_proj_weight` and `in_proj_bias` with `parts=3` and `out_proj.weight` with axis 1, is one
-        layer: a partial sum; its `num_heads` stays the whole layer's.
+        layer: a partial sum; its `num_heads` stays the whole layer's. So is a layer of
+        `nn.TransformerEncoder` or `nn.TransformerDecoder`, whose attentions and `linear1` and
+        `linear2` are split together: it adds up inside, and gives whole values.
 
     Numerics:
         Reassociated: sums are taken per rank, then over the ranks.

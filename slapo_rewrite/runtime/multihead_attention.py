@@ -104,7 +104,9 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
             mixed = weights @ v
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v, mask, dropout)
-        y = functional.linear(mixed.transpose(1, 2).flatten(2), self.out_proj.weight)
+        # Tokens first, as in torch: dropout after it draws in the order of the memory.
+        mixed = mixed.permute(2, 0, 1, 3).flatten(2)
+        y = functional.linear(mixed, self.out_proj.weight)
         y, bias = self.reduce(y, self.out_proj.bias)
         y = self.as_given(y if bias is None else y + bias, query)
         if weights is None:
@@ -128,10 +130,10 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         return x if self.batch_first else x.transpose(0, 1)
 
     def as_given(self, y: Tensor, query: Tensor) -> Tensor:
-        """(B, T, E) with its axes as the queries' were."""
+        """(T, B, E) with its axes as the queries' were."""
         if query.dim() == 2:
-            return y.squeeze(0)
-        return y if self.batch_first else y.transpose(0, 1)
+            return y.squeeze(1)
+        return y.transpose(0, 1) if self.batch_first else y
 
     def mask(
         self, attention: Tensor | None, padding: Tensor | None, q: Tensor

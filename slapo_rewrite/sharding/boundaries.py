@@ -77,6 +77,8 @@ def _check_layer_input(run: Run, path: str, tensor: torch.Tensor) -> None:
             )
         run.flow.check_own(state, path)
         _check_same_blocks(run, path, tensor, split.axes[0] % tensor.dim(), keywords)
+    elif split.output == "whole":
+        run.flow.cover(tensor, path)
     elif split.has_input_gradient:
         borders = run.asked.borders.get(path, ())
         if any(b.mode == "bwd_post" for b in borders):

@@ -200,7 +200,9 @@ def _make(layer: Layer, original: nn.Module) -> nn.Module:
     """The layer that takes the original's place, on this rank of the pretended group."""
     cls = getattr(importlib.import_module(f"slapo_rewrite.runtime.{layer.module}"), layer.name)
     known: Any = original
-    if isinstance(original, nn.MultiheadAttention):
+    if isinstance(original, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        known = _of_transformer(original)
+    elif isinstance(original, nn.MultiheadAttention):
         known = {"add_bias_kv": original.bias_k is not None, "bias": original.in_proj_bias}
         known = SimpleNamespace(**{**vars(original), **known})
     arguments = {
@@ -212,6 +214,21 @@ def _make(layer: Layer, original: nn.Module) -> nn.Module:
         arguments["bias"] = known.bias is not None
     new: nn.Module = cls(**arguments, **dict(layer.keywords))
     return new.to(next((p.dtype for p in original.parameters()), None))
+
+
+def _of_transformer(layer: Any) -> SimpleNamespace:
+    """What the constructor of a layer of `nn.Transformer` was given."""
+    return SimpleNamespace(
+        d_model=layer.self_attn.embed_dim,
+        nhead=layer.self_attn.num_heads,
+        dim_feedforward=layer.linear1.out_features,
+        dropout=layer.dropout.p,
+        activation=layer.activation,
+        layer_norm_eps=layer.norm1.eps,
+        batch_first=layer.self_attn.batch_first,
+        norm_first=layer.norm_first,
+        bias=layer.linear1.bias,
+    )
 
 
 def _install_parameters(

@@ -140,22 +140,22 @@ def test_the_layer_takes_the_place_of_torchs(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "code", "words"),
     [
-        (WEIGHTS, "SR307", "both are to be split by heads"),
-        (PROJECTIONS, "SR307", "both are to be split by heads"),
+        (WEIGHTS, "SR307", "attention.out_proj.weight` is not sharded along axis 1"),
+        (PROJECTIONS, "SR307", "attention.in_proj_weight` is not sharded along axis 0"),
         (
             WEIGHTS.replace(", parts=3", "") + PROJECTIONS,
             "SR301",
-            "packs queries, keys and values",
+            "packs 3 blocks: queries, keys and values",
         ),
         (
             WEIGHTS.replace('"in_proj_bias"', "") + PROJECTIONS,
             "SR307",
-            "`blocks.0.attention.in_proj_bias` is not sharded",
+            "`blocks.0.attention.in_proj_bias` is not sharded along axis 0",
         ),
         (
             WEIGHTS + PROJECTIONS + '    blocks["cross.out_proj"].sync("bwd_post", "all_reduce")\n',
             "SR305",
-            "a part of the attention that is split",
+            "`blocks.0.cross.out_proj` is a part of `blocks.0.cross`",
         ),
         (
             WEIGHTS + PROJECTIONS + STATED.replace('"{attention,cross}"', '"attention"', 1),

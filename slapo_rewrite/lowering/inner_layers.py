@@ -1,0 +1,103 @@
+"""Layers of torch that are split as one: what is asked of the modules inside is asked of them.
+
+`nn.MultiheadAttention` holds its output projection, and `nn.TransformerEncoderLayer` an attention
+and linear layers; torch makes these, in a file that is not rewritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Shard, Sync
+from slapo_rewrite.model.layers import INNER, Inner, base_of, qualified
+from slapo_rewrite.model.tree import Node, Tree
+
+
+def join_inner_layers(tree: Tree, states: dict[str, ModuleRequests]) -> None:
+    """Takes what is asked inside of such layers for asked of the layer.
+
+    Raises:
+        IncompleteShard: Not all of it is split that has to be.
+        BadAxis: Queries, keys and values are not said to be packed.
+        Unsupported: Something is asked that has no place inside.
+    """
+    for node in list(tree.nodes.values()):  # a layer comes before what it holds
+        base = base_of(node.cls)
+        inner = INNER.get(qualified(base)) if base is not None else None
+        if inner is not None and node.path in tree.nodes:
+            _join(tree, states, node, inner)
+
+
+def _join(tree: Tree, states: dict[str, ModuleRequests], node: Node, inner: Inner) -> None:
+    def path_of(path: str) -> str:
+        return f"{node.path}.{path}".strip(".")
+
+    paths = dict.fromkeys([node.path, *(path_of(path) for path, _ in inner)])
+    found = {path: states.get(path, EMPTY) for path in paths}
+    asked = {path: state for path, state in found.items() if state.causes()}
+    wanted = {
+        (path_of(path), name): how
+        for (path, name), how in inner.items()
+        if tree.nodes[path_of(path)].live._parameters[name] is not None
+    }
+    shards = {(path, s.name): s for path, state in asked.items() for s in state.shards}
+    if not shards and (not asked or set(asked) == {node.path}):
+        return
+    first = next(iter(asked.values())).causes()[0]
+    for (path, name), (axis, blocks) in wanted.items():
+        shard = shards.get((path, name))
+        if shard is None or shard.axis != axis:
+            packed = ", parts=3" if blocks == 3 else ""
+            raise errors.IncompleteShard(
+                f"`{node.path or 's'}` is split over heads as one, and `{path}.{name}` is not "
+                f"sharded along axis {axis}",
+                at=(shard.cause if shard else first).at,
+                hint=f's["{path}"].shard("{name}", axis={axis}{packed})',
+            )
+        if len(set(shard.parts)) != 1 or len(shard.parts) != blocks:
+            raise errors.BadAxis(
+                f"`{path}.{name}` packs {blocks} blocks"
+                f"{': queries, keys and values' if blocks == 3 else ''}",
+                at=shard.cause.at,
+                hint=f"give it parts={blocks}",
+            )
+    syncs: list[Sync] = []
+    for path, state in asked.items():
+        rest = replace(state, shards=(), syncs=())
+        if path != node.path and rest != ModuleRequests():
+            raise _no_place(node, path, state)
+        for sync in state.syncs:
+            if path == node.path:
+                syncs.append(sync)
+            elif not _is_inside(node, path, sync):
+                raise _no_place(node, path, state)
+            elif path == path_of("out_proj"):
+                syncs.append(sync)  # of the attention's own output
+    joined = tuple(
+        _named(shards[key], f"{key[0]}.{key[1]}"[len(node.path) :].lstrip(".")) for key in wanted
+    )
+    for path in asked:
+        states.pop(path, None)
+    states[node.path] = replace(found.get(node.path, EMPTY), shards=joined, syncs=tuple(syncs))
+
+
+def _named(shard: Shard, name: str) -> Shard:
+    """A shard by the name that it has from the layer on."""
+    return replace(shard, name=name, parts=(1,))
+
+
+def _is_inside(node: Node, path: str, sync: Sync) -> bool:
+    """Whether a collective is one that the layer carries out inside."""
+    gives_sums = path.endswith(("out_proj", "linear2"))
+    mode = "fwd_post" if gives_sums else "bwd_post"
+    return (sync.mode, sync.op, sync.of, sync.value) == (mode, "all_reduce", None, None)
+
+
+def _no_place(node: Node, path: str, state: ModuleRequests) -> errors.Unsupported:
+    return errors.Unsupported(
+        f"`{path}` is a part of `{node.path or 's'}`, which is split as one: what is asked of it "
+        "has no place",
+        at=state.every_cause()[-1].at,
+        hint=f"ask it of `{node.path}`, or leave it out",
+    )
