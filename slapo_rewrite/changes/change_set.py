@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Change
@@ -15,6 +15,7 @@ from slapo_rewrite.changes.places import AtSite, Place
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model import construction_calls
+from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import Sources, find_site, resolve, size_at
 from slapo_rewrite.model.layers import Layer
@@ -116,6 +117,12 @@ class ChangeSet:
             return None
         return self.note(site, node) if site.file is self.file else None
 
+    def is_remade(self, node: Node) -> bool:
+        """Whether the place that makes a module was given a class that a file of the output has."""
+        at = self.place_of(node)
+        what = self.by_path.get(node.owner.path, {}).get(at) if at and node.owner else None
+        return isinstance(what, UseSubclass)
+
     def at_site(self, node: Node, what: Change, causes: tuple[Directive, ...]) -> None:
         """Changes what the place makes that makes a module."""
         if node.owner is None:
@@ -128,7 +135,9 @@ class ChangeSet:
             self._check_callee(self.sites[at.start], node, causes)
             self._check_arguments(self.sites[at.start], what.layer, causes)
         if isinstance(what, UseSubclass):
-            self._check_class(self.sites[at.start], node, causes)
+            what = replace(what, lookup=lookup_of(self.sources, self.sites[at.start], node))
+            if what.lookup is None:
+                self._check_class(self.sites[at.start], node, causes)
         self.made.setdefault((owner.path, at), {})[node.path] = what
         for place in self.alike(at, node):
             self.add(owner.path, place, what, causes)

@@ -13,7 +13,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.elements import membership
-from slapo_rewrite.changes.imports import Function
+from slapo_rewrite.changes.imports import Function, Imports
 from slapo_rewrite.changes.late import Late
 from slapo_rewrite.changes.places import AtSite, Place
 from slapo_rewrite.changes.weights import written
@@ -29,6 +29,7 @@ from slapo_rewrite.code.build import (
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.directive import merged_causes
+from slapo_rewrite.model.auto_classes import Lookup
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.layers import Layer, Unit
 from slapo_rewrite.runtime.weights import Weight
@@ -211,13 +212,15 @@ class UseSubclass(Construction):
 
     Attributes:
         name: The class.
-        original: The one that it is derived from.
+        original: The one that it is derived from, or that it is.
         module: Where the output has it, beside the file with the construction site; None for in it.
+        lookup: How the construction finds the original, where it does not name it.
     """
 
     name: str
     original: str
     module: str | None = None
+    lookup: Lookup | None = None
 
     is_parallel = False
 
@@ -229,6 +232,8 @@ class UseSubclass(Construction):
         self, original: cst.BaseExpression, site: Site, text: ClassText, causes: Causes
     ) -> cst.BaseExpression:
         """A call of the subclass, or of a method of it."""
+        if self.lookup is not None:
+            return self._asked_for(self.lookup, _call_of(original), text, causes)
         self.check_called(site, text, causes)
         if site.partial is None and any(isinstance(s.value, ast.Call) for s in assigned(site)):
             raise errors.UnfollowableConstruction(
@@ -238,19 +243,27 @@ class UseSubclass(Construction):
                 cause=causes,
                 hint=f"write the construction out: {self.original}(...)",
             )
-        name, callee = self._reference(text, causes), site.callee
+        name, callee = self.reference(text.imports, causes), site.callee
         if isinstance(callee, ast.Attribute):
             meaning = text.file.qualified(callee.value) or ""
             if meaning.rpartition(".")[2] == self.original:
                 name = f"{name}.{callee.attr}"  # another way to make one
         return _call(original, name, site)
 
-    def _reference(self, text: ClassText, causes: Causes) -> str:
-        return (
-            self.name
-            if self.module is None
-            else text.imports.helper(self.module, self.name, causes)
-        )
+    def _asked_for(
+        self, lookup: Lookup, original: cst.Call, text: ClassText, causes: Causes
+    ) -> cst.BaseExpression:
+        """The class for the configurations that ask for it, and for others what stood there."""
+        config = text.imports.function(Function(lookup.name, lookup.module), causes)
+        callee = f"{self.reference(text.imports, causes)}._from_config"
+        made = parsed(f"{callee}({lookup.arguments})")
+        if lookup.arguments is None:
+            made = with_callee(original, callee)
+        return conditional(made, f"type({lookup.config}) is {config}", original)
+
+    def reference(self, imports: Imports, causes: Causes) -> str:
+        """How the file with the construction site refers to the class."""
+        return self.name if self.module is None else imports.helper(self.module, self.name, causes)
 
     def held_by_variable(self, site: Site, text: ClassText, causes: Causes) -> bool:
         """A class that a local variable holds is changed where the variable gets it."""
@@ -260,7 +273,7 @@ class UseSubclass(Construction):
         for statement in site.variable:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and node.id == self.original:
-                    name = self._reference(text, causes)
+                    name = self.reference(text.imports, causes)
                     text.put(node, statement, name, causes, self.becomes(site))
                     text.at(site.statement).again = True
                     return True

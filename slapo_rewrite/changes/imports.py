@@ -54,14 +54,15 @@ class Imports:
 
     Attributes:
         helpers: Names used of each helper module of the output folder.
+        packages: Names used of each installed module.
     """
 
     def __init__(self, file: SourceFile) -> None:
         self.file = file
         self.helpers: dict[str, set[str]] = {}
+        self.packages: dict[str, set[str]] = {}
         self._modules: set[str] = set()
         self._along: set[str] = set()
-        self._from: dict[str, set[str]] = {}
         self._causes: dict[str, list[Directive]] = {}
         self._locals: set[str] | None = None
         self._defined: dict[str, tuple[str, tuple[Directive, ...]]] = {}
@@ -117,7 +118,7 @@ class Imports:
                 at=causes[0].at if causes else None,
                 hint="rename it in the source",
             )
-        self._from.setdefault(module, set()).add(name)
+        self.packages.setdefault(module, set()).add(name)
         self._causes.setdefault(module, []).extend(causes)
         return name
 
@@ -149,7 +150,7 @@ class Imports:
     def refer(self, reference: Reference, causes: tuple[Directive, ...]) -> None:
         """Imports what the file's text uses already."""
         if not reference.module.startswith("."):
-            self._from.setdefault(reference.module, set()).add(reference.name)
+            self.packages.setdefault(reference.module, set()).add(reference.name)
             self._causes.setdefault(reference.module, []).extend(causes)
             return
         module = reference.module[1:]
@@ -224,7 +225,7 @@ class Imports:
         """
         edits = []
         statements = [n for n in self.file.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
-        for module, names in sorted(self._from.items()):
+        for module, names in sorted(self.packages.items()):
             text = fitted(f"from {module} import {', '.join(sorted(names))}", 0, line_length)
             edits.append(self._after(_neighbour(statements, module), text, module))
         lines = []

@@ -205,12 +205,12 @@ class SubclassWriter:
         edits = written(self.file, lines, self.line_length)
         return definition_text(self.file, method, edits) + "\n"
 
-    def forking(self, new_name: str, shown: str, causes: Causes) -> str:
+    def forking(self, new_name: str, shown: str, mixed: str, causes: Causes) -> str:
         """A subclass whose random numbers differ between tensor-parallel ranks."""
         fork_rng = self.imports.helper("rng", "fork_rng", causes)
         doc = f"`{shown}` with random numbers that differ between tensor-parallel ranks."
         text = [
-            f"class {new_name}({shown}):",
+            f"class {new_name}({mixed}{shown}):",
             *docstring(doc, 4, self.line_length),
             "",
             f"    @{fork_rng}()",
@@ -270,6 +270,7 @@ class SubclassWriter:
         class_name: str,
         new_name: str,
         shown: str,
+        mixed: str,
         what: Recompute,
         causes: Causes,
     ) -> str:
@@ -284,7 +285,7 @@ class SubclassWriter:
         if what.kept is not None:
             options.append(f"context_fn={context(self.imports, what.kept, causes)}")
             doc = f"A `{shown}` that recomputes most of its activations in the backward pass."
-        text = [f"class {new_name}({shown}):", *docstring(doc, 4, self.line_length), ""]
+        text = [f"class {new_name}({mixed}{shown}):", *docstring(doc, 4, self.line_length), ""]
         names = parameters(forward) if forward else []
         caches = [name for name in names if name in CACHES]
         if forward is None or not caches:

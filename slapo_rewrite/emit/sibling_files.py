@@ -150,6 +150,8 @@ class SiblingFiles:
         target = self._root(site)
         if site.file.name in self.files and (target is None or target[0] in self.files):
             return
+        if self.outputs.of_file(site.file).changes.is_remade(node):
+            return
         raise errors.UnfollowableConstruction(
             f"`{node.path}` is a `{node.cls.__name__}`, which changes, and is made here by what "
             "knows the original's class alone",
@@ -168,12 +170,19 @@ class SiblingFiles:
             self._affected.clear()
             added = False
             for file in list(self.files.values()):
-                for module, name in dict.fromkeys(t for _, t in _imported(self.sources, file)):
-                    if module not in self.files and self._sees(module, name):
+                used = [t[0] for _, t in _imported(self.sources, file) if self._sees(*t)]
+                for module in dict.fromkeys([*self._named_by(file), *used]):
+                    if module not in self.files:
                         found = self.sources.file_named(module)
                         assert found is not None
                         self.files[module] = found
                         added = True
+
+    def _named_by(self, file: SourceFile) -> list[str]:
+        """The modules whose copies the changes of a file refer to."""
+        helpers = self.outputs.of_file(file).imports.helpers
+        files = [output.file for output in self.outputs]
+        return [each.name for each in files if self.outputs.stem(each) in helpers]
 
     def _sees(self, *target: str) -> bool:
         """Whether a definition has to be what it is in the output: it changed or uses what did."""

@@ -25,7 +25,7 @@ from slapo_rewrite.fusion.method_users import Sharing
 from slapo_rewrite.fusion.replacements import Writing, replacements
 from slapo_rewrite.fusion.spelled_names import Spelling
 from slapo_rewrite.lowering.specialize import specialize
-from slapo_rewrite.model.join import is_looked_up
+from slapo_rewrite.model.auto_classes import is_looked_up
 from slapo_rewrite.model.node_facts import method_of
 from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.sources import Sources

@@ -50,12 +50,15 @@ class Spelling:
         return self._outside(module, name, dotted)
 
     def take(self, imports: Imports) -> None:
-        """Notes what the text of subclasses uses of helper modules."""
+        """Notes what the text of subclasses uses from elsewhere."""
         for module, names in imports.helpers.items():
             for written in sorted(names):
                 name = written.rpartition(".")[2]
                 origin = f"{RUNTIME}{module}.{name}"
                 self.references[written] = Reference(origin, f".{module}", name, written)
+        for module, names in imports.packages.items():
+            for name in sorted(names):
+                self.references[name] = Reference(f"{module}.{name}", module, name, name)
 
     def _helper(self, module: str, name: str, origin: str) -> str:
         written = self.imports.helper(module, name, (self.cause,))

@@ -16,12 +16,14 @@ from slapo_rewrite.changes.around_forward import FORK, RECOMPUTE, WRAPPERS
 from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.change_set import owned, stands_in_its_class
 from slapo_rewrite.changes.class_writer import ClassWriter
+from slapo_rewrite.changes.construction import UseSubclass
 from slapo_rewrite.changes.definition import Definition, merged, shared_changes
 from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.places import AtParameter, AtSite, BeforeBases, Place
 from slapo_rewrite.code.splice import Edit
-from slapo_rewrite.directive import merged_causes
+from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.lowering.subclass_choice import SubclassChoice
+from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node, Tree
@@ -41,6 +43,7 @@ def specialize(tree: Tree, files: OutputFiles, line_length: int) -> dict[str, li
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
+    _write_lookups_out(tree, files)
     edits: dict[str, list[Edit]] = {}
     settling = {
         output.file.name: _Specializing(tree, output, files, line_length) for output in files
@@ -51,6 +54,34 @@ def specialize(tree: Tree, files: OutputFiles, line_length: int) -> dict[str, li
             if any(n.path in settling[name].changes.by_path for n in nodes):
                 edits.setdefault(name, []).extend(settling[name].of_class(cls, nodes))
     return {name: _each_once(edits.get(name, [])) for name in settling}
+
+
+def _write_lookups_out(tree: Tree, files: OutputFiles) -> None:
+    """Has modules whose class is looked up where they are made be of the output's classes.
+
+    That is what holds anything that changes; where a wrapper is all that a module itself is given,
+    the place that makes it picks that.
+    """
+    holding: dict[str, tuple[Directive, ...]] = {}
+    for output in files:
+        for path, causes in output.changes.causes.items():
+            above = tree.nodes.get(path)
+            if above is not None and causes.keys() <= set(WRAPPERS):
+                above = above.owner
+            while above is not None:
+                known = holding.get(above.path, ())
+                holding[above.path] = merged_causes(known, *causes.values())
+                above = above.owner
+    for path, why in holding.items():
+        node = tree.nodes[path]
+        home, making = files.of(node.cls), files.making(node)
+        at = making.changes.place_of(node) if home is not None and node.owner is not None else None
+        if at is None or lookup_of(files.sources, making.changes.sites[at.start], node) is None:
+            continue
+        assert home is not None and node.owner is not None
+        if at not in making.changes.by_path.get(node.owner.path, {}):
+            name, beside = node.cls.__name__, None if home is making else files.stem(home.file)
+            making.changes.at_site(node, UseSubclass(name, name, beside), why)
 
 
 def _lowest_first(tree: Tree) -> list[tuple[type, list[Node]]]:

@@ -17,15 +17,17 @@ from slapo_rewrite.changes.class_writer import ClassWriter
 from slapo_rewrite.changes.collective import described
 from slapo_rewrite.changes.construction import ReplaceModule, UseParallelLayer, UseSubclass
 from slapo_rewrite.changes.definition import Definition
-from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.changes.imports import Function, Imports
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.parameter_attributes import Annotate
 from slapo_rewrite.changes.places import AtBase, Place
+from slapo_rewrite.changes.pretrained import LIBRARY, is_of_library, is_pretrained
 from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.code.runs import above, apart, behind
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node
 
@@ -124,8 +126,18 @@ class SubclassChoice:
             every = merged_causes(*(causes for _, causes in wrappers))
             at, owner = self.changes.site(node, every)
             site = self.changes.sites[at.start]
+            made = self.changes.by_path.get(owner.path, {}).get(at)
             called = self.changes.class_called(site, node)
-            if site.callee and (called is None or not self.file.qualified(called)):
+            known: object = cls
+            if isinstance(made, UseSubclass):  # the file that defines the class has specialised it
+                known = name = made.reference(self.imports, every)
+            elif called is not None and self.file.qualified(called):
+                name = self.file.segment(called)
+            elif lookup_of(self.changes.sources, site, node):
+                name = self.imports.function(Function(cls.__name__, cls.__module__), every)
+            elif site.callee is None:
+                name = cls.__name__
+            else:
                 raise errors.UnfollowableConstruction(
                     f"`{node.path}` needs a subclass of `{cls.__name__}`, which this file does not "
                     "name",
@@ -134,15 +146,12 @@ class SubclassChoice:
                     hint=f"import `{cls.__name__}` and write the construction out: "
                     f"{cls.__name__}(...)",
                 )
-            name = self.file.segment(called) if called else cls.__name__
-            known: object = cls
-            made = self.changes.by_path.get(owner.path, {}).get(at)
-            if isinstance(made, UseSubclass):  # the file that defines the class has specialised it
-                assert made.module is not None
-                known = name = self.imports.helper(made.module, made.name, every)
+            mixed = ""
+            if known is cls and is_pretrained(cls) and is_of_library(cls):
+                mixed = f"{self.imports.helper('pretrained', LIBRARY, every)}, "
             for what, causes in wrappers:
-                wrapper = self._wrapper(known, cls.__name__, name, what, causes)
-                known = name = wrapper.name
+                wrapper = self._wrapper(known, cls.__name__, name, what, causes, mixed)
+                known, name, mixed = wrapper.name, wrapper.name, ""
                 if wrapper.text:
                     edits.append(
                         self._class_before(site.class_name, wrapper.text, causes, wrapper.why)
@@ -151,7 +160,13 @@ class SubclassChoice:
         return edits
 
     def _wrapper(
-        self, base: object, class_name: str, shown: str, what: Change, causes: tuple[Directive, ...]
+        self,
+        base: object,
+        class_name: str,
+        shown: str,
+        what: Change,
+        causes: tuple[Directive, ...],
+        mixed: str = "",
     ) -> _Wrapper:
         """The subclass that wraps the `forward` of a class; without a text where it has one.
 
@@ -161,6 +176,7 @@ class SubclassChoice:
             shown: How the base is called here.
             what: Change the wrapper does.
             causes: The directives behind it.
+            mixed: What its bases begin with.
         """
         key = (base, shown.rpartition(".")[2], what)
         if key in self.known:
@@ -169,10 +185,10 @@ class SubclassChoice:
         name = self._new_name(f"{'Forked' if fork else 'Checkpointed'}{shown.rpartition('.')[2]}")
         self.known[key] = name
         if fork:
-            text = self.writer.subclasses.forking(name, shown, causes)
+            text = self.writer.subclasses.forking(name, shown, mixed, causes)
             return _Wrapper(name, text, f"`{shown}` with random numbers of this rank")
         assert isinstance(what, Recompute)
-        text = self.writer.subclasses.recomputing(class_name, name, shown, what, causes)
+        text = self.writer.subclasses.recomputing(class_name, name, shown, mixed, what, causes)
         return _Wrapper(name, text, f"`{shown}`, checkpointed")
 
     def _relatives(self, definition: Definition) -> tuple[dict[int, str], set[int]]:

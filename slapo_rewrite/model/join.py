@@ -30,7 +30,6 @@ __all__ = [
     "called_root",
     "find_parameter_site",
     "find_site",
-    "is_looked_up",
     "looked_up",
     "resolve",
     "size_at",
@@ -109,22 +108,6 @@ def called_root(site: Site) -> str | None:
     while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
         root = root.func if isinstance(root, ast.Call) else root.value
     return root.id if isinstance(root, ast.Name) else None
-
-
-def is_looked_up(sources: Sources, node: Node) -> bool:
-    """Whether a class of the model's file, or of what holds it, is looked up in another file."""
-    holder: Node | None = node
-    while holder is not None and holder.owner is not None:
-        if holder.cls.__module__ == sources.main.name:
-            try:
-                site = find_site(sources, holder)
-            except errors.UnfollowableConstruction:
-                return False
-            root = site.file.imports.get(called_root(site) or "")
-            if site.file is sources.main and looked_up(sources, holder, root):
-                return True
-        holder = holder.owner
-    return False
 
 
 @dataclass(frozen=True, eq=False)

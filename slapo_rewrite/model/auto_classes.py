@@ -1,0 +1,94 @@
+"""Constructions whose class transformers looks up by that of a configuration."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.facts import dotted
+from slapo_rewrite.model.construction_sites import Site
+from slapo_rewrite.model.join import called_root, find_site, looked_up, resolve
+from slapo_rewrite.model.sources import Sources
+from slapo_rewrite.model.tree import Node
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A construction that makes `cls._from_config(...)` for configurations of one class.
+
+    Attributes:
+        config: The configuration, as an expression.
+        name: The configuration's class.
+        module: What defines that.
+        arguments: What `_from_config` gets, where that is not what the construction says.
+    """
+
+    config: str
+    name: str
+    module: str
+    arguments: str | None = None
+
+
+def lookup_of(sources: Sources, site: Site, node: Node) -> Lookup | None:
+    """How transformers looked up the class of a module; None where that is not what made it.
+
+    `AutoModel.from_config(config, ...)`, and that of its relatives, gives its arguments to
+    `_from_config` of the class that it has for `type(config)`, and `load_backbone(config)` does so
+    with `config.backbone_config`. Left alone are code from the hub, and classes that are chosen by
+    more than the configuration's class or take but a part of the configuration.
+
+    Args:
+        sources: The source files.
+        site: The module's construction site.
+        node: The module.
+    """
+    auto_factory: Any = sys.modules.get("transformers.models.auto.auto_factory")
+    call, cls = site.value, type(getattr(node.live, "config", None))
+    if auto_factory is None or cls is type(None) or not isinstance(call, ast.Call):
+        return None
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    given = [*call.args, *(value for name, value in named.items() if name == "config")]
+    clear = len(given) == 1 and isinstance(given[0], ast.Name | ast.Attribute)
+    if not clear or not {None, "trust_remote_code"}.isdisjoint(named):
+        return None
+    config, arguments = given[0], None
+    function: Any = resolve(sources, call.func, site, node)
+    if dotted(function) == "transformers.backbone_utils.load_backbone":
+        auto: Any = sys.modules["transformers"].AutoBackbone
+        config = ast.copy_location(ast.Attribute(config, "backbone_config", ast.Load()), config)
+        arguments = ast.unparse(config)
+    else:
+        auto = getattr(function, "__self__", None)
+        base = auto_factory._BaseAutoModelClass
+        copied = getattr(function, "__code__", None) is base.from_config.__code__
+        if not copied or not isinstance(auto, type) or not issubclass(auto, base):
+            return None
+    mapping = auto._model_mapping
+    if cls not in mapping or mapping[cls] is not node.cls or node.cls.config_class is not cls:
+        return None
+    if type(resolve(sources, config, site, node)) is not cls:
+        return None
+    return Lookup(ast.unparse(config), cls.__name__, cls.__module__, arguments)
+
+
+def is_looked_up(sources: Sources, node: Node) -> bool:
+    """Whether a class of the model's file, or of what holds it, is looked up in another file.
+
+    Not by a lookup that can be written out.
+    """
+    holder: Node | None = node
+    while holder is not None and holder.owner is not None:
+        if holder.cls.__module__ == sources.main.name:
+            try:
+                site = find_site(sources, holder)
+            except errors.UnfollowableConstruction:
+                return False
+            root = site.file.imports.get(called_root(site) or "")
+            elsewhere = site.file is sources.main and looked_up(sources, holder, root)
+            if elsewhere and lookup_of(sources, site, holder) is None:
+                return True
+        holder = holder.owner
+    return False

@@ -1,0 +1,254 @@
+"""Parts whose class transformers looks up by their configuration's: the output makes its own."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaModel
+
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.emit.write import write
+from slapo_rewrite.model import construction_calls
+from slapo_rewrite.model.auto_classes import Lookup, lookup_of
+from slapo_rewrite.model.join import Sources, find_site
+from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.verify.run import verify
+
+LLAVA = "transformers.models.llava.modeling_llava"
+AUDIO = "transformers.models.qwen2_audio.modeling_qwen2_audio"
+SMALL = "hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2"
+TEXT = f"vocab_size=96, max_position_embeddings=64, {SMALL}"
+VISION = f"CLIPVisionConfig(image_size=16, patch_size=8, {SMALL})"
+SCHEDULE = f"""\
+import torch
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+
+
+def model(m):
+    text = LlamaConfig({TEXT})
+    return m.LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config={VISION}))
+
+
+def inputs(model):
+    ids = torch.randint(96, (2, 8))
+    return {{"input_ids": ids, "labels": ids, "use_cache": False}}
+
+
+def split(mlp, up, down):
+    mlp[up].shard("weight", axis=0)
+    mlp[down].shard("weight", axis=1)
+    mlp.infer_sync()
+
+
+def schedule(s):
+"""
+MLPS = '    split(s["model.language_model.layers.*.mlp"], "{gate_proj,up_proj}", "down_proj")\n'
+
+
+def written(folder: Path, source: str, schedule: str) -> tuple[Path, str]:
+    """The output folder, and the text of the model file."""
+    (folder / "s.py").write_text(schedule)
+    output = rewrite(source, str(folder / "s.py"))
+    out = folder / f"out_{folder.name}"
+    write(out, output.files)
+    return out, output.files[output.model_file]
+
+
+def imported(out: Path, name: str):
+    sys.path.insert(0, str(out.parent))
+    try:
+        return importlib.import_module(f"{out.name}.{name}")
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory) -> tuple[Path, str]:
+    return written(tmp_path_factory.mktemp("llava"), LLAVA, SCHEDULE + MLPS)
+
+
+def test_the_class_of_another_file(llava):
+    """It is made where the configuration asks for it; what does not change is looked up still."""
+    out, text = llava
+    assert (
+        """\
+        self.language_model = (
+            LlamaModel._from_config(config.text_config)
+            if type(config.text_config) is LlamaConfig
+            else AutoModel.from_config(config.text_config)
+        )
+"""
+        in text
+    )
+    assert "        self.vision_tower = AutoModel.from_config(config.vision_config)\n" in text
+    assert "from .modeling_llama import LlamaModel\n" in text
+    assert (out / "modeling_llama.py").is_file() and not (out / "modeling_clip.py").exists()
+
+
+@pytest.mark.parametrize("language", ["Llama", "Mistral", "LlamaOfOurs"])
+def test_whatever_the_configuration_asks_for(language, llava, tmp_path):
+    """Its own class for the one configuration, the original's for others; equal in all numbers."""
+
+    class LlamaOfOursConfig(transformers.LlamaConfig):
+        model_type = "llama_of_ours"
+
+    class LlamaOfOurs(transformers.LlamaModel):
+        config_class = LlamaOfOursConfig
+
+    if language == "LlamaOfOurs":  # of a class derived from the one that is asked for
+        transformers.AutoConfig.register("llama_of_ours", LlamaOfOursConfig)
+        transformers.AutoModel.register(LlamaOfOursConfig, LlamaOfOurs)
+        text_class = LlamaOfOursConfig
+    else:
+        text_class = getattr(transformers, f"{language}Config")
+    vision = eval(VISION, {"CLIPVisionConfig": transformers.CLIPVisionConfig})
+    sizes = eval(f"dict({TEXT})")
+    models = []
+    for module in (importlib.import_module(LLAVA), imported(llava[0], "modeling_llava")):
+        torch.manual_seed(0)
+        text = text_class(dtype="float32", num_key_value_heads=4, **sizes)
+        config = transformers.LlavaConfig(text_config=text, vision_config=vision)
+        models.append(module.LlavaForConditionalGeneration(config))
+    original, ours = models
+    part = ours.model.language_model
+    own = language == "Llama"
+    assert type(part).__module__.startswith(llava[0].name) is own
+    assert own or type(part) is type(original.model.language_model)
+    assert type(part).__name__ == type(original.model.language_model).__name__
+    state = original.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in ours.state_dict().items())
+    same = original.model.language_model.config
+    assert part.config._attn_implementation == same._attn_implementation
+    assert part.supports_gradient_checkpointing
+    ids = torch.randint(96, (2, 8), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for model in models:
+        enable = "activation_checkpointing_enable"
+        getattr(model, enable, model.gradient_checkpointing_enable)()
+        model.train()
+        losses.append(model(input_ids=ids, labels=ids).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(*losses, rtol=0, atol=0)
+    for one, other in zip(original.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    original.save_pretrained(tmp_path)
+    again = type(ours).from_pretrained(tmp_path)
+    assert type(again.model.language_model) is type(part)
+    assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
+
+
+@pytest.mark.processes
+def test_a_tower_that_is_checkpointed(tmp_path):
+    """A subclass of the installed class, which starts as that does; its file is not copied."""
+    out, text = written(tmp_path, LLAVA, SCHEDULE + '    s["model.vision_tower"].checkpoint()\n')
+    assert "class CheckpointedCLIPVisionModel(LibraryModel, CLIPVisionModel):\n" in text
+    assert "CheckpointedCLIPVisionModel._from_config(config.vision_config)\n" in text
+    assert "is CLIPVisionConfig\n" in text and not (out / "modeling_clip.py").exists()
+    report = verify(out, [1], source=LLAVA, schedule=str(tmp_path / "s.py"))
+    assert report.ok, report.render()
+
+
+AUDIO_SCHEDULE = f"""\
+import torch
+from transformers import Qwen2AudioConfig, Qwen2AudioEncoderConfig, Qwen2Config
+
+
+def model(m):
+    audio = Qwen2AudioEncoderConfig(
+        d_model=32, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=64,
+        num_mel_bins=8, max_source_positions=16, dropout=0.0,
+    )
+    text = Qwen2Config(num_key_value_heads=4, {TEXT})
+    config = Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=95)
+    return m.Qwen2AudioForConditionalGeneration(config)
+
+
+def verify_model(m):
+    return model(m)
+
+
+def inputs(model):
+    ids = torch.randint(90, (1, 16))
+    ids[:, :8] = 95
+    return {{
+        "input_ids": ids, "labels": ids, "use_cache": False,
+        "attention_mask": torch.ones(1, 16, dtype=torch.long),
+        "input_features": torch.randn(1, 8, 32),
+        "feature_attention_mask": torch.ones(1, 32, dtype=torch.long),
+    }}
+
+
+def split(mlp, up, down):
+    mlp[up].shard("weight", axis=0)
+    mlp[down].shard("weight", axis=1)
+
+
+def schedule(s):
+    split(s["**.language_model.**.mlp"], "{{gate_proj,up_proj}}", "down_proj")
+    split(s["**.audio_tower.layers.*"], "fc1", "fc2")
+    s["**.audio_tower.layers.*.fc1"].shard("bias", axis=0)
+    s.infer_sync()
+    s["**.audio_tower.layers"][:1].checkpoint()
+"""
+
+
+@pytest.mark.processes
+def test_a_tower_of_the_models_own_file_beside_a_language_model(tmp_path):
+    """Both train in two processes as the original does."""
+    out, text = written(tmp_path, AUDIO, AUDIO_SCHEDULE)
+    assert "            Qwen2AudioEncoder._from_config(config.audio_config)\n" in text
+    assert "            Qwen2Model._from_config(config.text_config)\n" in text
+    report = verify(out, [1, 2], source=AUDIO, schedule=str(tmp_path / "s.py"))
+    assert report.ok, report.render()
+
+
+SOURCE = f"""\
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaModel
+
+small, more = dict({TEXT}), {{{{}}}}
+
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.part = {{made}}
+"""
+LLAMA = ("LlamaConfig", "transformers.models.llama.configuration_llama")
+
+
+@pytest.mark.parametrize(
+    "made, found",
+    [
+        ("AutoModel.from_config(config)", Lookup("config", *LLAMA)),
+        ("AutoModel.from_config(config=config, dtype=None)", Lookup("config", *LLAMA)),
+        ("AutoModel.from_config(config, trust_remote_code=True)", None),
+        ("AutoModel.from_config(config, **more)", None),
+        ("AutoModelForCausalLM.from_config(config)", None),
+        ("LlamaModel._from_config(config)", None),
+        ("AutoModel.from_config(LlamaConfig(**small))", None),
+    ],
+)
+def test_which_constructions_are_lookups(made, found, tmp_path):
+    """Only where the class of the configuration alone decides, and can be read once more."""
+    name = f"looked_up_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(SOURCE.format(made=made))
+    sys.path.insert(0, str(tmp_path))
+    try:
+        module = importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+    with construction_calls.recorded():
+        tree = Tree(module.Model(LlamaConfig(**eval(f"dict({TEXT})"))))
+    sources = Sources(SourceFile.read(tmp_path / f"{name}.py", name))
+    node = tree.nodes["part"]
+    if "CausalLM" in made:  # as if it were another class than the mapping has
+        node.cls = LlamaModel
+    assert lookup_of(sources, find_site(sources, node), node) == found
