@@ -189,3 +189,40 @@ def test_what_else_is_asked_of_a_layer_stays(tmp_path):
     )
     words = changed_lines(rewritten(tmp_path, SOURCE, schedule))
     assert "ParallelTransformerEncoderLayer" in words and "Checkpointed" in words
+
+
+INNER = """\
+from torch import nn
+
+
+class Inner(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 32), nn.Linear(32, width)
+        self.own = nn.TransformerEncoderLayer(width, 4, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()) + self.own(x)
+
+
+class Model(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.first, self.inner = nn.Linear(width, width), Inner()
+
+    def forward(self, x, padding):
+        return self.inner(self.first(x))
+"""
+
+
+def test_a_gradient_that_is_summed_around_a_layer_is_refused(tmp_path):
+    """The layer gives the whole gradient of what goes in."""
+    lines = ENCODER.replace("encoder.layers.*", "inner.own")
+    lines += """\
+    s["inner.up"].shard(["weight", "bias"], axis=0)
+    s["inner.down"].shard("weight", axis=1)
+    s["inner.down"].sync("fwd_post", "all_reduce")
+    s["inner"].sync("bwd_post", "all_reduce")
+"""
+    words = refused(tmp_path, INNER, SCHEDULE + lines, "SR104")
+    assert "summed over the ranks twice, for `inner.own` and for `inner`" in words
