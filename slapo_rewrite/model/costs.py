@@ -64,19 +64,33 @@ def elements_of(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
         model: On the meta device.
         inputs: Keyword arguments of one training step.
     """
+    pieces = {path: module for path, module in _pieces(model) if list(module.parameters())}
+    called = calls_of(model, inputs, pieces)
+    counts = Counter(called)
+    return [path for path in called if counts[path] == 1]
+
+
+def calls_of(
+    model: nn.Module, inputs: Mapping[str, Any], modules: Mapping[str, nn.Module]
+) -> list[str]:
+    """Which of some modules a training step calls, in order, by what they go by.
+
+    Args:
+        model: On the meta device.
+        inputs: Keyword arguments of one training step.
+        modules: The modules that are asked about.
+    """
     called: list[str] = []
     hooks = [
         module.register_forward_pre_hook(lambda *_, path=path: called.append(path))
-        for path, module in _pieces(model)
-        if list(module.parameters())
+        for path, module in modules.items()
     ]
     try:
         _run(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    counts = Counter(called)
-    return [path for path in called if counts[path] == 1]
+    return called
 
 
 def _pieces(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import groupby, pairwise, zip_longest
 
 from slapo_rewrite import errors
 from slapo_rewrite.model.small_model import training_inputs
@@ -20,9 +21,10 @@ MEASURES = ("cost", "layers", "parameters")
 class CutEvenly(CutPipelineStage):
     """Cut a model into `n` pipeline stages, between its layers, as `cut_pipeline_stage` does.
 
-    Layers are the elements of module lists. With `by="parameters"` the largest stage is as small as
-    it can be; what stands before the layers, embeddings say, is counted with the first of them, and
-    what stands behind with the last. With `by="layers"` every layer counts the same.
+    Layers are the elements of module lists, those apart that a training step does not call. With
+    `by="parameters"` the largest stage is as small as it can be; what stands before the layers,
+    embeddings say, is counted with the first of them, and what stands behind with the last. With
+    `by="layers"` every layer counts the same.
 
     With `by="cost"` it is the time of the slowest stage that is as small as it can be, forward and
     backward, as predicted for the arguments that the schedule's `inputs` give, on one GPU of the
@@ -111,10 +113,16 @@ class CutEvenly(CutPipelineStage):
                 at=at,
                 hint="cut_pipeline_stage() ends a stage after any module that `forward` calls",
             )
+        several = len({*map(list_of, layers)}) > 1
+        idle: list[Node] = []
+        if by != "cost" and (several or len(layers) == 1):
+            called = called_layers(call, layers)
+            idle = [layer for layer in layers if layer not in called]
+            layers = ends_of_rounds(called)
         if by == "layers":
             sizes = [1.0] * len(layers)
         elif by == "parameters":
-            sizes = sizes_of(call.tree.root, layers)
+            sizes = sizes_of(call.tree.root, layers, idle)
         else:
             layers, sizes = timed(call, layers)
         if isinstance(n, bool) or not isinstance(n, int) or not 2 <= n <= len(sizes):
@@ -133,9 +141,56 @@ def layers_in(node: Node) -> list[Node]:
     return [layer for child in node.children.values() for layer in layers_in(child)]
 
 
-def sizes_of(root: Node, layers: list[Node]) -> list[float]:
-    """The parameters of each layer, with those of the modules before or behind it."""
-    inside = {inner.path for layer in layers for inner in layer.walk()}
+def called_layers(call: Call, layers: list[Node]) -> list[Node]:
+    """The layers that a training step calls, in that order; those of a tower for images, say, not.
+
+    All where the model does not run without values: what cannot be cut is refused then.
+
+    Raises:
+        BadArgument: One that is called several times is all that there is to cut between.
+    """
+    from slapo_rewrite.model.costs import calls_of  # imports triton
+
+    model = call.tree.root.live
+    inner = {node.path: layer for layer in layers for node in layer.walk() if not node.is_container}
+    modules = {path: model.get_submodule(path) for path in inner}
+    try:
+        called = calls_of(model, training_inputs(call.schedule, model), modules)
+    except Exception:  # the model's own code, and the schedule's
+        return layers
+    counts = Counter(called)
+    if len(layers) == 1 and (times := counts[layers[0].path]) > 1:
+        raise errors.BadArgument(
+            f"`{layers[0].path}` is called {times} times, and there is no other layer: all that it "
+            "computes shares one set of weights, which every stage would have to hold and tie",
+            at=call.directive.at,
+            hint="leave the cuts out, or give the model layers of their own weights",
+        )
+    first = {inner[path].path: inner[path] for path in counts}
+    return [*first.values()]
+
+
+def ends_of_rounds(layers: list[Node]) -> list[Node]:
+    """The layers after which a loop's round may end: not within one over several lists at once."""
+    turns = Counter(listed for listed, _ in groupby(map(list_of, layers)))
+    return [
+        layer
+        for layer, following in zip_longest(layers, layers[1:])
+        if turns[list_of(layer)] == 1 or following is None or following.name != layer.name
+    ]
+
+
+def list_of(layer: Node) -> str:
+    """The path of the list that a layer is in."""
+    return layer.path.rpartition(".")[0]
+
+
+def sizes_of(root: Node, layers: list[Node], idle: list[Node]) -> list[float]:
+    """The parameters of each layer, with those of the modules before or behind it.
+
+    Those of idle layers, which no stage needs, are with the last.
+    """
+    inside = {inner.path for layer in [*layers, *idle] for inner in layer.walk()}
     first = {layer.path: number for number, layer in enumerate(layers)}
     found = [{id(p): p.numel() for p in layer.live.parameters()} for layer in layers]
     following = 0
@@ -144,6 +199,7 @@ def sizes_of(root: Node, layers: list[Node]) -> list[float]:
             following = min(first[node.path] + 1, len(layers) - 1)
         elif node.path not in inside:  # a tied parameter counts once in a stage
             found[following] |= {id(p): p.numel() for p in node.parameters.values()}
+    found[-1] |= {id(p): p.numel() for layer in idle for p in layer.live.parameters()}
     return [sum(sizes.values()) for sizes in found]
 
 

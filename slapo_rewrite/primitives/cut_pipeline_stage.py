@@ -154,7 +154,10 @@ class CutPipelineStage(Primitive):
                 at=call.directive.at,
                 hint=errors.did_you_mean(str(target), TARGETS),
             )
-        check_called(call, node)
+        if (
+            node.parent is None or node.parent.cls.__name__ != "ModuleList"
+        ):  # of lists, each may be a loop's round
+            check_called(call, node)
         if not node.path:
             raise errors.Unsupported(
                 "the pipeline ends after the model anyway",

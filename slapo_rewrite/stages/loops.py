@@ -79,20 +79,8 @@ def loop_over(statement: ast.stmt) -> Loop | None:
             if len(starts) > 1 or not all(_is_number(s) for s in starts):
                 return None
             (start,) = [ast.literal_eval(s) for s in starts] or [0]
-            part = _slice(listed)
-            return (
-                Loop((part[0],), *part[1:], ast.unparse(target), counter, start) if part else None
-            )
-        case (
-            ast.Tuple(elts=targets),
-            ast.Call(func=ast.Name(id="zip"), args=[_, *_] as lists),
-        ):
-            parts = [_slice(listed) for listed in lists]
-            found = [part for part in parts if part is not None]
-            if len(found) < len(parts) or len({part[1:] for part in found}) > 1:
-                return None
-            several = ", ".join(map(ast.unparse, targets))
-            return Loop(tuple(p[0] for p in found), *found[0][1:], several)
+            part = _lists(listed)
+            return Loop(*part, ast.unparse(target), counter, start) if part else None
         case (
             ast.Name(id=counter),
             ast.Call(
@@ -101,8 +89,23 @@ def loop_over(statement: ast.stmt) -> Loop | None:
             ),
         ):
             return _by_number(statement, counter, listed)
-    part = _slice(statement.iter)
-    return Loop((part[0],), *part[1:], ast.unparse(statement.target)) if part else None
+    part = _lists(statement.iter)
+    targets = statement.target.elts if isinstance(statement.target, ast.Tuple) else []
+    names = ", ".join(map(ast.unparse, targets or [statement.target]))
+    return Loop(*part, names) if part else None
+
+
+def _lists(listed: ast.expr) -> tuple[tuple[str, ...], int, str] | None:
+    """The lists of layers that a loop runs over at once, and where slices of them begin and end."""
+    match listed:
+        case ast.Call(func=ast.Name(id="zip"), args=[_, *_] as several, keywords=[]):
+            parts = [_slice(each) for each in several]
+        case _:
+            parts = [_slice(listed)]
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts) or len({part[1:] for part in found}) > 1:
+        return None
+    return tuple(part[0] for part in found), *found[0][1:]
 
 
 def _by_number(loop: ast.For, counter: str, layers: ast.Attribute) -> Loop | None:

@@ -8,7 +8,7 @@ from slapo_rewrite.emit.rewrite import Project
 from slapo_rewrite.model.costs import costs_of, elements_of
 from slapo_rewrite.model.small_model import training_inputs
 from slapo_rewrite.simulate.stage_costs import Device, step_seconds
-from tests.rewriting import refused
+from tests.rewriting import refused, rewritten
 
 SCHEDULE = """\
 from rules.schedules.{name} import model
@@ -80,3 +80,45 @@ def test_a_model_that_needs_values_has_no_costs(tmp_path):
     source = HEADLESS.format(returned="x[x.nonzero()[0]].mean()")
     text = refused(tmp_path, source, STEP, "SR305")
     assert "cannot be counted" in text and 'by="parameters"' in text
+
+
+TOWERS = """\
+import torch
+from torch import nn
+
+
+class Stack(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.seen = nn.ModuleList([nn.Linear(8, 8) for _ in range(depth)])
+        self.first = nn.ModuleList([nn.ModuleList([nn.Linear(8, 8)]) for _ in range(2)])
+        self.scales = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+    def forward(self, x, image=None):
+        if image is not None:
+            for layer in self.seen:
+                x = x + layer(image)
+        for scale, layers in zip(self.scales, self.first):
+            x = scale(x)
+            for layer in layers:
+                x = layer(x)
+        return x.sum()
+"""
+
+
+def test_layers_that_a_step_does_not_call_are_left_to_the_last_stage(tmp_path):
+    output = rewritten(tmp_path, TOWERS, STEP + "def schedule(s):\n    s.cut_evenly(2)\n")
+    text = output.files["pipeline.py"]
+    assert "for scale, layers in zip(self.scales[:1], self.first[:1]):" in text
+    assert "return self.first[:1], self.scales[:1]" in text
+    assert "return self.first[1:], self.scales[1:], self.seen" in text
+
+
+SHARED = HEADLESS.replace("for layer in self.layers:", "for layer in [*self.layers] * 3:")
+
+
+def test_one_layer_that_is_called_several_times(tmp_path):
+    schedule = STEP.replace("depth=4", "depth=1") + "def schedule(s):\n    s.cut_evenly(2)\n"
+    text = refused(tmp_path, SHARED.format(returned="x.sum()"), schedule, "SR206")
+    assert "`layers.0` is called 3 times, and there is no other layer" in text
+    assert "shares one set of weights, which every stage would have to hold and tie" in text

@@ -19,6 +19,11 @@ from slapo_rewrite.stages.loops import loop_over, sliced
             "for x, y in zip(self.a[:2], self.b[:2]):",
             "for x, y in zip(self.a[2:], self.b[2:]):",
         ),
+        (
+            "for i, (x, y) in enumerate(zip(self.a, self.b)):",
+            "for (x, y) in zip(self.a[:2], self.b[:2]):",
+            "for (x, y) in zip(self.a[2:], self.b[2:]):",
+        ),
     ],
 )
 def test_rounds(head, first, second):
@@ -33,6 +38,10 @@ def test_rounds(head, first, second):
         ("for i, x in enumerate(self.a):", "for i, x in enumerate(self.a[2:], start=2):"),
         ("for i, x in enumerate(self.a, 1):", "for i, x in enumerate(self.a[2:], start=3):"),
         ("for i, x in enumerate(self.a[1:]):", "for i, x in enumerate(self.a[2:], start=1):"),
+        (
+            "for i, x in enumerate(zip(self.a, self.b)):",
+            "for i, x in enumerate(zip(self.a[2:], self.b[2:]), start=2):",
+        ),
     ],
 )
 def test_rounds_that_are_counted(head, second):
