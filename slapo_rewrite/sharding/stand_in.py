@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding.packed_parts import ratio_of
@@ -62,7 +63,8 @@ class StandIn:
         self._pair(tree.root, self.small.root)
 
     def _pair(self, node: Node, like: Node) -> None:
-        if node.cls is not like.cls:
+        # A module with parametrizations has a class of its own.
+        if type_before_parametrizations(node.live) is not type_before_parametrizations(like.live):
             raise CannotStandIn(
                 f"`{node.path or 's'}` is a {node.cls.__name__} in the model and a "
                 f"{like.cls.__name__} in the small one"

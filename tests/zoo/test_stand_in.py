@@ -111,7 +111,13 @@ def schedule(s):
     s["layers.*.experts.*.down"].shard("weight", axis=1)
     s.infer_sync()
 """
+# Torch gives each module with a parametrization a class of its own.
+PARAMETRIZED = SOURCE.replace(
+    "self.router = nn.Linear(width, experts)",
+    "self.router = nn.utils.parametrizations.weight_norm(nn.Linear(width, experts))",
+)
 CASES = {
+    "parametrized": Case(PARAMETRIZED, SCHEDULE.replace("SIZES", "")),
     "routed": Case(SOURCE, SCHEDULE.replace("SIZES", "")),
     "routed_inferred": Case(
         SOURCE, SCHEDULE.replace("SIZES", "")[: SCHEDULE.index("def schedule") - 5] + INFERRED
