@@ -121,7 +121,18 @@ def _rewrite(arguments: list[str]) -> int:
     )
     parser.add_argument("source", metavar="SOURCE", help="a Python file or an importable module")
     parser.add_argument(
-        "--schedule", "-s", required=True, metavar="S", help="a file, or the name of a bundled one"
+        "--schedule",
+        "-s",
+        required=True,
+        metavar="S",
+        help="a file, the name of a bundled one, or auto: worked out from the model (auto:CLASS, "
+        "or auto:FILE.py with model(m), inputs(model) and loss(outputs))",
+    )
+    parser.add_argument(
+        "--write-schedule",
+        type=Path,
+        metavar="FILE",
+        help="where `--schedule auto` writes what it works out (default: OUT_schedule.py)",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="OUT", help="the output folder")
     parser.add_argument(
@@ -163,6 +174,8 @@ def _rewrite(arguments: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"slapo-rewrite {__version__}")
     options = parser.parse_args(arguments)
     _check_combination(options)
+    if _is_auto(options.schedule):
+        _work_out(options)
     if options.output is not None:
         from slapo_rewrite.emit.output_name import check_name
 
@@ -195,6 +208,26 @@ def _rewrite(arguments: list[str]) -> int:
     if options.verify and code == DONE:
         return _verified(options.output, options, options.source, options.schedule)
     return code
+
+
+def _is_auto(schedule: str) -> bool:
+    """Whether a schedule is to be worked out."""
+    return schedule == "auto" or schedule.startswith("auto:")
+
+
+def _work_out(options: argparse.Namespace) -> None:
+    """Works the schedule out, and goes on as if its file had been given."""
+    from slapo_rewrite.auto.schedule_file import worked_out
+
+    file = options.write_schedule
+    if file is None and options.output is not None:
+        name = options.output.absolute().name.removesuffix(".py")
+        file = options.output.parent / f"{name}_schedule.py"
+    wanted = options.schedule.partition(":")[2]
+    with _working(f"working out a schedule for {options.source}"):
+        said = worked_out(options.source, wanted, file)
+    _say(said.words)
+    options.schedule = str(said.file)
 
 
 def _warn(warnings: Iterable[str]) -> None:
@@ -318,6 +351,8 @@ def _check_combination(options: argparse.Namespace) -> None:
         raise errors.UsageError(
             "where to write is missing", hint="give -o OUT, or --diff to print only"
         )
+    if options.write_schedule is not None and not _is_auto(options.schedule):
+        raise errors.UsageError("`--write-schedule` belongs to `--schedule auto`")
     if options.check and options.output is None:
         raise errors.UsageError("`--check` needs the folder to check", hint="give -o OUT")
     if sum((options.diff, options.check, options.verify)) > 1:

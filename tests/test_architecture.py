@@ -17,6 +17,7 @@ PACKAGE = Path(slapo_rewrite.__file__).parent
 LAYERS = (
     {"__main__"},
     {"cli"},
+    {"auto"},
     {"verify", "tune", "emit"},
     {"stages"},
     {"schedule"},
@@ -34,7 +35,7 @@ LAYERS = (
     {"errors"},
     {"runtime"},
 )
-MAY_IMPORT_TORCH = {"model", "sharding", "stages", "verify", "tune", "runtime"}
+MAY_IMPORT_TORCH = {"auto", "model", "sharding", "stages", "verify", "tune", "runtime"}
 HEAVY = {"torch", "transformers"}
 
 

@@ -1,0 +1,159 @@
+"""From a source file to a schedule: a model, a step of it, what is split, the text."""
+
+from __future__ import annotations
+
+import tempfile
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from slapo_rewrite import errors
+from slapo_rewrite.auto import hugging_face_model, plain_model
+from slapo_rewrite.auto.flow import Flow, flow_of
+from slapo_rewrite.auto.oracle import Oracle
+from slapo_rewrite.auto.schedule_text import schedule_text, shared
+from slapo_rewrite.auto.search import Found, Search
+from slapo_rewrite.auto.step import DoesNotRun, Given, Step, first_that_runs, tried
+from slapo_rewrite.code.file import SourceFile, locate
+from slapo_rewrite.emit.rewrite import import_source, rewrite
+from slapo_rewrite.garbage import collector_paused
+
+ADVICE = (
+    "write model(m), inputs(model) and, if the model computes no loss, loss(outputs) into a file, "
+    "and give it: --schedule auto:FILE.py"
+)
+
+
+@collector_paused()
+def derive(source: str, wanted: str = "") -> str:
+    """The text of a schedule for a model that nobody has written one for.
+
+    Args:
+        source: A file or an importable module.
+        wanted: A class of it, or a file with `model(m)` and what else is said of it; else the
+            class that people train most.
+
+    Raises:
+        ScheduleError: No model of the source can be built and run without being told how.
+    """
+    path, name = locate(source)
+    module = import_source(SourceFile.read(path, name))
+    step = _given(wanted, module) if wanted.endswith(".py") else _made_up(source, module, wanted)
+    oracle = Oracle(source, step)
+    model, inputs = oracle.small()
+    flow = flow_of(model.train(), inputs)
+    found = Search(oracle, flow, step.has_loss).run()
+    lists, why = _lists(oracle, flow)
+    head, title = step.text(), step.title
+    while True:
+        text = schedule_text(title, head, found, lists, why)
+        refused = _refused(source, text)
+        if refused is None:
+            return text
+        if not found.groups:
+            raise refused
+        found = _without_one(found, refused)
+
+
+def _given(wanted: str, module: types.ModuleType) -> Step:
+    file = Path(wanted)
+    if not file.is_file():
+        raise errors.ScheduleError(f"there is no file `{wanted}`")
+    step = Given.read(file)
+    try:
+        return tried(step, module)
+    except DoesNotRun as error:
+        raise errors.ScheduleError(
+            f"the step that `{wanted}` describes does not run: {error}"
+        ) from error
+
+
+def _made_up(source: str, module: types.ModuleType, wanted: str) -> Step:
+    classes = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, nn.Module)
+        and value.__module__ == module.__name__
+    ]
+    if wanted:
+        named = {cls.__name__: cls for cls in classes}
+        if wanted not in named:
+            raise errors.ScheduleError(
+                f"`{source}` defines no module class `{wanted}`",
+                hint=errors.did_you_mean(wanted, named) or None,
+            )
+        classes = [named[wanted]]
+    reasons: dict[str, str] = {}
+    for cls, steps in _attempts(classes, module):
+        try:
+            step, why = first_that_runs(steps, module)
+        except Exception as error:  # the user's own constructors
+            step, why = None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if step is not None:
+            return step
+        reasons[cls.__name__] = why
+    said = "; ".join(f"`{name}`: {why}" for name, why in reasons.items() if why)
+    raise errors.ScheduleError(
+        f"no model of `{source}` runs a training step on made-up inputs"
+        + (f" ({said})" if said else ""),
+        hint=ADVICE,
+    )
+
+
+def _attempts(
+    classes: Sequence[type], module: types.ModuleType
+) -> Iterator[tuple[type, Iterator[Step]]]:
+    for cls in hugging_face_model.in_order(list(classes)):
+        yield cls, hugging_face_model.steps_of(cls)
+    for cls in plain_model.in_order(list(classes), module):
+        yield cls, plain_model.steps_of(cls, module)
+
+
+def _lists(oracle: Oracle, flow: Flow) -> tuple[list[str], str]:
+    """The module lists whose elements may be checkpointed, or why there are none."""
+    nodes = oracle.project.tree.nodes
+    found = [
+        path
+        for path, node in nodes.items()
+        if isinstance(node.live, nn.ModuleList)
+        and len(node.children) > 1
+        and any(p.startswith(f"{path}.*.") for p in (*flow.layers, *flow.between))
+        and all(type(c.live).forward is not nn.Module.forward for c in node.children.values())
+    ]
+    why = "" if found else "Nothing is checkpointed: there is no list of layers."
+    kept = []
+    for path in shared(found):
+        refused = oracle.refusal([f's["{path}"][:1.0].checkpoint()'])
+        if refused is None:
+            kept.append(path)
+        else:
+            why = f"`{path}` is not checkpointed: {refused.message}."
+    return kept, why
+
+
+def _refused(source: str, text: str) -> errors.RewriteError | None:
+    """Why the tool would not carry out a schedule; None where it does, its last checks included."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "schedule.py"
+        file.write_text(text, encoding="utf-8")
+        try:
+            rewrite(source, str(file))
+        except errors.RewriteError as error:
+            return error
+    return None
+
+
+def _without_one(found: Found, refused: errors.RewriteError) -> Found:
+    """What was found, less the group that the refusal names, else the smallest."""
+    if any(group.head for group in found.groups):  # with whole logits it may be right
+        return replace(found, groups=tuple(replace(group, head=None) for group in found.groups))
+    said = refused.render()
+    named = [g for g in found.groups if any(p in said for p in g.patterns)]
+    gone = min(named or found.groups, key=lambda g: g.parameters)
+    left = tuple(group for group in found.groups if group is not gone)
+    whole = {**found.whole, **dict.fromkeys(gone.patterns, refused.message)}
+    return replace(found, groups=left, whole=whole)

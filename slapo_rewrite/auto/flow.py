@@ -1,0 +1,218 @@
+"""Which layers feed which others: what one step of a small model shows.
+
+A layer's result is followed through every operation up to the layers that it reaches. Producers
+that reach a common consumer belong together: they are split over their outputs and their consumers
+over their inputs, or none of them is. Elements of a module list are one and the same, so what is
+found does not grow with a model's depth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from slapo_rewrite.model.layers import Split, splits_of
+from slapo_rewrite.model.results import tensors
+from slapo_rewrite.model.tree import CONTAINERS
+
+# What takes a tensor apart along an axis; the sizes of the pieces tell how it is packed.
+_APART = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind"}
+
+
+@dataclass
+class Passage:
+    """How a layer was used in the step.
+
+    Attributes:
+        paths: The modules that the pattern stands for.
+        rows: How many rows it was given in all, each a vector of features.
+        width: How many numbers it was given in all.
+        pieces: Sizes of the pieces that its result was taken apart into, each once.
+    """
+
+    paths: set[str] = field(default_factory=set)
+    rows: int = 0
+    width: int = 0
+    pieces: list[tuple[int, ...]] = field(default_factory=list)
+
+
+@dataclass
+class Flow:
+    """What was found.
+
+    Attributes:
+        layers: The layers that can be split over inputs or outputs, by pattern.
+        tables: The embeddings, likewise.
+        sources: For each layer, those whose results reach it with no other between.
+        between: For each other module with parameters of its own, those whose results reach it.
+        ends: The layers whose results are a part of what the model returns.
+    """
+
+    layers: dict[str, Passage] = field(default_factory=dict)
+    tables: dict[str, Passage] = field(default_factory=dict)
+    sources: dict[str, set[str]] = field(default_factory=dict)
+    between: dict[str, set[str]] = field(default_factory=dict)
+    ends: set[str] = field(default_factory=set)
+
+
+def pattern_of(model: nn.Module, path: str) -> str:
+    """A path with `*` for the elements of lists whose elements are modules of several layers."""
+    module, segments = model, []
+    for segment in path.split(".") if path else ():
+        is_element = isinstance(module, CONTAINERS) and segment.isdigit()
+        module = module.get_submodule(segment)
+        whole = is_element and not isinstance(module, CONTAINERS) and any(module.children())
+        segments.append("*" if whole else segment)
+    return ".".join(segments)
+
+
+def flow_of(model: nn.Module, inputs: Mapping[str, Any]) -> Flow:
+    """Follows one training step.
+
+    Args:
+        model: A small model, with weights.
+        inputs: Keyword arguments of the step.
+    """
+    recorder = _Recorder(model)
+    with torch.enable_grad(), recorder.watching(), recorder:
+        outputs = model(**inputs)
+    for tensor in tensors(outputs):
+        recorder.flow.ends |= recorder.of(tensor)
+    return recorder.flow
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes of each tensor which layers' results it is made of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.flow, self.depth = model, Flow(), 0
+        self._made: dict[int, frozenset[str]] = {}
+        self._alive: list[torch.Tensor] = []
+
+    def of(self, tensor: torch.Tensor) -> frozenset[str]:
+        """The layers that a tensor is made of."""
+        return self._made.get(id(tensor), frozenset())
+
+    def _sources(self, values: Any) -> frozenset[str]:
+        return frozenset().union(*(self.of(tensor) for tensor in tensors(values)))
+
+    def _note(self, values: Any, made: frozenset[str]) -> None:
+        for tensor in tensors(values):
+            self._made[id(tensor)] = made
+            self._alive.append(tensor)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if not self.depth:
+            made = self._sources((args, kwargs))
+            if made:
+                name = getattr(func, "__name__", "")
+                if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+                    self._note(args[:1], made)
+                self._note(output, made)
+                if name in _APART and len(made) == 1:
+                    self._note_pieces(next(iter(made)), args[0], output)
+        return output
+
+    def _note_pieces(self, layer: str, tensor: torch.Tensor, pieces: Any) -> None:
+        shapes = [tuple(piece.shape) for piece in tensors(pieces)]
+        found = [s for s in zip(*shapes, strict=False) if sum(s) in tensor.shape and len(s) > 1]
+        for sizes in found:
+            # `unbind` gives pieces of one less axis: equal ones.
+            known = self.flow.layers[layer].pieces
+            if sizes not in known and sum(sizes) == tensor.shape[-1]:
+                known.append(sizes)
+        if (
+            len({*shapes}) == 1
+            and (equal := (1,) * len(shapes)) not in self.flow.layers[layer].pieces
+        ):
+            self.flow.layers[layer].pieces.append(equal)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notes calls of layers, and skips what happens inside of them."""
+        handles = []
+        for path, module in self.model.named_modules():
+            if path and any(True for _ in module.parameters(recurse=False)):
+                pattern = pattern_of(self.model, path)
+                if any(is_column(split) for split in (splits_of(module) or {}).values()):
+                    enter, leave = self._of_layer(module, pattern, path)
+                    handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                    handles.append(module.register_forward_hook(leave))
+                else:
+                    handles.append(
+                        module.register_forward_pre_hook(self._of_other(pattern), with_kwargs=True)
+                    )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _of_layer(self, module: nn.Module, pattern: str, path: str) -> tuple[Any, Any]:
+        is_table = isinstance(module, nn.Embedding)
+        kinds = self.flow.tables if is_table else self.flow.layers
+
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self.depth += 1
+            if self.depth > 1:
+                return
+            passage = kinds.setdefault(pattern, Passage())
+            passage.paths.add(path)
+            given = next(iter(tensors((args, kwargs))), None)
+            if given is not None:
+                passage.width += given.numel()
+                passage.rows += given.numel() // max(1, given.shape[-1] if not is_table else 1)
+            if not is_table:
+                self.flow.sources.setdefault(pattern, set()).update(self._sources((args, kwargs)))
+
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            self.depth -= 1
+            if not self.depth:
+                self._note(output, frozenset() if is_table else frozenset({pattern}))
+
+        return enter, leave
+
+    def _of_other(self, pattern: str) -> Any:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self.depth:
+                found = self._sources((args, kwargs))
+                self.flow.between.setdefault(pattern, set()).update(found)
+
+        return enter
+
+
+def is_column(split: Split) -> bool:
+    """Whether a layer that is split so takes whole values and gives parts."""
+    return split.output == "partition" and not split.takes_part
+
+
+def is_row(split: Split) -> bool:
+    """Whether a layer that is split so takes parts and gives partial sums."""
+    return split.output == "partial sum" and split.takes_part
+
+
+def components(flow: Flow) -> list[tuple[frozenset[str], frozenset[str]]]:
+    """Producers and the consumers that they reach, those that hang together in one."""
+    found: list[tuple[set[str], set[str]]] = []
+    for consumer, producers in flow.sources.items():
+        if not producers:
+            continue
+        given, taken = set(producers), {consumer}
+        apart = []
+        for known in found:
+            if known[0] & given:
+                given |= known[0]
+                taken |= known[1]
+            else:
+                apart.append(known)
+        found = [*apart, (given, taken)]
+    return [(frozenset(given), frozenset(taken)) for given, taken in found]

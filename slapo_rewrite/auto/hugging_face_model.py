@@ -1,0 +1,200 @@
+"""What a schedule says of a Hugging Face model: head, configuration, twin, made-up inputs."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from slapo_rewrite.auto.step import Step
+from slapo_rewrite.model import small_model
+
+# Heads in the order in which one is taken where nobody names one: the one that people pretrain.
+HEADS = (
+    *("ForMaskedLM", "ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForPreTraining"),
+    *("ForSpeechSeq2Seq", "ForCTC", "ForImageClassification", "ForVideoClassification"),
+    *("ForAudioClassification", "ForSequenceClassification", "ForSemanticSegmentation"),
+    *("ForObjectDetection", "ForTokenClassification", "ForQuestionAnswering"),
+)
+# How many heads are tried.
+MOST_HEADS = 4
+
+# Arguments of a `forward` by the names that they have everywhere, with what may be given for them.
+# `$name` is a number of the configuration, or of a part of it; `$name:3` is 3 where there is none.
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "input_ids": ("torch.randint(3, $vocab_size, (2, 16))",),
+    "decoder_input_ids": ("torch.randint(3, $vocab_size, (2, 16))",),
+    "pixel_values": (
+        "torch.randn(2, $num_channels:3, $image_size:224, $image_size:224)",
+        "torch.randn(2, $num_channels:3, 64, 64)",
+        "torch.randn(2, $num_frames:8, $num_channels:3, $image_size:224, $image_size:224)",
+    ),
+    "pixel_values_videos": (
+        "torch.randn(2, $frames_per_clip:8, $num_channels:3, $image_size:224, $image_size:224)",
+    ),
+    "input_features": (
+        "torch.randn(2, $num_mel_bins:80, 2 * $max_source_positions:32)",
+        "torch.randn(2, 64, $input_feat_per_channel:80)",
+        "torch.randn(2, 64, $feature_projection_input_dim:160)",
+        "torch.randn(2, 64, $num_mel_bins:80)",
+        "torch.randn(2, 1, $spec_size:64, $num_mel_bins:64)",
+    ),
+    "input_values": (
+        "torch.randn(2, 4000)",
+        "torch.randn(2, 1, 4000)",
+        "torch.randn(2, $max_length:64, $num_mel_bins:80)",
+    ),
+    "past_values": (
+        "torch.randn(2, $context_length:64, $num_input_channels:1)",
+        "torch.randn(2, $seq_length:64, $num_input_channels:1)",
+    ),
+    "bbox": ("torch.zeros(2, 16, 4, dtype=torch.long)",),
+    "bool_masked_pos": (
+        "torch.zeros(2, ($image_size:224 // $patch_size:16) ** 2, dtype=torch.bool)",
+    ),
+    "inputs": ("torch.randint(3, $vocab_size, (2, 16))",),
+}
+# Labels, for heads that are not of text, by what the name of the class says.
+LABELS: dict[str, str] = {
+    "Classification": "torch.randint($num_labels, (2,))",
+    "SemanticSegmentation": "torch.randint($num_labels, (2, $image_size:64, $image_size:64))",
+    "CTC": "torch.randint(3, $vocab_size, (2, 4))",
+    "SpeechSeq2Seq": "torch.randint(3, $vocab_size, (2, 16))",
+    "ConditionalGeneration": "torch.randint(3, $vocab_size, (2, 16))",
+}
+
+
+def is_one(cls: type) -> bool:
+    """Whether a class is a Hugging Face model that can be built from a configuration."""
+    return getattr(cls, "config_class", None) is not None
+
+
+def in_order(classes: list[type]) -> list[type]:
+    """The models among these classes, the one that people train most first."""
+    models = [cls for cls in classes if is_one(cls)]
+
+    def rank(cls: type) -> tuple[int, int]:
+        suffix = next((i for i, s in enumerate(HEADS) if cls.__name__.endswith(s)), len(HEADS))
+        base = 2 if cls.__name__.endswith("PreTrainedModel") else "For" not in cls.__name__
+        return suffix, int(base)
+
+    built = [cls for cls in models if not cls.__name__.endswith("PreTrainedModel")]
+    return sorted(built, key=rank)[:MOST_HEADS]
+
+
+def steps_of(cls: Any) -> Iterator[Step]:
+    """Training steps of a model of a class, in its default configuration; some may not run.
+
+    Raises:
+        Exception: What the constructor of the configuration raises.
+    """
+    config_class = cls.config_class
+    config = config_class()
+    step = Step(
+        f"{cls.__name__} in its default configuration",
+        (_imported(config_class),),
+        f"m.{cls.__name__}({config_class.__name__}())",
+    )
+    with torch.device("meta"):
+        model = cls(config_class())
+    twin, imports = _twin(cls, config)
+    step = replace(step, twin=twin, imports=tuple(sorted({*step.imports, *imports})))
+    takes = inspect.signature(cls.forward).parameters
+    main = getattr(cls, "main_input_name", "input_ids")
+    if "input_ids" in takes and main == "input_ids":
+        yield step
+    needed = [n for n, p in takes.items() if p.default is p.empty and p.kind in _NAMED]
+    wanted = [n for n in dict.fromkeys([main, *needed[1:]]) if n in takes]
+    known = [n for n in ARGUMENTS if n in takes]
+    for names in ([*wanted], [*dict.fromkeys([*wanted, *known])]):
+        if not names or any(name not in ARGUMENTS for name in names):
+            continue
+        for texts in itertools.product(*(ARGUMENTS[name] for name in names)):
+            given = dict(zip(names, texts, strict=True))
+            labels = next((t for n, t in LABELS.items() if n in cls.__name__), None)
+            if labels is not None and "labels" in takes:
+                yield replace(step, inputs=_filled({**given, "labels": labels}, model.config))
+            yield replace(step, inputs=_filled(given, model.config))
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _imported(cls: type) -> str:
+    import transformers
+
+    if getattr(transformers, cls.__name__, None) is cls:
+        return f"from transformers import {cls.__name__}"
+    return f"from {cls.__module__} import {cls.__name__}"
+
+
+def _filled(given: Mapping[str, str], config: Any) -> dict[str, str]:
+    """Expressions with the numbers of a configuration in them, by their names."""
+    found = {}
+    for name, text in given.items():
+        words = text.split("$")
+        for number, word in enumerate(words[1:], 1):
+            end = next((i for i, c in enumerate(word) if not (c.isalnum() or c in "_:")), len(word))
+            wanted, _, default = word[:end].partition(":")
+            words[number] = (_place_of(config, wanted) or default or "1") + word[end:]
+        found[name] = "".join(words)
+    return found
+
+
+def _place_of(config: Any, name: str, path: str = "model.config", depth: int = 2) -> str | None:
+    """An expression for a number of a configuration, or of one inside it."""
+    value = getattr(config, name, None)
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
+        return f"{path}.{name}[0]"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{path}.{name}"
+    for inner, part in vars(config).items() if depth else ():
+        if hasattr(part, "to_dict") and (
+            found := _place_of(part, name, f"{path}.{inner}", depth - 1)
+        ):
+            return found
+    return None
+
+
+def _twin(cls: Any, config: Any) -> tuple[str | None, set[str]]:
+    """The expression for a small model, and imports for it; None where no arguments say it."""
+    small = small_model.small_config(config)
+    imports: set[str] = set()
+    try:
+        text = _construction(small, imports)
+        names = {c.__name__: c for c in _classes(small)}
+        if eval(text, names).to_dict() != small.to_dict():
+            return None, set()
+    except Exception:
+        return None, set()
+    return f"m.{cls.__name__}({text})", imports
+
+
+def _classes(config: Any) -> Iterator[type]:
+    yield type(config)
+    for part in vars(config).values():
+        if hasattr(part, "to_dict"):
+            yield from _classes(part)
+
+
+def _construction(config: Any, imports: set[str]) -> str:
+    """A call that makes a configuration, with the arguments that are not as by default."""
+    usual = type(config)()
+    imports.add(_imported(type(config)))
+    given = []
+    for name, value in vars(config).items():
+        if name.startswith("_") or name in ("transformers_version", "architectures"):
+            continue
+        if hasattr(value, "to_dict"):
+            given.append(f"{name}={_construction(value, imports)}")
+        elif not _same(value, getattr(usual, name, None)):
+            given.append(f"{name}={value!r}")
+    return f"{type(config).__name__}({', '.join(given)})"
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and one == other

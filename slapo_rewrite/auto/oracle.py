@@ -1,0 +1,83 @@
+"""Whether lines of a schedule are legal: the tool itself is asked, as it would carry them out."""
+
+from __future__ import annotations
+
+import tempfile
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.auto.step import Step
+from slapo_rewrite.emit.rewrite import Project, line_length
+from slapo_rewrite.lowering.lower import lower
+from slapo_rewrite.model import small_model
+from slapo_rewrite.model.meta_device import without_dynamo
+from slapo_rewrite.schedule.load import ScheduleFile
+from slapo_rewrite.schedule.plan import Plan
+from slapo_rewrite.schedule.selection import Selection
+
+EMPTY = "def schedule(s):\n    pass\n"
+
+
+class Oracle:
+    """Carries out lines of a schedule on one model up to the point where files would be written.
+
+    Args:
+        source: The source, as the user gave it.
+        step: The model, and a step of it.
+
+    Attributes:
+        project: The source and the model.
+        asked: How often it was asked.
+    """
+
+    def __init__(self, source: str, step: Step) -> None:
+        self._head = step.text()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "schedule.py"
+            file.write_text(f"{self._head}\n\n{EMPTY}", encoding="utf-8")
+            self.project = Project(source, str(file))
+        self._file = file
+        self._length = line_length(self.project.original.text)
+        self.asked = 0
+
+    def refusal(self, lines: Sequence[str]) -> errors.RewriteError | None:
+        """Why the tool would not carry out these lines; None where it would."""
+        self.asked += 1
+        body = "".join(f"    {line}\n" for line in lines)
+        text = f"{self._head}\n\ndef schedule(s):\n{body}"
+        module = types.ModuleType("schedule_file")
+        exec(compile(text, str(self._file), "exec", dont_inherit=True), module.__dict__)
+        schedule = ScheduleFile("auto", self._file, text, module)
+        project = self.project
+        plan = Plan(project.tree, schedule, project.sources, None, self._length)
+        selection = Selection(plan, [project.tree.root])
+        try:
+            with without_dynamo():
+                schedule.guarded(lambda: module.schedule(selection), "`schedule`")
+                lower(
+                    project.tree,
+                    plan.states,
+                    len(plan.directives),
+                    (),
+                    project.sources,
+                    self._inputs,
+                    self.small,
+                    self._length,
+                    thorough=False,
+                )
+        except errors.RewriteError as error:
+            return error
+        return None
+
+    def _inputs(self) -> dict[str, Any]:
+        schedule = self.project.schedule.module
+        return small_model.training_inputs(schedule, self.project.tree.root.live)
+
+    def small(self) -> tuple[Any, dict[str, Any]]:
+        """The small model, and the keyword arguments of a step of it."""
+        schedule, module = self.project.schedule.module, self.project.module
+        model = small_model.build_small(schedule, module)
+        return model, small_model.training_inputs(schedule, model)

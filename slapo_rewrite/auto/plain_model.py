@@ -1,0 +1,155 @@
+"""What a schedule says of a model of somebody's own: which class, its arguments, made-up inputs."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_rewrite.auto.step import Step
+
+# Small numbers for arguments of constructors, by a part of their names; the first that fits.
+SMALL = {
+    "vocab": 203, "class": 10, "head": 4, "layer": 2, "depth": 2, "block_size": 64, "seq": 64,
+    "ctx": 64, "context": 64, "len": 64, "position": 64, "channel": 3, "expert": 4, "patch": 8,
+    "image": 32, "img": 32, "drop": 0, "inner": 128, "ff": 128, "hidden": 64, "dim": 64,
+    "width": 64, "embd": 64, "embed": 64, "size": 64,
+}  # fmt: skip
+# Arguments of a `forward` that make it compute a loss.
+TARGETS = ("labels", "targets", "target", "label", "y")
+# A model with more parameters than this gets a small one beside it.
+LARGE = 2_000_000
+MOST_STEPS = 60
+
+
+def in_order(classes: list[type], module: types.ModuleType) -> list[type]:
+    """The classes that no other class of the file builds, the last one first."""
+    used: set[str] = set()
+    for name, value in vars(module).items():
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            try:
+                tree = ast.parse(inspect.getsource(value).strip())
+            except (OSError, TypeError, SyntaxError):
+                continue
+            used |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id != name}
+    plain = [cls for cls in classes if getattr(cls, "config_class", None) is None]
+    return [cls for cls in reversed(plain) if cls.__name__ not in used]
+
+
+def steps_of(cls: Any, module: types.ModuleType) -> Iterator[Step]:
+    """Training steps of a model of a class; some may not run.
+
+    Raises:
+        Exception: What its constructor raises.
+    """
+    built = _arguments(cls, module, small=False)
+    small = _arguments(cls, module, small=True)
+    with torch.device("meta"):
+        model = eval(f"m.{cls.__name__}({built})", {"m": module})
+    large = sum(p.numel() for p in model.parameters()) > LARGE
+    own = f"m.{cls.__name__}({built})"
+    twins = [f"m.{cls.__name__}({small})", None] if large and small != built else [None]
+    for twin in twins:
+        try:
+            live = eval(twin or own, {"m": module})
+        except Exception:
+            continue
+        for inputs in itertools.islice(_inputs(live), MOST_STEPS):
+            yield Step(f"{cls.__name__} as its constructor has it", (), own, twin, inputs)
+
+
+def _arguments(cls: Any, module: types.ModuleType, small: bool) -> str:
+    """The arguments that a constructor is given: those without a default, or small ones."""
+    given = []
+    for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        text = _argument(parameter, module, small)
+        if text is not None:
+            given.append(f"{parameter.name}={text}")
+    return ", ".join(given)
+
+
+def _argument(parameter: inspect.Parameter, module: types.ModuleType, small: bool) -> str | None:
+    wanted = parameter.annotation
+    known = vars(module)
+    config = known.get(wanted) if isinstance(wanted, str) else wanted
+    if not (isinstance(config, type) and config.__module__ == module.__name__):
+        config = None
+        if parameter.default is parameter.empty and parameter.name in ("config", "cfg", "args"):
+            named = [v for n, v in known.items() if n.lower().endswith(("config", "args"))]
+            config = next((v for v in named if isinstance(v, type)), None)
+    if config is not None and parameter.default is parameter.empty:
+        fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+        inner = [
+            f"{f.name}={_smaller(f.name, f.default)}"
+            for f in fields
+            if (small or f.default is dataclasses.MISSING)
+            and _smaller(f.name, f.default) is not None
+        ]
+        return f"m.{config.__name__}({', '.join(inner)})"
+    if parameter.default is parameter.empty:
+        value = _smaller(parameter.name, None)
+        return str(64 if value is None else value)
+    return _smaller(parameter.name, parameter.default) if small else None
+
+
+def _smaller(name: str, default: Any) -> str | None:
+    """A small number for an argument; None where its default may stay."""
+    if default is not None and (isinstance(default, bool) or not isinstance(default, (int, float))):
+        if default is not dataclasses.MISSING:
+            return None
+        default = None
+    value = next((v for part, v in SMALL.items() if part in name.lower()), None)
+    if value is None or (isinstance(default, (int, float)) and default <= value):
+        return None
+    return str(float(value) if isinstance(default, float) else value)
+
+
+def _inputs(model: nn.Module) -> Iterator[dict[str, str]]:
+    """What the arguments of `forward` may be given, with a target where it takes one."""
+    signature = inspect.signature(model.forward).parameters
+    needed = [
+        n
+        for n, p in signature.items()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    targets = [n for n in signature if n in TARGETS and n not in needed]
+    options = list(_tensors(model))
+    firsts = [n for n in needed if n not in TARGETS]
+    for first in options:
+        for rest in itertools.product(options[:4], repeat=max(0, len(firsts) - 1)):
+            given = dict(zip(firsts, [first, *rest], strict=False))
+            asked = [n for n in needed if n in TARGETS] + targets[:1]
+            if asked:
+                for target in dict.fromkeys([first, "torch.randint(0, 10, (2,))"]):
+                    if "randint" in target:
+                        yield {**given, **dict.fromkeys(asked, target)}
+            if not any(n in needed for n in asked):
+                yield given
+
+
+def _tensors(model: nn.Module) -> Iterator[str]:
+    """Tensors that the model may take, by its layers, the first ones first."""
+    found: dict[str, None] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            found[f"torch.randint(0, {module.num_embeddings}, (2, 16))"] = None
+        elif isinstance(module, nn.Linear):
+            found[f"torch.randn(2, 16, {module.in_features})"] = None
+            found[f"torch.randn(2, {module.in_features})"] = None
+        elif isinstance(module, nn.Conv2d):
+            for side in (32, 64, 224):
+                found[f"torch.randn(2, {module.in_channels}, {side}, {side})"] = None
+        elif isinstance(module, nn.Conv1d):
+            found[f"torch.randn(2, {module.in_channels}, 64)"] = None
+        elif isinstance(module, nn.LayerNorm):
+            found[f"torch.randn(2, 16, {module.normalized_shape[-1]})"] = None
+    yield from itertools.islice(found, 12)

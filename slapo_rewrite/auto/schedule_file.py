@@ -1,0 +1,85 @@
+"""Where a schedule that was worked out is kept: one's own file is never written over."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from slapo_rewrite import __version__, errors
+from slapo_rewrite.code.file import locate
+from slapo_rewrite.emit.diff_cache import folder
+
+# The last line of a file that was worked out: of what, and what the lines above it were.
+_SEAL = "# slapo-rewrite {version}: worked out of {source}, {digest}\n"
+_SEALED = re.compile(r"^# slapo-rewrite (\S+): worked out of ([0-9a-f]+), ([0-9a-f]+)\n\Z", re.M)
+
+
+@dataclass(frozen=True)
+class WorkedOut:
+    """A schedule file that was worked out.
+
+    Attributes:
+        file: Where it lies.
+        words: What is said of it.
+    """
+
+    file: Path
+    words: str
+
+
+def worked_out(source: str, wanted: str, file: Path | None) -> WorkedOut:
+    """A file with the schedule for a source; what is there already is kept while it holds.
+
+    Args:
+        source: A file or an importable module.
+        wanted: A class of it, or a file with what is said of the model; may be empty.
+        file: Where to write; None for the tool's own cache.
+
+    Raises:
+        ScheduleError: The file is another's, or was edited; or no schedule can be worked out.
+    """
+    given = _digest(f"{locate(source)[0].read_text(encoding='utf-8')}{_said_in(wanted)}")
+    if file is None:
+        file = folder() / f"auto_{_digest(f'{source}:{wanted}')}.py"
+    if file.exists():
+        known = _known(file)
+        if known == (__version__, given):
+            return WorkedOut(file, f"{file} is what was worked out before")
+    from slapo_rewrite.auto.derive import derive
+
+    text = derive(source, wanted)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    seal = _SEAL.format(version=__version__, source=given, digest=_digest(text))
+    file.write_text(f"{text}\n{seal}", encoding="utf-8")
+    return WorkedOut(file, f"wrote {file}")
+
+
+def _known(file: Path) -> tuple[str, str]:
+    """The version and the source that a file was worked out with and of.
+
+    Raises:
+        ScheduleError: It was not worked out, or was edited since.
+    """
+    text = file.read_text(encoding="utf-8")
+    found = _SEALED.search(text)
+    if found is None or _digest(text[: found.start() - 1]) != found[3]:
+        raise errors.ScheduleError(
+            f"`{file}` is there already, and is not what was worked out",
+            hint=f"use it (--schedule {file}), or name another file: --write-schedule FILE.py",
+        )
+    return found[1], found[2]
+
+
+def _said_in(wanted: str) -> str:
+    if not wanted.endswith(".py"):
+        return wanted
+    try:
+        return Path(wanted).read_text(encoding="utf-8")
+    except OSError as error:
+        raise errors.ScheduleError(f"cannot read `{wanted}`: {error}") from None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,178 @@
+"""The schedule file, as a person would have written it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from slapo_rewrite import __version__
+from slapo_rewrite.auto.search import Found, Group, Shard
+
+LINE_LENGTH = 100
+
+_HEADER = """
+What is split, whether it may be, and what its collectives take was worked out by slapo-rewrite
+{version} from the model itself, for one layer of each kind. `slapo-rewrite explain` shows the
+collectives that `infer_sync` adds. It is an ordinary schedule: edit it, and give it by its name.
+"""
+
+
+def schedule_text(title: str, head: str, found: Found, lists: Sequence[str], why: str) -> str:
+    """All of the file.
+
+    Args:
+        title: What the model is.
+        head: The functions beside `schedule`.
+        found: What is split.
+        lists: The paths of the module lists whose elements can be checkpointed.
+        why: What is said where none is.
+    """
+    head = head.lstrip()
+    header = (
+        "" if head.startswith(('"""', "'''")) else _HEADER.format(title=title, version=__version__)
+    )
+    knobs = ["s"]
+    has_loss = any(group.head for group in found.groups)
+    if found.groups:
+        knobs.append("tensor_parallel: bool = True")
+    if has_loss:
+        knobs.append("parallel_loss: bool = True")
+    if lists:
+        knobs.append("ckpt_ratio: float = 0.0")
+    knobs.append("fuse: bool = False")
+    if lists:
+        knobs += ["pipeline_stages: int = 1", 'pipeline_engine: str = "deepspeed"']
+    body = _docstring(found, lists, has_loss)
+    main = lists[0] if len(lists) == 1 else None
+    body += ["if fuse:", "    s.apply_all()"]
+    if main is not None:
+        body.append(f'layers = s["{main}"]')
+    if found.groups:
+        body.append("if tensor_parallel:")
+        for group in found.groups:
+            body += [f"    {line}" for line in _written(group, main)]
+        body += [f"    {line}" for line in _left(found)]
+        body.append("    s.infer_sync()")
+    else:
+        body += [*_left(found)]
+    body += [f"{_selected(path, main)}[:ckpt_ratio].checkpoint()" for path in lists]
+    if not lists:
+        body += _comment(why)
+    if lists:
+        body += [
+            "if pipeline_stages != 1:",
+            "    s.cut_evenly(pipeline_stages, target=pipeline_engine)",
+        ]
+    function = f"def schedule({', '.join(knobs)}):\n" + textwrap.indent("\n".join(body), "    ")
+    return _formatted(f"{header}{head.rstrip()}\n\n\n{function}\n")
+
+
+def _formatted(text: str) -> str:
+    import black
+
+    return black.format_str(text, mode=black.Mode(line_length=LINE_LENGTH))
+
+
+def _docstring(found: Found, lists: Sequence[str], has_loss: bool) -> list[str]:
+    does = []
+    if found.groups:
+        does.append("splits the layers")
+    if lists:
+        does.append("checkpoints the first `ckpt_ratio` of them")
+    first = (" and ".join(does) or "leaves the model as it is").capitalize()
+    lines = [f'"""{first}.', ""]
+    if has_loss:
+        lines += textwrap.wrap(
+            "With `parallel_loss` the logits stay split where training computes a loss of them, "
+            "and only the loss is summed; without it they are gathered on every rank.",
+            LINE_LENGTH - 4,
+        )
+    lines.append("With `fuse` every rule that pays is applied first, before anything is split.")
+    if lists:
+        lines += textwrap.wrap(
+            "With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many "
+            'stages, run by DeepSpeed, or with `pipeline_engine` "torch" by '
+            "`torch.distributed.pipelining`.",
+            LINE_LENGTH - 4,
+        )
+    return [*lines, '"""']
+
+
+def _selected(path: str, main: str | None) -> str:
+    """The selection of a path, from `layers` on where it lies in the list of that name."""
+    if path == main:
+        return "layers"
+    if main is not None and path.startswith(f"{main}."):
+        return f'layers["{path.removeprefix(f"{main}.")}"]'
+    return f's["{path}"]'
+
+
+def _written(group: Group, main: str | None) -> list[str]:
+    """The lines of a group, modules that are split alike in one."""
+    lines = _comment(_reason(group), LINE_LENGTH - 8)
+
+    def alike(shard: Shard) -> tuple[str, str]:
+        return shard.pattern.rpartition(".")[0], shard.arguments()
+
+    for (parent, arguments), shards in groupby(group.shards, alike):
+        names = [shard.pattern.rpartition(".")[2] for shard in shards]
+        last = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
+        path = f"{parent}.{last}" if parent else last
+        lines.append(f"{_selected(path, main)}.shard({arguments})")
+    for path in group.summed:
+        lines.append(f'{_selected(path, main)}.sync("bwd_post", "all_reduce")')
+    for path in group.both:
+        at = _selected(path, main)
+        lines += [f'{at}.sync("{mode}", "all_reduce")' for mode in ("fwd_post", "bwd_post")]
+    if group.head is not None:
+        at = _selected(group.head, main)
+        lines += ["if parallel_loss:", f'    {at}.sync("bwd_post", "all_reduce")']
+    return lines
+
+
+def _reason(group: Group) -> str:
+    size = f"{_spoken(group.parameters)} parameters"
+    if group.is_vocabulary:
+        return f"{size}: each rank has as many words of the vocabulary."
+    if group.is_experts:
+        return f"{size}: each rank has a part of every expert."
+    if len(group.patterns) == 1:
+        return f"{size}, whose results are put together."
+    once = "; the gradient of what goes in is summed once" if group.summed else ""
+    return f"{size}: outputs are split, then inputs, and what comes out is summed{once}."
+
+
+def _spoken(number: int) -> str:
+    for name, size in (("billion", 10**9), ("million", 10**6), ("thousand", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {name}"
+    return str(number)
+
+
+def _left(found: Found) -> list[str]:
+    """A comment for what stays whole."""
+    by_reason: dict[str, list[str]] = {}
+    for pattern, reason in found.whole.items():
+        by_reason.setdefault(reason, []).append(f"`{pattern}`")
+    lines: list[str] = []
+    for reason, patterns in by_reason.items():
+        lines += _comment(f"Left whole: {', '.join(patterns)}: {reason}.", LINE_LENGTH - 8)
+    return lines
+
+
+def _comment(text: str, width: int = LINE_LENGTH - 4) -> list[str]:
+    wrapper = textwrap.TextWrapper(
+        width,
+        initial_indent="# ",
+        subsequent_indent="# ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return wrapper.wrap(" ".join(text.split()))
+
+
+def shared(lists: Iterable[str]) -> list[str]:
+    """The lists that lie in no other."""
+    known = list(lists)
+    return [p for p in known if not any(p.startswith(f"{other}.") for other in known)]

@@ -1,0 +1,483 @@
+"""Which layers are split, and how: the cheapest of what is legal, found once for all layers alike.
+
+The search runs over the folded graph, in which the elements of a module list are one node (as in
+TAP, arXiv 2302.00247), so that it does not grow with depth. A component of producers and consumers
+is split as Megatron-LM splits a block (arXiv 1909.08053): producers over their outputs, consumers
+over their inputs. No layer can be both, so the components that are taken are an independent set of
+the largest worth. What a split is worth is what the rank's part of the work saves, less what its
+collectives take; whether it is legal, sharding propagation says.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from slapo_rewrite.auto.flow import Flow, components, is_column, is_row
+from slapo_rewrite.auto.oracle import Oracle
+from slapo_rewrite.model.layers import Split, splits_of
+from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.stage_costs import Device
+
+# What is assumed: ranks that share a layer, what connects them, and tokens in a micro-batch.
+RANKS = 8
+LINK = Link(latency=10e-6, bandwidth=300e9)
+DEVICE = Device()
+TOKENS = 8192
+# Bytes that the optimizer reads and writes for each parameter in a step: Adam in mixed precision.
+TOUCHED = 32
+# How many components are tried in every combination.
+MOST_TOGETHER = 14
+
+
+@dataclass(frozen=True)
+class Shard:
+    """`shard` of the modules that a pattern selects.
+
+    Attributes:
+        pattern: Their path.
+        names: The parameters.
+        axis: Which axis.
+        parts: How the axis is packed; empty where it is not.
+    """
+
+    pattern: str
+    names: tuple[str, ...]
+    axis: int
+    parts: tuple[int, ...] = ()
+
+    def arguments(self) -> str:
+        """What stands in the brackets of the call."""
+        names = repr(self.names[0]) if len(self.names) == 1 else repr(list(self.names))
+        parts = ""
+        if self.parts:
+            equal = len(set(self.parts)) == 1
+            parts = f", parts={len(self.parts) if equal else list(self.parts)}"
+        return f"{names}, axis={self.axis}{parts}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that are split together.
+
+    Attributes:
+        shards: How.
+        summed: The modules whose input's gradient is summed once for all layers in them.
+        both: The modules whose result and whose input's gradient are summed.
+        parts_of_loss: The head whose parts go into the loss, if any.
+        parameters: How many they have.
+        is_vocabulary: Whether they are tables of words, and heads that give a number for each.
+        is_experts: Whether they are the experts of mixtures.
+    """
+
+    shards: tuple[Shard, ...]
+    summed: tuple[str, ...] = ()
+    both: tuple[str, ...] = ()
+    head: str | None = None
+    parameters: int = 0
+    is_vocabulary: bool = False
+    is_experts: bool = False
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The modules that are split."""
+        return tuple(shard.pattern for shard in self.shards)
+
+    def lines(self) -> list[str]:
+        """The lines of a schedule for it, `infer_sync` apart."""
+        found = [f's["{shard.pattern}"].shard({shard.arguments()})' for shard in self.shards]
+        found += [f's["{path}"].sync("bwd_post", "all_reduce")' for path in self.summed]
+        for path in self.both:
+            found += [f's["{path}"].sync("{m}", "all_reduce")' for m in ("fwd_post", "bwd_post")]
+        if self.head is not None:
+            found.append(f's["{self.head}"].sync("bwd_post", "all_reduce")')
+        return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search came to.
+
+    Attributes:
+        groups: What is split.
+        whole: Layers with a share of the parameters that stay whole, each with the reason.
+        share: The share of the model's parameters that is split.
+    """
+
+    groups: tuple[Group, ...]
+    whole: dict[str, str]
+    share: float
+
+
+INFER = "s.infer_sync()"
+
+
+class Search:
+    """Finds the groups of one model.
+
+    Args:
+        oracle: Says what is legal.
+        flow: Which layers feed which.
+        has_loss: Whether the model computes the loss itself, so that it may be one of parts.
+    """
+
+    def __init__(self, oracle: Oracle, flow: Flow, has_loss: bool) -> None:
+        self.oracle, self.flow, self.has_loss = oracle, flow, has_loss
+        self.modules: dict[str, list[nn.Module]] = {}
+        for path, node in oracle.project.tree.nodes.items():
+            self.modules.setdefault(folded(oracle.project.tree.nodes, path), []).append(node.live)
+        self.total = sum(p.numel() for p in oracle.project.tree.root.live.parameters())
+        most = max((p.rows // max(1, len(p.paths)) for p in flow.layers.values()), default=1)
+        self.scale = TOKENS / max(1, most)
+        self.refusals: dict[str, str] = {}
+        known = [p for p in flow.layers if p in self.modules]
+        self.step = sum(map(self._saved, known)) / (1 - 1 / RANKS)
+
+    def run(self) -> Found:
+        """Everything, in order."""
+        groups = self._blocks()
+        taken = {pattern for group in groups for pattern in group.patterns}
+        groups += self._experts()
+        groups += self._vocabulary(taken)
+        taken = {pattern for group in groups for pattern in group.patterns}
+        groups += self._alone(taken)
+        groups = self._together(groups)
+        taken = {pattern for group in groups for pattern in group.patterns}
+        whole = {
+            p: self.refusals.get(p, "splitting it would cost more than it saves")
+            for p in (*self.flow.layers, *self.flow.tables)
+            if p not in taken and p in self.modules and self._size([p]) > 0.001 * self.total
+        }
+        return Found(tuple(groups), whole, self._size(taken) / max(1, self.total))
+
+    def _size(self, patterns: Iterable[str]) -> int:
+        live = (m for pattern in patterns for m in self.modules.get(pattern, ()))
+        held = {id(p): p.numel() for m in live for p in m.parameters(recurse=False)}
+        return sum(held.values())
+
+    def _legal(self, group: Group) -> bool:
+        refused = self.oracle.refusal([*group.lines(), INFER])
+        if refused is not None:
+            for pattern in group.patterns:
+                self.refusals.setdefault(pattern, refused.message)
+        return refused is None
+
+    # -- components of producers and consumers
+
+    def _blocks(self) -> list[Group]:
+        """The components that are split: the best independent set of what is legal."""
+        wanted = [
+            (producers, consumers)
+            for producers, consumers in components(self.flow)
+            if not producers & consumers
+            and {*producers, *consumers} <= self.modules.keys()
+            and not consumers & self._heads()
+        ]
+        worth = {pair: self._worth(*pair) for pair in wanted}
+        legal: dict[tuple[frozenset[str], frozenset[str]], Group] = {}
+        left = [pair for pair in wanted if worth[pair] > 0]
+        while True:
+            best = _independent(left, worth)
+            unknown = [pair for pair in best if pair not in legal]
+            if not unknown:
+                return [legal[pair] for pair in best]
+            for pair in unknown:
+                group = next(self._legal_of(*pair), None)
+                if group is None:
+                    left.remove(pair)
+                else:
+                    legal[pair] = replace(group, parameters=self._size(group.patterns))
+
+    def _heads(self) -> set[str]:
+        """The layers that give a number for each word of a table."""
+        words = {_weight(self.modules[p][0])[0] for p in self.flow.tables if p in self.modules}
+        known = (p for p in self.flow.ends if p in self.modules)
+        return {p for p in known if self._sizes(p)[1] in words}
+
+    def _worth(self, producers: Iterable[str], consumers: Iterable[str]) -> float:
+        """Seconds that splitting a component saves."""
+        inputs: dict[tuple[frozenset[str], int], float] = {}
+        patterns = (*producers, *consumers)
+        saved = sum(map(self._saved, patterns)) + self._freed(patterns)
+        for pattern in producers:
+            key = frozenset(self.flow.sources.get(pattern, ())), self.flow.layers[pattern].width
+            inputs[key] = self._reduced(pattern, self._sizes(pattern)[0])
+        taken = sum(inputs.values())
+        for pattern in consumers:
+            taken += self._reduced(pattern, self._sizes(pattern)[1])
+        return saved - taken
+
+    def _reduced(self, pattern: str, width: int) -> float:
+        """Seconds that sums of rows of a width take, one for each module of a pattern."""
+        count = len(self.modules[pattern])
+        return count * LINK.all_reduce(2 * self._rows(pattern) / count * width, RANKS)
+
+    def _rows(self, pattern: str) -> float:
+        """Rows that all modules of a pattern are given in a step."""
+        passage = self.flow.layers.get(pattern) or self.flow.tables[pattern]
+        each = passage.rows / max(1, len(passage.paths))
+        return each * self.scale * len(self.modules[pattern])
+
+    def _sizes(self, pattern: str) -> tuple[int, int]:
+        """The sizes of the axes that a layer's input and output are split along."""
+        module = self.modules[pattern][0]
+        weight = _weight(module)
+        known = (splits_of(module) or {}).items()
+        column = next(a for (n, a), s in known if n == "weight" and is_column(s))
+        return weight[1 - column], weight[column]
+
+    def _saved(self, pattern: str) -> float:
+        weights = self._size([pattern])
+        each = weights / len(self.modules[pattern])
+        flops = 6 * each * self._rows(pattern) if pattern in self.flow.layers else 0.0
+        seconds = flops / DEVICE.flops + weights * TOUCHED / DEVICE.bandwidth
+        return seconds * (1 - 1 / RANKS)
+
+    def _freed(self, patterns: Iterable[str]) -> float:
+        """What the memory is worth that is not held any more: as large a share of a step's time."""
+        return self.step * self._size(patterns) / max(1, self.total) * (1 - 1 / RANKS)
+
+    def _legal_of(self, producers: frozenset[str], consumers: frozenset[str]) -> Iterator[Group]:
+        """Ways to split a component that are legal, the fullest first."""
+        between = [
+            pattern
+            for pattern, sources in self.flow.between.items()
+            if sources and sources <= producers and pattern in self.modules
+        ]
+        for group in self._ways(producers, consumers, between):
+            if self._legal(group):
+                yield self._summed_once(group, producers)
+        if len(producers) > 2:  # one of them may be what does not fit
+            for one in sorted(producers, key=lambda p: self._size([p])):
+                for group in self._ways(producers - {one}, consumers, between):
+                    if self._legal(group):
+                        yield self._summed_once(group, producers - {one})
+
+    def _ways(
+        self, producers: frozenset[str], consumers: frozenset[str], between: Sequence[str]
+    ) -> Iterator[Group]:
+        order = list(self.flow.layers).index
+        columns = [self._shards(p, is_column) for p in sorted(producers, key=order)]
+        rows = [self._shards(p, is_row) for p in sorted(consumers, key=order)]
+        if not all((*columns, *rows)):
+            return
+        ends = tuple(shard for row in rows for shard in row)
+        carried = tuple(c for p in between if (c := self._carried(p)) is not None)
+        inside = f"{_common(producers)}."
+        tables = [p for p in self.flow.tables if p.startswith(inside) and p in self.modules]
+        joined = tuple(shard for p in tables for shard in self._shards(p, is_column))
+        for among in dict.fromkeys([(), carried, (*carried, *joined)]):
+            for packed in self._packings(columns):
+                yield Group((*packed, *among, *ends))
+
+    def _packings(self, columns: list[tuple[Shard, ...]]) -> Iterator[tuple[Shard, ...]]:
+        """The producers, as one block each, and as packed as what takes them apart says."""
+        options = [
+            [column, *(_packed(column, parts) for parts in self._parts(column[0].pattern))]
+            for column in columns
+        ]
+        for way in itertools.islice(itertools.product(*options), 8):
+            yield tuple(shard for column in way for shard in column)
+
+    def _parts(self, pattern: str) -> Iterator[tuple[int, ...]]:
+        pieces = self.flow.layers[pattern].pieces
+        size = self._sizes(pattern)[1]
+        counts = dict.fromkeys(len(sizes) for sizes in pieces if len(set(sizes)) == 1)
+        for count in (*counts, *(n for n in (3, 2) if n not in counts)):
+            if 1 < count < 8 and size % count == 0:
+                yield (size // count,) * count
+
+    def _shards(self, pattern: str, wanted: Callable[[Split], bool]) -> tuple[Shard, ...]:
+        """A layer split over its outputs, or its inputs; empty where it cannot be."""
+        module = self.modules[pattern][0]
+        by_axis: dict[int, list[str]] = {}
+        for (name, axis), split in (splits_of(module) or {}).items():
+            if wanted(split) and getattr(module, name, None) is not None:
+                by_axis.setdefault(axis, []).append(name)
+        return tuple(Shard(pattern, tuple(names), axis) for axis, names in by_axis.items())
+
+    def _carried(self, pattern: str) -> Shard | None:
+        """What a split value passes on its way, split as it is."""
+        module = self.modules[pattern][0]
+        known = (splits_of(module) or {}).items()
+        splits = [(n, a) for (n, a), s in known if s.takes_part and not is_row(s)]
+        names = [n for n, _ in splits if getattr(module, n, None) is not None]
+        if not splits:
+            names = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 1]
+        return Shard(pattern, tuple(names), 0) if names else None
+
+    def _summed_once(self, group: Group, producers: frozenset[str]) -> Group:
+        """The same with one sum of the gradients for all producers, where that is legal."""
+        if len(producers) < 2:
+            return group
+        parent = _common(producers)
+        if not parent or parent not in self.modules or parent.endswith("*"):
+            return group
+        once = replace(group, summed=(parent,))
+        return once if self._legal(once) else group
+
+    # -- what stands alone
+
+    def _experts(self) -> list[Group]:
+        """Experts that are one parameter for all: each is split inside."""
+        found = []
+        for pattern in self.flow.between:
+            modules = self.modules.get(pattern, ())
+            if not modules:
+                continue
+            cubes = {n: p for n, p in modules[0].named_parameters(recurse=False) if p.dim() == 3}
+            if len(cubes) < 2:
+                continue
+            for group in self._ways_of_experts(pattern, modules[0]):
+                if self._legal(group):
+                    size = self._size([pattern])
+                    found.append(replace(group, parameters=size, is_experts=True))
+                    break
+        return found
+
+    def _ways_of_experts(self, pattern: str, module: nn.Module) -> Iterator[Group]:
+        own = dict(module.named_parameters(recurse=False))
+        cubes = [n for n, p in own.items() if p.dim() == 3]
+        *ups, down = cubes
+        for up_axis, down_axis in ((1, 2), (2, 1)):
+            inner = own[down].shape[down_axis]
+            times = {own[n].shape[up_axis] / inner for n in ups}
+            if not times <= {1.0, 2.0}:
+                continue
+            for packed in (True, False) if 2.0 in times else (False,):
+                shards = []
+                for name in ups:
+                    size = own[name].shape[up_axis]
+                    parts = (size // 2, size // 2) if packed and size == 2 * inner else ()
+                    shards.append(Shard(pattern, (name,), up_axis, parts))
+                    bias = f"{name}_bias"
+                    if bias in own and own[bias].dim() == 2:
+                        shards.append(Shard(pattern, (bias,), 1, parts))
+                group = Group((*shards, Shard(pattern, (down,), down_axis)))
+                yield group
+                parent = pattern.rpartition(".")[0]
+                if parent in self.modules:
+                    yield replace(group, both=(parent,))
+
+    def _vocabulary(self, taken: set[str]) -> list[Group]:
+        """Embeddings over the vocabulary, and the heads that give a number for each word."""
+        tables = [
+            Shard(p, ("weight",), 0)
+            for p in self.flow.tables
+            if p in self.modules and self._pays(p)
+        ]
+        sizes = {_weight(self.modules[t.pattern][0])[0] for t in tables}
+        heads = [
+            shard
+            for p in self.flow.ends
+            if p not in taken
+            and p in self.modules
+            and (self._sizes(p)[1] in sizes or self._pays(p))
+            for shard in self._shards(p, is_column)
+        ]
+        ways = []
+        if self.has_loss and len({head.pattern for head in heads}) == 1:
+            ways.append(Group((*tables, *heads), head=heads[0].pattern))
+        ways += [Group((*tables, *heads)), Group(tuple(heads)), *(Group((t,)) for t in tables)]
+        found: list[Group] = []
+        known: set[str] = set()
+        for group in ways:
+            if group.shards and not known & set(group.patterns) and self._legal(group):
+                known |= set(group.patterns)
+                size = self._size(group.patterns)
+                found.append(replace(group, parameters=size, is_vocabulary=True))
+        return found
+
+    def _alone(self, taken: set[str]) -> list[Group]:
+        """Large layers that no component holds: split over their outputs, which are gathered."""
+        found = []
+        for pattern in self.flow.layers:
+            if pattern in taken or pattern not in self.modules:
+                continue
+            if not self._pays(pattern):
+                continue
+            group = Group(self._shards(pattern, is_column), parameters=self._size([pattern]))
+            if group.shards and self._legal(group):
+                found.append(group)
+        return found
+
+    def _pays(self, pattern: str) -> bool:
+        """Whether splitting a layer by itself saves more than putting its result together takes."""
+        if pattern in self.flow.tables:
+            taken = self._reduced(pattern, _weight(self.modules[pattern][0])[1])
+        else:
+            given, made = self._sizes(pattern)
+            taken = self._reduced(pattern, given) + self._reduced(pattern, made) / 2
+        return self._saved(pattern) + self._freed([pattern]) > taken
+
+    def _together(self, groups: list[Group]) -> list[Group]:
+        """All of them if that is legal, else one by one those that go with what is there."""
+        if not groups or self._fits(groups):
+            return groups
+        kept: list[Group] = []
+        for group in sorted(groups, key=lambda g: -g.parameters):
+            if self._fits([*kept, group]):
+                kept.append(group)
+        return [group for group in groups if group in kept]
+
+    def _fits(self, groups: Sequence[Group]) -> bool:
+        lines = [line for group in groups for line in group.lines()]
+        refused = self.oracle.refusal([*lines, INFER])
+        if refused is not None:
+            for pattern in groups[-1].patterns:
+                self.refusals.setdefault(pattern, refused.message)
+        return refused is None
+
+
+def _weight(module: nn.Module) -> torch.Size:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape
+
+
+def _packed(column: tuple[Shard, ...], parts: tuple[int, ...]) -> tuple[Shard, ...]:
+    return tuple(replace(shard, parts=parts) for shard in column)
+
+
+def _independent(
+    pairs: Sequence[tuple[frozenset[str], frozenset[str]]],
+    worth: dict[tuple[frozenset[str], frozenset[str]], float],
+) -> list[tuple[frozenset[str], frozenset[str]]]:
+    """The components of the largest worth together of which no two need one layer in two ways."""
+    known = sorted(pairs, key=lambda pair: -worth[pair])[:MOST_TOGETHER]
+
+    def best(number: int, used: frozenset[str]) -> tuple[float, list[int]]:
+        if number == len(known):
+            return 0.0, []
+        without = best(number + 1, used)
+        layers = known[number][0] | known[number][1]
+        if layers & used:
+            return without
+        value, chosen = best(number + 1, used | layers)
+        value += worth[known[number]]
+        return (value, [number, *chosen]) if value > without[0] else without
+
+    return [known[number] for number in best(0, frozenset())[1]]
+
+
+def _common(patterns: Iterable[str]) -> str:
+    """The longest path that all of them lie below."""
+    segments = [pattern.split(".")[:-1] for pattern in patterns]
+    shared = itertools.takewhile(lambda s: len(set(s)) == 1, zip(*segments, strict=False))
+    return ".".join(s[0] for s in shared)
+
+
+def folded(nodes: object, path: str) -> str:
+    """A path with `*` for the elements of lists whose elements are modules of several layers."""
+    segments: list[str] = []
+    at = nodes[""]  # type: ignore[index]
+    for segment in path.split(".") if path else ():
+        inside = at.is_container and segment.isdigit()
+        at = at.children[segment]
+        whole = inside and not at.is_container and bool(at.children)
+        segments.append("*" if whole else segment)
+    return ".".join(segments)

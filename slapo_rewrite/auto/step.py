@@ -1,0 +1,162 @@
+"""What a schedule file says of the model beside `schedule`: tried out before it is written."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slapo_rewrite.model import small_model
+
+OWN_LOSS = "What the model computes itself."
+STAND_IN_LOSS = "A stand-in, since the model computes no loss itself: write your own here."
+
+
+class DoesNotRun(Exception):
+    """A step that was tried fails, in words."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """How the model is built, and one training step of it, as text of a schedule file.
+
+    Attributes:
+        title: What the model is called.
+        imports: Lines that import what the functions use.
+        model: The expression that `model(m)` returns.
+        twin: The expression that `verify_model(m)` returns; None where the tool makes one itself.
+        inputs: The items of the dictionary that `inputs(model)` returns; None where the tool makes
+            them itself.
+        loss: The expression that `loss(outputs)` returns; None where the model computes its own.
+    """
+
+    title: str
+    imports: tuple[str, ...]
+    model: str
+    twin: str | None = None
+    inputs: Mapping[str, str] | None = None
+    loss: str | None = None
+
+    def text(self) -> str:
+        """The functions as they stand in a schedule file."""
+        lines = list(self.imports)
+        if self.inputs is not None:
+            lines = ["import torch", *(["", *lines] if lines else [])]
+        parts = ["\n".join(lines)] if lines else []
+        parts.append(f'def model(m):\n    """{self.title}."""\n    return {self.model}')
+        if self.twin is not None:
+            words = "A small one, without dropout, that is run to verify."
+            parts.append(f'def verify_model(m):\n    """{words}"""\n    return {self.twin}')
+        if self.inputs is not None:
+            items = "".join(f"        {name!r}: {value},\n" for name, value in self.inputs.items())
+            parts.append(
+                f'def inputs(model):\n    """One batch, made up."""\n    return {{\n{items}    }}'
+            )
+        if self.loss is not None:
+            parts.append(self.loss_text())
+        return "\n\n\n".join(parts) + "\n"
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the model computes the loss itself."""
+        return self.loss is None or not self.loss.endswith("()")
+
+    def loss_text(self) -> str:
+        """The function `loss`."""
+        words = OWN_LOSS if self.has_loss else STAND_IN_LOSS
+        return f'def loss(outputs):\n    """{words}"""\n    return {self.loss}'
+
+    def namespace(self) -> types.SimpleNamespace:
+        """What the text defines."""
+        names: dict[str, Any] = {}
+        exec(compile(self.text(), "<schedule>", "exec", dont_inherit=True), names)
+        return types.SimpleNamespace(**names)
+
+
+@dataclass(frozen=True)
+class Given(Step):
+    """What the user's own file says, as it stands there.
+
+    Attributes:
+        written: The file's text.
+    """
+
+    written: str = ""
+
+    @classmethod
+    def read(cls, file: Path) -> Given:
+        """What a file says."""
+        return cls(file.stem, (), "", written=file.read_text(encoding="utf-8"))
+
+    def text(self) -> str:
+        """The file, and a stand-in for the loss if it needs one."""
+        if self.loss is None:
+            return self.written
+        return f"{self.written.rstrip()}\n\n\n{self.loss_text()}\n"
+
+
+def tried(step: Step, module: types.ModuleType) -> Step:
+    """A step that runs: the same, with a stand-in for the loss where it gives none.
+
+    Raises:
+        DoesNotRun: It fails, on a small model.
+    """
+    schedule = step.namespace()
+    try:
+        torch.manual_seed(0)
+        with small_model.one_thread():
+            model = small_model.build_small(schedule, module).train()
+            outputs = model(**small_model.step_inputs(schedule, model))
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise DoesNotRun(f"{type(error).__name__}: {first}") from error
+    if step.loss is None and not _has_loss(schedule, outputs):
+        return replace(step, loss=_stand_in(outputs))
+    return step
+
+
+def _has_loss(schedule: Any, outputs: Any) -> bool:
+    try:
+        return small_model.loss_of(schedule, outputs).requires_grad
+    except ValueError:
+        return False
+
+
+def _stand_in(outputs: Any) -> str:
+    """An expression for a number that depends on what a model returns.
+
+    Raises:
+        DoesNotRun: Nothing that it returns has a gradient.
+    """
+    named = [(n, t) for n, t in _named(outputs, "outputs") if t.requires_grad]
+    for name, tensor in sorted(named, key=lambda pair: pair[1].numel() != 1):
+        return name if tensor.numel() == 1 else f"{name}.float().square().mean()"
+    raise DoesNotRun("nothing that the model returns has a gradient")
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in what a model returns, each with an expression for it."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            inner = f"{name}.{key}" if hasattr(value, str(key)) else f"{name}[{key!r}]"
+            yield from _named(item, inner)
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _named(item, f"{name}[{number}]")
+
+
+def first_that_runs(steps: Iterator[Step], module: types.ModuleType) -> tuple[Step | None, str]:
+    """The first step that runs, with what was wrong with the first that does not."""
+    why = ""
+    for step in steps:
+        try:
+            return tried(step, module), why
+        except DoesNotRun as error:
+            why = why or str(error)
+    return None, why
