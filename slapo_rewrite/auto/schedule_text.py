@@ -28,10 +28,10 @@ def schedule_text(title: str, head: str, found: Found, lists: Sequence[str], why
         lists: The paths of the module lists whose elements can be checkpointed.
         why: What is said where none is.
     """
-    head = head.lstrip()
-    header = (
-        "" if head.startswith(('"""', "'''")) else _HEADER.format(title=title, version=__version__)
-    )
+    head, quotes = head.lstrip(), '"' * 3
+    header = ""
+    if not head.startswith((quotes, "'" * 3)):
+        header = f"{quotes}{title}.\n{_HEADER.format(version=__version__)}{quotes}\n\n"
     knobs = ["s"]
     has_loss = any(group.head for group in found.groups)
     if found.groups:

@@ -110,18 +110,19 @@ def tried(step: Step, module: types.ModuleType) -> Step:
         torch.manual_seed(0)
         with small_model.one_thread():
             model = small_model.build_small(schedule, module).train()
-            outputs = model(**small_model.step_inputs(schedule, model))
+            inputs = small_model.step_inputs(schedule, model)
+            outputs = model(**inputs)
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise DoesNotRun(f"{type(error).__name__}: {first}") from error
-    if step.loss is None and not _has_loss(schedule, outputs):
+    if step.loss is None and not _has_loss(schedule, outputs, inputs):
         return replace(step, loss=_stand_in(outputs))
     return step
 
 
-def _has_loss(schedule: Any, outputs: Any) -> bool:
+def _has_loss(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> bool:
     try:
-        return small_model.loss_of(schedule, outputs).requires_grad
+        return small_model.loss_of(schedule, outputs, inputs).requires_grad
     except ValueError:
         return False
 

@@ -86,6 +86,16 @@ def _make_room(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def folder() -> Path:
+    """Where what the tool keeps for itself lies.
+
+    Raises:
+        RuntimeError: The user has no home.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or ""
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "slapo-rewrite"
+
+
 def place(asked: Asked) -> Path | None:
     """Where the diff of what is asked for lies; None where nothing is kept.
 
@@ -95,10 +105,9 @@ def place(asked: Asked) -> Path | None:
     """
     if os.environ.get("SLAPO_REWRITE_CACHE") == "0":
         return None
-    base = os.environ.get("XDG_CACHE_HOME") or ""
     files = (asked.source_file, asked.schedule_file)
     try:
-        folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+        where = folder()
         packages = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
         key = [
             record.tool_digest(),
@@ -112,4 +121,4 @@ def place(asked: Asked) -> Path | None:
         ]
     except (OSError, RuntimeError):
         return None
-    return folder / "slapo-rewrite" / record.digest(json.dumps(key))
+    return where / record.digest(json.dumps(key))
