@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -27,9 +27,28 @@ ADVICE = (
 )
 
 
+@dataclass(frozen=True)
+class Derived:
+    """A schedule that was worked out.
+
+    Attributes:
+        text: The file's text.
+        head: What stands before `schedule` in it.
+        title: What the model is.
+        share: The share of its parameters that is split.
+        why: Why nothing is checkpointed, where that is so.
+    """
+
+    text: str
+    head: str
+    title: str
+    share: float
+    why: str
+
+
 @collector_paused()
-def derive(source: str, wanted: str = "") -> str:
-    """The text of a schedule for a model that nobody has written one for.
+def derive(source: str, wanted: str = "") -> Derived:
+    """A schedule for a model that nobody has written one for.
 
     Args:
         source: A file or an importable module.
@@ -52,7 +71,7 @@ def derive(source: str, wanted: str = "") -> str:
         text = schedule_text(title, head, found, lists, why)
         refused = _refused(source, text)
         if refused is None:
-            return text
+            return Derived(text, head, title, found.share, why)
         if not found.groups:
             raise refused
         found = _without_one(found, refused)

@@ -49,11 +49,13 @@ def worked_out(source: str, wanted: str, file: Path | None) -> WorkedOut:
             return WorkedOut(file, f"{file} is what was worked out before")
     from slapo_rewrite.auto.derive import derive
 
-    text = derive(source, wanted)
+    derived = derive(source, wanted)
+    text = derived.text
     file.parent.mkdir(parents=True, exist_ok=True)
     seal = _SEAL.format(version=__version__, source=given, digest=_digest(text))
     file.write_text(f"{text}\n{seal}", encoding="utf-8")
-    return WorkedOut(file, f"wrote {file}")
+    split = f"{derived.share:.0%} of the parameters are split"
+    return WorkedOut(file, f"wrote {file}: {derived.title}; {split}")
 
 
 def _known(file: Path) -> tuple[str, str]:

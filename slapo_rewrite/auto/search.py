@@ -11,6 +11,7 @@ collectives take; whether it is legal, sharding propagation says.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,8 @@ DEVICE = Device()
 TOKENS = 8192
 # Bytes that the optimizer reads and writes for each parameter in a step: Adam in mixed precision.
 TOUCHED = 32
+# How long it may be looked for what is legal; what is found by then counts.
+SECONDS = 20
 # How many components are tried in every combination.
 MOST_TOGETHER = 14
 
@@ -105,12 +108,17 @@ class Found:
     Attributes:
         groups: What is split.
         whole: Layers with a share of the parameters that stay whole, each with the reason.
-        share: The share of the model's parameters that is split.
+        total: How many parameters the model has.
     """
 
     groups: tuple[Group, ...]
     whole: dict[str, str]
-    share: float
+    total: int
+
+    @property
+    def share(self) -> float:
+        """The share of the model's parameters that is split."""
+        return sum(group.parameters for group in self.groups) / max(1, self.total)
 
 
 INFER = "s.infer_sync()"
@@ -130,12 +138,26 @@ class Search:
         self.modules: dict[str, list[nn.Module]] = {}
         for path, node in oracle.project.tree.nodes.items():
             self.modules.setdefault(folded(oracle.project.tree.nodes, path), []).append(node.live)
+        self._keep_alike()
         self.total = sum(p.numel() for p in oracle.project.tree.root.live.parameters())
         most = max((p.rows // max(1, len(p.paths)) for p in flow.layers.values()), default=1)
         self.scale = TOKENS / max(1, most)
         self.refusals: dict[str, str] = {}
+        self.end = time.perf_counter() + SECONDS
         known = [p for p in flow.layers if p in self.modules]
         self.step = sum(map(self._saved, known)) / (1 - 1 / RANKS)
+
+    def _keep_alike(self) -> None:
+        """Leaves patterns alone that stand for layers of several kinds, and what is not there."""
+        for kinds in (self.flow.layers, self.flow.tables):
+            for pattern in list(kinds):
+                modules = self.modules.get(pattern, ())
+                if not modules or not all(_has_column(module) for module in modules):
+                    del kinds[pattern]
+                    self.flow.sources.pop(pattern, None)
+        for sources in (*self.flow.sources.values(), *self.flow.between.values()):
+            sources.intersection_update(self.flow.layers)
+        self.flow.ends.intersection_update(self.flow.layers)
 
     def run(self) -> Found:
         """Everything, in order."""
@@ -152,7 +174,7 @@ class Search:
             for p in (*self.flow.layers, *self.flow.tables)
             if p not in taken and p in self.modules and self._size([p]) > 0.001 * self.total
         }
-        return Found(tuple(groups), whole, self._size(taken) / max(1, self.total))
+        return Found(tuple(groups), whole, self.total)
 
     def _size(self, patterns: Iterable[str]) -> int:
         live = (m for pattern in patterns for m in self.modules.get(pattern, ()))
@@ -160,6 +182,10 @@ class Search:
         return sum(held.values())
 
     def _legal(self, group: Group) -> bool:
+        if time.perf_counter() > self.end:
+            for pattern in group.patterns:
+                self.refusals.setdefault(pattern, f"not tried, since {SECONDS} s were over")
+            return False
         refused = self.oracle.refusal([*group.lines(), INFER])
         if refused is not None:
             for pattern in group.patterns:
@@ -330,7 +356,7 @@ class Search:
             if not modules:
                 continue
             cubes = {n: p for n, p in modules[0].named_parameters(recurse=False) if p.dim() == 3}
-            if len(cubes) < 2:
+            if len(cubes) < 2 or any(min(p.shape) < 2 for p in cubes.values()):
                 continue
             for group in self._ways_of_experts(pattern, modules[0]):
                 if self._legal(group):
@@ -437,6 +463,12 @@ def _weight(module: nn.Module) -> torch.Size:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     return weight.shape
+
+
+def _has_column(module: nn.Module) -> bool:
+    """Whether a layer can be split over its outputs."""
+    known = (splits_of(module) or {}).items()
+    return any(name == "weight" and is_column(split) for (name, _), split in known)
 
 
 def _packed(column: tuple[Shard, ...], parts: tuple[int, ...]) -> tuple[Shard, ...]:

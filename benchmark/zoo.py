@@ -1,0 +1,241 @@
+"""Every model family of the installed transformers, with a schedule that nobody wrote.
+
+    python -m benchmark.zoo --seconds 3600 --jobs 2
+
+Each family runs in a process of its own, with a time limit. Its outcome stands in
+`results/zoo.json`; a run goes on where the last one ended, in an order drawn once, so that what is
+there is a sample of all. What is measured of each:
+
+- identity: an empty schedule gives the file back.
+- auto: `--schedule auto` finds a schedule; the output equals the original at world sizes 1 and 2,
+  in real processes: outputs, every gradient, buffers, weights after three steps.
+- checkpoint, fuse: the same file with `ckpt_ratio=1.0` and with `fuse=true`, at world size 1.
+- stages: with `pipeline_stages=2`, on two processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmark import report
+
+NAME = "zoo"
+RECORDS = report.FOLDER / "results" / f"{NAME}.json"
+LIMIT_S = 420
+COLUMNS = ("identity", "auto", "checkpoint", "fuse", "stages")
+RIGHT = "right"
+
+
+def families() -> list[str]:
+    """The modeling modules of the installed transformers, in an order drawn once."""
+    import transformers
+
+    folder = Path(transformers.__file__).parent / "models"
+    files = sorted(folder.glob("*/modeling_*.py"))
+    names = [f"transformers.models.{f.parent.name}.{f.stem}" for f in files]
+    random.Random(1).shuffle(names)
+    return names
+
+
+def outcome(name: str) -> dict[str, Any]:
+    """What comes of one family; runs user code, so in a process of its own."""
+    from slapo_rewrite import errors
+    from slapo_rewrite.auto.derive import derive
+
+    found: dict[str, Any] = {"family": name}
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        at = Path(folder)
+        try:
+            derived = derive(name)
+        except errors.RewriteError as error:
+            found["auto"] = f"refused: {error.message}"
+            return found
+        found["model"], found["share"] = derived.title.split()[0], round(derived.share, 3)
+        found["seconds"] = round(time.perf_counter() - start, 2)
+        file = at / "s.py"
+        file.write_text(derived.text, encoding="utf-8")
+        found["identity"] = _attempt(lambda: _identity(name, at, derived.head))
+        found["auto"] = _attempt(lambda: _verified(name, file, at / "tp", [], [1, 2]))
+        one = ["tensor_parallel=false"] if "tensor_parallel:" in derived.text else []
+        if "ckpt_ratio:" in derived.text:
+            settings = [*one, "ckpt_ratio=1.0"]
+            found["checkpoint"] = _attempt(lambda: _verified(name, file, at / "ck", settings, [1]))
+            settings = [*one, "pipeline_stages=2", "pipeline_engine=torch"]
+            found["stages"] = _attempt(lambda: _verified(name, file, at / "pp", settings, None))
+        else:
+            found["checkpoint"] = found["stages"] = f"refused: {derived.why}"
+        settings = [*one, "fuse=true"]
+        found["fuse"] = _attempt(lambda: _verified(name, file, at / "fu", settings, [1]))
+    return found
+
+
+def _attempt(action: Callable[[], str]) -> str:
+    from slapo_rewrite import errors
+
+    try:
+        return action()
+    except errors.RewriteError as error:
+        return f"refused: {error.message}"
+    except Exception as error:
+        return f"crashed: {type(error).__name__}: {error} {traceback.format_exc()[-300:]}"
+
+
+def _identity(name: str, folder: Path, head: str) -> str:
+    from slapo_rewrite.emit.rewrite import rewrite
+
+    file = folder / "empty.py"
+    file.write_text(f"{head}\n\ndef schedule(s):\n    pass\n", encoding="utf-8")
+    return RIGHT if not rewrite(name, str(file)).diff() else "wrong: the file differs"
+
+
+def _verified(
+    name: str, file: Path, out: Path, settings: list[str], worlds: list[int] | None
+) -> str:
+    from slapo_rewrite.emit.rewrite import rewrite
+    from slapo_rewrite.emit.write import write
+    from slapo_rewrite.verify.run import chosen, verify
+
+    output = rewrite(name, str(file), settings)
+    write(out, output.files)
+    found = verify(out, chosen(out, worlds), source=name, schedule=str(file), timeout_s=150)
+    if found.ok:
+        return RIGHT
+    return f"wrong: {' '.join(found.render().split())[-400:]}"
+
+
+def _in_process(name: str) -> dict[str, Any]:
+    """The outcome of a family in a fork of this process, which has imported what all need."""
+    read, write = multiprocessing.get_context("fork").Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        code = 1
+        try:
+            import logging
+            import warnings
+
+            logging.disable(logging.CRITICAL)
+            warnings.simplefilter("ignore")
+            found = outcome(name)
+            write.send(found)
+            code = 0
+        except BaseException as error:
+            words = f"crashed: {type(error).__name__}: {error} {traceback.format_exc()[-300:]}"
+            write.send({"family": name, "auto": words})
+        finally:
+            os._exit(code)
+    write.close()
+    found = {"family": name, "auto": f"refused: not done in {LIMIT_S} s"}
+    try:
+        if read.poll(LIMIT_S):
+            found = read.recv()
+    except EOFError:
+        found = {"family": name, "auto": "crashed: the process died"}
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return found
+
+
+def known() -> dict[str, dict[str, Any]]:
+    """The outcomes that are there, by family."""
+    if not RECORDS.exists():
+        return {}
+    return {found["family"]: found for found in report.read(NAME)["families"]}
+
+
+def results(done: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What is kept: versions, and every outcome in the order of the families."""
+    packages = report.versions(("torch", "transformers"))
+    return {"versions": packages, "families": [done[n] for n in families() if n in done]}
+
+
+def runs(found: dict[str, Any]) -> bool:
+    """Whether the original ran a training step on inputs that were made up."""
+    return "identity" in found
+
+
+def table(outcomes: Iterable[dict[str, Any]]) -> str:
+    """How many families came out right, for each column."""
+    ran = [found for found in outcomes if runs(found)]
+    lines = [
+        f"| of {len(ran)} families whose original runs | right | refused | not right |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for column in COLUMNS:
+        kinds = Counter(found.get(column, "refused").split(":")[0] for found in ran)
+        right = kinds.pop(RIGHT, 0)
+        refused = kinds.pop("refused", 0)
+        lines.append(
+            f"| {column} | {right} ({right / max(1, len(ran)):.0%}) | {refused} "
+            f"| {sum(kinds.values())} |"
+        )
+    quarter = [f for f in ran if f["auto"] == RIGHT and f["share"] >= 0.25]
+    share = len(quarter) / max(1, len(ran))
+    lines.append(f"| auto, a quarter or more split | {len(quarter)} ({share:.0%}) | | |")
+    return "\n".join(lines) + "\n"
+
+
+def reasons(outcomes: Iterable[dict[str, Any]], column: str, most: int = 12) -> list[str]:
+    """Why families did not come out right, the most frequent reasons first."""
+    found = [f.get(column, "") for f in outcomes if f.get(column, RIGHT) != RIGHT]
+    return [f"{count} {text}" for text, count in Counter(t[:160] for t in found).most_common(most)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=600, help="when to stop beginning more")
+    parser.add_argument("--jobs", type=int, default=1, help="families at once")
+    parser.add_argument("--only", nargs="+", help="families by a part of their names, again")
+    parser.add_argument("--reasons", action="store_true", help="only say why, of what is there")
+    options = parser.parse_args()
+    if options.reasons:
+        for column in COLUMNS:
+            print(column, *reasons(known().values(), column), sep="\n  ")
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+    import transformers.modeling_utils  # noqa: F401  what every family needs
+    from rich.progress import Progress
+
+    torch.set_num_threads(1)
+    importlib.import_module("slapo_rewrite.auto.derive")
+    importlib.import_module("slapo_rewrite.verify.run")
+    done = known()
+    names = [n for n in families() if n not in done]
+    if options.only:
+        names = [n for n in families() if any(part in n for part in options.only)]
+    end = time.monotonic() + options.seconds
+
+    def run(name: str) -> None:
+        if time.monotonic() < end:
+            found = _in_process(name)
+            done[name] = found
+            RECORDS.write_text(json.dumps(results(done), indent=1) + "\n", encoding="utf-8")
+            progress.console.print(name.rpartition("_")[2], {c: found.get(c) for c in COLUMNS})
+        progress.advance(task)
+
+    with Progress() as progress, ThreadPoolExecutor(options.jobs) as pool:
+        task = progress.add_task("families", total=len(names))
+        list(pool.map(run, names))
+    report.write(NAME, results(done), table(done.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""`--schedule auto`: what is split, what is written, and that the file is an ordinary schedule."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from slapo_rewrite import errors
+from slapo_rewrite.auto.derive import derive
+from slapo_rewrite.cli import main
+from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.verify.run import chosen, verify
+
+GPT = str(Path(__file__).parents[1] / "models" / "gpt.py")
+SHARDED = re.compile(r'(\w+)\["([^"]+)"\]\.shard\((.*)\)')
+
+MLP = """\
+import torch
+from torch import nn
+
+
+class MLP(nn.Module):
+    def __init__(self, width=1024):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+"""
+
+
+def shards(text: str) -> set[str]:
+    """The modules that a schedule splits, with the arguments."""
+    return {f"{path} {arguments}" for _, path, arguments in SHARDED.findall(text)}
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        (
+            "bert",
+            {
+                '*.attention.self.{query,key,value} ["weight", "bias"], axis=0',
+                '*.attention.output.dense "weight", axis=1',
+                '*.intermediate.dense ["weight", "bias"], axis=0',
+                '*.output.dense "weight", axis=1',
+                'bert.embeddings.word_embeddings "weight", axis=0',
+                'cls.predictions.decoder ["weight", "bias"], axis=0',
+            },
+        ),
+        (
+            "llama",
+            {
+                '*.self_attn.{q_proj,k_proj,v_proj} "weight", axis=0',
+                '*.self_attn.o_proj "weight", axis=1',
+                '*.mlp.{gate_proj,up_proj} "weight", axis=0',
+                '*.mlp.down_proj "weight", axis=1',
+                'model.embed_tokens "weight", axis=0',
+                'lm_head "weight", axis=0',
+            },
+        ),
+        (
+            "mixtral",
+            {
+                '*.self_attn.{q_proj,k_proj,v_proj} "weight", axis=0',
+                '*.self_attn.o_proj "weight", axis=1',
+                '*.mlp.experts "gate_up_proj", axis=1, parts=2',
+                '*.mlp.experts "down_proj", axis=2',
+            },
+        ),
+    ],
+)
+def test_blocks_are_split_as_by_hand(name, split):
+    derived = derive(f"transformers.models.{name}.modeling_{name}")
+    assert split <= shards(derived.text)
+    assert derived.share > 0.8
+
+
+def test_a_model_of_images_gets_inputs_of_its_own():
+    derived = derive("transformers.models.vit.modeling_vit")
+    assert "pixel_values" in derived.text and "def inputs(model)" in derived.text
+    assert derived.share > 0.9
+
+
+def test_a_packed_axis_is_found_and_the_loss_of_a_tuple(tmp_path):
+    text = derive(GPT).text
+    assert '*.attn.c_attn ["weight", "bias"], axis=0, parts=3' in shards(text)
+    assert "return outputs[1]" in text
+    (tmp_path / "s.py").write_text(text)
+    for settings in ([], ["ckpt_ratio=0.5"], ["parallel_loss=false"], ["tensor_parallel=false"]):
+        assert rewrite(GPT, str(tmp_path / "s.py"), settings).files
+
+
+def test_the_file_gives_the_same_bytes_and_is_verified(tmp_path, capsys):
+    out, kept = tmp_path / "out", tmp_path / "out_schedule.py"
+    assert main([GPT, "--schedule", "auto", "-o", str(out)]) == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    assert main([GPT, "--schedule", str(kept), "-o", str(tmp_path / "again")]) == 0
+    again = {path.name: path.read_bytes() for path in (tmp_path / "again").glob("*.*")}
+    assert {n: t for n, t in before.items() if n != "rewrite.json"} == {
+        n: t for n, t in again.items() if n != "rewrite.json"
+    }
+    capsys.readouterr()
+    assert main([GPT, "--schedule", "auto", "-o", str(out), "--check"]) == 0
+    assert "worked out before" in capsys.readouterr().err
+    assert verify(out, chosen(out, [2])).ok
+
+
+def test_a_file_that_was_edited_is_not_written_over(tmp_path, capsys):
+    out, kept = tmp_path / "out", tmp_path / "out_schedule.py"
+    assert main([GPT, "--schedule", "auto", "-o", str(out)]) == 0
+    kept.write_text(kept.read_text().replace("axis=0", "axis=0 "))
+    assert main([GPT, "--schedule", "auto", "-o", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert "is not what was worked out" in said and "--write-schedule" in said
+    assert main([GPT, "--schedule", str(kept), "-o", str(out)]) == 0
+    other = tmp_path / "other.py"
+    asked = [GPT, "--schedule", "auto", "--write-schedule", str(other), "-o", str(out)]
+    assert main(asked) == 0 and other.is_file()
+
+
+def test_a_lone_component_without_a_loss_gets_a_stand_in(tmp_path):
+    source = tmp_path / "mlp.py"
+    source.write_text(MLP)
+    text = derive(str(source)).text
+    assert shards(text) == {'up ["weight", "bias"], axis=0', 'down "weight", axis=1'}
+    assert "A stand-in" in text
+
+
+def test_the_class_may_be_named(tmp_path):
+    named = derive("transformers.models.bert.modeling_bert", "BertForSequenceClassification")
+    assert "m.BertForSequenceClassification(" in named.text
+    with pytest.raises(errors.ScheduleError, match="defines no module class `BertForSequence`"):
+        derive("transformers.models.bert.modeling_bert", "BertForSequence")
+
+
+def test_what_cannot_be_made_up_is_asked_for_and_the_advice_works(tmp_path):
+    source = tmp_path / "mlp.py"
+    sized = MLP.replace("width=1024", "sizes").replace(
+        "super()", 'width = sizes["w"]\n        super()', 1
+    )
+    source.write_text(sized)
+    with pytest.raises(errors.ScheduleError) as refused:
+        derive(str(source))
+    assert "auto:FILE.py" in (refused.value.hint or "")
+    said = tmp_path / "said.py"
+    said.write_text(
+        "import torch\n\n\ndef model(m):\n    return m.MLP({'w': 1024})\n\n\n"
+        'def inputs(model):\n    return {"x": torch.randn(2, 1024)}\n'
+    )
+    text = derive(str(source), str(said)).text
+    assert "return m.MLP({" in text
+    assert len(shards(text)) == 2

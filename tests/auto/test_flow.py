@@ -1,0 +1,95 @@
+"""What feeds what: components of producers and consumers, as a step of a small model shows them."""
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_rewrite.auto.flow import components, flow_of, pattern_of
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        q, k, v = self.norm(self.q(x)), self.k(x), self.v(x)
+        return self.o((q @ k.transpose(-2, -1)).softmax(-1) @ v)
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x) * self.gate(x).sigmoid())
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.out(q * k + v)
+
+
+class Assigned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.out = nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = torch.zeros(*x.shape)
+        y[..., :4] = self.one(x)
+        y[..., 4:] = self.two(x)
+        return self.out(y)
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def found(model):
+    flow = flow_of(model, {"x": torch.randn(2, 5, 8)})
+    return flow, {(" ".join(sorted(p)), " ".join(sorted(c))) for p, c in components(flow)}
+
+
+def test_producers_of_one_consumer_hang_together():
+    flow, pairs = found(Attention())
+    assert pairs == {("k q v", "o")}
+    assert flow.between == {"norm": {"q"}} and flow.ends == {"o"}
+    assert found(MLP())[1] == {("gate up", "down")}
+
+
+def test_what_is_written_in_place_is_followed():
+    assert found(Assigned())[1] == {("one two", "out")}
+
+
+def test_pieces_tell_how_a_result_is_packed():
+    flow, pairs = found(Packed())
+    assert pairs == {("qkv", "out")}
+    assert (8, 8, 8) in flow.layers["qkv"].pieces and not flow.layers["out"].pieces
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_elements_of_a_list_are_one(depth):
+    flow, pairs = found(Stack(*(MLP() for _ in range(depth))))
+    stream = {("layers.*.down", "layers.*.gate layers.*.up")} if depth > 1 else set()
+    assert pairs == {("layers.*.gate layers.*.up", "layers.*.down")} | stream
+    assert len(flow.layers["layers.*.down"].paths) == depth
+
+
+def test_layers_in_a_sequence_are_not_one():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    assert [pattern_of(model, path) for path, _ in model.named_modules()] == ["", "0", "1", "2"]
