@@ -14,8 +14,8 @@ from slapo_rewrite import errors
 from slapo_rewrite.auto import hugging_face_model, plain_model
 from slapo_rewrite.auto.flow import Flow, flow_of
 from slapo_rewrite.auto.oracle import Oracle
+from slapo_rewrite.auto.placement_search import Found, Search
 from slapo_rewrite.auto.schedule_text import schedule_text, shared
-from slapo_rewrite.auto.search import Found, Search
 from slapo_rewrite.auto.step import DoesNotRun, Given, Step, first_that_runs, tried
 from slapo_rewrite.code.file import SourceFile, locate
 from slapo_rewrite.emit.rewrite import import_source, rewrite
