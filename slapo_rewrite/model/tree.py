@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from slapo_rewrite import errors
 from slapo_rewrite.model import construction_calls
@@ -227,7 +228,12 @@ class Tree:
         own = node.live._parameters
         shapes = tuple([(n, p.shape) for n, p in own.items() if p is not None]) if own else ()
         below = tuple([(n, c.kind) for n, c in node.children.items()])
-        key = (node.cls, shapes, construction_calls.stack_of(node.live)[:CALLS], below)
+        key = (
+            type_before_parametrizations(node.live),
+            shapes,
+            construction_calls.stack_of(node.live)[:CALLS],
+            below,
+        )
         return self._kinds.setdefault(key, len(self._kinds))
 
 

@@ -214,4 +214,4 @@ def _made_of(node: Node) -> Hashable:
     if isinstance(node.live, (nn.ModuleList, nn.ModuleDict)):
         inside = frozenset(_made_of(child) for child in node.children.values())
     own = tuple((name, parameter.dim()) for name, parameter in node.parameters.items())
-    return node.cls, own, inside
+    return type_before_parametrizations(node.live), own, inside
