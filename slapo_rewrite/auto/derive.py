@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import tempfile
 import types
 from collections.abc import Iterator, Sequence
@@ -82,6 +83,10 @@ def _given(wanted: str, module: types.ModuleType) -> Step:
     if not file.is_file():
         raise errors.ScheduleError(f"there is no file `{wanted}`")
     step = Given.read(file)
+    if any(isinstance(n, ast.FunctionDef) and n.name == "schedule" for n in step.tree().body):
+        raise errors.ScheduleError(
+            f"`{wanted}` defines `schedule` already", hint=f"give it as it is: --schedule {wanted}"
+        )
     try:
         return tried(step, module)
     except DoesNotRun as error:

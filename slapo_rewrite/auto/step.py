@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +11,9 @@ from typing import Any
 
 import torch
 
+from slapo_rewrite import errors
 from slapo_rewrite.model import small_model
+from slapo_rewrite.schedule.load import syntax_span
 
 OWN_LOSS = "What the model computes itself."
 STAND_IN_LOSS = "A stand-in, since the model computes no loss itself: write your own here."
@@ -90,7 +93,25 @@ class Given(Step):
     @classmethod
     def read(cls, file: Path) -> Given:
         """What a file says."""
-        return cls(file.stem, (), "", written=file.read_text(encoding="utf-8"))
+        return cls(str(file), (), "", written=file.read_text(encoding="utf-8"))
+
+    def tree(self) -> ast.Module:
+        """What the file says, parsed.
+
+        Raises:
+            ScheduleError: It does not parse, or says no model.
+        """
+        try:
+            tree = ast.parse(self.written)
+        except SyntaxError as error:
+            at = syntax_span(error, self.title)
+            raise errors.ScheduleError(f"the file does not parse: {error.msg}", at=at) from None
+        if not any(isinstance(n, ast.FunctionDef) and n.name == "model" for n in tree.body):
+            raise errors.ScheduleError(
+                f"`{self.title}` defines no function `model`",
+                hint="write `def model(m): ...` in it, which builds the model from module `m`",
+            )
+        return tree
 
     def text(self) -> str:
         """The file, and a stand-in for the loss if it needs one."""

@@ -48,6 +48,12 @@ def locate(name: str) -> Path:
     known = bundled()
     if name in known:
         return known[name]
+    if name == "auto" or name.startswith("auto:"):
+        raise errors.ScheduleError(
+            "`auto` works a schedule out where files are written or shown",
+            hint="have it written first, and give that file: "
+            "slapo-rewrite SOURCE --schedule auto --write-schedule s.py --diff",
+        )
     raise errors.ScheduleError(
         f"there is no schedule `{name}`",
         hint=errors.did_you_mean(name, known)

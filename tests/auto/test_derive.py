@@ -152,3 +152,32 @@ def test_what_cannot_be_made_up_is_asked_for_and_the_advice_works(tmp_path):
     text = derive(str(source), str(said)).text
     assert "return m.MLP({" in text
     assert len(shards(text)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "advice"),
+    [
+        (
+            "def model(m):\n    return m.MLP()\n\n\ndef schedule(s):\n    pass\n",
+            "already",
+            "as it is",
+        ),
+        ("def inputs(model):\n    return {}\n", "no function `model`", "def model(m)"),
+        ("def model(m:\n", "does not parse", ""),
+        ("def model(m):\n    return m.MLP()\n", "does not run", ""),
+    ],
+)
+def test_a_file_that_does_not_say_a_step_is_refused(text, said, advice, tmp_path):
+    source, file = tmp_path / "mlp.py", tmp_path / "said.py"
+    source.write_text(MLP)
+    file.write_text(text)
+    with pytest.raises(errors.ScheduleError, match=said) as refused:
+        derive(str(source), str(file))
+    assert advice in (refused.value.hint or "")
+
+
+def test_other_commands_say_how_to_have_the_file_first(capsys):
+    assert main(["tree", GPT, "--schedule", "auto"]) == 2
+    assert "--write-schedule s.py" in capsys.readouterr().err
+    assert main([GPT, "--schedule", "bert", "--write-schedule", "s.py", "--diff"]) == 2
+    assert "belongs to `--schedule auto`" in capsys.readouterr().err
