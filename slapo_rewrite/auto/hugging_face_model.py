@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
@@ -101,24 +102,34 @@ def steps_of(cls: Any) -> Iterator[Step]:
     )
     with torch.device("meta"):
         model = cls(config_class())
-    twin, imports = _twin(cls, config)
-    step = replace(step, twin=twin, imports=tuple(sorted({*step.imports, *imports})))
     takes = inspect.signature(cls.forward).parameters
     main = getattr(cls, "main_input_name", "input_ids")
-    if "input_ids" in takes and main == "input_ids":
-        yield step
+    small = small_model.small_config(config)
+    twins = dict.fromkeys([_twin(cls, _with_less_to_see(small)), _twin(cls, small), (None, ())])
+    for twin, imports in twins:
+        own = replace(step, twin=twin, imports=tuple(sorted({*step.imports, *imports})))
+        if "input_ids" in takes and main == "input_ids":
+            yield own
+        for inputs in _made_up(takes, main, cls.__name__):
+            yield replace(own, inputs=_filled(inputs, model.config))
+
+
+def _made_up(
+    takes: Mapping[str, inspect.Parameter], main: str, name: str
+) -> Iterator[dict[str, str]]:
+    """What the arguments of `forward` may be given: those needed first, then all known ones."""
     needed = [n for n, p in takes.items() if p.default is p.empty and p.kind in _NAMED]
-    wanted = [n for n in dict.fromkeys([main, *needed[1:]]) if n in takes]
+    wanted = [n for n in {main: 0, **dict.fromkeys(needed[1:])} if n in takes]
     known = [n for n in ARGUMENTS if n in takes]
-    for names in ([*wanted], [*dict.fromkeys([*wanted, *known])]):
+    for names in (wanted, [*dict.fromkeys([*wanted, *known])]):
         if not names or any(name not in ARGUMENTS for name in names):
             continue
         for texts in itertools.product(*(ARGUMENTS[name] for name in names)):
             given = dict(zip(names, texts, strict=True))
-            labels = next((t for n, t in LABELS.items() if n in cls.__name__), None)
+            labels = next((t for n, t in LABELS.items() if n in name), None)
             if labels is not None and "labels" in takes:
-                yield replace(step, inputs=_filled({**given, "labels": labels}, model.config))
-            yield replace(step, inputs=_filled(given, model.config))
+                yield {**given, "labels": labels}
+            yield given
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -160,25 +171,35 @@ def _place_of(config: Any, name: str, path: str = "model.config", depth: int = 2
     return None
 
 
-def _twin(cls: Any, config: Any) -> tuple[str | None, set[str]]:
+def _with_less_to_see(config: Any) -> Any:
+    """A configuration for images of few patches, with no more than two layers on each level."""
+    config = copy.deepcopy(config)
+    for part in _parts(config):
+        size, patch = getattr(part, "image_size", None), getattr(part, "patch_size", None)
+        if isinstance(size, int) and isinstance(patch, int) and not hasattr(part, "window_size"):
+            part.image_size = min(size, 4 * patch)
+        depths = getattr(part, "depths", None)
+        if isinstance(depths, (list, tuple)) and all(isinstance(d, int) for d in depths):
+            part.depths = type(depths)(min(d, 2) for d in depths)
+    return config
+
+
+def _twin(cls: Any, small: Any) -> tuple[str | None, tuple[str, ...]]:
     """The expression for a small model, and imports for it; None where no arguments say it."""
-    small = small_model.small_config(config)
     imports: set[str] = set()
     try:
         text = _construction(small, imports)
-        names = {c.__name__: c for c in _classes(small)}
-        if eval(text, names).to_dict() != small.to_dict():
-            return None, set()
+        eval(text, {type(part).__name__: type(part) for part in _parts(small)})
     except Exception:
-        return None, set()
-    return f"m.{cls.__name__}({text})", imports
+        return None, ()
+    return f"m.{cls.__name__}({text})", tuple(sorted(imports))
 
 
-def _classes(config: Any) -> Iterator[type]:
-    yield type(config)
+def _parts(config: Any) -> Iterator[Any]:
+    yield config
     for part in vars(config).values():
         if hasattr(part, "to_dict"):
-            yield from _classes(part)
+            yield from _parts(part)
 
 
 def _construction(config: Any, imports: set[str]) -> str:
