@@ -220,12 +220,18 @@ class _Specializing:
             mine = what.get(id(child.live))
             other = next(c for c in alike if what.get(id(c.live)) != mine)
             causes = self.changes.causes[node.path][place]
+            hint = "give each a line of its own"
+            if (stack := _stack_around(child)) is not None:
+                hint = (
+                    f"schedule all layers of `{stack.path}` alike, or let {self.file.path.name} "
+                    f"make it: an nn.ModuleList and a loop in the place of {stack.cls.__name__}"
+                )
             raise errors.UnfollowableConstruction(
                 f"`{other.path}` and `{child.path}` are made by one line, and are scheduled "
                 "differently",
                 at=self.file.at(self.changes.sites[place.start].value),
                 cause=causes,
-                hint="give each a line of its own",
+                hint=hint,
             )
 
     def _check_function(self, site: Site, place: AtSite, child: Node) -> None:
@@ -262,3 +268,11 @@ def _each_once(edits: list[Edit]) -> list[Edit]:
             replace(edit, causes=merged_causes(known.causes, edit.causes)) if known else edit
         )
     return list(found.values())
+
+
+def _stack_around(node: Node) -> Node | None:
+    """The stack of torch's whose copies a module lies in, if it does."""
+    above = node.parent
+    while above is not None and not above.is_stack:
+        above = above.parent
+    return above
