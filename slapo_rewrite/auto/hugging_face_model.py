@@ -135,12 +135,12 @@ def _made_up(
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def _imported(cls: type) -> str:
+def _imported(cls: type) -> tuple[str, str]:
     import transformers
 
     if getattr(transformers, cls.__name__, None) is cls:
-        return f"from transformers import {cls.__name__}"
-    return f"from {cls.__module__} import {cls.__name__}"
+        return "transformers", cls.__name__
+    return cls.__module__, cls.__name__
 
 
 def _filled(given: Mapping[str, str], config: Any) -> dict[str, str]:
@@ -184,9 +184,9 @@ def _with_less_to_see(config: Any) -> Any:
     return config
 
 
-def _twin(cls: Any, small: Any) -> tuple[str | None, tuple[str, ...]]:
+def _twin(cls: Any, small: Any) -> tuple[str | None, tuple[tuple[str, str], ...]]:
     """The expression for a small model, and imports for it; None where no arguments say it."""
-    imports: set[str] = set()
+    imports: set[tuple[str, str]] = set()
     try:
         text = _construction(small, imports)
         eval(text, {type(part).__name__: type(part) for part in _parts(small)})
@@ -202,7 +202,7 @@ def _parts(config: Any) -> Iterator[Any]:
             yield from _parts(part)
 
 
-def _construction(config: Any, imports: set[str]) -> str:
+def _construction(config: Any, imports: set[tuple[str, str]]) -> str:
     """A call that makes a configuration, with the arguments that are not as by default."""
     usual = type(config)()
     imports.add(_imported(type(config)))

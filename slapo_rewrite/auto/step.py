@@ -29,7 +29,7 @@ class Step:
 
     Attributes:
         title: What the model is called.
-        imports: Lines that import what the functions use.
+        imports: What the functions use of other modules: module and name.
         model: The expression that `model(m)` returns.
         twin: The expression that `verify_model(m)` returns; None where the tool makes one itself.
         inputs: The items of the dictionary that `inputs(model)` returns; None where the tool makes
@@ -38,7 +38,7 @@ class Step:
     """
 
     title: str
-    imports: tuple[str, ...]
+    imports: tuple[tuple[str, str], ...]
     model: str
     twin: str | None = None
     inputs: Mapping[str, str] | None = None
@@ -46,7 +46,11 @@ class Step:
 
     def text(self) -> str:
         """The functions as they stand in a schedule file."""
-        lines = list(self.imports)
+        modules = dict.fromkeys(module for module, _ in self.imports)
+        lines = [
+            f"from {module} import {', '.join(n for m, n in self.imports if m == module)}"
+            for module in modules
+        ]
         if self.inputs is not None:
             lines = ["import torch", *(["", *lines] if lines else [])]
         parts = ["\n".join(lines)] if lines else []

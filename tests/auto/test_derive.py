@@ -80,6 +80,7 @@ def test_blocks_are_split_as_by_hand(name, split):
 def test_a_model_of_images_gets_inputs_of_its_own():
     derived = derive("transformers.models.vit.modeling_vit")
     assert "pixel_values" in derived.text and "def inputs(model)" in derived.text
+    assert "from transformers import ViTConfig\n" in derived.text
     assert derived.share > 0.9
 
 
