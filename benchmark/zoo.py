@@ -11,6 +11,8 @@ there is a sample of all. What is measured of each:
   in real processes: outputs, every gradient, buffers, weights after three steps.
 - checkpoint, fuse: the same file with `ckpt_ratio=1.0` and with `fuse=true`, at world size 1.
 - stages: with `pipeline_stages=2`, on two processes.
+
+What is refused, and what was not finished in time, stands there with the reason.
 """
 
 from __future__ import annotations
@@ -118,7 +120,9 @@ def _verified(
     found = verify(out, chosen(out, worlds), source=name, schedule=str(file), timeout_s=150)
     if found.ok:
         return RIGHT
-    return f"wrong: {' '.join(found.render().split())[-400:]}"
+    words = " ".join(found.render().split())
+    kind = "unfinished" if "not done after" in words else "wrong"
+    return f"{kind}: {words[-400:]}"
 
 
 def _in_process(name: str) -> dict[str, Any]:
@@ -143,7 +147,7 @@ def _in_process(name: str) -> dict[str, Any]:
         finally:
             os._exit(code)
     write.close()
-    found = {"family": name, "auto": f"refused: not done in {LIMIT_S} s"}
+    found = {"family": name, "auto": f"unfinished: not done in {LIMIT_S} s"}
     try:
         if read.poll(LIMIT_S):
             found = read.recv()

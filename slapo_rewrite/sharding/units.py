@@ -11,6 +11,8 @@ number that `forward` makes of the tensor's own size would only be rounded.
 from __future__ import annotations
 
 import ast
+import inspect
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +23,7 @@ from slapo_rewrite.model.layers import Unit
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding.operation_places import calling_frame, place_of, text_at
 from slapo_rewrite.sharding.rank_state import Run
-from slapo_rewrite.sharding.tracked_sizes import Shape
+from slapo_rewrite.sharding.tracked_sizes import Attribute, Shape
 from slapo_rewrite.sharding.types import CannotFollow, LayerKey, layer_key
 
 EVEN = Unit("1", 1)
@@ -76,8 +78,10 @@ def note_unit(
     if attribute is not None:
         run.followed.units[key] = Unit(f"self.{attribute}", int(size))
         return
-    text = _made_of(node, size) or _written(
-        run, node, len(sizes), inner[0], list(outs).index(inner[0])
+    text = (
+        _made_of(node, size)
+        or _multiple(node, size)
+        or _written(run, node, len(sizes), inner[0], list(outs).index(inner[0]))
     )
     if text is not None:
         known = run.followed.units.get(key, Unit(text, int(size)))
@@ -124,6 +128,32 @@ def _made_of(node: Node, size: int) -> str | None:
     made: str | None = getattr(size, "text", None)
     mine = all(node.owner and a.cls is node.owner.cls for a in getattr(size, "attributes", ()))
     return ast.unparse(ast.parse(made, mode="eval")) if made and mine else None
+
+
+def _multiple(node: Node, size: int) -> str | None:
+    """A size that the class writes as a number times an attribute: `3 * self.head_size`.
+
+    Only as it stands there: a number that the run alone shows may be a batch's.
+    """
+    owner = node.owner
+    attributes: tuple[Attribute, ...] = getattr(size, "attributes", ())
+    if owner is None or len(attributes) != 1 or attributes[0].cls is not owner.cls:
+        return None
+    name = attributes[0].name
+    one: Any = getattr(owner.live, name, 0)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner.cls)))
+    except (OSError, SyntaxError, TypeError):  # a text that was edited in memory
+        return None
+    for found in ast.walk(tree):
+        if not isinstance(found, ast.BinOp) or not isinstance(found.op, ast.Mult):
+            continue
+        for times, read in ((found.left, found.right), (found.right, found.left)):
+            if not isinstance(times, ast.Constant) or not isinstance(read, ast.Attribute):
+                continue
+            if read.attr == name and is_name(read.value, "self") and times.value * one == size:
+                return ast.unparse(found)
+    return None
 
 
 def _written(run: Run, node: Node, count: int, axis: int, inner: int) -> str | None:

@@ -310,3 +310,22 @@ def test_heads_that_are_merged_with_the_batch_are_strided_over(tmp_path):
 def test_strides_from_one_head_into_another_are_refused(token, tmp_path):
     text = refused(tmp_path, slid(token), SCHEDULE + THREE + ROW, "SR104")
     assert "`as_strided` reads the memory of a value of which a rank has 4 of 8" in text
+
+
+@pytest.mark.parametrize("written", ["3 * self.head_dim", "self.head_dim * 3"])
+def test_heads_that_pack_three_are_split_as_the_class_writes_their_size(written, tmp_path):
+    body = f"""qkv = self.qkv(x).view(B, T, -1, {written}).transpose(1, 2)
+        q, k, v = qkv.chunk(3, dim=-1)"""
+    source = SOURCE.replace("BODY", body).replace("MERGED", ".reshape(B, T, -1)")
+    schedule = SCHEDULE + PACKED.replace(", parts=PARTS", "") + ROW
+    text = changed_lines(rewritten(tmp_path, source, schedule))
+    assert f"multiple_of={written})" in text
+
+
+def test_a_batch_that_is_as_many_is_no_unit(tmp_path):
+    body = """qkv = self.qkv(x).view(B, T, -1, (B + 1) * self.head_dim).transpose(1, 2)
+        q, k, v = qkv.chunk(3, dim=-1)"""
+    source = SOURCE.replace("BODY", body).replace("MERGED", ".reshape(B, T, -1)")
+    schedule = SCHEDULE + PACKED.replace(", parts=PARTS", "") + ROW
+    text = changed_lines(rewritten(tmp_path, source, schedule))
+    assert "multiple_of=12)" in text
