@@ -11,7 +11,6 @@ collectives take; whether it is legal, sharding propagation says.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,8 +30,8 @@ DEVICE = Device()
 TOKENS = 8192
 # Bytes that the optimizer reads and writes for each parameter in a step: Adam in mixed precision.
 TOUCHED = 32
-# How long it may be looked for what is legal; what is found by then counts.
-SECONDS = 20
+# How often it may be asked whether something is legal; what is found by then counts.
+MOST_ASKED = 60
 # How many components are tried in every combination.
 MOST_TOGETHER = 14
 
@@ -71,7 +70,7 @@ class Group:
         shards: How.
         summed: The modules whose input's gradient is summed once for all layers in them.
         both: The modules whose result and whose input's gradient are summed.
-        parts_of_loss: The head whose parts go into the loss, if any.
+        head: The head whose parts go into the loss, if any.
         parameters: How many they have.
         is_vocabulary: Whether they are tables of words, and heads that give a number for each.
         is_experts: Whether they are the experts of mixtures.
@@ -143,7 +142,6 @@ class Search:
         most = max((p.rows // max(1, len(p.paths)) for p in flow.layers.values()), default=1)
         self.scale = TOKENS / max(1, most)
         self.refusals: dict[str, str] = {}
-        self.end = time.perf_counter() + SECONDS
         known = [p for p in flow.layers if p in self.modules]
         self.step = sum(map(self._saved, known)) / (1 - 1 / RANKS)
 
@@ -182,9 +180,9 @@ class Search:
         return sum(held.values())
 
     def _legal(self, group: Group) -> bool:
-        if time.perf_counter() > self.end:
+        if self.oracle.asked >= MOST_ASKED:
             for pattern in group.patterns:
-                self.refusals.setdefault(pattern, f"not tried, since {SECONDS} s were over")
+                self.refusals.setdefault(pattern, f"not tried, since {MOST_ASKED} others were")
             return False
         refused = self.oracle.refusal([*group.lines(), INFER])
         if refused is not None:
