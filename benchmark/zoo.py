@@ -177,8 +177,14 @@ def runs(found: dict[str, Any]) -> bool:
     return "identity" in found
 
 
+def is_unfinished(found: dict[str, Any]) -> bool:
+    """Whether something was not done in time; the next run tries it again."""
+    return any(str(value).startswith("unfinished") for value in found.values())
+
+
 def table(outcomes: Iterable[dict[str, Any]]) -> str:
     """How many families came out right, for each column."""
+    outcomes = list(outcomes)
     ran = [found for found in outcomes if runs(found)]
     lines = [
         f"| of {len(ran)} families whose original runs | right | refused | not right |",
@@ -195,6 +201,11 @@ def table(outcomes: Iterable[dict[str, Any]]) -> str:
     quarter = [f for f in ran if f["auto"] == RIGHT and f["share"] >= 0.25]
     share = len(quarter) / max(1, len(ran))
     lines.append(f"| auto, a quarter or more split | {len(quarter)} ({share:.0%}) | | |")
+    late = sum(is_unfinished(found) for found in outcomes if not runs(found))
+    rest = len(outcomes) - len(ran) - late
+    lines.append("")
+    lines.append(f"Beside these, {rest} run on no inputs that were made up, and {late} did not")
+    lines.append(f"end in {LIMIT_S} s.")
     return "\n".join(lines) + "\n"
 
 
@@ -224,7 +235,7 @@ def main() -> None:
     importlib.import_module("slapo_rewrite.auto.derive")
     importlib.import_module("slapo_rewrite.verify.run")
     done = known()
-    names = [n for n in families() if n not in done]
+    names = [n for n in families() if n not in done or is_unfinished(done[n])]
     if options.only:
         names = [n for n in families() if any(part in n for part in options.only)]
     end = time.monotonic() + options.seconds
