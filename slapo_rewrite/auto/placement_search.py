@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from slapo_rewrite.auto.flow import Flow, components, is_column, is_row
+from slapo_rewrite.auto.flow import Flow, components, is_column, is_row, pattern_of
 from slapo_rewrite.auto.oracle import Oracle
 from slapo_rewrite.model.layers import Split, splits_of
 from slapo_rewrite.simulate.links import Link
@@ -135,8 +135,9 @@ class Search:
     def __init__(self, oracle: Oracle, flow: Flow, has_loss: bool) -> None:
         self.oracle, self.flow, self.has_loss = oracle, flow, has_loss
         self.modules: dict[str, list[nn.Module]] = {}
-        for path, node in oracle.project.tree.nodes.items():
-            self.modules.setdefault(folded(oracle.project.tree.nodes, path), []).append(node.live)
+        tree = oracle.project.tree
+        for path, node in tree.nodes.items():
+            self.modules.setdefault(pattern_of(tree.root.live, path), []).append(node.live)
         self._keep_alike()
         self.total = sum(p.numel() for p in oracle.project.tree.root.live.parameters())
         most = max((p.rows // max(1, len(p.paths)) for p in flow.layers.values()), default=1)
@@ -499,15 +500,3 @@ def _common(patterns: Iterable[str]) -> str:
     segments = [pattern.split(".")[:-1] for pattern in patterns]
     shared = itertools.takewhile(lambda s: len(set(s)) == 1, zip(*segments, strict=False))
     return ".".join(s[0] for s in shared)
-
-
-def folded(nodes: object, path: str) -> str:
-    """A path with `*` for the elements of lists whose elements are modules of several layers."""
-    segments: list[str] = []
-    at = nodes[""]  # type: ignore[index]
-    for segment in path.split(".") if path else ():
-        inside = at.is_container and segment.isdigit()
-        at = at.children[segment]
-        whole = inside and not at.is_container and bool(at.children)
-        segments.append("*" if whole else segment)
-    return ".".join(segments)
