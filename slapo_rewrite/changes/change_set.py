@@ -79,7 +79,7 @@ class ChangeSet:
         start = self.file.span(site.value)[0]
         self.sites[start] = site
         # Where a place outside of loops puts its module may differ between instances.
-        index = _index(site.path, node.relative) if is_counted(site) else ""
+        index = _index(site.path, node.relative) if site.is_repeated else ""
         for each in self._indices(site, node) if index else (index,):
             self.indices.add(start, each)
         holder = node.parent if index.isdecimal() else None
@@ -235,13 +235,6 @@ def _is_list(node: Node, site: Site) -> bool:
 def own_copy(name: str, into: SourceFile) -> str:
     """What to do where a class of another file would have to change."""
     return f"copy class `{name}` into {into.path.name}, and make of the copy what is made of it now"
-
-
-def is_counted(site: Site) -> bool:
-    """Whether a loop makes several there: one beside it, not around the calls of its function."""
-    if stands_in_its_class(site):
-        return bool(site.loops)
-    return any(loop.node in ast.walk(site.function) for loop in site.loops)
 
 
 def stands_in_its_class(site: Site) -> bool:

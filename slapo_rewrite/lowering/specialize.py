@@ -221,6 +221,10 @@ class _Specializing:
             other = next(c for c in alike if what.get(id(c.live)) != mine)
             causes = self.changes.causes[node.path][place]
             hint = "give each a line of its own"
+            site = self.changes.sites[place.start]
+            if site.loops and not site.is_repeated:
+                call = f"{child.cls.__name__}(...)"
+                hint = f"make each by a call of its own, in a loop there: [{call} for _ in ...]"
             if (stack := _stack_around(child)) is not None:
                 hint = (
                     f"schedule all layers of `{stack.path}` alike, or let {self.file.path.name} "
@@ -229,7 +233,7 @@ class _Specializing:
             raise errors.UnfollowableConstruction(
                 f"`{other.path}` and `{child.path}` are made by one line, and are scheduled "
                 "differently",
-                at=self.file.at(self.changes.sites[place.start].value),
+                at=self.file.at(site.value),
                 cause=causes,
                 hint=hint,
             )

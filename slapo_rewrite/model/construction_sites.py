@@ -132,6 +132,20 @@ class Site:
         """The innermost loop around it."""
         return self.loops[-1] if self.loops else None
 
+    @functools.cached_property
+    def is_repeated(self) -> bool:
+        """Whether a loop carries the expression itself out again.
+
+        One around a call of its function does not count the elements there, and one that copies
+        what the expression made does not reach it.
+        """
+        turned = [loop.node for loop in self.loops]
+        return any(
+            self.value in ast.walk(node)
+            for node in ast.walk(self.function)
+            if not {node, *getattr(node, "generators", ())}.isdisjoint(turned)
+        )
+
     @property
     def index(self) -> str | None:
         """The local variable that counts the elements it makes from 0, if there is one."""

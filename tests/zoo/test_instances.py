@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 
+import pytest
+
 from tests.rewriting import changed_lines, refused, rewritten
 
 HEAD = "import torch\nfrom torch import nn\n\n\n"
@@ -219,6 +221,46 @@ class MLP(nn.Module):
     )
     text = refused(tmp_path, source, SCHEDULE + '    split(s["mlp"])\n', "SR103")
     assert "`mlp.down` and `mlp.up` are made by one line" in text
+
+
+COPIES = """\
+import copy
+
+
+def clones(module, number):
+    return nn.ModuleList([copy.deepcopy(module) for ANY in range(number)])
+
+
+class Model(nn.Module):
+    def __init__(self, d=8):
+        super().__init__()
+        self.layers = MADE
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+"""
+
+
+@pytest.mark.parametrize("name", ["_", "i"])
+def test_copies_of_one_that_are_scheduled_differently_are_refused_and_the_advice_works(
+    name, tmp_path
+):
+    source = HEAD + COPIES.replace("ANY", name)
+    lines = (
+        SCHEDULE
+        + """\
+    s["layers.0"].shard(["weight", "bias"], axis=0)
+    s["layers.1"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+    )
+    copied = source.replace("MADE", "clones(nn.Linear(d, d), 3)")
+    text = refused(tmp_path, copied, lines, "SR103")
+    assert "make each by a call of its own, in a loop there: [Linear(...) for _ in ...]" in text
+    called = source.replace("MADE", "nn.ModuleList([nn.Linear(d, d) for _ in range(3)])")
+    assert "if i == 0" in changed_lines(rewritten(tmp_path, called, lines))
 
 
 def test_a_layer_can_be_split_and_checkpointed(tmp_path):
