@@ -56,13 +56,14 @@ def inputs(model):
 class CutPipelineStage(Primitive):
     """End a pipeline stage after the selected modules.
 
-    The output has a file `pipeline.py`: a class for each stage, written out of the `forward` of the
-    modules on the way to the cuts, and `build`, which makes the stages. Branches that training does
-    not take are left out. What a stage needs of earlier ones is handed on, or worked out again
-    where it is no part of the backward pass (masks, rotary tables). A stage is a subclass of the
-    model that holds its own part of it, by the same names. The loss is the model's own,
-    or what the schedule's `loss` makes of its outputs; `loss(outputs, y)` takes targets that
-    are among the inputs, and that the model is not given where its `forward` does not name them.
+    The output has a file `pipeline.py`: a class for each stage, written out of the `forward` of
+    the modules on the way to the cuts, of other files as well, whose names it imports, and
+    `build`, which makes the stages. Branches that training does not take are left out. What a
+    stage needs of earlier ones is handed on, or worked out again where it is no part of the
+    backward pass (masks, rotary tables). A stage is a subclass of the model that holds its own
+    part of it, by the same names. The loss is the model's own, or what the schedule's `loss`
+    makes of its outputs; `loss(outputs, y)` takes targets that are among the inputs, and that
+    the model is not given where its `forward` does not name them.
 
     `target` says what runs the stages; all cuts of a schedule have the same one.
 

@@ -13,6 +13,7 @@ from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.runtime.stages import Stage
+from slapo_rewrite.stages.defining_files import DefiningFiles
 from slapo_rewrite.stages.dry_run import Trial
 from slapo_rewrite.stages.fewer_layers import Kept, is_uniform, kept_layers
 from slapo_rewrite.stages.inline_forward import Flattening
@@ -90,8 +91,10 @@ def _tried(
     trial = Trial(schedule, module, model, at, kept)
     inside = ways(tree, cuts)
     has_function = trial.loss.arguments is not None
-    world = vars(module) | ({FUNCTION: schedule.loss} if has_function else {})
-    flat = Flattening(model, file, world, inside, trial.loss, at).flat(trial.inputs)
+    own = vars(module) | ({FUNCTION: schedule.loss} if has_function else {})
+    defining = DefiningFiles(file, module, own)
+    flat = Flattening(model, defining, inside, trial.loss, at).flat(trial.inputs)
+    trial.world = world = {**own, **defining.values}
     flat = with_loss_apart(flat, lambda text: trains(model, text))
     program = divided(flat, cuts, model, world)
     if kept and not is_uniform(program):
@@ -117,7 +120,7 @@ def _tried(
         held,
         shared,
         type(model),
-        file,
+        defining,
         flat.settings,
         shared_names(model),
         "shards.py" in files,

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import ast
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.dataflow import bound_in
-from slapo_rewrite.code.evaluate import Constant, KnownObject, Unknown, field_at, truth_of
-from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.evaluate import Constant, KnownObject, Unknown, Worth, field_at, truth_of
 from slapo_rewrite.errors import Span
-from slapo_rewrite.stages.environment import CHANGING
+from slapo_rewrite.stages.defining_files import DefiningFile, DefiningFiles
+from slapo_rewrite.stages.environment import Environment
 from slapo_rewrite.stages.flat import Line, Scope
-from slapo_rewrite.stages.function_syntax import attributes_set, is_made_for
+from slapo_rewrite.stages.function_syntax import is_made_for
 from slapo_rewrite.stages.written_text import closed, dedented, span_of, written_out
 
 # Stands for an expression whose names mean something else by now.
 OUTDATED = ""
 _CLOSED = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of a module of the model.
+
+    Attributes:
+        live: The module.
+        path: Its path.
+        home: The file in which the method stands.
+        function: The method.
+    """
+
+    live: Any
+    path: str
+    home: DefiningFile
+    function: ast.FunctionDef
 
 
 class Expressions(ABC):
@@ -34,8 +52,7 @@ class Expressions(ABC):
 
     Args:
         model: The model, built without memory.
-        file: The file that defines it.
-        world: The names of that file's module.
+        files: Those that define its classes.
         inside: Paths of the modules whose `forward` is written out: those on the way to a cut.
         cause: The schedule's line, for refusals.
     """
@@ -43,19 +60,23 @@ class Expressions(ABC):
     def __init__(
         self,
         model: Any,
-        file: SourceFile,
-        world: Mapping[str, Any],
+        files: DefiningFiles,
         inside: set[str],
         cause: Span | None,
     ) -> None:
-        self.model, self.file, self.world, self.inside = model, file, world, inside
+        self.model, self.files, self.inside = model, files, inside
         self.also = [cause] if cause else []
         self.settings: dict[str, Any] = {}
         self.comments: list[str] = []
         self.is_aside = False
         self.named: set[ast.NamedExpr] = set()
-        self.changing = CHANGING | attributes_set(file)
+        self.changing = files.changing(map(model.get_submodule, sorted(inside)))
         self.depth = 0
+
+    def environment(self, method: Method, values: dict[str, Worth]) -> Environment:
+        """What the names of a method stand for, its parameters and local names apart."""
+        world, settings = method.home.world, self.settings
+        return Environment(None, method.live, method.path, values, world, settings, self.changing)
 
     def refused(
         self, message: str, scope: Scope, node: ast.AST, hint: str | None = None
@@ -64,8 +85,8 @@ class Expressions(ABC):
         return errors.CannotCut(message, at=scope.file.at(node), also=self.also, hint=hint)
 
     @abstractmethod
-    def method_of(self, module: Any, path: str, name: str) -> ast.FunctionDef:
-        """The method that calling a module runs, as it stands in the model's file."""
+    def method_of(self, module: Any, path: str, name: str) -> Method:
+        """The method of a module, as it stands in the file that defines it."""
 
     @abstractmethod
     def call(self, node: ast.Call, scope: Scope, out: list[Line]) -> str | None:
@@ -182,7 +203,7 @@ class Expressions(ABC):
             return False
         number = ast.unparse(upper).removeprefix(f"{scope.names.me}.")
         same = scope.names.value(upper) == Constant(full, is_setting=True)
-        return same and is_made_for(init, steps[-1], number)
+        return same and is_made_for(init.function, steps[-1], number)
 
     def shortened(self, node: ast.BoolOp, scope: Scope, out: list[Line]) -> str | None:
         """`a and b` without what is known to be true, `a or b` without what is false."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +17,10 @@ from torch import Tensor
 from slapo_rewrite.code.arguments import Signature, all_arguments, first_parameter
 from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
 from slapo_rewrite.code.evaluate import NONE, Constant, KnownKwargs, KnownObject, Unknown, Worth
-from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.errors import Span
-from slapo_rewrite.stages.environment import Environment, is_module
+from slapo_rewrite.stages.defining_files import DefiningFiles
+from slapo_rewrite.stages.environment import is_module
 from slapo_rewrite.stages.flat import Flat, Line, Result, Scope
 from slapo_rewrite.stages.flat_expressions import OUTDATED
 from slapo_rewrite.stages.function_syntax import (
@@ -43,8 +43,7 @@ class Flattening(Calls):
 
     Args:
         model: The model, built without memory.
-        file: The file that defines it.
-        world: The names of that file's module.
+        files: Those that define its classes.
         inside: Paths of the modules whose `forward` is written out: those on the way to a cut.
         loss: How the loss is made of the result.
         cause: The schedule's line, for refusals.
@@ -53,24 +52,25 @@ class Flattening(Calls):
     def __init__(
         self,
         model: Any,
-        file: SourceFile,
-        world: Mapping[str, Any],
+        files: DefiningFiles,
         inside: set[str],
         loss: StepLoss,
         cause: Span | None,
     ) -> None:
-        super().__init__(model, file, world, inside, cause)
+        super().__init__(model, files, inside, cause)
         self.loss = loss
         self.unsure: set[str] = set()
 
     def flat(self, given: Iterable[str]) -> Flat:
         """The model's `forward`, for a training step that gives it these arguments."""
         given = set(given)
-        function = only_loss(self.method_of(self.model, "", "forward"), self.loss, self.world)
+        method = self.method_of(self.model, "", "forward")
+        function = only_loss(method.function, self.loss, method.home.world)
         values: dict[str, Worth] = {}
-        names = Environment(None, self.model, "", values, self.world, self.settings, self.changing)
+        names = self.environment(method, values)
+        written = self.files.names_of(function, method.home, "model")
         after = frozenset() if self.loss.arguments is None else {FUNCTION, *self.loss.names}
-        scope = Scope(function, self.file, names, "self", {}, frozenset(after))
+        scope = Scope(function, method.home.file, names, "self", written, frozenset(after))
         parameters = []
         takes = Signature.of(function, bound=True)
         for name, argument in zip(takes.names, all_arguments(function)[1:], strict=False):
@@ -114,6 +114,15 @@ class Flattening(Calls):
         result = self.block(body_of(function), scope, lines)
         if result is None:
             raise self.refused("`forward` returns nothing", scope, function)
+        bound = bound_in(*(ast.parse(line.text) for line in lines)) | set(parameters)
+        for name in sorted(bound & self.files.values.keys()):
+            raise self.refused(
+                f"`{name}` of {self.files.origins[name][0]} is also a local name where a `forward` "
+                "calls the other",
+                scope,
+                function,
+                "give the local one another name",
+            )
         return Flat(tuple(parameters), lines, self.loss.text(result.text), dict(self.settings))
 
     # Statements -------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import re
 from abc import abstractmethod
@@ -16,9 +15,8 @@ from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
 from slapo_rewrite.code.evaluate import NONE, Constant, KnownKwargs, KnownObject, Unknown, Worth
 from slapo_rewrite.code.liveness import live_after, local_names
 from slapo_rewrite.code.text import accessor
-from slapo_rewrite.stages.environment import Environment
 from slapo_rewrite.stages.flat import Line, Result, Scope
-from slapo_rewrite.stages.flat_expressions import OUTDATED, Expressions
+from slapo_rewrite.stages.flat_expressions import OUTDATED, Expressions, Method
 from slapo_rewrite.stages.function_syntax import (
     is_default,
     keyword_name,
@@ -26,9 +24,8 @@ from slapo_rewrite.stages.function_syntax import (
     signature_of,
     statement_of,
 )
-from slapo_rewrite.stages.written_text import comment_after
+from slapo_rewrite.stages.written_text import comment_after, respelled
 
-_Function = ast.FunctionDef
 # Keyword arguments that decorators take for themselves: what a result is wrapped in.
 FOR_DECORATORS = {"return_dict"}
 
@@ -120,9 +117,9 @@ class Calls(Expressions):
         try:
             found = scope.names.object_at(steps)
             path = ".".join([scope.names.path, *steps] if scope.names.path else steps)
-            function = self.method_of(found, path, "forward")
+            method = self.method_of(found, path, "forward")
             self.depth = 0
-            value = self.inlined(node, found, path, accessor(path), function, scope, []).value
+            value = self.inlined(node, method, accessor(path), scope, []).value
         except (errors.CannotCut, AttributeError):
             pass
         self.is_aside = False
@@ -145,8 +142,8 @@ class Calls(Expressions):
                 return None
         return scope.names.global_at(node.func)
 
-    def callee(self, node: ast.Call, scope: Scope) -> tuple[Any, str, str, _Function] | None:
-        """The module that is called and is to be written out: itself, path, prefix, function."""
+    def callee(self, node: ast.Call, scope: Scope) -> tuple[Method, str] | None:
+        """What is called and is to be written out, and how the result spells its module."""
         steps = scope.names.chain(node.func)
         if not steps:
             return None
@@ -163,22 +160,22 @@ class Calls(Expressions):
                     node,
                     "cut before or after it",
                 )
-            function = self.method_of(found, path, "forward")
-            return found, path, accessor(path), function
+            return self.method_of(found, path, "forward"), accessor(path)
         if len(steps) == 1 and inspect.ismethod(found) and not self.depth:
             return self.own_method(node, steps[0], scope)
         return None
 
-    def own_method(
-        self, node: ast.Call, name: str, scope: Scope
-    ) -> tuple[Any, str, str, _Function] | None:
+    def own_method(self, node: ast.Call, name: str, scope: Scope) -> tuple[Method, str] | None:
         """A method of the same module, where writing it out leaves out some of it."""
         given = [*node.args, *(k.value for k in node.keywords)]
         if not any(isinstance(scope.names.value(v), Constant) for v in given):
             return None
         try:
-            function = self.method_of(scope.names.live, scope.names.path, name)
+            method = self.method_of(scope.names.live, scope.names.path, name)
         except errors.CannotCut:
+            return None
+        function = method.function
+        if method.home.file is not scope.file:
             return None
         tests = [n for n in ast.walk(function) if isinstance(n, ast.If)]
         last = function.body[-1]
@@ -188,22 +185,20 @@ class Calls(Expressions):
         )
         if not tests or returns != [last] or not plain:
             return None
-        return scope.names.live, scope.names.path, scope.prefix, function
+        return method, scope.prefix
 
-    def method_of(self, module: Any, path: str, name: str) -> _Function:
-        """The method that calling a module runs, as it stands in the model's file."""
-        for cls in type(module).__mro__:
-            if name in vars(cls):
-                if cls.__module__ == self.world.get("__name__"):
-                    found = self.file.method(cls.__name__, name)
-                    if found is not None:
-                        return found
-                break
+    def method_of(self, module: Any, path: str, name: str) -> Method:
+        """The method of a module, as it stands in the file that defines it."""
+        cls = next((c for c in type(module).__mro__ if name in vars(c)), type(module))
+        home = self.files.of(cls)
+        function = home.file.method(cls.__name__, name) if home is not None else None
+        if home is not None and function is not None:
+            return Method(module, path, home, function)
         raise errors.CannotCut(
-            f"the `{name}` of `{path or 's'}` ({type(module).__name__}) does not stand in "
-            f"{self.file.path.name}, so that it cannot be cut",
+            f"the `{name}` of `{path or 's'}` ({type(module).__name__}) stands in no file of a "
+            "model, so that it cannot be cut",
             at=self.also[0] if self.also else None,
-            hint=f"copy the class into {self.file.path.name}",
+            hint=f"write the class into {self.files.main.file.path.name}, or cut elsewhere",
         )
 
     # Writing a function where it is called ------------------------------------------------------
@@ -211,22 +206,22 @@ class Calls(Expressions):
     def inlined(
         self,
         node: ast.Call,
-        live: Any,
-        path: str,
+        method: Method,
         prefix: str,
-        function: _Function,
         scope: Scope,
         out: list[Line],
     ) -> Result:
         """Writes a function's statements; gives what it returns."""
         self.comments.clear()
-        arguments = self.bound(node, function, scope, out)
-        values: dict[str, Worth] = {}
-        names = Environment(None, live, path, values, self.world, self.settings, self.changing)
-        needed = scope.after | self.needed_after(node, scope)
-        inner = Scope(function, self.file, names, prefix, {}, frozenset(needed))
-        bound = bound_in(*function.body)
+        path, function = method.path, method.function
         word = path.rpartition(".")[2] or "model"
+        written = self.files.names_of(function, method.home, word)
+        arguments = self.bound(node, method, written, scope, out)
+        values: dict[str, Worth] = {}
+        names = self.environment(method, values)
+        needed = scope.after | self.needed_after(node, scope)
+        inner = Scope(function, method.home.file, names, prefix, written, frozenset(needed))
+        bound = bound_in(*function.body)
         moves: list[tuple[str, str]] = []
         for name in local_names(function) - arguments.keys():
             if name in needed:
@@ -260,9 +255,15 @@ class Calls(Expressions):
         return returned or Result("None", NONE)
 
     def bound(
-        self, node: ast.Call, function: _Function, scope: Scope, out: list[Line]
+        self,
+        node: ast.Call,
+        method: Method,
+        written: Mapping[str, str],
+        scope: Scope,
+        out: list[Line],
     ) -> dict[str, Result]:
-        """What each parameter of a function is given by a call."""
+        """What each parameter of a method is given by a call."""
+        function = method.function
         if any(isinstance(a, ast.Starred) for a in node.args) or function.args.vararg:
             raise self.refused("a call with `*` cannot be written out", scope, node)
         arguments = [("", self.result(value, scope, out)) for value in node.args]
@@ -285,8 +286,8 @@ class Calls(Expressions):
             elif default is None:
                 raise self.refused(f"`{name}` is not given here", scope, node)
             else:
-                names = dataclasses.replace(scope.names, values={}, me=None)
-                given[name] = Result(ast.unparse(default), names.value(default))
+                text = respelled(ast.unparse(default), written)
+                given[name] = Result(text, self.environment(method, {}).value(default))
         if takes.options:
             aside = FOR_DECORATORS if function.decorator_list else set()
             more = {name: result for name, result in bound.extra if name not in aside}

@@ -15,9 +15,9 @@ import black
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
-from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.errors import Span
+from slapo_rewrite.stages.defining_files import DefiningFiles
 from slapo_rewrite.stages.environment import NOT_NONE
 from slapo_rewrite.stages.program import ARGUMENT, Depth
 from slapo_rewrite.stages.stage_inputs import Stage, Stages, reads_of
@@ -341,7 +341,7 @@ class PipelineText:
         held: What each of them holds.
         shared: The parameters that several hold.
         model: The model's class.
-        file: The file that defines it.
+        files: Those that define its classes.
         settings: Attributes of the model that branches were left out for.
         ties: The names that each shared parameter has in the model, numbers written as `*`.
         has_shards: Whether weights are divided over a tensor-parallel group as well.
@@ -352,7 +352,7 @@ class PipelineText:
     held: Sequence[Sequence[Held]]
     shared: Sequence[Tie]
     model: type
-    file: SourceFile
+    files: DefiningFiles
     settings: Mapping[str, Any]
     ties: Sequence[tuple[str, ...]]
     has_shards: bool
@@ -476,7 +476,7 @@ class PipelineText:
         known = {name for module in imports.values() for name in module}
         self._check_names(known.union(*(bound_in(statement) for statement in tree.body)))
         for name in sorted(names - bound - known - set(dir(builtins)) - {"self"}):
-            origin = self._origin(name)
+            origin = self.files.origin(name)
             if origin is not None:
                 module, wanted = origin
                 imports.setdefault(module, set()).add(wanted)
@@ -492,27 +492,13 @@ class PipelineText:
         for text in (*texts, loss_text(self.stages)):
             tree = ast.parse(text)
             for name in sorted((names_in(tree) - bound_in(tree)) & taken):
-                if self._origin(name) is not None:
+                if self.files.origin(name) is not None:
+                    home = self.files.origins.get(name, (self.files.main.file.path.name,))[0]
                     raise errors.NameTaken(
-                        f"`{name}` of {self.file.path.name} is read by a stage, and means "
-                        "something else in pipeline.py",
-                        hint="give it another name in the model's file",
+                        f"`{name}` of {home} is read by a stage, and means something else in "
+                        "pipeline.py",
+                        hint="give it another name there",
                     )
-
-    def _origin(self, name: str) -> tuple[str, str] | None:
-        """Where a name of the model's file comes from: a module, and what is imported of it."""
-        for node in ast.walk(self.file.tree):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                for alias in node.names:
-                    if (alias.asname or alias.name.split(".")[0]) != name:
-                        continue
-                    shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
-                    if isinstance(node, ast.Import):
-                        return shown, ""
-                    return "." * node.level + (node.module or ""), shown
-        if name in self.file.names:
-            return f".{self.file.path.stem}", name
-        return None
 
 
 def shown(value: object) -> str:

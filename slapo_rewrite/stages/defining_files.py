@@ -1,0 +1,172 @@
+"""The files in which the modules on the way to a cut have their `forward`, and their names."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.output_files import is_torch
+from slapo_rewrite.code.dataflow import read_in
+from slapo_rewrite.code.file import SourceFile, read_once
+from slapo_rewrite.code.liveness import local_names
+from slapo_rewrite.stages.environment import CHANGING
+from slapo_rewrite.stages.function_syntax import attributes_set
+
+# Where stages import a name from: a module, and what of it; '' for the module itself.
+Origin = tuple[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class DefiningFile:
+    """A file with classes of the model.
+
+    Attributes:
+        file: The file.
+        world: The names of its module.
+        module: How `pipeline.py` imports it; files of the output by a dot.
+    """
+
+    file: SourceFile
+    world: Mapping[str, Any]
+    module: str
+
+    def value(self, name: str) -> Any:
+        """What a name that is not local means here.
+
+        Raises:
+            KeyError: Nothing.
+        """
+        return self.world[name] if name in self.world else vars(builtins)[name]
+
+    def origin(self, name: str) -> Origin | None:
+        """Where a name of this file comes from; None for one that it does not bind."""
+        for node in ast.walk(self.file.tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for alias in node.names:
+                    if (alias.asname or alias.name.split(".")[0]) != name:
+                        continue
+                    shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
+                    if isinstance(node, ast.Import):
+                        return shown, ""
+                    return self._imported_from(node), shown
+        return (self.module, name) if name in self.file.names else None
+
+    def _imported_from(self, node: ast.ImportFrom) -> str:
+        if self.module.startswith("."):
+            return "." * node.level + (node.module or "")
+        return self.file.resolve_import(node)
+
+
+class DefiningFiles:
+    """The files that define a model's classes, and the names that stages take from them.
+
+    Args:
+        file: The rewritten model file.
+        module: The same, imported.
+        world: Its names.
+
+    Attributes:
+        main: The model file.
+        origins: Where names come from that the model file does not have.
+        values: What they stand for.
+    """
+
+    def __init__(self, file: SourceFile, module: ModuleType, world: Mapping[str, Any]) -> None:
+        self.main = DefiningFile(file, world, f".{file.path.stem}")
+        self.package = module.__name__.rpartition(".")[0]
+        self._files: dict[str, DefiningFile | None] = {module.__name__: self.main}
+        self.origins: dict[str, Origin] = {}
+        self.values: dict[str, Any] = {}
+
+    def of(self, cls: type) -> DefiningFile | None:
+        """The file that defines a class; None for torch's, and where none can be read."""
+        name = cls.__module__
+        if name not in self._files:
+            self._files[name] = None if is_torch(name) else self._read(name)
+        found = self._files[name]
+        return found if found is not None and cls.__name__ in found.file.classes else None
+
+    def _read(self, name: str) -> DefiningFile | None:
+        module = sys.modules.get(name)
+        path = Path(getattr(module, "__file__", None) or "")
+        if module is None or path.suffix != ".py":
+            return None
+        try:
+            if not self.package or name.rpartition(".")[0] != self.package:
+                return DefiningFile(read_once(path, name), vars(module), name)
+            file = SourceFile.read(path, name)
+        except (errors.SourceError, OSError):
+            return None
+        file.display = f"rewritten/{path.name}"  # where it lies meanwhile tells nobody anything
+        return DefiningFile(file, vars(module), f".{path.stem}")
+
+    def origin(self, name: str) -> Origin | None:
+        """Where stages import a name from; None for one that no file binds."""
+        return self.origins.get(name) or self.main.origin(name)
+
+    def changing(self, modules: Iterable[object]) -> frozenset[str]:
+        """Attributes that are not what they were when the modules were made."""
+        found = {self.main, *filter(None, (self.of(type(module)) for module in modules))}
+        return CHANGING.union(*(attributes_set(each.file) for each in found))
+
+    def names_of(self, function: ast.FunctionDef, home: DefiningFile, word: str) -> dict[str, str]:
+        """How the stages call the names that a function reads of its file, where otherwise.
+
+        Args:
+            function: The function.
+            home: Its file.
+            word: What goes before a name that means something else already.
+        """
+        if home is self.main:
+            return {}
+        read = sorted(read_in(function) - local_names(function))
+        spelled = {name: self.spelled(name, home, word) for name in read}
+        return {name: new for name, new in spelled.items() if new is not None and new != name}
+
+    def spelled(self, name: str, home: DefiningFile, word: str) -> str | None:
+        """How the stages call what a name means in a file; None where it means nothing.
+
+        By the name itself, unless that means something else in the model file, or in another one.
+
+        Args:
+            name: The name, which is not local.
+            home: The file.
+            word: What goes before the name where it is taken.
+        """
+        try:
+            value = home.value(name)
+        except KeyError:
+            return None
+        spelled = name
+        while not self._means(spelled, value):
+            spelled = f"{word}_{spelled}"
+        if home is not self.main and spelled not in self.main.world and name in home.world:
+            self.values[spelled] = value
+            self.origins[spelled] = self._origin(home, name, spelled, value)
+        return spelled
+
+    def _means(self, name: str, value: Any) -> bool:
+        """Whether a name means a value in the stages, or can be given it."""
+        if name in self.values:
+            return self.values[name] is value
+        try:
+            return self.main.value(name) is value
+        except KeyError:
+            return True
+
+    @staticmethod
+    def _origin(home: DefiningFile, name: str, spelled: str, value: Any) -> Origin:
+        module, wanted = home.origin(name) or (home.module, name)
+        first = wanted.partition(" as ")[0]
+        if wanted and getattr(sys.modules.get(module), first, None) is not value:
+            module, first = home.module, name  # bound in several ways, and by another one of them
+        if not wanted:
+            return (module, "") if spelled == name else (home.module, f"{name} as {spelled}")
+        return module, first if spelled == first else f"{first} as {spelled}"
