@@ -193,6 +193,11 @@ class OutputFiles:
         """Whether a file is one that is rewritten."""
         return filename in self._by_path
 
+    def text_of(self, filename: str) -> str | None:
+        """The text of a file that is rewritten, as it is by now; None of another."""
+        output = self._by_path.get(filename)
+        return output.file.text if output is not None else None
+
     def at(self, place: Place) -> OutputFile:
         """The file that a place stands in."""
         return self._by_path.get(place.filename, self.main)

@@ -145,7 +145,7 @@ class _Lowering:
 
         def followed_itself(asked: ShardingRequest, records: Records) -> ShardingResult:
             return propagate(
-                self.tree, asked, step_inputs(), self.files.holds, records, self.thorough
+                self.tree, asked, step_inputs(), self.files.text_of, records, self.thorough
             )
 
         with alike.reduced():
@@ -382,7 +382,7 @@ class _Lowering:
         before, lead = self.states, "the model does not run on the meta device"
         try:
             stand_in = StandIn(self.tree, self.states, small)
-            return self._follow(lambda a, r: stand_in.propagate(a, self.files.holds, r))
+            return self._follow(lambda a, r: stand_in.propagate(a, self.files.text_of, r))
         except CannotStandIn as why:
             instead = (
                 f"a small model cannot stand for it: {why}; `verify_model(m)` in the schedule may "

@@ -25,6 +25,7 @@ def spelled_call(
     func: Callable[..., Any],
     args: Any,
     kwargs: Mapping[str, Any],
+    editable: Callable[[str], str | None],
 ) -> tuple[nn.Module, Place, str] | None:
     """The layer whose call an operation is, with the call's place and how it names the layer."""
     if func is not functional.linear or len(args) + len(kwargs) not in (2, 3) or not args:
@@ -35,7 +36,7 @@ def spelled_call(
         return None
     frame = calling_frame()
     place = place_of(frame) if frame is not None else None
-    name = _named(place) if place is not None else None
+    name = _named(text_at(place, editable)) if place is not None else None
     return (layer, place, name) if place is not None and name is not None else None
 
 
@@ -66,10 +67,10 @@ def is_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward
 
 
-def _named(place: Place) -> str | None:
+def _named(text: str) -> str | None:
     """How a call names the layer whose weight it is given second."""
     try:
-        call = ast.parse(text_at(place), mode="eval").body
+        call = ast.parse(text, mode="eval").body
     except SyntaxError:
         return None
     if not isinstance(call, ast.Call):

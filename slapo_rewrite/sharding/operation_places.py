@@ -6,6 +6,7 @@ Read from the frames of a call, or from the traceback of an error: its file, lin
 from __future__ import annotations
 
 import inspect
+import io
 import linecache
 import os
 import sys
@@ -44,9 +45,14 @@ def place_at(code: types.CodeType, instruction: int) -> Place | None:
     return Place(code.co_filename, line, end_line, column, end_column)
 
 
-def text_at(place: Place) -> str:
-    """The text that stands at a place; nothing where its file is not there."""
-    lines = [line.encode() for line in linecache.getlines(place.filename)]
+def text_at(place: Place, editable: Callable[[str], str | None]) -> str:
+    """The text that stands at a place; nothing where its file is not there.
+
+    Of a file that may be changed it is what `editable` gives: rules may have changed it already.
+    """
+    text = editable(place.filename)
+    known = linecache.getlines(place.filename) if text is None else io.StringIO(text).readlines()
+    lines = [line.encode() for line in known]
     found = lines[place.line - 1 : place.end_line]
     if found:
         found[-1] = found[-1][: place.end_column]
@@ -54,7 +60,7 @@ def text_at(place: Place) -> str:
     return b"".join(found).decode(errors="ignore")
 
 
-def place_in_traceback(error: BaseException, editable: Callable[[str], bool]) -> Place | None:
+def place_in_traceback(error: BaseException, editable: Callable[[str], str | None]) -> Place | None:
     """The innermost place of an error that lies in a file that may be changed."""
     found, traceback = None, error.__traceback__
     while traceback is not None:

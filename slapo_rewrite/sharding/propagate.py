@@ -66,7 +66,7 @@ def propagate(
     tree: Tree,
     asked: ShardingRequest,
     inputs: Mapping[str, Any],
-    editable: Callable[[str], bool],
+    editable: Callable[[str], str | None],
     records: Records,
     thorough: bool = True,
 ) -> ShardingResult:
@@ -76,7 +76,7 @@ def propagate(
         tree: The model, on the meta device or a small one with weights; it is left as it was.
         asked: What is sharded and synchronised.
         inputs: Keyword arguments of one training step.
-        editable: Whether a file may be changed.
+        editable: The text of a file that may be changed, as it is by now; None of another.
         records: What is known of the tree and the inputs; takes what becomes known here.
         thorough: Whether eval mode and a group of another size are followed as well.
 
@@ -119,7 +119,7 @@ class _Following:
         tree: Tree,
         asked: ShardingRequest,
         inputs: Mapping[str, Any],
-        editable: Callable[[str], bool],
+        editable: Callable[[str], str | None],
         records: Records,
         thorough: bool,
     ) -> None:
@@ -277,7 +277,7 @@ class _Following:
             return self.model(**self.inputs, **dict([way.flag] if way.flag else []))
 
     def _recorded(self, wrapped: Collection[CodeType], way: Way) -> Trace:
-        whole = Trace(self.tree, self.asked.layers, self.records.results, way.says)
+        whole = Trace(self.tree, self.asked.layers, self.records.results, self.editable, way.says)
         try:
             with (
                 torch.enable_grad(),

@@ -125,7 +125,7 @@ class RankRun(TorchFunctionMode):
         if run.depth:
             return run.results.carry_out(func, args, kwargs)
         name = name_of(func)
-        if (spelled := spelled_call(run.linear, func, args, kwargs)) is not None:
+        if (spelled := spelled_call(run.linear, func, args, kwargs, run.editable)) is not None:
             layer, place, callee = spelled
             run.note_call(True)
             source = str(layer._followed_path)

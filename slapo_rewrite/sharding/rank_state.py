@@ -74,7 +74,7 @@ class Run:
         entries: The operations of the whole model.
         followed: What has followed so far.
         wanted: What is taken for granted.
-        editable: Whether a file may be changed.
+        editable: The text of a file that may be changed, as it is by now; None of another.
         has_values: Whether the model is a small one that computes with values.
         says: What questions of values that are not there are answered with.
         results: What operations gave before.
@@ -106,7 +106,7 @@ class Run:
         entries: list[Entry],
         followed: ShardingResult,
         wanted: Hypothesis,
-        editable: Callable[[str], bool],
+        editable: Callable[[str], str | None],
         results: KnownResults,
         says: bool = False,
     ) -> None:

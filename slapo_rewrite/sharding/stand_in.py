@@ -107,7 +107,7 @@ class StandIn:
     def propagate(
         self,
         asked: ShardingRequest,
-        editable: Callable[[str], bool],
+        editable: Callable[[str], str | None],
         records: Records,
     ) -> ShardingResult:
         """What follows in the model, as `follow` says it.

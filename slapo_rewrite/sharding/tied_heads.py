@@ -42,7 +42,7 @@ def logits(run: Run, func: Any, name: str, args: Any, kwargs: Any) -> torch.Tens
         return None
     owner, path = run.method_owner(frame), str(layer._followed_path)
     try:
-        written = head_of(ast.parse(text_at(place).strip(), mode="eval").body)
+        written = head_of(ast.parse(text_at(place, run.editable).strip(), mode="eval").body)
     except SyntaxError:
         return None
     if owner is None or written is None or run.asked.borders.get(owner):

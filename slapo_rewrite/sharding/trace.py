@@ -65,15 +65,21 @@ class Trace(TorchFunctionMode):
         entries: The operations.
         result: What the model returned.
         ran: The code of wrapped `forward`s that ran.
+        editable: The text of a file that may be changed; None of another.
         says: What questions of values that are not there are answered with.
         results: What operations gave before.
     """
 
     def __init__(
-        self, tree: Tree, layers: Mapping[str, Layer], results: KnownResults, says: bool = False
+        self,
+        tree: Tree,
+        layers: Mapping[str, Layer],
+        results: KnownResults,
+        editable: Callable[[str], str | None],
+        says: bool = False,
     ) -> None:
         super().__init__()
-        self.tree, self.layers, self.says = tree, layers, says
+        self.tree, self.layers, self.editable, self.says = tree, layers, editable, says
         self.results = results
         self.linear = [n.live for path in layers if is_linear((n := tree.nodes[path]).live)]
         self.entries: list[Entry] = []
@@ -118,7 +124,7 @@ class Trace(TorchFunctionMode):
             return answer
         if self.depth:
             return self.results.carry_out(func, args, kwargs)
-        if (spelled := spelled_call(self.linear, func, args, kwargs)) is not None:
+        if (spelled := spelled_call(self.linear, func, args, kwargs, self.editable)) is not None:
             return spelled[0](args[0])
         inputs, given = shapes((args, kwargs)), list(numbers((args, kwargs), not self.has_values))
         output = self.results.carry_out(func, args, kwargs)

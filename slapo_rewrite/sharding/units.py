@@ -162,7 +162,7 @@ def _written(run: Run, node: Node, count: int, axis: int, inner: int) -> str | N
     place = place_of(frame) if frame is not None else None
     if frame is None or place is None or node.owner is None:
         return None
-    expr = _size_at(text_at(place), count, axis, inner)
+    expr = _size_at(text_at(place, run.editable), count, axis, inner)
     code = frame.f_code
     known = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
     match expr:

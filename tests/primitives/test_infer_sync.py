@@ -244,6 +244,17 @@ def test_what_is_written_for_a_table_that_is_the_head(tmp_path):
     assert "return tied_head(x, emb)" in model
 
 
+def test_a_head_below_what_a_rule_changed(tmp_path):
+    """Its line is another one by then."""
+    source = looked_up("x @ self.emb.weight.T").replace(
+        "        x = self.up(self.emb(ids)).tanh()\n",
+        "        x = self.emb(ids)\n        gated = F.silu(self.up(x))\n        x = gated * x\n",
+    )
+    schedule = OF_IDS.replace("    s[", '    s.apply("swiglu")\n    s[')
+    model = texts(rewritten(tmp_path, source, schedule))["model"]
+    assert "x = swiglu(self.up(x), x)" in model and "return tied_head(x, self.emb)" in model
+
+
 @pytest.mark.parametrize("rows", ["", "[:12]"])
 def test_a_table_that_something_else_holds(tmp_path, rows):
     """What has it as `weight` is not the embedding, and may have only some of its rows."""
