@@ -582,6 +582,29 @@ def treatment(
     return None if row is None else row(Call(args, kwargs, shapes))
 
 
+def gives_one_tensor(name: str) -> bool:
+    """Whether a function of torch, or a method of tensors, of this name gives a tensor always.
+
+    Not None, and not several.
+    """
+    return name in _one_tensor()
+
+
+@functools.cache
+def _one_tensor() -> frozenset[str]:
+    names = f"{_UNARY} {_BINARY} {_PLAIN} {_VIEWS} {_CREATED}".split()
+    return frozenset(names).difference(_OTHERWISE.split())
+
+
+# Functions that make a tensor of sizes and numbers.
+_CREATED = "arange empty eye full linspace ones rand randint randn randperm tensor as_tensor zeros"
+# Operations that give several tensors, or something else.
+_OTHERWISE = """
+type where frexp chunk split split_with_sizes unsafe_chunk unsafe_split unsafe_split_with_sizes
+tensor_split hsplit vsplit dsplit unbind native_dropout __reversed__
+"""
+
+
 def name_of(function: Any) -> str:
     """The name of what `__torch_function__` is given; a property's begins with a dot.
 

@@ -240,6 +240,8 @@ def _elements(elts: Iterable[ast.expr], of: Of) -> Iterator[Worth]:
 def _element(owner: Worth, index: Worth) -> Worth:
     if isinstance(owner, Constant):
         return applied(operator.getitem, owner, index)
+    if isinstance(owner, KnownKwargs) and isinstance(index, Constant):
+        return owner.values.get(index.value, UNKNOWN)
     if (
         isinstance(owner, KnownObject | Unknown)
         and owner.cls is not None

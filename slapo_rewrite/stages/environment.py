@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slapo_rewrite.code.dataflow import body_of
 from slapo_rewrite.code.evaluate import (
     NONE,
     UNKNOWN,
@@ -22,7 +29,11 @@ from slapo_rewrite.code.evaluate import (
     is_plain,
     truth,
 )
+from slapo_rewrite.code.names import self_path
+from slapo_rewrite.operations import gives_one_tensor
 
+# A tensor, and nothing more is known of it.
+TENSOR = Unknown(True, Tensor)
 # Attributes of any module that are not what they were when it was made.
 CHANGING = frozenset({"training"})
 # What is relied on of a setting of which it is asked only whether it is None.
@@ -142,6 +153,8 @@ class Environment:
                     read[self._path(steps)] = NOT_NONE
         if isinstance(found, Constant) and not (found.is_setting or _is_written(found.value)):
             return Unknown(True)
+        if isinstance(node, ast.BinOp) and found == UNKNOWN:
+            return TENSOR if TENSOR in map(of, (node.left, node.right)) else UNKNOWN
         return found
 
     def _path(self, steps: list[str]) -> str:
@@ -178,6 +191,8 @@ class Environment:
                 if isinstance(extra, KnownKwargs):
                     otherwise = self.value(default[0], read) if default else NONE
                     return extra.values.get(key, otherwise)
+        if self._gives_tensor(node.func, read):
+            return TENSOR
         if isinstance(node.func, ast.Name):
             called = self.values.get(node.func.id)
             return Unknown(isinstance(called, Unknown) and called.is_module)
@@ -187,7 +202,30 @@ class Environment:
                 return Unknown(is_module(self.object_at(steps)))
             except AttributeError:
                 pass
-        return UNKNOWN
+        is_got = isinstance(node.func, ast.Call) and self.module_got(node.func) is not None
+        return Unknown(is_got)
+
+    def _gives_tensor(self, function: ast.expr, read: dict[str, Any]) -> bool:
+        """Whether a call of a function gives one tensor, whatever it is given."""
+        known = self.global_at(function)
+        name = getattr(known, "__name__", "")
+        if any(known is getattr(home, name, known is None) for home in (torch, functional)):
+            return gives_one_tensor(name)
+        if not isinstance(function, ast.Attribute) or not gives_one_tensor(function.attr):
+            return False
+        return self.value(function.value, read) == TENSOR
+
+    def module_got(self, call: ast.Call) -> Any:
+        """The module inside this one that a call gives: `self.get_input_embeddings()`; or None."""
+        steps = self.chain(call.func)
+        if not steps or not steps[-1].startswith("get_") or call.args or call.keywords:
+            return None
+        try:
+            method = self.object_at(steps)
+            got = method() if is_accessor(method) else None
+        except Exception:  # the model's own code
+            return None
+        return got if any(module is got for module in self.live.modules()) else None
 
     def _is_instance(self, value: Worth, classes: Any) -> Worth:
         try:
@@ -199,6 +237,20 @@ class Environment:
         except TypeError:
             pass
         return UNKNOWN
+
+
+def is_accessor(method: Any) -> bool:
+    """Whether a method gives a module by what its class says, whatever the settings are.
+
+    It returns an attribute, or is transformers' own, which looks for one of a few names.
+    """
+    if getattr(method, "__module__", "") == "transformers.modeling_utils":
+        return True
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
+    match function:
+        case ast.FunctionDef(body=[*_, ast.Return(value=ast.Attribute() as value)]):
+            return len(body_of(function)) == 1 and self_path(value) is not None
+    return False
 
 
 def _is_written(value: object) -> bool:

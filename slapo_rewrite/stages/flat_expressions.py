@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import ast
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.dataflow import bound_in
-from slapo_rewrite.code.evaluate import Constant, KnownObject, Unknown, Worth, field_at, truth_of
+from slapo_rewrite.code.evaluate import (
+    Constant,
+    KnownKwargs,
+    KnownObject,
+    Unknown,
+    Worth,
+    field_at,
+    truth_of,
+)
 from slapo_rewrite.errors import Span
 from slapo_rewrite.stages.defining_files import DefiningFile, DefiningFiles
 from slapo_rewrite.stages.environment import Environment
@@ -173,6 +181,10 @@ class Expressions(ABC):
     def field(self, node: ast.Attribute | ast.Subscript, scope: Scope) -> str | None:
         """The expression that an attribute, or an element by number, of a known object is."""
         base = scope.names.value(node.value)
+        if isinstance(base, KnownKwargs):
+            match node:
+                case ast.Subscript(slice=ast.Constant(value=str(key)), ctx=ast.Load()):
+                    return self.current(base, scope, node).get(key)
         if not isinstance(base, KnownObject):
             return None
         name: str | None = None
@@ -186,6 +198,15 @@ class Expressions(ABC):
         if text == OUTDATED:
             raise self.refused("what this was made of has another value by now", scope, node)
         return text
+
+    def current(self, extra: KnownKwargs, scope: Scope, node: ast.AST) -> Mapping[str, str]:
+        """The elements of a dictionary, where they are what they were."""
+        for name, text in extra.texts.items():
+            if text == OUTDATED:
+                raise self.refused(
+                    f"what `{name}` was made of has another value by now", scope, node
+                )
+        return extra.texts
 
     def is_all_of_it(self, node: ast.Subscript, scope: Scope) -> bool:
         """Whether a slice of layers ends where the list does, as `__init__` makes it."""

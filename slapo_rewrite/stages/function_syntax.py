@@ -96,6 +96,30 @@ def is_handed_on(function: ast.FunctionDef, name: str) -> bool:
     return len(bound) == 1 and all(n in spread for n in uses if n not in bound)
 
 
+def is_read_by_key(function: ast.FunctionDef, name: str) -> bool:
+    """Whether a name is that of a dictionary of which only elements of known keys are used.
+
+    `name["key"]`, set or read, `name.get("key")`, and whether it is None.
+    """
+    uses = {n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name}
+    found: set[ast.AST] = {n for n in uses if isinstance(n.ctx, ast.Store)}
+    if len(found) != 1:
+        return False
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(func=ast.Attribute(value=use, attr="get"), args=[ast.Constant(), *_]):
+                found.add(use)
+            case ast.Subscript(value=use, slice=ast.Constant(value=str())) if not isinstance(
+                node.ctx, ast.Del
+            ):
+                found.add(use)
+            case ast.Compare(left=use, ops=[ast.Is() | ast.IsNot()]):
+                found.add(use)
+            case ast.Assign(targets=[target], value=ast.IfExp(body=use)) if target in uses:
+                found.add(use)  # what it was, where it is not made here
+    return uses <= found
+
+
 def is_plain_read(node: ast.expr) -> bool:
     """Whether an expression is a constant, or a name or attribute."""
     while isinstance(node, ast.Attribute):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
@@ -28,10 +29,12 @@ from slapo_rewrite.stages.function_syntax import (
     is_handed_on,
     is_plain_read,
     is_read_before,
+    is_read_by_key,
     reads_in,
     signature_of,
 )
 from slapo_rewrite.stages.inlined_calls import Calls
+from slapo_rewrite.stages.program import altered_in
 from slapo_rewrite.stages.step_loss import FUNCTION, StepLoss, only_loss
 from slapo_rewrite.stages.written_text import alone, comment_beside, comments_above, written_out
 
@@ -257,10 +260,15 @@ class Flattening(Calls):
     ) -> KnownKwargs | None:
         """A dictionary that is there for `**` in calls only, so that its arguments can stand there.
 
-        Its values are names and attributes: what is called is called where it stands.
+        Its values are names and attributes: what is called is called where it stands. An empty one
+        may also be filled, and read by keys that the text says.
         """
+        if isinstance(value, ast.IfExp) and (way := scope.names.decided(value.test)) is not None:
+            value = value.body if way else value.orelse
         if not isinstance(value, ast.Dict) or self.depth:
             return None
+        if not value.keys and is_read_by_key(scope.function, target.id):
+            return KnownKwargs()
         keys = [k.value for k in value.keys if isinstance(k, ast.Constant)]
         names = [k for k in keys if isinstance(k, str)]
         plain = all(is_plain_read(v) for v in value.values)
@@ -359,6 +367,7 @@ class Flattening(Calls):
             orelse: What it holds behind `else`.
             given: The names that are not None before it.
         """
+        self.spell_out(node, scope, out)
         comments, self.comments = self.comments, []
         around, self.unsure = self.unsure, set()
         self.depth += 1
@@ -397,11 +406,43 @@ class Flattening(Calls):
             self.comments.clear()
             return
         result = self.result(value, scope, out)
+        match target:
+            case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str(key))):
+                if isinstance(known := scope.names.values.get(name), KnownKwargs):
+                    known = self.filled(known, name, key, result, scope)
+                    scope.names.values[name] = known
+                    self.emit(f"{known.texts[key]} = {result.text}", node, scope, out)
+                    return
         if not isinstance(target, ast.Name):
             self.forget(bound_in(node), scope, node, out)
             self.emit(self.text(node, scope, out), node, scope, out)
             return
         self.bind(node, target, result, scope, out)
+
+    def filled(
+        self, known: KnownKwargs, name: str, key: str, result: Result, scope: Scope
+    ) -> KnownKwargs:
+        """A dictionary with one more element, which gets a name of its own."""
+        new = re.sub(r"\W", "_", f"{scope.spelled(name)}_{key}")
+        while new in local_names(scope.function) | scope.after:
+            new += "_"
+        self.outdate(new, scope)
+        value = result.value
+        if isinstance(value, KnownObject):
+            value = Unknown(True, value.cls, value.values)
+        elif isinstance(value, Constant):
+            value = Unknown(value != NONE)
+        return KnownKwargs({**known.texts, key: new}, {**known.values, key: value})
+
+    def spell_out(self, node: ast.stmt, scope: Scope, out: list[Line]) -> None:
+        """Writes down dictionaries that a statement may or may not alter."""
+        for name in dict.fromkeys(altered_in(node, {})):
+            known = scope.names.values.get(name)
+            if isinstance(known, KnownKwargs):
+                texts = self.current(known, scope, node)
+                pairs = ", ".join(f"{key!r}: {text}" for key, text in texts.items())
+                out.append(Line(f"{scope.spelled(name)} = {{{pairs}}}", scope.file.at(node)))
+                scope.names.values[name] = Unknown(True)
 
     def unpacked(
         self, node: ast.stmt, target: ast.Tuple, result: Result, scope: Scope, out: list[Line]

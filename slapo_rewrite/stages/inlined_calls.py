@@ -16,7 +16,7 @@ from slapo_rewrite.code.evaluate import NONE, Constant, KnownKwargs, KnownObject
 from slapo_rewrite.code.liveness import live_after, local_names
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.stages.flat import Line, Result, Scope
-from slapo_rewrite.stages.flat_expressions import OUTDATED, Expressions, Method
+from slapo_rewrite.stages.flat_expressions import Expressions, Method
 from slapo_rewrite.stages.function_syntax import (
     is_default,
     keyword_name,
@@ -43,6 +43,8 @@ class Calls(Expressions):
 
     def call(self, node: ast.Call, scope: Scope, out: list[Line]) -> str | None:
         """A call without the arguments that it has anyway; the text of a module written out."""
+        if (got := scope.names.module_got(node)) is not None:
+            return accessor(next(n for n, m in self.model.named_modules() if m is got))
         match node.func:
             case ast.Attribute(value=ast.Name(id=name), attr="get" | "pop"):
                 extra = scope.names.values.get(name)
@@ -96,15 +98,6 @@ class Calls(Expressions):
             return f"{function}({', '.join(text for text, _ in kept)})"
         body = "\n".join(f"    {text},{comment}" for text, comment in kept)
         return f"{function}(\n{body}\n)"
-
-    def current(self, extra: KnownKwargs, scope: Scope, node: ast.AST) -> Mapping[str, str]:
-        """The arguments that are handed on, where they are what they were."""
-        for name, text in extra.texts.items():
-            if text == OUTDATED:
-                raise self.refused(
-                    f"what `{name}` was made of has another value by now", scope, node
-                )
-        return extra.texts
 
     def known_of_result(self, node: ast.Call, scope: Scope) -> Unknown | None:
         """What is known of what a module gives, from the `forward` that makes it."""

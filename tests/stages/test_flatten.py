@@ -143,3 +143,90 @@ def test_tuples_stay_tuples(tmp_path):
     assert "    kept = ()\n" in body
     assert "    one = (y,)\n" in body or "    one = y,\n" in body
     assert "    both = y, (y, x)\n" in body
+
+
+def test_a_dictionary_is_its_elements(tmp_path):
+    lines = [
+        "found = {}",
+        'if found.get("one") is None and y is not None:',
+        '    found["one"] = self.inner(x)',
+        "x = self.first(x)",
+        'if found.get("two") is not None:',
+        '    x = x + found["two"]',
+        'x = x + found["one"]',
+    ]
+    text = stages_of(tmp_path, *lines)
+    assert (
+        method(text, 0, "forward")
+        == """\
+def forward(self, x):
+    found_one = self.inner(x)
+    x = self.first(x)
+    return found_one, x"""
+    )
+    assert "    x = x + found_one\n" in method(text, 1, "forward")
+
+
+def test_a_dictionary_that_may_be_filled(tmp_path):
+    """It is there where a branch alters it, with what it has by then."""
+    lines = [
+        "found = {}",
+        'found["one"] = self.inner(x)',
+        "if x.sum() > 0:",
+        '    found["two"] = x',
+        'x = self.first(x + found["one"] + found.get("two", 0))',
+        "x = self.sequence(x)",
+    ]
+    text = stages_of(tmp_path, *lines)
+    assert (
+        method(text, 0, "forward")
+        == """\
+def forward(self, x):
+    found_one = self.inner(x)
+    found = {"one": found_one}
+    if x.sum() > 0:
+        found["two"] = x
+    x = self.first(x + found["one"] + found.get("two", 0))
+    return x"""
+    )
+
+
+GOT = """\
+
+    def get_inner(self):
+        return {got}
+
+    def forward(self, x, y):
+"""
+
+
+def with_accessor(got: str) -> str:
+    lines = [
+        "x = self.get_inner()(x)",
+        "n = torch.arange(x.shape[1]).unsqueeze(0) + 1",
+        "if x is None or n is None:",
+        "    x = y",
+        "x = self.first(x) * n",
+        "x = self.sequence(x)",
+    ]
+    head = "\n    def forward(self, x, y):\n"
+    return written(*lines).replace(head, GOT.format(got=got))
+
+
+def test_the_module_that_a_method_gives(tmp_path):
+    text = rewritten(tmp_path, with_accessor("self.inner"), CUT).files["pipeline.py"]
+    assert (
+        method(text, 0, "forward")
+        == """\
+def forward(self, x):
+    x = self.inner(x)
+    n = torch.arange(x.shape[1]).unsqueeze(0) + 1
+    x = self.first(x) * n
+    return x"""
+    )
+
+
+def test_the_module_that_a_method_chooses(tmp_path):
+    """It may be another one for another model, and the stages would not know."""
+    text = refused(tmp_path, with_accessor('getattr(self, "in" + "ner")'), CUT, "SR310")
+    assert "the stages fail where the model does not" in text
