@@ -128,10 +128,19 @@ def respelled(text: str, names: Mapping[str, str]) -> str:
 
 
 def module_reads(text: str) -> Iterator[list[str]]:
-    """What a text reads of the model, each as its attributes one after the other."""
+    """What a text reads of the model, each as its attributes one after the other.
+
+    But for lists of which it reads how long they are: a stage has as many places as the model.
+    """
     inner: set[ast.AST] = set()
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Attribute) or node in inner:
+        match node:
+            case ast.Call(func=ast.Name(id="len"), args=[ast.Attribute() as counted]):
+                inner.add(counted)
+        if not isinstance(node, ast.Attribute):
+            continue
+        if node in inner:
+            inner.add(node.value)
             continue
         steps, base = [node.attr], node.value
         while isinstance(base, ast.Attribute):

@@ -230,3 +230,21 @@ def test_the_module_that_a_method_chooses(tmp_path):
     """It may be another one for another model, and the stages would not know."""
     text = refused(tmp_path, with_accessor('getattr(self, "in" + "ner")'), CUT, "SR310")
     assert "the stages fail where the model does not" in text
+
+
+def test_how_many_layers_there_are(tmp_path):
+    """A stage that holds some of them knows it too."""
+    lines = [
+        "count = len(self.layers)",
+        "for i, layer in enumerate(self.layers):",
+        "    x = layer(x)",
+        "    if i != count - 1:",
+        "        x = x * 2",
+    ]
+    text = stages_of(tmp_path, *lines, cut=SCHEDULE.format(cut='s["layers"][1]'))
+    second = method(text, 1, "forward")
+    assert "    count = len(self.layers)\n" in second
+    assert "for i, layer in enumerate(self.layers[2:], start=2):" in second
+    assert method(text, 1, "held").startswith(
+        "def held(self):\n    return self.layers[2:], self.last"
+    )
