@@ -8,6 +8,7 @@ subclass, and the place that makes them picks.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -59,19 +60,27 @@ def specialize(tree: Tree, files: OutputFiles, line_length: int) -> dict[str, li
 def _write_lookups_out(tree: Tree, files: OutputFiles) -> None:
     """Has modules whose class is looked up where they are made be of the output's classes.
 
-    That is what holds anything that changes; where a wrapper is all that a module itself is given,
-    the place that makes it picks that.
+    That is what holds anything that changes, and whatever is derived from a class that gets another
+    base; where a wrapper is all that a module itself is given, the place that makes it picks that.
     """
     holding: dict[str, tuple[Directive, ...]] = {}
+
+    def hold(node: Node | None, why: Iterable[tuple[Directive, ...]]) -> None:
+        while node is not None:
+            holding[node.path] = merged_causes(holding.get(node.path, ()), *why)
+            node = node.owner
+
     for output in files:
+        based: dict[str, tuple[Directive, ...]] = {}
         for path, causes in output.changes.causes.items():
-            above = tree.nodes.get(path)
-            if above is not None and causes.keys() <= set(WRAPPERS):
-                above = above.owner
-            while above is not None:
-                known = holding.get(above.path, ())
-                holding[above.path] = merged_causes(known, *causes.values())
-                above = above.owner
+            node = tree.nodes.get(path)
+            if node is not None and causes.keys() <= set(WRAPPERS):
+                node = node.owner
+            hold(node, causes.values())
+            based |= {p.class_name: why for p, why in causes.items() if isinstance(p, BeforeBases)}
+        for node in tree.nodes.values() if based else ():
+            bases = {c.__name__ for c in node.cls.__mro__ if files.of(c) is output}
+            hold(node if bases & based.keys() else None, [based[b] for b in bases & based.keys()])
     for path, why in holding.items():
         node = tree.nodes[path]
         home, making = files.of(node.cls), files.making(node)

@@ -252,3 +252,33 @@ def test_which_constructions_are_lookups(made, found, tmp_path):
     if "CausalLM" in made:  # as if it were another class than the mapping has
         node.cls = LlamaModel
     assert lookup_of(sources, find_site(sources, node), node) == found
+
+
+VOXTRAL = "transformers.models.voxtral.modeling_voxtral"
+VOXTRAL_SCHEDULE = f"""\
+from transformers import LlamaConfig, VoxtralConfig, VoxtralEncoderConfig
+
+
+def model(m):
+    audio = VoxtralEncoderConfig(max_source_positions=16, {SMALL})
+    return m.VoxtralForConditionalGeneration(
+        VoxtralConfig(audio_config=audio, text_config=LlamaConfig({TEXT}))
+    )
+
+
+def schedule(s):
+    s["model.language_model.layers"][0].cut_pipeline_stage(target="torch")
+"""
+
+
+def test_a_tower_whose_base_class_changes(tmp_path):
+    """The base has transformers treat the output's classes as its own, of which the tower is one.
+
+    The language model, in which a stage ends, is of another file, and stays as it is.
+    """
+    out, text = written(tmp_path, VOXTRAL, VOXTRAL_SCHEDULE)
+    assert "class VoxtralPreTrainedModel(LibraryModel, PreTrainedModel):\n" in text
+    assert "VoxtralEncoder._from_config(config.audio_config)\n" in text
+    assert "self.language_model = AutoModel.from_config(config.text_config)\n" in text
+    assert not (out / "modeling_llama.py").exists()
+    assert "self.model.language_model.layers[1:]" in (out / "pipeline.py").read_text()
