@@ -21,10 +21,11 @@ MEASURES = ("cost", "layers", "parameters")
 class CutEvenly(CutPipelineStage):
     """Cut a model into `n` pipeline stages, between its layers, as `cut_pipeline_stage` does.
 
-    Layers are the elements of module lists, those apart that a training step does not call. With
-    `by="parameters"` the largest stage is as small as it can be; what stands before the layers,
-    embeddings say, is counted with the first of them, and what stands behind with the last. With
-    `by="layers"` every layer counts the same.
+    Layers are the elements of module lists, of `nn.Sequential` where there are none, those
+    apart that a training step does not call. With `by="parameters"` the largest stage is as
+    small as it can be; what stands before the layers, embeddings say, is counted with the first
+    of them, and what stands behind with the last. With `by="layers"` every layer counts the
+    same.
 
     With `by="cost"` it is the time of the slowest stage that is as small as it can be, forward and
     backward, as predicted for the arguments that the schedule's `inputs` give, on one GPU of the
@@ -106,10 +107,12 @@ class CutEvenly(CutPipelineStage):
                 at=at,
                 hint=errors.did_you_mean(str(by), MEASURES),
             )
-        layers = [layer for node in nodes for layer in layers_in(node)]
+        layers = [layer for node in nodes for layer in layers_in(node, "ModuleList")]
+        layers = layers or [layer for node in nodes for layer in layers_in(node, "Sequential")]
         if not layers:
             raise errors.BadArgument(
-                "there are no layers to cut between: the model has no nn.ModuleList",
+                "there are no layers to cut between: the model has no nn.ModuleList, and no "
+                "nn.Sequential",
                 at=at,
                 hint="cut_pipeline_stage() ends a stage after any module that `forward` calls",
             )
@@ -134,11 +137,11 @@ class CutEvenly(CutPipelineStage):
         return [layers[end - 1] for end in stage_ends(sizes, n)[:-1]]
 
 
-def layers_in(node: Node) -> list[Node]:
-    """The elements of the outermost module lists."""
-    if node.cls.__name__ == "ModuleList":
+def layers_in(node: Node, kind: str) -> list[Node]:
+    """The elements of the outermost containers of a kind."""
+    if node.cls.__name__ == kind:
         return list(node.children.values())
-    return [layer for child in node.children.values() for layer in layers_in(child)]
+    return [layer for child in node.children.values() for layer in layers_in(child, kind)]
 
 
 def called_layers(call: Call, layers: list[Node]) -> list[Node]:

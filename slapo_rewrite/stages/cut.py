@@ -200,7 +200,7 @@ def ways(tree: Tree, cuts: Sequence[Cut]) -> set[str]:
     for cut in cuts:
         node = tree.nodes[cut.path].parent
         while node is not None and node.path:
-            if not node.is_container:
+            if not node.is_container or node.cls.__name__ == "Sequential":
                 found.add(node.path)
                 if node.parent is not None and node.name.isdigit():
                     raise errors.CannotCut(
@@ -208,11 +208,5 @@ def ways(tree: Tree, cuts: Sequence[Cut]) -> set[str]:
                         at=cut.cause.at,
                         hint=f'cut after it: s["{node.path}"].cut_pipeline_stage()',
                     )
-            elif node.cls.__name__ == "Sequential":
-                raise errors.CannotCut(
-                    f"a stage cannot end inside `{node.path}`, an nn.Sequential",
-                    at=cut.cause.at,
-                    hint="cut before or after it, or let `forward` loop over a ModuleList",
-                )
             node = node.parent
     return found

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import is_torch
 from slapo_rewrite.code.dataflow import read_in
@@ -86,10 +88,15 @@ class DefiningFiles:
         self.values: dict[str, Any] = {}
 
     def of(self, cls: type) -> DefiningFile | None:
-        """The file that defines a class; None for torch's, and where none can be read."""
+        """The file that defines a class; None where none can be read.
+
+        Nor for torch's, which the stages call, but for `nn.Sequential`, which is a loop.
+        """
         name = cls.__module__
+        if is_torch(name) and cls is not nn.Sequential:
+            return None
         if name not in self._files:
-            self._files[name] = None if is_torch(name) else self._read(name)
+            self._files[name] = self._read(name)
         found = self._files[name]
         return found if found is not None and cls.__name__ in found.file.classes else None
 

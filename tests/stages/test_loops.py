@@ -4,7 +4,13 @@ import ast
 
 import pytest
 
+from slapo_rewrite.emit.write import write
 from slapo_rewrite.stages.loops import loop_over, sliced
+from slapo_rewrite.verify.rank_layout import Layout
+from slapo_rewrite.verify.run import verify
+from tests.rewriting import rewritten
+from tests.stages.cases import for_torch
+from tests.stages.test_text import method
 
 
 @pytest.mark.parametrize(
@@ -74,3 +80,79 @@ def test_layers_by_their_number():
 )
 def test_no_loop_over_layers(text):
     assert loop_over(ast.parse(text).body[0]) is None
+
+
+# As torchvision writes ResNets: sequences of blocks, called one after the other.
+BLOCKS = """\
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x):
+        return torch.relu(self.conv(x) + x)
+
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3)
+        self.layer1 = self._make_layer(width, 2)
+        self.layer2 = self._make_layer(width, 3)
+        self.fc = nn.Linear(width, 5)
+
+    def _make_layer(self, width, number):
+        return nn.Sequential(*[Block(width) for _ in range(number)])
+
+    def forward(self, image, label):
+        x = self.layer2(self.layer1(self.stem(image)))
+        return nn.functional.cross_entropy(self.fc(x.mean((2, 3))), label)
+"""
+OF_BLOCKS = """\
+import torch
+
+
+def model(m):
+    return m.Net()
+
+
+def inputs(model):
+    return {{"image": torch.randn(4, 3, 8, 8), "label": torch.randint(5, (4,))}}
+
+
+def schedule(s):
+    {cut}
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("cut", "first", "second"),
+    [
+        (
+            's["layer2.1"].cut_pipeline_stage()',
+            """\
+    input = self.layer1(self.stem(image))
+    for module in self.layer2[:2]:
+        input = module(input)
+    return input""",
+            "    for module in self.layer2[2:]:\n        input = module(input)\n    x = input\n",
+        ),
+        (
+            's.cut_evenly(2, by="layers", target="torch")',
+            "    for module in self.layer1:\n        input = module(input)\n    return input",
+            "    x = self.layer2(input)\n",
+        ),
+    ],
+)
+def test_a_sequence_of_layers(cut, first, second, tmp_path):
+    output = rewritten(tmp_path, BLOCKS, for_torch(OF_BLOCKS.format(cut=cut)))
+    text = output.files["pipeline.py"]
+    assert first in method(text, 0, "forward") and second in method(text, 1, "forward")
+    write(tmp_path / "out", output.files)
+    report = verify(tmp_path / "out", [Layout(2)])
+    assert report.ok, report.render()

@@ -145,7 +145,6 @@ def written(*lines: str) -> str:
             "return x.sum()",
         ),
         (["x = self.first(x)"], 's["inner"]', "training does not call it", ""),
-        (["x = self.sequence(self.first(x))"], 's["sequence"][0]', "an nn.Sequential", ""),
         (
             ["for layer in self.layers:", "    x = layer(x)"],
             's["layers"][1]["a"]',
