@@ -18,7 +18,6 @@ What is refused, and what was not finished in time, stands there with the reason
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import multiprocessing
@@ -29,16 +28,22 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmark import report
+
+if TYPE_CHECKING:
+    from slapo_rewrite.verify.launch import ForkServer
 
 NAME = "zoo"
 RECORDS = report.FOLDER / "results" / f"{NAME}.json"
 LIMIT_S = 420
+WORLD_LIMIT_S = 150
+# What ranks import, whatever the family.
+SHARED = ("torch", "transformers.modeling_utils", "torch.distributed.pipelining")
 COLUMNS = ("identity", "auto", "checkpoint", "fuse", "stages")
 RIGHT = "right"
 
@@ -54,8 +59,13 @@ def families() -> list[str]:
     return names
 
 
-def outcome(name: str) -> dict[str, Any]:
-    """What comes of one family; runs user code, so in a process of its own."""
+def outcomes(name: str, server: ForkServer) -> Iterator[dict[str, Any]]:
+    """What comes of one family, more of it each time; runs user code, so in a process of its own.
+
+    Args:
+        name: The modeling module.
+        server: Starts the ranks.
+    """
     from slapo_rewrite import errors
     from slapo_rewrite.auto.derive import derive
 
@@ -66,25 +76,34 @@ def outcome(name: str) -> dict[str, Any]:
         try:
             derived = derive(name)
         except errors.RewriteError as error:
-            found["auto"] = f"refused: {error.message}"
-            return found
+            yield found | {"auto": f"refused: {error.message}"}
+            return
         found["model"], found["share"] = derived.title.split()[0], round(derived.share, 3)
         found["seconds"] = round(time.perf_counter() - start, 2)
         file = at / "s.py"
         file.write_text(derived.text, encoding="utf-8")
         found["identity"] = _attempt(lambda: _identity(name, at, derived.head))
-        found["auto"] = _attempt(lambda: _verified(name, file, at / "tp", [], [1, 2]))
         one = ["tensor_parallel=false"] if "tensor_parallel:" in derived.text else []
-        if "ckpt_ratio:" in derived.text:
-            settings = [*one, "ckpt_ratio=1.0"]
-            found["checkpoint"] = _attempt(lambda: _verified(name, file, at / "ck", settings, [1]))
-            settings = [*one, "pipeline_stages=2", "pipeline_engine=torch"]
-            found["stages"] = _attempt(lambda: _verified(name, file, at / "pp", settings, None))
-        else:
-            found["checkpoint"] = found["stages"] = f"refused: {derived.why}"
-        settings = [*one, "fuse=true"]
-        found["fuse"] = _attempt(lambda: _verified(name, file, at / "fu", settings, [1]))
-    return found
+        cases: dict[str, tuple[list[str], list[int] | None]] = {
+            "auto": ([], [1, 2]),
+            "fuse": ([*one, "fuse=true"], [1]),
+            "checkpoint": ([*one, "ckpt_ratio=1.0"], [1]),
+            "stages": ([*one, "pipeline_stages=2", "pipeline_engine=torch"], None),
+        }
+        for column in cases:
+            found[column] = f"unfinished: not done in {LIMIT_S} s"
+        for column, (settings, worlds) in cases.items():
+            if column in ("checkpoint", "stages") and "ckpt_ratio:" not in derived.text:
+                found[column] = f"refused: {derived.why}"
+                continue
+            yield found
+            out = at / column
+            found[column] = _attempt(
+                lambda out=out, settings=settings, worlds=worlds: _verified(
+                    name, file, out, settings, worlds, server
+                )
+            )
+    yield found
 
 
 def _attempt(action: Callable[[], str]) -> str:
@@ -109,15 +128,24 @@ def _identity(name: str, folder: Path, head: str) -> str:
 
 
 def _verified(
-    name: str, file: Path, out: Path, settings: list[str], worlds: list[int] | None
+    name: str,
+    file: Path,
+    out: Path,
+    settings: list[str],
+    worlds: list[int] | None,
+    server: ForkServer,
 ) -> str:
     from slapo_rewrite.emit.rewrite import rewrite
     from slapo_rewrite.emit.write import write
-    from slapo_rewrite.verify.run import chosen, verify
+    from slapo_rewrite.verify.run import chosen, stages_of, verify
 
     output = rewrite(name, str(file), settings)
     write(out, output.files)
-    found = verify(out, chosen(out, worlds), source=name, schedule=str(file), timeout_s=150)
+    # The whole model with stages is what an empty schedule gives.
+    asked = chosen(out, worlds, pipe=stages_of(out) or None)
+    found = verify(
+        out, asked, source=name, schedule=str(file), timeout_s=WORLD_LIMIT_S, server=server
+    )
     if found.ok:
         return RIGHT
     words = " ".join(found.render().split())
@@ -125,7 +153,7 @@ def _verified(
     return f"{kind}: {words[-400:]}"
 
 
-def _in_process(name: str) -> dict[str, Any]:
+def _in_process(name: str, server: ForkServer) -> dict[str, Any]:
     """The outcome of a family in a fork of this process, which has imported what all need."""
     read, write = multiprocessing.get_context("fork").Pipe(duplex=False)
     pid = os.fork()
@@ -138,8 +166,8 @@ def _in_process(name: str) -> dict[str, Any]:
 
             logging.disable(logging.CRITICAL)
             warnings.simplefilter("ignore")
-            found = outcome(name)
-            write.send(found)
+            for found in outcomes(name, server):
+                write.send(found)
             code = 0
         except BaseException as error:
             words = f"crashed: {type(error).__name__}: {error} {traceback.format_exc()[-300:]}"
@@ -148,14 +176,15 @@ def _in_process(name: str) -> dict[str, Any]:
             os._exit(code)
     write.close()
     found = {"family": name, "auto": f"unfinished: not done in {LIMIT_S} s"}
+    deadline = time.monotonic() + LIMIT_S
     try:
-        if read.poll(LIMIT_S):
+        while read.poll(max(0, deadline - time.monotonic())):
             found = read.recv()
-    except EOFError:
-        found = {"family": name, "auto": "crashed: the process died"}
-    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+        os.waitpid(pid, 0)
+    except EOFError:  # it ended by itself
+        if os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
+            found["auto"] = "crashed: the process died"
     return found
 
 
@@ -233,7 +262,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     importlib.import_module("slapo_rewrite.auto.derive")
-    importlib.import_module("slapo_rewrite.verify.run")
+    server = importlib.import_module("slapo_rewrite.verify.launch").ForkServer(SHARED)
     done = known()
     names = [n for n in families() if n not in done or is_unfinished(done[n])]
     if options.only:
@@ -242,13 +271,13 @@ def main() -> None:
 
     def run(name: str) -> None:
         if time.monotonic() < end:
-            found = _in_process(name)
+            found = _in_process(name, server)
             done[name] = found
             RECORDS.write_text(json.dumps(results(done), indent=1) + "\n", encoding="utf-8")
             progress.console.print(name.rpartition("_")[2], {c: found.get(c) for c in COLUMNS})
         progress.advance(task)
 
-    with Progress() as progress, ThreadPoolExecutor(options.jobs) as pool:
+    with server, Progress() as progress, ThreadPoolExecutor(options.jobs) as pool:
         task = progress.add_task("families", total=len(names))
         list(pool.map(run, names))
     report.write(NAME, results(done), table(done.values()))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 
-from slapo_rewrite.verify import launch
+from slapo_rewrite.verify import launch, run
 from tests.made import Made
-from tests.warm import FORKING
+from tests.warm import Shared
 
 # What a user printed before is not for tests, nor theirs for the user.
 os.environ["SLAPO_REWRITE_CACHE"] = "0"
@@ -21,16 +20,16 @@ gc.set_threshold(20_000, 20, 20)
 
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_are_forked() -> Iterator[None]:
-    """Forks the ranks from a process that has torch imported, instead of starting interpreters."""
+    """Forks the ranks of all verifications from one process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "subprocess", FORKING)
+        patch.setattr(run, "ForkServer", Shared)
         yield
 
 
 @pytest.fixture
-def new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts ranks as verification does outside of tests."""
-    monkeypatch.setattr(launch, "subprocess", subprocess)
+    monkeypatch.setattr(run, "ForkServer", launch.ForkServer)
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
-import subprocess
+import signal
 import sys
+from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
+
+from slapo_rewrite.verify import launch
 
 MODULES = ["torch", "deepspeed.pipe", "deepspeed.runtime.pipe.engine"]
 MODULES += [f"transformers.models.{n}.modeling_{n}" for n in ("bert", "gpt2", "llama", "t5")]
@@ -26,7 +30,7 @@ def context() -> ForkServerContext:
 
 
 class Forked:
-    """Stands in for `subprocess.Popen` where verification starts its ranks.
+    """Stands in for `subprocess.Popen`, and for what verification starts.
 
     What it starts has nothing of the tool or the tests, as a new interpreter, but spares the
     seconds in which each process imports torch, transformers and deepspeed.
@@ -45,13 +49,31 @@ class Forked:
     def poll(self) -> int | None:
         return self._process.exitcode
 
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
     def wait(self) -> int | None:
         self._process.join()
         return self._process.exitcode
 
 
-# Stands in for the module `subprocess` there.
-FORKING = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+class Shared:
+    """Stands in for the `ForkServer` of one verification: all have the same one."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self.modules = modules
+
+    def start(self, script: Path, arguments: Sequence[str], log: Path) -> Forked:
+        command = [sys.executable, "-P", str(script), *arguments]
+        with open(log, "wb") as printed:
+            return Forked(command, stdout=printed, env=launch.environment())
+
+    def __enter__(self) -> Shared:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
 def _main(path: str, arguments: list[str], log: str, env: dict[str, str]) -> None:

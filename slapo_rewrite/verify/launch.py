@@ -1,4 +1,8 @@
-"""Starts one process a rank, watches them, and says what became of them."""
+"""Starts one process a rank, watches them, and says what became of them.
+
+The ranks are forked from a process that has imported what all of them need, since importing torch
+and transformers takes longer than most comparisons.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from slapo_rewrite.verify.rank_layout import World, named, ranks_of
 from slapo_rewrite.verify.report import Failure
 
 WORKER = Path(__file__).resolve().with_name("worker.py")
+SERVER = WORKER.with_name("fork_server.py")
 GRACE_S = 3.0  # for the other ranks to say what they saw, once one failed
 LATE_S = 10.0  # after its time a rank that has not ended itself is killed
 POLL_S = 0.05
@@ -27,10 +32,104 @@ PEER_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+class ForkServer:
+    """Starts processes that have some modules imported.
+
+    It may be shared by processes that were forked from the one that made it, and ends with the last
+    of them, or is told to.
+
+    Args:
+        modules: What to import; what cannot be is left out.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(SERVER), *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment(),
+            start_new_session=True,  # an interrupt reaches us alone, and we end them
+        )
+
+    def start(self, script: Path, arguments: Sequence[str], log: Path) -> ForkedProcess:
+        """Runs a script in a new process, which leads a process group of its own.
+
+        Args:
+            script: What to run.
+            arguments: What follows it on the command line.
+            log: A file for what it prints. Beside it lies what tells of the process's end.
+        """
+        process = ForkedProcess(self.process, log.with_suffix(".process"))
+        log.touch()
+        asked = {"run": str(script), "arguments": list(arguments), "log": str(log)}
+        line = json.dumps({**asked, "state": str(process.state)}) + "\n"
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died, and so it says of the process
+            # One write, so that lines of several processes do not mix.
+            os.write(self.process.stdin.fileno(), line.encode())
+        return process
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Ends it; what it started goes on."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+class ForkedProcess:
+    """A process that a `ForkServer` starts, as `subprocess.Popen` shows one.
+
+    Args:
+        server: The process that forks it.
+        state: The file that says what became of it.
+    """
+
+    def __init__(self, server: subprocess.Popen[bytes], state: Path) -> None:
+        self.server, self.state = server, state
+        self.told: list[str] = []
+
+    @property
+    def pid(self) -> int | None:
+        """Its number; None before it runs."""
+        words = self._words()
+        return int(words[0]) if words else None
+
+    def poll(self) -> int | None:
+        """Its exit status, or minus the signal that ended it; None while it runs."""
+        words = self._words()
+        if len(words) == 2:
+            return int(words[1])
+        return -signal.SIGKILL if not words and self.server.poll() is not None else None
+
+    def kill(self) -> None:
+        """Ends it and what it started, once it runs."""
+        while self.pid is None and self.poll() is None:
+            time.sleep(POLL_S)
+        if self.pid is not None and self.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        while (status := self.poll()) is None:
+            time.sleep(POLL_S)
+        return status
+
+    def _words(self) -> list[str]:
+        if self.state.exists():
+            self.told = self.state.read_text().split()
+        return self.told
+
+
 class Ranks:
     """The processes of one world.
 
     Args:
+        server: Starts them.
         job: What every rank is told.
         world: How many ranks there are, or their layout in a pipeline.
         folder: A new folder for what they write.
@@ -41,6 +140,7 @@ class Ranks:
 
     def __init__(
         self,
+        server: ForkServer,
         job: dict[str, Any],
         world: World,
         folder: Path,
@@ -48,11 +148,11 @@ class Ranks:
         progress: Callable[[str], None],
         checked: Callable[[str], None],
     ) -> None:
-        self.job, self.folder = job, folder
+        self.server, self.job, self.folder = server, job, folder
         self.world, self.count = world, ranks_of(world)
         self.timeout_s, self.progress, self.checked = timeout_s, progress, checked
         self.told: dict[str, bool] = {}
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[ForkedProcess] = []
         self.killed: set[int] = set()
 
     def run(self) -> None:
@@ -63,24 +163,12 @@ class Ranks:
         file.write_text(json.dumps(job))
         try:
             for rank in range(self.count):
-                self._start(file, rank)
+                log = self.folder / f"{rank}.log"
+                self.processes.append(self.server.start(WORKER, [str(file), str(rank)], log))
             self._watch(deadline)
         finally:
             self._end()
         self._tell()
-
-    def _start(self, job: Path, rank: int) -> None:
-        with open(self.folder / f"{rank}.log", "wb") as log:
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-P", str(WORKER), str(job), str(rank)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=_environment(),
-                    start_new_session=True,  # an interrupt reaches us alone, and we end them
-                )
-            )
 
     def _watch(self, deadline: float) -> None:
         shown = ""
@@ -115,8 +203,7 @@ class Ranks:
         for rank, process in enumerate(self.processes):
             if process.poll() is None:
                 self.killed.add(rank)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
         for process in self.processes:
             process.wait()
 
@@ -140,7 +227,7 @@ class Ranks:
             return self._hang(hung or sorted(self.killed), out)
         for rank, process in enumerate(self.processes):
             if rank not in results and rank not in self.killed:
-                return self._death(rank, process.returncode)
+                return self._death(rank, process.wait())
         if any(result["stopped"] for result in results.values() if "stopped" in result):
             return None  # a check says why
         errors = {rank: r["error"] for rank, r in results.items() if "error" in r}
@@ -189,9 +276,11 @@ class Ranks:
         return Failure(self.world, headline, "\n".join(lines), self._stage(ranks[0]))
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """What a rank finds around it."""
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
     environment.update(
+        OBJC_DISABLE_INITIALIZE_FORK_SAFETY="YES",  # macOS would end what is forked after an import
         OMP_NUM_THREADS="1",
         MKL_NUM_THREADS="1",
         TOKENIZERS_PARALLELISM="false",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -17,7 +18,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.names import is_name
-from slapo_rewrite.verify.launch import Ranks
+from slapo_rewrite.verify.launch import ForkServer, Ranks
 from slapo_rewrite.verify.rank_layout import Layout, Training, World, named, ranks_of
 from slapo_rewrite.verify.report import Directive, Report, merge
 
@@ -25,6 +26,7 @@ TWIN = Path(__file__).resolve().parents[1] / "model" / "small_model.py"
 # No other world gets further than one that fails here.
 EARLY = ("starting", "importing", "loading the schedule", "building the original")
 ORIGINAL = ("building the original", "making the inputs", "the original")
+SLOW_IMPORTS = ("torch", "transformers", "deepspeed")
 MANY = 8  # with more ranks, what cannot be built is told before they are started
 # Where the record of a rule names outputs that are None in training, by the schedule's wish.
 ABSENT = "none in training"
@@ -44,6 +46,7 @@ def verify(
     timeout_s: float = 300,
     progress: Callable[[str], None] = lambda text: None,
     checked: Callable[[str], None] = lambda text: None,
+    server: ForkServer | None = None,
 ) -> Report:
     """Compares the model in an output folder with its original.
 
@@ -57,6 +60,7 @@ def verify(
         timeout_s: How long one world may take.
         progress: Told in a few words what is being done.
         checked: Told of each check, once it is done.
+        server: Starts the ranks; by default one that has imported what this output needs.
 
     Raises:
         NotAnOutput: `out` has no readable record, or lacks the rewritten model.
@@ -100,29 +104,48 @@ def verify(
         "engine": "deepspeed" if needs_deepspeed(out) else "torch",
         "fits": None,
     }
-    for world in report.worlds:
-        if ranks_of(world) > MANY:
-            _check_fits(job, world, timeout_s, progress)
     _compare_hash(report, "schedule", record, _sha256(schedule_path))
-    for world in report.worlds:
-        with tempfile.TemporaryDirectory(prefix="slapo-verify-") as folder:
-            layout = None if isinstance(world, int) else asdict(world)
-            told = {**job, "layout": layout}
-            ranks = Ranks(told, world, Path(folder), timeout_s, progress, checked)
-            ranks.run()
-            failure = ranks.failure(out)
-            _add(report, world, ranks.results(), record)
-        if failure is not None:
-            report.failures.append(failure)
-            if failure.stage.startswith(ORIGINAL):
-                report.notes.append(TWIN_HINT)
-            if failure.stage.startswith(EARLY):
-                break
+    with contextlib.ExitStack() as stack:
+        if server is None:
+            server = stack.enter_context(ForkServer(_shared_imports(out)))
+        for world in report.worlds:
+            if ranks_of(world) > MANY:
+                _check_fits(server, job, world, timeout_s, progress)
+        for world in report.worlds:
+            with tempfile.TemporaryDirectory(prefix="slapo-verify-") as folder:
+                layout = None if isinstance(world, int) else asdict(world)
+                told = {**job, "layout": layout}
+                ranks = Ranks(server, told, world, Path(folder), timeout_s, progress, checked)
+                ranks.run()
+                failure = ranks.failure(out)
+                _add(report, world, ranks.results(), record)
+            if failure is not None:
+                report.failures.append(failure)
+                if failure.stage.startswith(ORIGINAL):
+                    report.notes.append(TWIN_HINT)
+                if failure.stage.startswith(EARLY):
+                    break
     return report
 
 
+def _shared_imports(out: Path) -> list[str]:
+    """The modules that all ranks import, of the libraries whose import takes long."""
+    found = {"torch": None}
+    for file in sorted(out.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module]
+            found |= dict.fromkeys(n for n in names if n.partition(".")[0] in SLOW_IMPORTS)
+    return list(found)
+
+
 def _check_fits(
-    job: Mapping[str, Any], world: World, timeout_s: float, progress: Callable[[str], None]
+    server: ForkServer,
+    job: Mapping[str, Any],
+    world: World,
+    timeout_s: float,
+    progress: Callable[[str], None],
 ) -> None:
     """Asks one process whether the model can be built on many, before these are started.
 
@@ -133,6 +156,7 @@ def _check_fits(
     with tempfile.TemporaryDirectory(prefix="slapo-verify-") as folder:
         told = {**job, "layout": None, "fits": ranks}
         one = Ranks(
+            server,
             told,
             1,
             Path(folder),

@@ -1,14 +1,13 @@
 """Verification in real processes: it passes what is right, and says what is wrong in words."""
 
 import json
-import subprocess
+import os
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from slapo_rewrite import errors
-from slapo_rewrite.verify import launch
+from slapo_rewrite.verify import launch, run
 from slapo_rewrite.verify.rank_layout import Layout
 from slapo_rewrite.verify.run import chosen, verify
 
@@ -22,7 +21,7 @@ def wrong(report):
     return {row.name for row in report.rows if not row.ok}
 
 
-@pytest.mark.usefixtures("new_interpreters")
+@pytest.mark.usefixtures("own_fork_server")
 def test_right_output_passes_at_both_world_sizes(tmp_path):
     # A folder whose name cannot be imported by an import statement.
     out = outputs.write(tmp_path, "out-1.2")
@@ -155,7 +154,7 @@ def test_output_that_tries_the_tool(tmp_path):
     assert "tensor_parallel.py:8 imports slapo_rewrite" in report.render()
 
 
-@pytest.mark.usefixtures("new_interpreters")
+@pytest.mark.usefixtures("own_fork_server")
 def test_output_that_needs_the_tool(tmp_path):
     needed = ("def world", "import slapo_rewrite.errors\n\n\ndef world")
     report = verify(outputs.write(tmp_path, "out", {"tensor_parallel.py": needed}), [1, 2])
@@ -181,7 +180,7 @@ def test_rank_that_crashes_is_the_one_that_is_shown(tmp_path):
     assert report.record()["verdict"] == "failed"
 
 
-@pytest.mark.usefixtures("new_interpreters")
+@pytest.mark.usefixtures("own_fork_server")
 def test_rank_that_dies_without_a_word(tmp_path):
     death = (
         "    x = x.clone()\n",
@@ -213,20 +212,21 @@ def test_rank_that_hangs(tmp_path):
 def test_interrupt_leaves_no_process(tmp_path, monkeypatch):
     started = []
 
-    class Recorded(subprocess.Popen):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            started.append(self)
+    class Recorded(launch.ForkServer):
+        def start(self, *args):
+            started.append(super().start(*args))
+            return started[-1]
 
     def interrupt(text):
         raise KeyboardInterrupt
 
-    recording = SimpleNamespace(**{**vars(subprocess), "Popen": Recorded})
-    monkeypatch.setattr(launch, "subprocess", recording)
+    monkeypatch.setattr(run, "ForkServer", Recorded)
     with pytest.raises(KeyboardInterrupt):
         verify(outputs.write(tmp_path, "out"), [2], progress=interrupt)
     assert len(started) == 2
-    assert all(process.poll() is not None for process in started)
+    for process in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
 
 
 def test_without_a_word_everything_is_verified(tmp_path):
