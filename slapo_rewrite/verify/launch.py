@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -51,6 +52,8 @@ class ForkServer:
             env=environment(),
             start_new_session=True,  # an interrupt reaches us alone, and we end them
         )
+        assert self.process.stdin is not None
+        self.input = self.process.stdin
 
     def start(self, script: Path, arguments: Sequence[str], log: Path) -> ForkedProcess:
         """Runs a script in a new process, which leads a process group of its own.
@@ -60,23 +63,27 @@ class ForkServer:
             arguments: What follows it on the command line.
             log: A file for what it prints. Beside it lies what tells of the process's end.
         """
-        process = ForkedProcess(self.process, log.with_suffix(".process"))
+        process = ForkedProcess(self, log.with_suffix(".process"))
         log.touch()
         asked = {"run": str(script), "arguments": list(arguments), "log": str(log)}
         line = json.dumps({**asked, "state": str(process.state)}) + "\n"
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died, and so it says of the process
             # One write, so that lines of several processes do not mix.
-            os.write(self.process.stdin.fileno(), line.encode())
+            os.write(self.input.fileno(), line.encode())
         return process
+
+    def lives(self) -> bool:
+        """Whether it still reads what it is asked; any process that shares it may ask."""
+        poll = select.poll()
+        poll.register(self.input, 0)
+        return not poll.poll(0)
 
     def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *error: object) -> None:
         """Ends it; what it started goes on."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self.input.close()
         self.process.wait()
 
 
@@ -84,11 +91,11 @@ class ForkedProcess:
     """A process that a `ForkServer` starts, as `subprocess.Popen` shows one.
 
     Args:
-        server: The process that forks it.
+        server: What forks it.
         state: The file that says what became of it.
     """
 
-    def __init__(self, server: subprocess.Popen[bytes], state: Path) -> None:
+    def __init__(self, server: ForkServer, state: Path) -> None:
         self.server, self.state = server, state
         self.told: list[str] = []
 
@@ -103,7 +110,7 @@ class ForkedProcess:
         words = self._words()
         if len(words) == 2:
             return int(words[1])
-        return -signal.SIGKILL if not words and self.server.poll() is not None else None
+        return None if words or self.server.lives() else -signal.SIGKILL
 
     def kill(self) -> None:
         """Ends it and what it started, once it runs."""
