@@ -23,6 +23,8 @@ HEADS = (
 )
 # How many heads are tried.
 MOST_HEADS = 4
+# The pixels on a side of an image, where a configuration speaks of no patches.
+SMALL_IMAGE = 64
 
 # Arguments of a `forward` by the names that they have everywhere, with what may be given for them.
 # `$name` is a number of the configuration, or of a part of it; `$name:3` is 3 where there is none.
@@ -30,11 +32,12 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "input_ids": ("torch.randint(3, $vocab_size, (2, 16))",),
     "decoder_input_ids": ("torch.randint(3, $vocab_size, (2, 16))",),
     "pixel_values": (
+        "torch.randn(2, $num_channels:3, $image_size:64, $image_size:64)",
         "torch.randn(2, $num_channels:3, $image_size:224, $image_size:224)",
-        "torch.randn(2, $num_channels:3, 64, 64)",
         "torch.randn(2, $num_frames:8, $num_channels:3, $image_size:224, $image_size:224)",
     ),
     "pixel_values_videos": (
+        "torch.randn(2, $frames_per_clip:8, $num_channels:3, $crop_size:64, $crop_size:64)",
         "torch.randn(2, $frames_per_clip:8, $num_channels:3, $image_size:224, $image_size:224)",
     ),
     "input_features": (
@@ -105,7 +108,8 @@ def steps_of(cls: Any) -> Iterator[Step]:
     takes = inspect.signature(cls.forward).parameters
     main = getattr(cls, "main_input_name", "input_ids")
     small = small_model.small_config(config)
-    twins = dict.fromkeys([_twin(cls, _with_less_to_see(small)), _twin(cls, small), (None, ())])
+    smaller = [*_seeing_less(small), small]
+    twins = dict.fromkeys([*(_twin(cls, config) for config in smaller), (None, ())])
     for twin, imports in twins:
         own = replace(step, twin=twin, imports=tuple(sorted({*step.imports, *imports})))
         if "input_ids" in takes and main == "input_ids":
@@ -171,17 +175,38 @@ def _place_of(config: Any, name: str, path: str = "model.config", depth: int = 2
     return None
 
 
-def _with_less_to_see(config: Any) -> Any:
-    """A configuration for images of few patches, with no more than two layers on each level."""
-    config = copy.deepcopy(config)
-    for part in _parts(config):
-        size, patch = getattr(part, "image_size", None), getattr(part, "patch_size", None)
-        if isinstance(size, int) and isinstance(patch, int) and not hasattr(part, "window_size"):
-            part.image_size = min(size, 4 * patch)
-        depths = getattr(part, "depths", None)
-        if isinstance(depths, (list, tuple)) and all(isinstance(d, int) for d in depths):
-            part.depths = type(depths)(min(d, 2) for d in depths)
-    return config
+def _seeing_less(config: Any) -> Iterator[Any]:
+    """Configurations for smaller images and fewer frames, the smallest first.
+
+    None has more than two layers on a level. Where attention has windows, images keep their size,
+    since the windows have to fit.
+    """
+    for smallest in (True, False):
+        small = copy.deepcopy(config)
+        for part in _parts(small):
+            tubelet = _numbers(getattr(part, "tubelet_size", None))
+            patch = _numbers(getattr(part, "patch_size", None)) or tubelet
+            edge = 4 * patch[-1] if smallest and patch else SMALL_IMAGE
+            for name in ("image_size", "crop_size") if not hasattr(part, "window_size") else ():
+                _limit(part, name, edge)
+            for name in ("num_frames", "frames_per_clip"):
+                _limit(part, name, 2 * tubelet[0] if tubelet else 2)
+            _limit(part, "depths", 2)
+        yield small
+
+
+def _numbers(value: Any) -> list[int]:
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values if all(isinstance(v, int) for v in values) else []
+
+
+def _limit(config: Any, name: str, most: int) -> None:
+    """Lowers a number of a configuration, or each in a list."""
+    value = getattr(config, name, None)
+    if isinstance(value, (list, tuple)) and _numbers(value):
+        setattr(config, name, type(value)(min(v, most) for v in value))
+    elif isinstance(value, int):
+        setattr(config, name, min(value, most))
 
 
 def _twin(cls: Any, small: Any) -> tuple[str | None, tuple[tuple[str, str], ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import types
 from collections.abc import Sequence
@@ -73,6 +74,11 @@ class Oracle:
         return None
 
     def _inputs(self) -> dict[str, Any]:
+        return dict(self._step)
+
+    @functools.cached_property
+    def _step(self) -> dict[str, Any]:
+        # A film of default size takes longer to make than to follow.
         schedule = self.project.schedule.module
         return small_model.training_inputs(schedule, self.project.tree.root.live)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.model import small_model
@@ -17,6 +18,8 @@ from slapo_rewrite.schedule.load import syntax_span
 
 OWN_LOSS = "What the model computes itself."
 STAND_IN_LOSS = "A stand-in, since the model computes no loss itself: write your own here."
+# How many numbers may stand in inputs that were made up: a few small images or short films.
+MOST_NUMBERS = 2_000_000
 
 
 class DoesNotRun(Exception):
@@ -124,18 +127,30 @@ class Given(Step):
         return f"{self.written.rstrip()}\n\n\n{self.loss_text()}\n"
 
 
-def tried(step: Step, module: types.ModuleType) -> Step:
+def tried(
+    step: Step, module: types.ModuleType, twins: dict[str | None, nn.Module] | None = None
+) -> Step:
     """A step that runs: the same, with a stand-in for the loss where it gives none.
+
+    Args:
+        step: What to try.
+        module: The source's module.
+        twins: Small models that were built for other steps; this one is added.
 
     Raises:
         DoesNotRun: It fails, on a small model.
     """
     schedule = step.namespace()
+    twins = {} if twins is None else twins
     try:
         torch.manual_seed(0)
         with small_model.one_thread():
-            model = small_model.build_small(schedule, module).train()
+            if step.twin not in twins:
+                twins[step.twin] = small_model.build_small(schedule, module).train()
+            model = twins[step.twin]
             inputs = small_model.step_inputs(schedule, model)
+            if step.inputs is not None:
+                _check_small(inputs)
             outputs = model(**inputs)
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
@@ -143,6 +158,14 @@ def tried(step: Step, module: types.ModuleType) -> Step:
     if step.loss is None and not _has_loss(schedule, outputs, inputs):
         return replace(step, loss=_stand_in(outputs))
     return step
+
+
+def _check_small(inputs: Mapping[str, Any]) -> None:
+    numbers = sum(v.numel() for v in inputs.values() if isinstance(v, torch.Tensor))
+    if numbers > MOST_NUMBERS:
+        raise DoesNotRun(
+            f"inputs made up for it hold {numbers} numbers, too many for a small model"
+        )
 
 
 def _has_loss(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> bool:
@@ -178,11 +201,12 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def first_that_runs(steps: Iterator[Step], module: types.ModuleType) -> tuple[Step | None, str]:
-    """The first step that runs, with what was wrong with the first that does not."""
+    """The first of one model's steps that runs, with what was wrong with the very first."""
     why = ""
+    twins: dict[str | None, nn.Module] = {}
     for step in steps:
         try:
-            return tried(step, module), why
+            return tried(step, module, twins), why
         except DoesNotRun as error:
             why = why or str(error)
     return None, why
