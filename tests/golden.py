@@ -23,12 +23,16 @@ TABLE = "README.md"
 SEQUENCE_PARALLEL = ("bert", "gpt", "gpt2", "llama")
 # GPT-2's offers it as well; stages take seconds to write.
 PIPELINE = ("bert", "gpt", "llama", "t5")
+# Models whose schedule `--schedule auto` has worked out; it lies beside their outputs.
+WORKED_OUT = ("albert", "gpt_neo", "opt", "roberta")
 
 HEAD = """# What the bundled schedules give
 
 Made by `make generated`; a test fails when it is not current. Of the outputs of transformers'
 models git keeps `rewrite.diff`, `rewrite.json` and the helper files; `make generated` writes the
 model files beside them. The GPT is a model of ours (`tests/models/gpt.py`), and is here whole.
+For ALBERT, GPT-Neo, OPT and RoBERTa no schedule is bundled: `--schedule auto` wrote the
+`schedule.py` beside their outputs.
 
 """
 COLUMNS = (
@@ -85,6 +89,23 @@ class Golden:
 
 def goldens() -> Iterator[Golden]:
     """Every output, by folder."""
+    yield from _of_bundled()
+    for model in WORKED_OUT:
+        source, schedule = f"transformers.models.{model}.modeling_{model}", kept_schedule(model)
+        yield Golden(model, "tensor_parallel", source, schedule, ())
+        yield Golden(model, "fused", source, schedule, ("fuse=true",))
+        if model != "albert":  # one layer, called twelve times
+            settings = ("pipeline_stages=2", "pipeline_engine=torch")
+            yield Golden(model, "pipeline_torch", source, schedule, settings)
+
+
+def kept_schedule(model: str) -> str:
+    """Where a schedule lies that was worked out, from the root of the repository."""
+    return f"generated/{model}/schedule.py"
+
+
+def _of_bundled() -> Iterator[Golden]:
+    """Those of a bundled schedule, or of our own model's."""
     sources = {"gpt": ("tests/models/gpt.py", "tests/models/gpt_schedule.py")}
     for name in ("bert", "gpt2", "llama", "t5"):
         sources[name] = (f"transformers.models.{name}.modeling_{name}", name)
@@ -172,6 +193,8 @@ def everything(by: Callable[..., Output] = rewrite) -> dict[str, str]:
         output = golden.make(by)
         rows[golden] = readability(golden, output)
         files |= {f"{golden.folder}/{name}": text for name, text in output.files.items()}
+    kept = map(kept_schedule, WORKED_OUT)
+    files |= {n.removeprefix("generated/"): (ROOT / n).read_text("utf-8") for n in kept}
     return {TABLE: table(rows), **files}
 
 

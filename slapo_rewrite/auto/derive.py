@@ -13,7 +13,7 @@ from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.auto import hugging_face_model, plain_model
-from slapo_rewrite.auto.flow import Flow, flow_of
+from slapo_rewrite.auto.flow import Flow, are_layers, flow_of
 from slapo_rewrite.auto.oracle import Oracle
 from slapo_rewrite.auto.placement_search import Found, Search
 from slapo_rewrite.auto.schedule_text import schedule_text, shared
@@ -21,6 +21,7 @@ from slapo_rewrite.auto.step import DoesNotRun, Given, Step, first_that_runs, tr
 from slapo_rewrite.code.file import SourceFile, locate
 from slapo_rewrite.emit.rewrite import import_source, rewrite
 from slapo_rewrite.garbage import collector_paused
+from slapo_rewrite.model.tree import Node
 
 ADVICE = (
     "write model(m), inputs(model) and, if the model computes no loss, loss(outputs) into a file, "
@@ -67,9 +68,10 @@ def derive(source: str, wanted: str = "") -> Derived:
     flow = flow_of(model.train(), inputs)
     found = Search(oracle, flow, step.has_loss).run()
     lists, why = _lists(oracle, flow)
+    cuts = bool(lists) and oracle.refusal(["s.cut_evenly(2)"]) is None
     head, title = step.text(), step.title
     while True:
-        text = schedule_text(title, head, found, lists, why)
+        text = schedule_text(title, head, found, lists, cuts, why)
         refused = _refused(source, text)
         if refused is None:
             return Derived(text, head, title, found.share, why)
@@ -137,26 +139,41 @@ def _attempts(
         yield cls, plain_model.steps_of(cls, module)
 
 
-def _lists(oracle: Oracle, flow: Flow) -> tuple[list[str], str]:
-    """The module lists whose elements may be checkpointed, or why there are none."""
-    nodes = oracle.project.tree.nodes
-    found = [
-        path
-        for path, node in nodes.items()
-        if isinstance(node.live, nn.ModuleList)
+def _lists(oracle: Oracle, flow: Flow) -> tuple[dict[str, str], str]:
+    """The lists whose elements may be checkpointed, or why there are none.
+
+    By their paths, with what selects the modules in an element that is a list itself.
+    """
+    found = {
+        path: parts
+        for path, node in oracle.project.tree.nodes.items()
+        if isinstance(node.live, (nn.ModuleList, nn.Sequential))
         and len(node.children) > 1
         and any(p.startswith(f"{path}.*.") for p in (*flow.layers, *flow.between))
-        and all(type(c.live).forward is not nn.Module.forward for c in node.children.values())
-    ]
+        and (parts := _checkpointed(node)) is not None
+    }
     why = "" if found else "Nothing is checkpointed: there is no list of layers."
-    kept = []
+    kept = {}
     for path in shared(found):
-        refused = oracle.refusal([f's["{path}"][:1.0].checkpoint()'])
+        refused = oracle.refusal([f's["{path}"][:1.0]{found[path]}.checkpoint()'])
         if refused is None:
-            kept.append(path)
+            kept[path] = found[path]
         else:
             why = f"`{path}` is not checkpointed: {refused.message}."
     return kept, why
+
+
+def _checkpointed(node: Node) -> str | None:
+    """What selects in an element of a list what is called; None where nothing is."""
+    elements = [each.live for each in node.children.values()]
+    if not are_layers(node.live):
+        called = all(type(each).forward is not nn.Module.forward for each in elements)
+        return "" if called else None
+    inner = zip(*(each.children() for each in elements), strict=True)
+    numbers = [
+        n for n, parts in enumerate(inner) if any(any(True for _ in p.parameters()) for p in parts)
+    ]
+    return f'["{{{",".join(map(str, numbers))}}}"]'
 
 
 def _refused(source: str, text: str) -> errors.RewriteError | None:

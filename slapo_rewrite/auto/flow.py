@@ -62,14 +62,29 @@ class Flow:
 
 
 def pattern_of(model: nn.Module, path: str) -> str:
-    """A path with `*` for the elements of lists whose elements are modules of several layers."""
-    module, segments = model, []
+    """A path with `*` for the elements of lists whose elements are modules of several layers.
+
+    Layers may be lists themselves, as in `nn.ModuleList([attention, feed_forward])`: their elements
+    keep their numbers.
+    """
+    module, segments, is_layer = model, [], False
     for segment in path.split(".") if path else ():
-        is_element = isinstance(module, CONTAINERS) and segment.isdigit()
+        above, is_element = module, isinstance(module, CONTAINERS) and segment.isdigit()
         module = module.get_submodule(segment)
-        whole = is_element and not isinstance(module, CONTAINERS) and any(module.children())
+        if isinstance(module, CONTAINERS):
+            whole = is_layer = is_element and are_layers(above)
+        else:
+            whole = is_element and not is_layer and any(module.children())
+            is_layer = False
         segments.append("*" if whole else segment)
     return ".".join(segments)
+
+
+def are_layers(lists: nn.Module) -> bool:
+    """Whether the elements of a list are lists of several modules that make a layer together."""
+    kinds = [[type(inner) for inner in each.children()] for each in lists.children()]
+    alike = all(isinstance(each, nn.ModuleList) for each in lists.children())
+    return alike and len({*map(len, kinds)}) == 1 and any(len({*each}) > 1 for each in kinds)
 
 
 def flow_of(model: nn.Module, inputs: Mapping[str, Any]) -> Flow:

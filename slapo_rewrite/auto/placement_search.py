@@ -404,10 +404,14 @@ class Search:
             and (self._sizes(p)[1] in sizes or self._pays(p))
             for shard in self._shards(p, is_column)
         ]
+        made = {self._sizes(head.pattern)[1] for head in heads}
+        words = [t for t in tables if _weight(self.modules[t.pattern][0])[0] in made]
         ways = []
-        if self.has_loss and len({head.pattern for head in heads}) == 1:
-            ways.append(Group((*tables, *heads), head=heads[0].pattern))
-        ways += [Group((*tables, *heads)), Group(tuple(heads)), *(Group((t,)) for t in tables)]
+        for some in (tables, words) if words != tables else (tables,):
+            if self.has_loss and len({head.pattern for head in heads}) == 1:
+                ways.append(Group((*some, *heads), head=heads[0].pattern))
+            ways.append(Group((*some, *heads)))
+        ways += [Group(tuple(heads)), *(Group((t,)) for t in tables)]
         found: list[Group] = []
         known: set[str] = set()
         for group in ways:

@@ -17,7 +17,7 @@ from slapo_rewrite.auto.step import Step
 
 # Small numbers for arguments of constructors, by a part of their names; the first that fits.
 SMALL = {
-    "vocab": 203, "class": 10, "head": 4, "layer": 2, "depth": 2, "block_size": 64, "seq": 64,
+    "vocab": 203, "class": 10, "head": 4, "layer": 12, "depth": 12, "block_size": 64, "seq": 64,
     "ctx": 64, "context": 64, "len": 64, "position": 64, "channel": 3, "expert": 4, "patch": 8,
     "image": 32, "img": 32, "drop": 0, "inner": 128, "ff": 128, "hidden": 64, "dim": 64,
     "width": 64, "embd": 64, "embed": 64, "size": 64,

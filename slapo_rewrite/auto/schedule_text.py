@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 
 from slapo_rewrite import __version__
@@ -18,14 +18,18 @@ collectives that `infer_sync` adds. It is an ordinary schedule: edit it, and giv
 """
 
 
-def schedule_text(title: str, head: str, found: Found, lists: Sequence[str], why: str) -> str:
+def schedule_text(
+    title: str, head: str, found: Found, lists: Mapping[str, str], cuts: bool, why: str
+) -> str:
     """All of the file.
 
     Args:
         title: What the model is.
         head: The functions beside `schedule`.
         found: What is split.
-        lists: The paths of the module lists whose elements can be checkpointed.
+        lists: The paths of the lists whose elements can be checkpointed, with what selects the
+            modules in an element.
+        cuts: Whether the model can be cut into stages.
         why: What is said where none is.
     """
     head, quotes = head.lstrip(), '"' * 3
@@ -41,10 +45,10 @@ def schedule_text(title: str, head: str, found: Found, lists: Sequence[str], why
     if lists:
         knobs.append("ckpt_ratio: float = 0.0")
     knobs.append("fuse: bool = False")
-    if lists:
+    if cuts:
         knobs += ["pipeline_stages: int = 1", 'pipeline_engine: str = "deepspeed"']
-    body = _docstring(found, lists, has_loss)
-    main = lists[0] if len(lists) == 1 else None
+    body = _docstring(found, bool(lists), cuts, has_loss)
+    main = next(iter(lists)) if len(lists) == 1 else None
     body += ["if fuse:", "    s.apply_all()"]
     if main is not None:
         body.append(f'layers = s["{main}"]')
@@ -56,10 +60,12 @@ def schedule_text(title: str, head: str, found: Found, lists: Sequence[str], why
         body.append("    s.infer_sync()")
     else:
         body += [*_left(found)]
-    body += [f"{_selected(path, main)}[:ckpt_ratio].checkpoint()" for path in lists]
+    body += [
+        f"{_selected(path, main)}[:ckpt_ratio]{parts}.checkpoint()" for path, parts in lists.items()
+    ]
     if not lists:
         body += _comment(why)
-    if lists:
+    if cuts:
         body += [
             "if pipeline_stages != 1:",
             "    s.cut_evenly(pipeline_stages, target=pipeline_engine)",
@@ -74,11 +80,11 @@ def _formatted(text: str) -> str:
     return black.format_str(text, mode=black.Mode(line_length=LINE_LENGTH))
 
 
-def _docstring(found: Found, lists: Sequence[str], has_loss: bool) -> list[str]:
+def _docstring(found: Found, has_lists: bool, cuts: bool, has_loss: bool) -> list[str]:
     does = []
     if found.groups:
         does.append("splits the layers")
-    if lists:
+    if has_lists:
         does.append("checkpoints the first `ckpt_ratio` of them")
     first = (" and ".join(does) or "leaves the model as it is").capitalize()
     lines = [f'"""{first}.', ""]
@@ -89,7 +95,7 @@ def _docstring(found: Found, lists: Sequence[str], has_loss: bool) -> list[str]:
             LINE_LENGTH - 4,
         )
     lines.append("With `fuse` every rule that pays is applied first, before anything is split.")
-    if lists:
+    if cuts:
         lines += textwrap.wrap(
             "With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many "
             'stages, run by DeepSpeed, or with `pipeline_engine` "torch" by '

@@ -9,9 +9,12 @@ from slapo_rewrite import errors
 from slapo_rewrite.auto.derive import derive
 from slapo_rewrite.cli import main
 from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.emit.write import write
 from slapo_rewrite.verify.run import chosen, verify
+from tests import golden
 
 GPT = str(Path(__file__).parents[1] / "models" / "gpt.py")
+STAGES = ["pipeline_stages=2", "pipeline_engine=torch"]
 SHARDED = re.compile(r'(\w+)\["([^"]+)"\]\.shard\((.*)\)')
 
 MLP = """\
@@ -75,6 +78,35 @@ def test_blocks_are_split_as_by_hand(name, split):
     derived = derive(f"transformers.models.{name}.modeling_{name}")
     assert split <= shards(derived.text)
     assert derived.share > 0.8
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", golden.WORKED_OUT)
+def test_the_schedules_that_are_kept_are_worked_out_today(name):
+    """Made again by `--schedule auto --write-schedule generated/NAME/schedule.py`."""
+    kept = (golden.ROOT / golden.kept_schedule(name)).read_text()
+    assert kept.rpartition("\n# slapo-rewrite")[0] == derive(_modeling(name)).text
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, ["fuse=true"]) for name in golden.WORKED_OUT),
+        *((name, [*STAGES, "ckpt_ratio=0.5"]) for name in ("gpt_neo", "opt", "roberta")),
+    ],
+)
+def test_what_the_kept_schedules_give_equals_the_original(name, settings, tmp_path):
+    source, file = _modeling(name), str(golden.ROOT / golden.kept_schedule(name))
+    write(tmp_path / "out", rewrite(source, file, settings).files)
+    layout = chosen(tmp_path / "out", None, 2, 2) if settings[1:] else chosen(tmp_path / "out", [2])
+    found = verify(tmp_path / "out", layout, source=source, schedule=file)
+    assert found.ok, found.render()
+
+
+def _modeling(name: str) -> str:
+    return f"transformers.models.{name}.modeling_{name}"
 
 
 def test_a_model_of_images_gets_inputs_of_its_own():

@@ -93,3 +93,15 @@ def test_elements_of_a_list_are_one(depth):
 def test_layers_in_a_sequence_are_not_one():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     assert [pattern_of(model, path) for path, _ in model.named_modules()] == ["", "0", "1", "2"]
+
+
+def test_a_list_of_lists_that_are_layers_is_one():
+    def pair(number):
+        return nn.ModuleList([Attention() if number % 2 else nn.Identity(), MLP()])
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([pair(number) for number in range(3)])
+    model.stages = nn.ModuleList([nn.ModuleList([MLP(), MLP()]) for _ in range(3)])
+    found = {pattern_of(model, path) for path, _ in model.named_modules()}
+    assert {"layers.*.0.q", "layers.*.1.up", "stages.0.*.up", "stages.2.*.up"} <= found
+    assert not any(path.startswith(("layers.0", "stages.*")) for path in found)

@@ -1,0 +1,64 @@
+"""AlbertForMaskedLM in its default configuration.
+
+What is split, whether it may be, and what its collectives take was worked out by slapo-rewrite
+0.1.0 from the model itself, for one layer of each kind. `slapo-rewrite explain` shows the
+collectives that `infer_sync` adds. It is an ordinary schedule: edit it, and give it by its name.
+"""
+
+from transformers import AlbertConfig
+
+
+def model(m):
+    """AlbertForMaskedLM in its default configuration."""
+    return m.AlbertForMaskedLM(AlbertConfig())
+
+
+def verify_model(m):
+    """A small one, without dropout, that is run to verify."""
+    return m.AlbertForMaskedLM(
+        AlbertConfig(
+            vocab_size=203,
+            embedding_size=32,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=256,
+            max_position_embeddings=64,
+            classifier_dropout_prob=0.0,
+        )
+    )
+
+
+def schedule(s, tensor_parallel: bool = True, parallel_loss: bool = True, fuse: bool = False):
+    """Splits the layers.
+
+    With `parallel_loss` the logits stay split where training computes a loss of them, and only the
+    loss is summed; without it they are gathered on every rank.
+    With `fuse` every rule that pays is applied first, before anything is split.
+    """
+    if fuse:
+        s.apply_all()
+    if tensor_parallel:
+        # 134 million parameters: outputs are split, then inputs, and what comes out is summed.
+        s["albert.encoder.albert_layer_groups.*.albert_layers.*.ffn"].shard(
+            ["weight", "bias"], axis=0
+        )
+        s["albert.encoder.albert_layer_groups.*.albert_layers.*.ffn_output"].shard("weight", axis=1)
+        # 67.1 million parameters: outputs are split, then inputs, and what comes out is summed.
+        s["albert.encoder.albert_layer_groups.*.albert_layers.*.attention.{query,key,value}"].shard(
+            ["weight", "bias"], axis=0
+        )
+        s["albert.encoder.albert_layer_groups.*.albert_layers.*.attention.dense"].shard(
+            "weight", axis=1
+        )
+        # 3.87 million parameters: each rank has as many words of the vocabulary.
+        s["albert.embeddings.word_embeddings"].shard("weight", axis=0)
+        s["predictions.decoder"].shard(["weight", "bias"], axis=0)
+        if parallel_loss:
+            s["predictions.decoder"].sync("bwd_post", "all_reduce")
+        # Left whole: `albert.encoder.embedding_hidden_mapping_in`, `predictions.dense`: splitting
+        # it would cost more than it saves.
+        s.infer_sync()
+    # Nothing is checkpointed: there is no list of layers.
+
+# slapo-rewrite 0.1.0: worked out of 1034ec3b85c14da1, bea0095c8a989beb

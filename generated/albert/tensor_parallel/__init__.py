@@ -1,0 +1,1 @@
+"""modeling_albert.py, tensor parallel; rewrite.diff shows what changed."""

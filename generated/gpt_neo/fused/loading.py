@@ -1,0 +1,153 @@
+# Written by slapo-rewrite 0.1.0 for modeling_gpt_neo.py; rewrite.json says from what.
+"""Between the original's full tensors and the parts that this rank holds."""
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .shards import Shard, gather_parts, parts_in, world_of, world_size
+
+
+def shards(model: nn.Module) -> dict[str, Shard]:
+    """How each sharded parameter and buffer is divided, by name and in model order.
+
+    A tied parameter stands under all of its names.
+    """
+    by_tensor = parts_in(model)
+    named = chain(
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    )
+    return {
+        name: by_tensor[id(tensor)] for name, tensor in named if id(tensor) in by_tensor
+    }
+
+
+def weight_maps(model: nn.Module) -> dict[str, Any]:
+    """How modules that stand in others' places are made of those, by their prefix."""
+    return {
+        f"{path}.": module.weight_map
+        for path, module in model.named_modules()
+        if hasattr(module, "weight_map")
+    }
+
+
+def under_original_names(
+    model: nn.Module, named: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The original's full tensors, made of the model's full ones."""
+    for prefix, weight_map in reversed(weight_maps(model).items()):
+        named = weight_map.to_original(named, prefix)
+    return dict(named)
+
+
+def to_local(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Makes this rank's parts of the original's full tensors.
+
+    Args:
+        model: The model, which says how its parameters are divided.
+        named: Tensors shaped like the original's parameters, by parameter name:
+            parameters, gradients, optimiser moments. Parts are left as they are.
+    """
+    for prefix, weight_map in weight_maps(model).items():
+        named = weight_map.to_new(named, prefix)
+    divided = shards(model)
+    return {
+        name: (
+            divided[name].cut(tensor)
+            if name in divided and divided[name].is_full(tensor)
+            else tensor
+        )
+        for name, tensor in named.items()
+    }
+
+
+def to_full(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gathers the ranks' parts to the original's full tensors, on every rank.
+
+    Every rank calls it, with the same names.
+
+    Args:
+        model: The model, which says how its parameters are divided.
+        named: Tensors shaped like this rank's parameters, by parameter name, those of
+            FSDP2 (`fully_shard`) included.
+    """
+    divided = shards(model)
+    # All ranks must gather in the same order.
+    full = {name: gathered(named[name], divided.get(name)) for name in sorted(named)}
+    return under_original_names(model, {name: full[name] for name in named})
+
+
+def gathered(part: Tensor, shard: Shard | None) -> Tensor:
+    """The full tensor, from this rank's part of it."""
+    if hasattr(part, "full_tensor"):  # FSDP2 divides parts further, over the replicas
+        part = part.full_tensor()
+    return part if shard is None else shard.gather(part)
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The original's state dict, on every rank. Every rank calls it."""
+    return to_full(model, model.state_dict())
+
+
+def build(make: Callable[[], nn.Module]) -> nn.Module:
+    """The model that `make()` returns, initialised alike at every world size.
+
+    Each rank makes the whole model as well, draws its weights bit for bit as one process
+    does, and keeps its part of each, so the ranks must be seeded alike.
+
+    Raises:
+        ValueError: The ranks are seeded otherwise, or the default device is the meta
+            device, which holds no weights.
+    """
+    check_seeds()
+    if world_size() == 1:
+        return make()
+    with world_of(1):
+        whole = make().state_dict()
+    device = torch.get_default_device()
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type):
+        model = make()
+    divided = shards(model)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            take_part(tensor, divided.get(name), whole[name])
+    return model
+
+
+def check_seeds() -> None:
+    """Refuses ranks that would draw other weights than one process does.
+
+    Raises:
+        ValueError: They are seeded otherwise, or draw nothing on the meta device.
+    """
+    device = torch.get_default_device()
+    if device.type == "meta":
+        raise ValueError("weights cannot be made on the meta device: leave it")
+    if world_size() == 1:
+        return
+    random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    state = random.get_rng_state().cpu()
+    words = torch.arange(1, state.numel() + 1) * state  # a checksum of their order
+    sums = gather_parts(words.sum().reshape(1), 0, [1] * world_size())
+    if any(total != sums[0] for total in sums):
+        raise ValueError(
+            "the ranks of a tensor-parallel group must be seeded alike before the model is "
+            "built, to draw parts of the same weights: torch.manual_seed(0) on each, say"
+        )
+
+
+@torch.no_grad()
+def take_part(tensor: Tensor, shard: Shard | None, full: Tensor) -> None:
+    """Fills a weight with this rank's part of the full one, without a copy between."""
+    if shard is None:
+        tensor.copy_(full)
+        return
+    pieces = [full.narrow(shard.axis, a, b - a) for a, b in shard.ranges()]
+    sizes = [piece.shape[shard.axis] for piece in pieces]
+    for part, piece in zip(torch.split(tensor, sizes, shard.axis), pieces, strict=True):
+        part.copy_(piece)

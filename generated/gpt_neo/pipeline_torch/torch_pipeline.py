@@ -1,0 +1,424 @@
+# Written by slapo-rewrite 0.1.0 for modeling_gpt_neo.py; rewrite.json says from what.
+"""Stages run by `torch.distributed.pipelining`: building, loading, training."""
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.nn.parallel import DistributedDataParallel
+
+from .deferred_init import default_generator
+from .recomputation import EarlierBuffers
+from .shards import set_group
+from .stages import Stage, check_names, gathered, load_held
+
+
+class Pipeline:
+    """The stages of a model, for the schedules of `torch.distributed.pipelining`.
+
+    Args:
+        stages: Their classes.
+        inputs: The arguments of the model that stages are given, by their names there.
+        label: The one that the loss is given.
+        shared: For each parameter that several stages hold, its name there, by stage.
+    """
+
+    lay_out: Callable[[DeviceMesh], None]  # depends on whether ranks share a stage
+
+    def __init__(
+        self,
+        stages: tuple[type[Stage], ...],
+        inputs: Mapping[str, str],
+        label: str,
+        shared: Sequence[Mapping[int, str]] = (),
+    ) -> None:
+        self.stages, self.inputs, self.label = stages, inputs, label
+        self.shared = shared
+
+    def build(self, *args: Any, mesh: DeviceMesh, **kwargs: Any) -> list[PipelineStage]:
+        """The stages of this rank, each a `torch.distributed.pipelining.PipelineStage`.
+
+        Each rank makes the weights of its own stages only, the same as the whole model
+        would have from the same seed; so ranks are to be seeded alike. From then on
+        each draws random numbers of its own, for dropout, but for those of one
+        tensor-parallel group.
+
+        Args:
+            *args: Those of the model's class.
+            mesh: A mesh. Along its axis `pp` ranks hold the stages of one model, round
+                and round where there are fewer of them; along `tp` they divide its
+                weights, where the model was written for that.
+            **kwargs: Those of the model's class.
+
+        Raises:
+            ValueError: The stages cannot be laid out on the mesh.
+        """
+        numbers = own_numbers(mesh, len(self.stages))
+        self.lay_out(mesh)
+        device, group = torch.device(mesh.device_type), mesh.get_group("pp")
+        generator = default_generator(torch.get_default_device())
+        before = generator.get_state()
+        stages = []
+        for number in numbers:
+            generator.set_state(before)  # each stage draws what the whole model would
+            module = self.stages[number](*args, **kwargs).to(device)
+            module.register_forward_pre_hook(with_sendable_gradients)
+            stages.append(
+                PipelineStage(module, number, len(self.stages), device, group=group)
+            )
+        start_alike(stages, self.shared)
+        draw_apart(mesh)
+        return stages
+
+    def schedule(
+        self,
+        stages: Sequence[PipelineStage],
+        kind: Any,
+        n_microbatches: int,
+        **options: Any,
+    ) -> "Schedule":
+        """A schedule, with the model's own loss; its `step` and `eval` take a `batch`.
+
+        Args:
+            stages: What `build` returns, wrapped for data parallelism or not.
+            kind: A class: `Schedule1F1B`, say, or where a rank has several stages
+                `ScheduleInterleaved1F1B`, for which torch needs `fully_shard` where it
+                takes no `DistributedDataParallel`.
+            n_microbatches: How many equal parts a batch is divided into.
+            **options: Those of the class.
+
+        Raises:
+            ValueError: The class is for one stage on a rank, and there are several.
+        """
+        return Schedule(stages, kind, n_microbatches, self.shared, **options)
+
+    def batch(self, **inputs: Any) -> dict[str, Any]:
+        """The model's arguments as a schedule takes them, on every rank the same.
+
+        Raises:
+            TypeError: They are others than the stages were written for.
+        """
+        check_names(inputs, {*self.inputs.values(), self.label})
+        given = {name: inputs[argument] for name, argument in self.inputs.items()}
+        return {**given, "target": inputs[self.label]}
+
+    def to_full(
+        self, stages: Sequence[PipelineStage], first_rank_only: bool = False
+    ) -> dict[str, Tensor]:
+        """The original's state dict, on every rank. Every rank calls it.
+
+        Args:
+            stages: What `build` returns, wrapped for data parallelism or not.
+            first_rank_only: Give it to the first process alone, on its CPU; the others
+                get an empty dictionary, and none but the first holds more than its
+                stages.
+        """
+        named: dict[str, Tensor] = {}
+        for stage in stages:
+            named |= unwrapped(stage).full_state()
+        return gathered(named, stages[0].group, first_rank_only)
+
+    def load_full(
+        self, stages: Sequence[PipelineStage], full: Mapping[str, Tensor]
+    ) -> None:
+        """Takes the original's state dict; do it before the stages are wrapped."""
+        for stage in stages:
+            load_held(stage.submod, full)
+
+
+class ShardedPipeline(Pipeline):
+    """Stages whose weights are divided over tensor-parallel groups."""
+
+    def lay_out(self, mesh: DeviceMesh) -> None:
+        """Names the tensor-parallel group: the ranks along the axis `tp`, if any."""
+        if "tp" in (mesh.mesh_dim_names or ()):
+            set_group(mesh.get_group("tp"))
+        else:
+            alone = [dist.get_rank()]
+            set_group(dist.new_group(alone, use_local_synchronization=True))
+
+
+def draw_apart(mesh: DeviceMesh) -> None:
+    """Lets each rank draw random numbers of its own from now on, for dropout.
+
+    Ranks that differ on the axis `tp` alone go on drawing the same ones.
+    """
+    seeds = torch.randint(2**62, mesh.mesh.shape, device="cpu")
+    axes = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
+    place = tuple(0 if name == "tp" else number for name, number in axes)
+    torch.manual_seed(int(seeds[place]))
+
+
+def own_numbers(mesh: DeviceMesh, count: int) -> range:
+    """The numbers of the stages that this rank holds.
+
+    Args:
+        mesh: The mesh. With fewer ranks on its axis `pp` than there are stages, the
+            stages go round: with two ranks the first holds the stages 0 and 2.
+        count: How many stages there are.
+
+    Raises:
+        ValueError: They cannot be laid out on the mesh.
+    """
+    axes = mesh.mesh_dim_names or ()
+    if "pp" not in axes:
+        raise ValueError(
+            f"the mesh has no axis `pp` to lay {count} stages out on, but {axes}: name "
+            "its axes in `init_device_mesh`"
+        )
+    ranks = mesh.size(axes.index("pp"))
+    if count % ranks:
+        raise ValueError(
+            f"the model is cut into {count} stages, which {ranks} ranks on the axis "
+            "`pp` cannot hold evenly: change the cuts in the schedule, or the mesh"
+        )
+    return range(mesh.get_local_rank("pp"), count, ranks)
+
+
+def with_sendable_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
+    """Makes the gradients of what a stage is given lie in one piece of memory.
+
+    Torch sends them to the stage before, and sends no others.
+    """
+    views = []
+    for tensor in given:
+        if tensor.requires_grad:
+            tensor = tensor.view_as(tensor)  # torch uses the tensor itself again
+            tensor.register_hook(Tensor.contiguous)
+        views.append(tensor)
+    return tuple(views)
+
+
+def spare_buffers(module: nn.Module) -> None:
+    """Lets the next call of a module leave its buffers as they are.
+
+    A new schedule's first call only finds out sizes, of numbers that mean nothing, which
+    batch norms would count.
+    """
+    buffers = EarlierBuffers(module)
+
+    def before(*_: object) -> None:
+        buffers.__enter__()
+
+    def after(*_: object) -> None:
+        buffers.__exit__()
+        for hook in hooks:
+            hook.remove()
+
+    hooks = (
+        module.register_forward_pre_hook(before),
+        module.register_forward_hook(after),
+    )
+
+
+def unwrapped(stage: PipelineStage) -> Any:
+    """A stage's module as it was before it was wrapped for data parallelism."""
+    module = stage.submod
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+class Schedule:
+    """Runs a schedule of `torch.distributed.pipelining` over this rank's stages.
+
+    Torch fixes the sizes of what stages hand on at a schedule's first step. For a batch
+    of other sizes the schedule is made anew, which costs one more micro-batch.
+
+    Args:
+        stages: The stages of this rank, wrapped for data parallelism or not.
+        kind: The schedule's class.
+        n_microbatches: How many parts a batch is divided into, by rows.
+        shared: For each parameter that several stages hold, its name there, by stage.
+        **options: More that the class is made with.
+
+    Raises:
+        ValueError: The schedule is for one stage on a rank, and there are several.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        kind: Any,
+        n_microbatches: int,
+        shared: Sequence[Mapping[int, str]] = (),
+        **options: Any,
+    ) -> None:
+        self.takes_several = issubclass(kind, PipelineScheduleMulti)
+        if len(stages) > 1 and not self.takes_several:
+            raise ValueError(
+                f"`{kind.__name__}` runs one stage on a rank, and there are "
+                f"{len(stages)}: take `ScheduleInterleaved1F1B`, say"
+            )
+        self.stages, self.kind, self.n_microbatches = stages, kind, n_microbatches
+        self.shared, self.options = shared, options
+        self.made_for: Any = None
+        self.schedule: Any = None
+
+    def step(self, **batch: Any) -> list[Tensor]:
+        """Adds the gradients of the mean of all micro-batches' losses.
+
+        Those of shared parameters are added up over the stages, so gradients must be
+        zeroed before the next step. Every rank on the axis `pp` gives it all of the
+        batch.
+
+        Args:
+            **batch: What `batch` returns.
+
+        Returns:
+            Each micro-batch's loss where the last stage is, elsewhere nothing.
+        """
+        losses: list[Tensor] = []
+        schedule = self.fitting(batch, trains=True)
+        schedule.step(**batch, losses=losses, return_outputs=False)
+        sum_shared_gradients(self.stages, self.shared)
+        return [loss.detach() for loss in losses]
+
+    @torch.no_grad()
+    def eval(self, **batch: Any) -> tuple[Any, list[Tensor]]:
+        """Runs all stages forward, as they are: put them into `eval` mode yourself.
+
+        Args:
+            **batch: What `batch` returns. Without labels there are no losses.
+
+        Returns:
+            The last stage's outputs of the whole batch, and each micro-batch's loss,
+            where the last stage is; elsewhere None and nothing.
+        """
+        losses: list[Tensor] = []
+        wanted = None if batch["target"] is None else losses
+        schedule = self.fitting(batch, trains=False)
+        return schedule.eval(**batch, losses=wanted), losses
+
+    def fitting(self, batch: Mapping[str, Any], trains: bool) -> Any:
+        """The schedule of torch's for batches like this one.
+
+        Raises:
+            ValueError: The batch cannot be divided, or has no labels to train with.
+        """
+        target = batch["target"]
+        if target is None and trains:
+            raise ValueError("there is nothing to train for: the labels are None")
+        sizes = {
+            name: (value.shape, value.dtype) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
+        if self.made_for == (trains, sizes):
+            return self.schedule
+        rows = {n: v.shape[0] for n, v in batch.items() if isinstance(v, Tensor)}
+        number = max(rows.values())
+        if number % self.n_microbatches or min(rows.values()) < number:
+            raise ValueError(
+                f"a batch of {rows} rows cannot be divided into {self.n_microbatches} "
+                "equal micro-batches"
+            )
+        stages = [
+            PipelineStage(
+                s.submod, s.stage_index, s.num_stages, s.device, group=s.group
+            )
+            for s in self.stages
+        ]
+        self.schedule = self.kind(
+            stages if self.takes_several else stages[0],
+            self.n_microbatches,
+            loss_fn=None if target is None else self.loss,
+            **self.options,
+        )
+        for stage in stages:
+            spare_buffers(unwrapped(stage))
+        self.made_for = trains, sizes
+        return self.schedule
+
+    def loss(self, outputs: Any, labels: Tensor) -> Tensor:
+        """The model's own loss. It is only asked for where the last stage is."""
+        return unwrapped(self.stages[-1]).loss(outputs, labels)  # type: ignore[no-any-return]
+
+
+def sum_shared_gradients(
+    stages: Sequence[PipelineStage], shared: Sequence[Mapping[int, str]]
+) -> None:
+    """Adds up the gradients of what several stages hold, on each of them.
+
+    Every rank that holds one of these stages calls it.
+
+    Args:
+        stages: The stages of this rank.
+        shared: For each parameter that several stages hold, its name there, by stage.
+    """
+    for names in shared:
+        held = [p for p in parameters_of(stages, names) if p.requires_grad]
+        for parameter in held:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [local(parameter.grad) for parameter in held]
+        if gradients:
+            total: Any = sum(from_ranks(stages[0], names, sum(gradients)))  # type: ignore[arg-type]
+            for gradient in gradients:
+                gradient.copy_(total)
+
+
+@torch.no_grad()
+def start_alike(
+    stages: Sequence[PipelineStage], shared: Sequence[Mapping[int, str]]
+) -> None:
+    """Gives what several stages hold the values that it has in the first of them.
+
+    Every rank on the axis `pp` calls it.
+    """
+    if stages and shared:
+        dist.barrier(stages[0].group)  # so that any two ranks may go on by themselves
+    for names in shared:
+        held = parameters_of(stages, names)
+        if held:
+            first = from_ranks(stages[0], names, held[0])[0]
+            for parameter in held:
+                parameter.copy_(first)
+
+
+def parameters_of(
+    stages: Sequence[PipelineStage], names: Mapping[int, str]
+) -> list[nn.Parameter]:
+    """A parameter that several stages hold, as it is in each of these."""
+    return [
+        attrgetter(names[stage.stage_index])(unwrapped(stage))
+        for stage in stages
+        if stage.stage_index in names
+    ]
+
+
+def local(tensor: Any) -> Tensor:
+    """The part of a tensor that lies here, where FSDP2 has divided it."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def from_ranks(
+    stage: PipelineStage, numbers: Mapping[int, Any], tensor: Tensor
+) -> list[Tensor]:
+    """The tensors of all ranks that hold one of some stages, in the ranks' order.
+
+    Args:
+        stage: A stage of this rank.
+        numbers: The stages' numbers.
+        tensor: What this rank sends to all others.
+    """
+    holders = sorted({stage.stage_index_to_group_rank[number] for number in numbers})
+    group: Any = stage.group
+    tensor = tensor.contiguous()
+    found, transfers = [], []
+    for holder in holders:
+        found.append(tensor)
+        if holder != stage.group_rank:
+            found[-1] = torch.empty_like(tensor)
+            peer = dist.get_global_rank(group, holder)
+            transfers += [
+                dist.P2POp(dist.isend, tensor, peer, group),
+                dist.P2POp(dist.irecv, found[-1], peer, group),
+            ]
+    for transfer in dist.batch_isend_irecv(transfers) if transfers else ():
+        transfer.wait()
+    return found

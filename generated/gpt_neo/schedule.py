@@ -1,0 +1,74 @@
+"""GPTNeoForCausalLM in its default configuration.
+
+What is split, whether it may be, and what its collectives take was worked out by slapo-rewrite
+0.1.0 from the model itself, for one layer of each kind. `slapo-rewrite explain` shows the
+collectives that `infer_sync` adds. It is an ordinary schedule: edit it, and give it by its name.
+"""
+
+from transformers import GPTNeoConfig
+
+
+def model(m):
+    """GPTNeoForCausalLM in its default configuration."""
+    return m.GPTNeoForCausalLM(GPTNeoConfig())
+
+
+def verify_model(m):
+    """A small one, without dropout, that is run to verify."""
+    return m.GPTNeoForCausalLM(
+        GPTNeoConfig(
+            vocab_size=203,
+            max_position_embeddings=64,
+            hidden_size=64,
+            num_layers=2,
+            attention_types=[[["global", "local"], 1]],
+            num_heads=4,
+            window_size=8,
+            classifier_dropout=0.0,
+            bos_token_id=202,
+            eos_token_id=202,
+            attention_layers=["global", "local"],
+        )
+    )
+
+
+def schedule(
+    s,
+    tensor_parallel: bool = True,
+    parallel_loss: bool = True,
+    ckpt_ratio: float = 0.0,
+    fuse: bool = False,
+    pipeline_stages: int = 1,
+    pipeline_engine: str = "deepspeed",
+):
+    """Splits the layers and checkpoints the first `ckpt_ratio` of them.
+
+    With `parallel_loss` the logits stay split where training computes a loss of them, and only the
+    loss is summed; without it they are gathered on every rank.
+    With `fuse` every rule that pays is applied first, before anything is split.
+    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
+    DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
+    """
+    if fuse:
+        s.apply_all()
+    layers = s["transformer.h"]
+    if tensor_parallel:
+        # 806 million parameters: outputs are split, then inputs, and what comes out is summed.
+        layers["*.mlp.c_fc"].shard(["weight", "bias"], axis=0)
+        layers["*.mlp.c_proj"].shard("weight", axis=1)
+        # 403 million parameters: outputs are split, then inputs, and what comes out is summed; the
+        # gradient of what goes in is summed once.
+        layers["*.attn.attention.{q_proj,k_proj,v_proj}"].shard("weight", axis=0)
+        layers["*.attn.attention.out_proj"].shard("weight", axis=1)
+        layers["*.attn.attention"].sync("bwd_post", "all_reduce")
+        # 107 million parameters: each rank has as many words of the vocabulary.
+        s["transformer.{wte,wpe}"].shard("weight", axis=0)
+        s["lm_head"].shard("weight", axis=0)
+        if parallel_loss:
+            s["lm_head"].sync("bwd_post", "all_reduce")
+        s.infer_sync()
+    layers[:ckpt_ratio].checkpoint()
+    if pipeline_stages != 1:
+        s.cut_evenly(pipeline_stages, target=pipeline_engine)
+
+# slapo-rewrite 0.1.0: worked out of 6aea8e959ebdffa7, 4d3256853ec45fd0

@@ -1,0 +1,1 @@
+"""modeling_opt.py, tensor parallel; rewrite.diff shows what changed."""

@@ -1,0 +1,192 @@
+# Written by slapo-rewrite 0.1.0 for modeling_opt.py; rewrite.json says from what.
+"""Refuses, in words, what would train other weights than the model's."""
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from .shards import gather_parts, is_supposed, named_group, parts_in, rank, world_size
+
+
+def guard(module: Any) -> None:
+    """Guards a module that holds parts against what takes them for the whole."""
+    module.parts_differ = False  # as far as is known
+    module.register_state_dict_post_hook(note_whose_parts)
+    if world_size() > 1:
+        watch_registrations()
+
+
+@cache
+def watch_registrations() -> Any:
+    """From the first call on, what is put into a module is looked at first."""
+    return register_module_module_registration_hook(refuse_wrappers)
+
+
+def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Refuses to put into `parent` what would train other weights than the model's.
+
+    Has a parent that can save itself refuse to save parts.
+
+    Raises:
+        RuntimeError: An adapter or a parametrization comes to a layer that works on
+            parts, or the ranks that hold the parts are taken for replicas.
+    """
+    if module is None or world_size() == 1:
+        return
+    # `parametrizations` is what `torch.nn.utils.parametrize` puts into a layer first.
+    if name == "parametrizations":
+        refused = hasattr(parent, "sharded_parameters")
+    else:
+        layer = dict(parent.named_children()).get(name)
+        refused = is_adapter(module, layer) and not hasattr(layer, "takes_adapters")
+    if refused:
+        raise RuntimeError(
+            f"`{name}` of `{type(parent).__name__}` works on this rank's part: each rank "
+            "would train other parameters beside it. LoRA adapters are put in by "
+            "`lora.add_adapters`, which is there if the model was rewritten `--with "
+            "add_adapters`; leave the layer out of others, and of parametrizations"
+        )
+    if hasattr(type(parent), "save_pretrained") and parts_in(module):
+        vars(parent)["save_pretrained"] = partial(save_whole, parent)
+    replicas = vars(parent).get("process_group")
+    if isinstance(replicas, dist.ProcessGroup) and parts_in(module):
+        ranks = dist.get_process_group_ranks
+        if len({*ranks(replicas)} & {*ranks(named_group()[0])}) > 1:
+            raise RuntimeError(
+                f"`{type(parent).__name__}` would take the tensor-parallel ranks for "
+                "replicas and copy one rank's parts over those of the others: give it the "
+                "data-parallel group. Without replicas train the model itself; Trainer and "
+                "accelerate know no other group, but for slapo-rewrite's examples/trainer"
+            )
+
+
+def is_adapter(module: nn.Module, layer: Any) -> bool:
+    """Whether a module adds parameters to a layer that works on parts, which it holds."""
+    if not hasattr(layer, "sharded_parameters") or layer not in module.modules():
+        return False
+    return not {*module.parameters()} <= {*layer.parameters()}
+
+
+def check_parts(layer: Any) -> None:
+    """Refuses to run a layer in another group than its own, or of which ranks have copies.
+
+    Where the first run finds the same weights on every rank, something has copied one
+    rank's part over those of the others, or all have drawn the same numbers.
+
+    Raises:
+        RuntimeError: It is so.
+    """
+    shard, weight = layer.sharded_parameters["weight"], layer.weight.detach()
+    shard.check_group()
+    if world_size() > 1 and weight.shape[shard.axis] != shard.local_size():
+        raise RuntimeError(
+            f"a weight of shape {list(weight.shape)} has come in the place of this rank's "
+            f"part, {shard.local_size()} long: embeddings are replaced, and tied, before "
+            "the model is split, in one process, and what that saves is loaded"
+        )
+    if layer.parts_differ or world_size() == 1 or is_supposed():
+        return
+    known = weight.is_meta or hasattr(weight, "full_tensor")
+    if known or torch.compiler.is_compiling() or shard.local_size() == shard.size:
+        return
+    if dist.get_backend(named_group()[0]) == "fake":
+        return
+    layer.parts_differ = True
+    if not weight.numel() or weight.min() == weight.max():
+        weight = weight.new_tensor([rank()])  # what is constant may well be alike
+    sums = torch.stack(
+        [weight.sum(dtype=torch.float64), weight.float().norm().double()]
+    )
+    first, *others = gather_parts(sums, 0, [2] * world_size())
+    if all(torch.equal(first, other) for other in others):
+        raise RuntimeError(
+            "all ranks have the same part of the weights. Did DeepSpeed take the tensor-"
+            "parallel ranks for replicas (give it `mpu`), or a checkpoint keep one rank's "
+            "`state_dict()` (save `loading.full_state_dict(model)`)? A new model begins "
+            "with `loading.build`"
+        )
+
+
+def note_whose_parts(
+    module: Any, state_dict: Any, prefix: str, metadata: dict[str, Any]
+) -> None:
+    """In a state dict: notes which of how many ranks the parts belong to.
+
+    Raises:
+        RuntimeError: They are on the meta device, as when transformers' `from_pretrained`,
+            which cuts nothing, asks for the names of what it is to read.
+    """
+    if world_size() == 1:
+        return
+    metadata["part"] = rank(), world_size()
+    for name in module.sharded_parameters:
+        part = state_dict.get(prefix + name)
+        if hasattr(part, "to_local"):  # FSDP2's, which asks what it holds
+            with torch.no_grad():
+                part = part.to_local()
+        if type(part) is Tensor and part is not getattr(module, name):
+            if part.is_meta and not is_supposed():
+                raise RuntimeError(
+                    "`from_pretrained` reads whole tensors, and this rank holds parts: "
+                    "build the model and use `loading.load_pretrained(model, path)`, which "
+                    "is there if the model was rewritten `--with load_pretrained`"
+                )
+            # The checkpoint asks the one first; the other keeps both out of pickles.
+            vars(part).update(
+                __create_write_items__=_refuse_checkpoint, __getstate__=dict
+            )
+
+
+def _refuse_checkpoint(name: str, part: Tensor) -> None:
+    """Stops torch.distributed.checkpoint from keeping one rank's part as the whole.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError(
+        f"`{name}` is this rank's part, and torch.distributed.checkpoint would keep one "
+        "rank's part only: save `loading.full_state_dict(model)`, on every rank, or what "
+        "`sharded_state(model, optimizer)` gives, which is there if the model was "
+        "rewritten `--with sharded_state`"
+    )
+
+
+def save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's own `save_pretrained`, of full tensors.
+
+    Raises:
+        RuntimeError: It would write the parts of one of several ranks.
+    """
+    states = [a for a in (*args, kwargs.get("state_dict")) if isinstance(a, dict)]
+    notes = [n for state in states for n in getattr(state, "_metadata", {}).values()]
+    if world_size() > 1 and (not states or any("part" in each for each in notes)):
+        raise RuntimeError(
+            "`model.save_pretrained` would write this rank's parts only: use "
+            "`loading.save_pretrained(model, path)` on every rank, which is there if the "
+            "model was rewritten `--with save_pretrained`; or let one rank write with "
+            "`state_dict=loading.full_state_dict(model)`, which every rank calls"
+        )
+    return type(model).save_pretrained(model, *args, **kwargs)
+
+
+class OwnSize:
+    """A size of this rank's part, which only the layer's constructor sets."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        return self if layer is None else vars(layer)[self.name]
+
+    def __set__(self, layer: Any, size: int) -> None:
+        if vars(layer).get(self.name, size) != size and world_size() > 1:
+            raise RuntimeError(
+                f"`{self.name}` is this rank's part and would no longer fit those of the "
+                "others: call `resize_token_embeddings` on the original, in one process, "
+                "and load what it saves"
+            )
+        vars(layer)[self.name] = size

@@ -1,0 +1,33 @@
+# Written by slapo-rewrite 0.1.0 for modeling_opt.py; rewrite.json says from what.
+"""What a checkpoint keeps, where it computes everything else again."""
+
+from typing import Any
+
+from torch import nn
+
+
+class EarlierBuffers:
+    """Inside, a module has the buffers that it had when this was made.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.places = [
+            (each, name, buffer.clone())
+            for each in module.modules()
+            for name, buffer in each.named_buffers(recurse=False)
+        ]
+        self.later: list[Any] = []
+
+    def __enter__(self) -> None:
+        """Puts them in."""
+        self.later = [getattr(module, name) for module, name, _ in self.places]
+        for module, name, buffer in self.places:
+            setattr(module, name, buffer.clone())
+
+    def __exit__(self, *error: object) -> None:
+        """Puts back those that there were before."""
+        for (module, name, _), buffer in zip(self.places, self.later, strict=True):
+            setattr(module, name, buffer)

@@ -1,0 +1,73 @@
+"""OPTForCausalLM in its default configuration.
+
+What is split, whether it may be, and what its collectives take was worked out by slapo-rewrite
+0.1.0 from the model itself, for one layer of each kind. `slapo-rewrite explain` shows the
+collectives that `infer_sync` adds. It is an ordinary schedule: edit it, and give it by its name.
+"""
+
+from transformers import OPTConfig
+
+
+def model(m):
+    """OPTForCausalLM in its default configuration."""
+    return m.OPTForCausalLM(OPTConfig())
+
+
+def verify_model(m):
+    """A small one, without dropout, that is run to verify."""
+    return m.OPTForCausalLM(
+        OPTConfig(
+            vocab_size=203,
+            hidden_size=64,
+            num_hidden_layers=2,
+            ffn_dim=256,
+            max_position_embeddings=64,
+            word_embed_proj_dim=64,
+            dropout=0.0,
+            num_attention_heads=4,
+        )
+    )
+
+
+def schedule(
+    s,
+    tensor_parallel: bool = True,
+    parallel_loss: bool = True,
+    ckpt_ratio: float = 0.0,
+    fuse: bool = False,
+    pipeline_stages: int = 1,
+    pipeline_engine: str = "deepspeed",
+):
+    """Splits the layers and checkpoints the first `ckpt_ratio` of them.
+
+    With `parallel_loss` the logits stay split where training computes a loss of them, and only the
+    loss is summed; without it they are gathered on every rank.
+    With `fuse` every rule that pays is applied first, before anything is split.
+    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
+    DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
+    """
+    if fuse:
+        s.apply_all()
+    layers = s["model.decoder.layers"]
+    if tensor_parallel:
+        # 56.7 million parameters: outputs are split, then inputs, and what comes out is summed.
+        layers["*.fc1"].shard(["weight", "bias"], axis=0)
+        layers["*.fc2"].shard("weight", axis=1)
+        # 28.3 million parameters: outputs are split, then inputs, and what comes out is summed; the
+        # gradient of what goes in is summed once.
+        layers["*.self_attn.{q_proj,k_proj,v_proj}"].shard(["weight", "bias"], axis=0)
+        layers["*.self_attn.out_proj"].shard("weight", axis=1)
+        layers["*.self_attn"].sync("bwd_post", "all_reduce")
+        # 38.6 million parameters: each rank has as many words of the vocabulary.
+        s["model.decoder.embed_tokens"].shard("weight", axis=0)
+        s["lm_head"].shard("weight", axis=0)
+        if parallel_loss:
+            s["lm_head"].sync("bwd_post", "all_reduce")
+        # Left whole: `model.decoder.embed_positions`: `forward` does not fit the sharded sizes:
+        # VocabParallelEmbedding.forward() got an unexpected keyword argument 'position_ids'.
+        s.infer_sync()
+    layers[:ckpt_ratio].checkpoint()
+    if pipeline_stages != 1:
+        s.cut_evenly(pipeline_stages, target=pipeline_engine)
+
+# slapo-rewrite 0.1.0: worked out of ca061a8b3b4ab973, 2beb3fbf03a73e79

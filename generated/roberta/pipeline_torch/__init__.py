@@ -1,0 +1,1 @@
+"""modeling_roberta.py, tensor parallel; rewrite.diff shows what changed."""

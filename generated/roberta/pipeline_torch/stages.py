@@ -1,0 +1,239 @@
+# Written by slapo-rewrite 0.1.0 for modeling_roberta.py; rewrite.json says from what.
+"""Stages of a model: what each holds, and its weights under the original names."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .deferred_init import (
+    construct,
+    construct_parts,
+    fill_parts,
+    random_states,
+    restore,
+)
+from .loading import full_state_dict
+from .shards import world_size
+
+
+class Stage(nn.Module):
+    """Makes a model of which it holds the modules and parameters of one stage only.
+
+    It stands before the model's class among the bases of a stage. What it does not hold
+    is None, and has no memory; what it does hold starts as in the whole model, from the
+    same seed.
+
+    Args:
+        *args: Those of the model's class.
+        **kwargs: Likewise.
+
+    Raises:
+        ValueError: The stages were written for another model.
+    """
+
+    # What attributes of the model have to be; `...` for anything but None.
+    SETTINGS: ClassVar[Mapping[str, Any]] = {}
+    # The names of each parameter that has several, numbers as `*`.
+    TIES: ClassVar[Iterable[tuple[str, ...]]] = ()
+    # What the stage holds of the model.
+    held: Callable[[], Iterable[nn.Module | Tensor]]
+    # Makes a model with memory for what is held.
+    made_by: Callable[..., Any] = staticmethod(construct)
+    # Its part of the original's state dict.
+    full_state: Callable[[], dict[str, Tensor]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def make() -> "Stage":
+            vars(self).clear()  # it is made again until it has what it is to hold
+            super(Stage, self).__init__(*args, **kwargs)
+            return self
+
+        self.made_by(make, lambda model: tensors_of(model.held()))
+        check_settings(self, self.SETTINGS)
+        check_ties(self, self.TIES)
+        keep(self, self.held())
+
+
+class ShardedStage(Stage):
+    """A stage that the ranks of a tensor-parallel group share.
+
+    Each rank draws the whole model's weights, and keeps its part of the stage's.
+    """
+
+    made_by = staticmethod(construct_parts)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        states = random_states()
+        super().__init__(*args, **kwargs)
+        if world_size() > 1 and torch.get_default_device().type != "meta":
+            restore(states)
+            fill_parts(self, partial(model_class(type(self)), *args, **kwargs))
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Its part of the original's state dict, gathered from those ranks."""
+        return full_state_dict(self)
+
+
+def model_class(stage: type) -> Any:
+    """The class of the model that a stage is one of."""
+    return next(kind for kind in stage.__mro__ if not issubclass(kind, Stage))
+
+
+def check_settings(model: nn.Module, settings: Mapping[str, Any]) -> None:
+    """Refuses a model for which the stages would leave out something that it does.
+
+    Args:
+        model: The whole model.
+        settings: What its attributes were when the stages were written; `...` for
+            anything but None.
+
+    Raises:
+        ValueError: An attribute is something else.
+    """
+    for path, expected in settings.items():
+        found = attrgetter(path)(model)
+        if expected is ...:
+            if found is None:
+                raise ValueError(
+                    f"`{path}` is None, and the stages were written for a model where "
+                    "it is not: let slapo-rewrite write them again for this model"
+                )
+        elif found is not expected and found != expected:
+            shown = type(found).__name__ if isinstance(found, nn.Module) else found
+            raise ValueError(
+                f"`{path}` is {shown}, and the stages were written for {expected}: "
+                "let slapo-rewrite write them again for this model"
+            )
+
+
+def check_ties(model: nn.Module, ties: Iterable[tuple[str, ...]]) -> None:
+    """Refuses a model that shares other parameters than the stages were written for.
+
+    Args:
+        model: The whole model.
+        ties: The names that each shared parameter had then, numbers written as `*`.
+
+    Raises:
+        ValueError: A parameter is shared that was not, or the other way round.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(re.sub(r"\d+", "*", name))
+    found = {tuple(sorted(set(group))) for group in names.values() if len(group) > 1}
+    if other := found ^ set(ties):
+        raise ValueError(
+            f"parameters are shared otherwise than in the stages: {sorted(other)}; "
+            "let slapo-rewrite write them again for this model"
+        )
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own parameters, buffers and other tensors, by name."""
+    own: dict[str, Any] = dict(vars(module))
+    own |= module.named_parameters(recurse=False, remove_duplicate=False)
+    own |= module.named_buffers(recurse=False, remove_duplicate=False)
+    return {name: value for name, value in own.items() if isinstance(value, Tensor)}
+
+
+def keep(model: nn.Module, held: Iterable[nn.Module | Tensor]) -> None:
+    """Leaves nothing in a model but what a stage holds.
+
+    Other names of a parameter that is held stay as well, so that each stage has all
+    names of its weights. What else is taken out is None from then on.
+
+    Args:
+        model: The model.
+        held: Modules and parameters.
+
+    Raises:
+        ValueError: The model is not as deep as the one that was cut.
+    """
+    held = list(held)
+    if any(isinstance(m, nn.ModuleList) and not len(m) for m in held):
+        raise ValueError(
+            "a stage would hold none of the layers: the model has fewer than the one that "
+            "was cut; let slapo-rewrite write the stages again for this model"
+        )
+    modules = {inner for m in held if isinstance(m, nn.Module) for inner in m.modules()}
+    tensors = {id(tensor) for tensor in tensors_of(held)}
+    for module in list(model.modules()):
+        for name, tensor in own_tensors(module).items():
+            if id(tensor) not in tensors:
+                setattr(module, name, None)
+                getattr(module, "sharded_parameters", {}).pop(name, None)
+    for path, module in reversed([*model.named_modules(remove_duplicate=False)]):
+        inside = [*module.modules()]
+        if path and modules.isdisjoint(inside) and not any(map(own_tensors, inside)):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, None)
+
+
+def tensors_of(held: Iterable[nn.Module | Tensor]) -> list[Tensor]:
+    """All tensors of modules, and those that stand by themselves."""
+    found = [each for each in held if isinstance(each, Tensor)]
+    for module in held:
+        if isinstance(module, nn.Module):
+            for inner in module.modules():
+                found += own_tensors(inner).values()
+    return found
+
+
+def check_names(inputs: Iterable[str], names: set[str]) -> None:
+    """Refuses other arguments of a step than the stages were written for.
+
+    Raises:
+        TypeError: They have other names.
+    """
+    if {*inputs} != names:
+        raise TypeError(f"the stages take {sorted(names)}, and not {sorted(inputs)}")
+
+
+def load_held(stage: nn.Module, full: Mapping[str, Tensor], **how: Any) -> None:
+    """Lets a stage load what it holds of the original's state dict."""
+    held = {name: tensor for name, tensor in full.items() if has_place(stage, name)}
+    stage.load_state_dict(held, **how)
+
+
+def has_place(model: nn.Module, name: str) -> bool:
+    """Whether a stage holds the module that a weight of the whole model belongs to."""
+    found: Any = model
+    for step in name.split(".")[:-1]:
+        found = getattr(found, step, model)
+        if found is None:
+            return False
+    return getattr(found, name.rpartition(".")[2], model) is not None
+
+
+def gathered(
+    named: Mapping[str, Tensor], group: Any, first_rank_only: bool = False
+) -> dict[str, Tensor]:
+    """The tensors of all stages, by name, on every rank. Every rank calls it.
+
+    Args:
+        named: Those of this rank's stages.
+        group: The ranks that hold the stages of one model.
+        first_rank_only: Give them to the first of all processes alone, on its CPU.
+    """
+    mine = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items()}
+    listed: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(listed, mine, group=group)
+    device = next(iter(named.values())).device
+    full: dict[str, Tensor] = {}
+    keeps = not first_rank_only or dist.get_rank() == 0
+    for number, theirs in enumerate(listed):
+        for name in [name for name in theirs if name not in full]:
+            shape, dtype = theirs[name]
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            if number == dist.get_rank(group):
+                tensor.copy_(named[name].detach())
+            dist.broadcast(tensor, dist.get_global_rank(group, number), group=group)
+            if first_rank_only:
+                tensor = tensor.cpu() if keeps else tensor.new_empty(0)
+            full[name] = tensor
+    return full if keeps else {}

@@ -1,0 +1,401 @@
+# Written by slapo-rewrite 0.1.0 for modeling_roberta.py; rewrite.json says from what.
+"""Tensor-parallel layers: each rank holds a part, the group behaves like the whole.
+
+Shapes: B batch, T tokens, D features in, F features out, V vocabulary. A prime (F')
+marks the part that this rank holds.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .guards import OwnSize, check_parts, guard
+from .shards import (
+    Parts,
+    Shard,
+    in_group,
+    named_group,
+    part_sizes,
+    rank,
+    sum_and_cut,
+    sum_parts,
+    world_size,
+)
+from .shards import set_group as set_group
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """The tensor itself."""
+    return x
+
+
+class _Collective(torch.autograd.Function):
+    """Runs one function on a tensor and another on its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        run: Callable[[Tensor], Tensor],
+        run_gradient: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.run, ctx.run_gradient = run, run_gradient
+        ctx.group = named_group()
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        with in_group(*ctx.group):
+            return collective(gradient, ctx.run_gradient, ctx.run), None, None
+
+
+def collective(
+    x: Tensor,
+    run: Callable[[Tensor], Tensor],
+    run_gradient: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """`run(x)`, with `run_gradient` applied to its gradient; `x` in a world of one.
+
+    Raises:
+        RuntimeError: `torch.export` runs it, which would lose the gradient.
+    """
+    if world_size() == 1:
+        return x
+    if torch.compiler.is_exporting() and torch.is_grad_enabled():
+        raise RuntimeError(
+            "torch.export keeps no gradients of collectives: export under "
+            "torch.no_grad(), to run the program but not to train it"
+        )
+    apply: Callable[..., Tensor] = _Collective.apply
+    return apply(x, run, run_gradient)
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    """Sums the ranks' partial results; the gradient passes unchanged."""
+    return collective(x, sum_parts, unchanged)
+
+
+def all_reduce_gradient(x: Tensor) -> Tensor:
+    """Passes `x` unchanged; sums the gradients that the ranks have for it."""
+    return collective(x, unchanged, sum_parts)
+
+
+def all_gather(
+    x: Tensor,
+    axis: int = -1,
+    full_size: int | None = None,
+    tensor_parallel_output_grad: bool = False,
+) -> Tensor:
+    """Concatenates the ranks' parts; the gradient is this rank's slice.
+
+    Args:
+        x: This rank's part.
+        axis: The axis to concatenate along.
+        full_size: The axis's size in the result. Without it all parts have one size.
+        tensor_parallel_output_grad: The ranks go on to compute different things, so
+            their gradients are summed before they are sliced.
+    """
+    shard = Shard(axis, full_size or x.shape[axis] * world_size())
+    cut = (
+        partial(sum_and_cut, shard=shard) if tensor_parallel_output_grad else shard.cut
+    )
+    return collective(x, shard.gather, cut)
+
+
+def record_shard(module: Any, name: str, shard: Shard) -> None:
+    """Notes that `module.<name>` is this rank's part of a tensor divided by `shard`.
+
+    The note stands on the module since parameters may be replaced (`to_empty`, FSDP).
+    From then on `load_state_dict` takes the full tensor and keeps this rank's part.
+    """
+    if not hasattr(module, "sharded_parameters"):
+        module.sharded_parameters = {}
+        guard(module)
+        module.register_load_state_dict_pre_hook(_cut_full_tensors)
+        module.register_load_state_dict_post_hook(_mark_parameters)
+    module.sharded_parameters[name] = shard
+    _mark_parameters(module)
+
+
+def _cut_full_tensors(
+    module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: object
+) -> None:
+    """Before loading: replaces full tensors by this rank's parts of them.
+
+    Raises:
+        ValueError: There are parts of another rank, or something that is neither full
+            nor known to be this rank's part.
+    """
+    part_of, here = metadata.get("part"), (rank(), world_size())
+    if part_of is None and here[1] == 1:
+        return
+    for name, shard in module.sharded_parameters.items():
+        tensor = state_dict.get(prefix + name)
+        if not isinstance(tensor, Tensor) or part_of == here:
+            continue
+        if part_of is not None:
+            raise ValueError(
+                f"`{prefix}{name}` is the part of rank {part_of[0]} of {part_of[1]}, and "
+                f"this is rank {here[0]} of {here[1]}: save `loading.full_state_dict(model)`, "
+                "or let each rank load what it saved"
+            )
+        if shard.is_full(tensor):
+            state_dict[prefix + name] = shard.cut(tensor.detach())
+        elif tensor.shape == getattr(module, name).shape and not keeps_parts(
+            module, tensor
+        ):
+            raise ValueError(
+                f"`{prefix}{name}` is {list(tensor.shape)}: axis {shard.axis} of the full "
+                f"tensor has {shard.size} elements. Parts are taken from what "
+                "`state_dict()` returned on this rank, not from a copy without its metadata"
+            )
+
+
+def keeps_parts(module: Any, tensor: Tensor) -> bool:
+    """Whether a tensor of a part's size is known to be one: FSDP2 or DeepSpeed kept it."""
+    return hasattr(tensor, "full_tensor") or getattr(module, "takes_parts", False)
+
+
+def _mark_parameters(module: Any, *_: object) -> None:
+    """Marks sharded parameters, also those that loading has replaced."""
+    module.parts_differ = False  # as far as is known
+    for name, shard in module.sharded_parameters.items():
+        parameter = getattr(module, name)
+        if parameter is None:  # another pipeline stage holds it
+            continue
+        # DeepSpeed counts a parameter in the gradient norm on every rank if it is so
+        # marked, else on the first rank only.
+        parameter.model_parallel = shard.is_first()
+
+
+def clip_grad_norm_(
+    model: nn.Module | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scales the gradients so that the whole model's norm is `max_norm` at most.
+
+    `torch.nn.utils.clip_grad_norm_` would scale by the norm of a rank's own parts, and
+    what all ranks have a copy of would drift apart. Every rank calls this one.
+
+    Args:
+        model: The model, or its parameters where they are the tensors it was built with.
+        max_norm: The largest norm.
+        norm_type: Its exponent; may be infinite.
+        error_if_nonfinite: Raise where the norm is not finite.
+        foreach: As in torch.
+
+    Returns:
+        The norm before, the same on every rank.
+
+    Raises:
+        RuntimeError: The norm is not finite, and `error_if_nonfinite`.
+        ValueError: None of the parameters is known to be a part.
+    """
+    if isinstance(model, nn.Module):
+        for module in model.modules():
+            if hasattr(module, "sharded_parameters"):
+                _mark_parameters(module)
+        model = model.parameters()
+    parameters: list[Any] = [model] if isinstance(model, Tensor) else list(model)
+    if world_size() > 1 and not any(hasattr(p, "model_parallel") for p in parameters):
+        raise ValueError(
+            "none of these parameters is known to be a part: `copy.deepcopy` and FSDP2 "
+            "make others; give the model itself"
+        )
+    parameters = [p for p in parameters if p.grad is not None]
+    counted = [p.grad for p in parameters if getattr(p, "model_parallel", rank() == 0)]
+    norm: Any = nn.utils.get_total_norm(counted, norm_type, foreach=foreach)
+    if hasattr(norm, "full_tensor"):  # FSDP2 divides gradients over the replicas
+        norm = norm.full_tensor()
+    if parameters and world_size() > 1:
+        norm = norm.to(parameters[0].grad.device)
+        if norm_type == float("inf"):
+            norm = sum_parts(norm, dist.ReduceOp.MAX)
+        else:
+            norm = sum_parts(norm**norm_type) ** (1 / norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of the gradients is {float(norm)}")
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
+    return norm  # type: ignore[no-any-return]
+
+
+def shard_parameter(
+    module: nn.Module,
+    name: str,
+    axis: int,
+    *,
+    parts: Parts = Shard,
+    multiple_of: int = 0,
+) -> None:
+    """Cuts the parameter or buffer `module.<name>` down to this rank's part.
+
+    Args:
+        module: The module that holds it.
+        name: Its name there.
+        axis: The axis to divide.
+        parts: How it is divided: whole, or by blocks packed along it.
+        multiple_of: What equal parts are multiples of; 0: they may differ.
+    """
+    tensor = getattr(module, name)
+    axis = axis % tensor.dim()
+    shard = parts(axis, tensor.shape[axis], multiple_of)
+    # In place, so that whatever else is tied to the parameter stays tied.
+    tensor.data = shard.cut(tensor.data)
+    record_shard(module, name, shard)
+
+
+def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:
+    """The ranks' outputs put together, whose gradient is this rank's slice."""
+    return y if shard is None else collective(y, shard.gather, shard.cut)
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A linear layer split over its output features: (..., D) -> (..., F').
+
+    Args:
+        in_features: D.
+        out_features: F, of the whole layer; the attribute of that name is F', and
+            `full_out_features` is F.
+        bias, device, dtype: As in `nn.Linear`.
+        parts: How the output is divided: whole, or by blocks packed along it.
+        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
+        reduce_input_gradient: Sum the input's gradient over the ranks. Off where
+            that is done once for several layers.
+        gather_output: Return (..., F) on every rank.
+    """
+
+    out_features = OwnSize()
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        parts: Parts = Shard,
+        multiple_of: int = 0,
+        reduce_input_gradient: bool = True,
+        gather_output: bool = False,
+    ) -> None:
+        shard = parts(0, out_features, multiple_of)
+        super().__init__(in_features, shard.local_size(), bias, device, dtype)
+        self.full_out_features = out_features
+        self.enter = all_reduce_gradient if reduce_input_gradient else unchanged
+        self.output_shard = replace(shard, axis=-1) if gather_output else None
+        record_shard(self, "weight", shard)
+        if bias:
+            record_shard(self, "bias", shard)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
+        check_parts(self)
+        return gather_if_sharded(super().forward(self.enter(input)), self.output_shard)
+
+
+# Makes the sum of the ranks' partial outputs, and of the bias what is added to that.
+Reduction = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+def sum_now(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The sum of the ranks' partial outputs on every rank, and the bias."""
+    return all_reduce(y), bias
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer split over its input features: (..., D') -> (..., F).
+
+    Args:
+        in_features: D, of the whole layer; the attribute of that name is D'.
+        out_features: F.
+        bias, device, dtype: As in `nn.Linear`.
+        parts: How the input is divided: whole, or by blocks packed along it.
+        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
+        reduce: Adds up the ranks' partial outputs.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        parts: Parts = Shard,
+        multiple_of: int = 0,
+        reduce: Reduction = sum_now,
+    ) -> None:
+        shard = parts(1, in_features, multiple_of)
+        super().__init__(shard.local_size(), out_features, bias, device, dtype)
+        self.reduce = reduce
+        record_shard(self, "weight", shard)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps (..., D') to (..., F), added up as `reduce` does it."""
+        check_parts(self)
+        if world_size() == 1:
+            return super().forward(input)
+        y, bias = self.reduce(nn.functional.linear(input, self.weight), self.bias)
+        return y if bias is None else y + bias.to(y.dtype)
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding split over its vocabulary: ids (B, T) -> (B, T, D).
+
+    Args:
+        num_embeddings: V, of the whole table; the attribute of that name is V'.
+        embedding_dim: D.
+        padding_idx: The id whose row gets no gradient. The attribute is that row in
+            this rank's part, None where another rank holds it.
+        device, dtype: As in `nn.Embedding`.
+        reduce: Adds up what the ranks find.
+    """
+
+    num_embeddings = OwnSize()
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        reduce: Reduction = sum_now,
+    ) -> None:
+        sizes = part_sizes(num_embeddings)
+        first_id = sum(sizes[: rank()])
+        if padding_idx is not None:
+            padding_idx = range(num_embeddings)[padding_idx] - first_id
+            if not 0 <= padding_idx < sizes[rank()]:
+                padding_idx = None
+        super().__init__(
+            sizes[rank()], embedding_dim, padding_idx, device=device, dtype=dtype
+        )
+        self.first_id = first_id
+        self.full_num_embeddings = num_embeddings
+        self.reduce = reduce
+        record_shard(self, "weight", Shard(0, num_embeddings))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Looks up ids; what the ranks find is added up as `reduce` does it."""
+        check_parts(self)
+        if world_size() == 1:
+            return super().forward(input)
+        end_id = self.first_id + self.weight.shape[0]
+        # Ids that no rank holds are not masked: they fail as in `nn.Embedding`.
+        elsewhere = (input >= 0) & (input < self.first_id)
+        elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
+        x = super().forward((input - self.first_id).masked_fill(elsewhere, 0))
+        x = x.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return self.reduce(x, None)[0]

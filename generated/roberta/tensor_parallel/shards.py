@@ -1,0 +1,234 @@
+# Written by slapo-rewrite 0.1.0 for modeling_roberta.py; rewrite.json says from what.
+"""The tensor-parallel group, and how tensors are divided over its ranks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_group: dist.ProcessGroup | None = None
+# Its ranks; none where it holds all that there are.
+_ranks: tuple[int, ...] = ()
+# How many ranks there are inside `world_of`, and which of them this is.
+_supposed: tuple[int, int] | None = None
+
+
+def set_group(group: dist.ProcessGroup | None) -> None:
+    """Names the tensor-parallel process group. Call it before the model is built.
+
+    Without it the group is the default one where `torch.distributed` is initialised,
+    and a world of one where it is not. A model belongs to the group that it is built
+    in, and runs while that one is named.
+    """
+    global _group, _ranks
+    _group, _ranks = group, ()
+    if group is not None and dist.get_world_size(group) < dist.get_world_size():
+        _ranks = tuple(dist.get_process_group_ranks(group))
+
+
+def named_group() -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
+    """The group, and its ranks, none where it holds all that there are."""
+    return _group, _ranks
+
+
+@contextmanager
+def in_group(group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> Iterator[None]:
+    """Inside, another group is the one that is named."""
+    global _group, _ranks
+    before = _group, _ranks
+    _group, _ranks = group, ranks
+    try:
+        yield
+    finally:
+        _group, _ranks = before
+
+
+@contextmanager
+def world_of(size: int, rank: int = 0) -> Iterator[None]:
+    """Inside, layers are made as on one of so many ranks, which need not be there."""
+    global _supposed
+    before, _supposed = _supposed, (size, rank)
+    try:
+        yield
+    finally:
+        _supposed = before
+
+
+def is_supposed() -> bool:
+    """Whether this is inside `world_of`."""
+    return _supposed is not None
+
+
+def world_size() -> int:
+    """How many ranks share the model's layers."""
+    if _supposed is not None:
+        return _supposed[0]
+    return dist.get_world_size(_group) if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's place in the tensor-parallel group."""
+    if _supposed is not None:
+        return _supposed[1]
+    return dist.get_rank(_group) if dist.is_initialized() else 0
+
+
+def part_size(size: int, multiple_of: int = 1) -> int:
+    """This rank's share of `size`, which must divide evenly in units of `multiple_of`.
+
+    Raises:
+        ValueError: `size` does not divide over this many ranks.
+    """
+
+    def fits(ranks: int) -> bool:
+        return ranks == 1 or size % (ranks * multiple_of) == 0
+
+    world = world_size()
+    if not fits(world):
+        largest = max(filter(fits, range(1, world)))
+        heads = f" = {size / multiple_of:g} heads of {multiple_of}"
+        raise ValueError(
+            f"{size}{heads if multiple_of > 1 else ''} does not divide over {world} ranks; "
+            f"the largest tensor-parallel size below {world} that fits is {largest}"
+        )
+    return size // world
+
+
+def part_sizes(size: int, multiple_of: int = 0) -> list[int]:
+    """Every rank's share of `size`: as even as possible, the larger shares first.
+
+    Shares in units of `multiple_of` must be even.
+
+    Raises:
+        ValueError: `size` cannot be shared by this many ranks.
+    """
+    world = world_size()
+    if multiple_of:
+        return [part_size(size, multiple_of)] * world
+    if size < world:
+        raise ValueError(
+            f"{size} cannot be shared by {world} ranks; "
+            f"the largest tensor-parallel size that fits is {size}"
+        )
+    share, rest = divmod(size, world)
+    return [share + (r < rest) for r in range(world)]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a tensor is divided over the ranks.
+
+    Attributes:
+        axis: The axis that is divided.
+        size: Its size in the full tensor.
+        multiple_of: What equal parts are multiples of, a head say; 0: they may differ.
+        group: How many ranks there were when this was made, and which the group had.
+    """
+
+    axis: int
+    size: int
+    multiple_of: int = 0
+    group: tuple[int, tuple[int, ...]] = field(
+        default_factory=lambda: (world_size(), _ranks), compare=False, kw_only=True
+    )
+
+    def check_group(self) -> None:
+        """Refuses another group than the one that the tensor is divided over.
+
+        Raises:
+            RuntimeError: It is another.
+        """
+        if self.group != (world_size(), _ranks) and _supposed is None:
+            raise RuntimeError(
+                f"this model was built in a tensor-parallel group of {self.group[0]}, and "
+                f"another of {world_size()} is named now: call `set_group` with its own "
+                "group before it runs, and `init_process_group` before it is built"
+            )
+
+    def sizes(self) -> list[int]:
+        """The axis's size in every rank's part."""
+        self.check_group()
+        return part_sizes(self.size, self.multiple_of)
+
+    def local_size(self) -> int:
+        """The axis's size in this rank's part."""
+        return self.sizes()[rank()]
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where what this rank holds lies on the full axis."""
+        start = sum(self.sizes()[: rank()])
+        return [(start, start + self.local_size())]
+
+    def is_first(self) -> bool:
+        """Whether no rank before this one holds the same part."""
+        return True
+
+    def is_full(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has the full tensor's size along the axis."""
+        return tensor.shape[self.axis : self.axis + 1] == (self.size,)
+
+    def cut(self, full: Tensor) -> Tensor:
+        """This rank's part of a full tensor."""
+        if world_size() == 1:
+            return full
+        pieces = [full.narrow(self.axis, a, b - a) for a, b in self.ranges()]
+        return torch.cat(pieces, self.axis)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The full tensor, on every rank, from the parts that the ranks hold."""
+        self.check_group()
+        if world_size() == 1:
+            return part
+        return self.joined(gather_parts(part, self.axis, self.sizes()))
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """The full tensor, from the parts of all ranks."""
+        return torch.cat(parts, self.axis)
+
+
+# Makes a shard of an axis, its size, and what equal parts are multiples of.
+Parts = Callable[[int, int, int], Shard]
+
+
+def gather_parts(part: Tensor, axis: int, sizes: list[int]) -> list[Tensor]:
+    """Every rank's part, given the ranks' sizes along `axis`."""
+    part = part.detach().contiguous()
+    # gloo gathers parts of one size only, so pad to the largest and cut again.
+    if min(sizes) < max(sizes):
+        padding = list(part.shape)
+        padding[axis] = max(sizes) - part.shape[axis]
+        part = torch.cat([part, part.new_empty(padding)], axis)
+    parts = [torch.empty_like(part) for _ in sizes]
+    dist.all_gather(parts, part, group=_group)
+    return [p.narrow(axis, 0, sizes[r]) for r, p in enumerate(parts)]
+
+
+def sum_parts(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The sum of the ranks' tensors, or what `op` makes of them, in a new tensor."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, op, group=_group)
+    return x
+
+
+def sum_and_cut(x: Tensor, shard: Shard) -> Tensor:
+    """This rank's part of the sum of the ranks' tensors."""
+    if shard.size % world_size():
+        return shard.cut(sum_parts(x))
+    x = x.movedim(shard.axis, 0).contiguous()
+    part = x.new_empty(shard.local_size(), *x.shape[1:])
+    # The name in torch 2.13, which warns of the old one.
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    run(part, x, group=_group)
+    return part.movedim(0, shard.axis).contiguous()
+
+
+def parts_in(model: nn.Module) -> dict[int, Shard]:
+    """How the model's parameters and buffers are divided, by the tensors' ids."""
+    return {
+        id(getattr(module, name)): shard
+        for module in model.modules()
+        for name, shard in getattr(module, "sharded_parameters", {}).items()
+    }

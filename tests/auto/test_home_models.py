@@ -1,0 +1,96 @@
+"""Models as people write them for themselves: what `--schedule auto` splits, and its numbers."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from slapo_rewrite.auto.derive import Derived, derive
+from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.emit.write import write
+from slapo_rewrite.verify.run import chosen, verify
+from tests.auto.test_derive import STAGES, shards
+
+MODELS = Path(__file__).parents[1] / "models"
+# Several steps may be of one model.
+SOURCES = {
+    "audio_pairs": "audio_pairs.py",
+    "einsum_lm": "einsum_lm.py",
+    "looped_blocks": "looped_blocks.py",
+    "packed_by_group": "packed_qkv.py",
+    "packed_by_head": "packed_qkv.py",
+    "torch_layers": "torch_layers.py",
+}
+
+
+@functools.cache
+def derived(name: str) -> Derived:
+    return derive(str(MODELS / SOURCES[name]), str(MODELS / "steps" / f"{name}.py"))
+
+
+def verified(name: str, folder: Path, settings: list[str], worlds: tuple[list[int], int, int]):
+    """Whether the output of what was worked out, with some knobs, equals the original."""
+    source, file, out = str(MODELS / SOURCES[name]), folder / "s.py", folder / "out"
+    file.write_text(derived(name).text)
+    write(out, rewrite(source, str(file), settings).files)
+    sizes, stages, tensor = worlds
+    layout = chosen(out, None, stages, tensor) if stages else chosen(out, sizes)
+    found = verify(out, layout, source=source, schedule=str(file))
+    assert found.ok, found.render()
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        (
+            "audio_pairs",
+            {
+                '*.0.{query,key,value} ["weight", "bias"], axis=0',
+                '*.0.out "weight", axis=1',
+            },
+        ),
+        (
+            "packed_by_group",
+            {'*.attention.qkv ["weight", "bias"], axis=0', '*.attention.proj "weight", axis=1'},
+        ),
+    ],
+)
+def test_what_is_split(name, split):
+    assert split <= shards(derived(name).text)
+
+
+def test_lists_of_lists_are_checkpointed_by_their_parts_and_sequences_as_lists():
+    assert 'layers[:ckpt_ratio]["{0,1}"].checkpoint()' in derived("audio_pairs").text
+    assert "layers[:ckpt_ratio].checkpoint()" in derived("packed_by_group").text
+
+
+PARTS = ["ckpt_ratio=0.5", "fuse=true"]
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "settings", "worlds"),
+    [
+        ("audio_pairs", PARTS, ([2], 0, 0)),
+        ("audio_pairs", [*STAGES, "ckpt_ratio=0.5"], ([], 2, 2)),
+        ("einsum_lm", PARTS, ([2], 0, 0)),
+        ("looped_blocks", ["fuse=true"], ([2], 0, 0)),
+        ("packed_by_group", PARTS, ([2], 0, 0)),
+        ("packed_by_head", PARTS, ([2], 0, 0)),
+        ("torch_layers", ["fuse=true"], ([2], 0, 0)),
+    ],
+)
+def test_the_numbers_are_the_original_ones(name, settings, worlds, tmp_path):
+    verified(name, tmp_path, settings, worlds)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_copies_of_one_are_split_alike(tmp_path):
+    source, file = str(MODELS / "deep_copies.py"), str(MODELS / "deep_copies_schedule.py")
+    write(tmp_path / "out", rewrite(source, file, ["fuse=true"]).files)
+    found = verify(tmp_path / "out", chosen(tmp_path / "out", [2]), source=source, schedule=file)
+    assert found.ok, found.render()
