@@ -22,7 +22,7 @@ from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.fusion.method_users import Sharing
-from slapo_rewrite.fusion.replacements import Writing, replacements
+from slapo_rewrite.fusion.replacements import Writing, apart, replacements
 from slapo_rewrite.fusion.spelled_names import Spelling
 from slapo_rewrite.lowering.specialize import specialize
 from slapo_rewrite.model.auto_classes import is_looked_up
@@ -475,7 +475,8 @@ class Engine:
 
     def _changes(self, claims: Sequence[Claim]) -> dict[ast.stmt, ReplaceStatement]:
         """The changes of one module's class, by statement."""
-        writings, more = [], []
+        writings: dict[ast.FunctionDef, list[Writing]] = {}
+        more = []
         for claim in claims:
             self._check_names(claim)
             text = self._text(claim)
@@ -483,8 +484,11 @@ class Engine:
                 spread = claim.spread.edits(text, claim.what, self.line_length, self.speller)
                 more += list(spread.values())
             else:
-                writings.append(Writing(claim.match.replaced, text, claim.what, claim.moved))
-        found = replacements(self.file, writings)
+                function = self.sharing.function_of(claim.match.replaced.node)
+                writing = Writing(claim.match.replaced, text, claim.what, claim.moved)
+                writings.setdefault(function, []).append(writing)
+        every = [each for function, here in writings.items() for each in apart(here, function)]
+        found = replacements(self.file, every)
         for statement, claim in self._idle([c for c in claims if c.spread is None]):
             found[statement] = ReplaceStatement(statement, claim.what, gone=True)
         for claim in claims:

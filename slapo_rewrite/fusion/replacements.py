@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
+from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.edit import Edit, Put
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.patterns.replacement import Replaced
+from slapo_rewrite.patterns.replacement import Replaced, numbered
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,41 @@ class Writing:
     text: str
     what: str
     moved: bool = False
+
+
+def apart(writings: Sequence[Writing], function: ast.FunctionDef) -> list[Writing]:
+    """The same, where no name that one gives a result is given anew before that has been read.
+
+    Args:
+        writings: What is written in one function.
+        function: That function.
+    """
+    found: list[Writing] = []
+    taken = set(names_in(function))
+    taken |= {name for writing in writings for _, name in writing.replaced.reads}
+    for writing in writings:
+        replaced = writing.replaced
+        lines = _lines(replaced)
+        for name in dict.fromkeys(name for _, name in replaced.reads):
+            others = [w.replaced for w in found if any(name == n for _, n in w.replaced.reads)]
+            if not any(_lines(o)[0] <= lines[1] and lines[0] <= _lines(o)[1] for o in others):
+                continue
+            free = numbered(name, taken)
+            taken.add(free)
+            replaced = replace(
+                replaced,
+                target=re.sub(rf"\b{name}\b", free, replaced.target),
+                reads=tuple((n, free if name == read else read) for n, read in replaced.reads),
+            )
+        found.append(replace(writing, replaced=replaced))
+    return found
+
+
+def _lines(replaced: Replaced) -> tuple[int, int]:
+    """From where results are given names to where these are read last."""
+    nodes = [replaced.node, *(node for node, _ in replaced.reads)]
+    numbers = [node.lineno for node in nodes if isinstance(node, (ast.expr, ast.stmt))]
+    return min(numbers), max(numbers)
 
 
 def replacements(file: SourceFile, writings: Sequence[Writing]) -> dict[ast.stmt, ReplaceStatement]:

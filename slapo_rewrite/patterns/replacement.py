@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from slapo_rewrite.code.dataflow import bound_in, names_in
@@ -314,8 +314,7 @@ class Standing:
         taken.update(names_in(function))
         found = []
         for name in self.names:
-            numbered = itertools.chain([name], (f"{name}_{n}" for n in itertools.count(2)))
-            found.append(next(each for each in numbered if each not in taken))
+            found.append(numbered(name, taken))
             taken.add(found[-1])
         return found
 
@@ -362,6 +361,12 @@ class Standing:
     def text(self, value: Value) -> str:
         """An operand as it may be written at the place."""
         return self.name_of(value) or text_of(value)
+
+
+def numbered(name: str, taken: Set[str]) -> str:
+    """The name, with a number behind it where it is taken."""
+    more = (f"{name}_{n}" for n in itertools.count(2))
+    return next(each for each in itertools.chain([name], more) if each not in taken)
 
 
 def gives(statement: ast.stmt, values: Iterable[Value]) -> bool:

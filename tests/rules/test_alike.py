@@ -281,3 +281,15 @@ def test_layers_that_cannot_be_packed(words, tmp_path):
     source = model("return (self.inner(x),)", "self.inner = Inner()", classes=f"class Inner{inner}")
     schedule = SCHEDULE.replace("s.apply_all()", 's.apply("pack_gate_up")')
     assert words in refused(tmp_path, source, schedule, "SR309")
+
+
+def test_two_streams_that_cross_keep_names_apart(tmp_path):
+    forward = """\
+y = x + self.l(x)
+z = x * 2 + self.l(x * 2)
+both = y * z
+y = torch.relu(self.n(y))
+z = torch.relu(self.n(z))
+return y + both, z"""
+    text = same(tmp_path, model(forward, *LAYERS))
+    assert "torch.relu(normed)" in text and "torch.relu(normed_2)" in text
