@@ -10,7 +10,7 @@ import pytest
 
 from slapo_rewrite.cli import main
 from slapo_rewrite.emit.diff_colours import coloured
-from slapo_rewrite.verify import launch
+from slapo_rewrite.verify import run
 
 SOURCE = """\
 import torch
@@ -77,15 +77,13 @@ def test_a_log_has_a_line_for_each_check(capsys):
 @pytest.mark.processes
 def test_a_size_that_does_not_fit_is_told_before_its_ranks_start(capsys, monkeypatch):
     assert main([*REWRITE, "-o", "out"]) == 0
-    started, start = [], launch.subprocess.Popen
+    started, start = [], run.ForkServer.start
 
-    def counted(*args, **options):
-        started.append(start(*args, **options))
+    def counted(server, *args):
+        started.append(start(server, *args))
         return started[-1]
 
-    monkeypatch.setattr(
-        launch, "subprocess", SimpleNamespace(**{**vars(launch.subprocess), "Popen": counted})
-    )
+    monkeypatch.setattr(run.ForkServer, "start", counted)
     capsys.readouterr()
     assert main(["verify", "out", "--world", "2", "64"]) == 2
     shown = capsys.readouterr()
