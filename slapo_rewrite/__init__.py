@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _FOR_SCHEDULES = {
     # the weights of a module that takes another's place
     **dict.fromkeys(("concat", "split", "transpose"), "runtime.weights"),
+    # values of knobs
+    **dict.fromkeys(("Choices", "Range"), "schedule.choices"),
     # patterns
     "call_module": "patterns.pattern",
     **dict.fromkeys(("Pattern", "ModulePattern"), "model.pattern_classes"),

@@ -488,6 +488,175 @@ def _primitives(arguments: list[str]) -> int:
     return DONE
 
 
+def _tune(arguments: list[str]) -> int:
+    parser = _Parser(
+        "tune",
+        "Search the knobs' space for the highest throughput, by running your training command.",
+        "slapo-rewrite tune gpt.py --schedule s.py -o tuned "
+        "--run 'torchrun --nproc-per-node 2 train.py {out} --batch {batch_size}'",
+        "the schedule says what knobs may be (`from slapo_rewrite import Choices, Range`):\n"
+        "  def schedule(s, ckpt_ratio: Annotated[float, Choices(0.0, 0.5, 1.0)] = 0.5): ...\n"
+        "and, in a function that is optional, knobs of the run, and which points may be tried:\n"
+        "  def space(knobs, batch_size: Annotated[int, Range(8, 64, 8)] = 8):\n"
+        "      return knobs.batch_size * (1 - knobs.ckpt_ratio) <= 32",
+        "in the command, {out} is the folder of the rewritten model, {NAME} a knob's value; it "
+        "prints\na line of JSON, and more is better:\n"
+        '  {"throughput": 123.4}\n'
+        "what runs out of memory, or of time, counts as slower than everything else; what fails "
+        "otherwise\nends the search. The same command goes on where it ended.",
+    )
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        nargs="?",
+        help="a Python file or an importable module; or the schedule, if it says SOURCE = ...",
+    )
+    parser.add_argument(
+        "--schedule", "-s", metavar="S", help="a file, or the name of a bundled one"
+    )
+    parser.add_argument("--run", metavar="COMMAND", help="trains for a while, for the shell")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("tuned"),
+        metavar="FOLDER",
+        help="for trials.jsonl, the rewritten models, logs and surface.png (default: tuned)",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="K=V", help="fix a knob (repeatable)"
+    )
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        metavar="NAME",
+        help="model: what a model of the trials so far expects most of (default); slapo: the "
+        "largest batch by bisection, then the ratio; random; exhaustive",
+    )
+    parser.add_argument(
+        "--trials", type=int, metavar="N", help="no more than N, those in the record among them"
+    )
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for each run")
+    parser.add_argument(
+        "--confidence",
+        type=float,
+        default=0.9,
+        metavar="P",
+        help="end when with this probability nothing is more than 1%% better (default: 0.9)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random numbers")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        metavar="GRID",
+        help="instead of running: how many trials the strategies need on measured throughputs, "
+        'a JSON file {"batch_size": [...], "ckpt_ratio": [...], "throughput": [[...], ...]}',
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help="how often to replay (default: 20)")
+    options = parser.parse_args(arguments)
+    _check_tuning(options)
+    try:
+        import sklearn  # noqa: F401
+
+        if options.replay is None:
+            import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise errors.MissingPackage(
+            f"`slapo-rewrite tune` needs `{error.name}`, which is not installed",
+            hint="pip install 'slapo-rewrite[tune]'",
+        ) from None
+    return _replay(options) if options.replay is not None else _search(options)
+
+
+def _check_tuning(options: argparse.Namespace) -> None:
+    """Refuses what does not go together, or is out of range."""
+    if not 0 < options.confidence < 1:
+        raise errors.UsageError("--confidence lies between 0 and 1")
+    for name in ("trials", "timeout", "seeds"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise errors.UsageError(f"--{name} is above 0")
+    if options.seed < 0:
+        raise errors.UsageError("--seed is at least 0")
+    if options.replay is not None:
+        for name in ("source", "schedule", "run", "trials", "timeout"):
+            if getattr(options, name) is not None:
+                shown = name.upper() if name == "source" else f"--{name}"
+                raise errors.UsageError(f"`--replay` runs nothing, so `{shown}` is too much")
+        return
+    if options.seeds is not None:
+        raise errors.UsageError("`--seeds` belongs to `--replay`")
+    if options.source is None and options.schedule is None:
+        raise errors.UsageError(
+            "what to tune is missing", hint="give SOURCE --schedule S, or --replay GRID"
+        )
+    if options.run is None:
+        raise errors.UsageError(
+            "the command that trains is missing", hint="give --run 'python train.py {out}'"
+        )
+    if options.schedule is not None and _is_auto(options.schedule):
+        raise errors.UsageError(
+            "`auto` works a schedule out where files are written or shown",
+            hint="have it written first, by --write-schedule, and say in it what knobs may be",
+        )
+    if options.strategy and len(options.strategy) > 1:
+        raise errors.UsageError("several strategies are for `--replay`")
+
+
+def _replay(options: argparse.Namespace) -> int:
+    """How strategies do on measured throughputs."""
+    from slapo_rewrite.tune.replay_grid import read_grid, rendered, replayed
+    from slapo_rewrite.tune.strategies import NAMES, check_name
+
+    names = options.strategy or list(NAMES)
+    for name in names:
+        check_name(name)
+    grid = read_grid(options.replay)
+    with _working(f"replaying {options.replay}"):
+        results = replayed(grid, names, options.seeds or 20, options.confidence, options.seed)
+    if options.json:
+        import json
+
+        print(json.dumps({**grid.summary(), "strategies": results}, indent=1))
+    else:
+        print(rendered(grid, results))
+    return DONE
+
+
+def _search(options: argparse.Namespace) -> int:
+    """Tries points for real; 1 where none of them ran."""
+    from slapo_rewrite.tune.tuning import SURFACE, Wanted, tune
+
+    strategy = (options.strategy or ["model"])[0]
+    source, schedule = options.source, options.schedule
+    if schedule is None:
+        source, schedule = None, source  # which has to say what it is of
+    wanted = Wanted(
+        source,
+        schedule,
+        options.run,
+        options.set,
+        options.output,
+        strategy,
+        options.seed,
+        options.confidence,
+        options.trials,
+        options.timeout,
+    )
+    with _working(f"tuning {schedule}"):
+        searched = tune(wanted, _say)
+    if options.json:
+        import json
+
+        print(json.dumps(searched.as_json(), indent=1))
+    else:
+        print(searched.render())
+        if searched.best is not None:
+            print(f"the surface is drawn in {options.output / SURFACE}")
+    return DONE if searched.best is not None else NO
+
+
 def _say(line: str) -> None:
     """A line that stands in a log too; on a terminal, above what shows that work goes on."""
     print(line, file=sys.stderr, flush=True)
@@ -514,4 +683,5 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "tree": _tree,
     "verify": _verify,
     "primitives": _primitives,
+    "tune": _tune,
 }

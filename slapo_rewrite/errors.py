@@ -296,6 +296,36 @@ class UsageError(RewriteError):
     code = "SR501"
 
 
+class MissingPackage(RewriteError):
+    """An optional package that a command needs is not installed."""
+
+    code = "SR502"
+
+
+class BadSpace(RewriteError):
+    """What is to be tuned has no choices, no points, or too many."""
+
+    code = "SR601"
+
+
+class BadGrid(RewriteError):
+    """A file of measured throughputs is not what `tune --replay` reads."""
+
+    code = "SR602"
+
+
+class RunFails(RewriteError):
+    """The command that trains fails, or does not report its throughput."""
+
+    code = "SR603"
+
+
+class OtherTrials(RewriteError):
+    """The record of trials belongs to another model, schedule, space or command."""
+
+    code = "SR604"
+
+
 def nearest(asked: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The names in `known` most like `asked`, best first."""
     names = sorted(set(known))

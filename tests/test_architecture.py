@@ -17,8 +17,8 @@ PACKAGE = Path(slapo_rewrite.__file__).parent
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"auto"},
-    {"verify", "tune", "emit"},
+    {"auto", "tune"},
+    {"verify", "emit"},
     {"stages"},
     {"schedule"},
     {"primitives"},

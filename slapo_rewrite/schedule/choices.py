@@ -1,0 +1,75 @@
+"""What knobs may be when they are tuned: `ckpt_ratio: Annotated[float, Choices(0.0, 0.5, 1.0)]`."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import sys
+import typing
+from collections.abc import Callable
+from typing import Any, Literal
+
+from slapo_rewrite import errors
+
+Direction = Literal["up", "down"]
+
+
+class Choices:
+    """The values that a knob may have.
+
+    Args:
+        values: Numbers, texts, true and false; at least one, each once.
+        memory: "up" where larger values need more memory, "down" where they need less. Without it
+            the tuner finds out, but for `batch_size` and `ckpt_ratio`.
+    """
+
+    def __init__(self, *values: bool | int | float | str, memory: Direction | None = None) -> None:
+        if not values:
+            raise _wrong("`Choices` needs at least one value")
+        for value in values:
+            if not isinstance(value, bool | int | float | str) or value != value:
+                raise _wrong(f"`Choices` takes numbers, texts and booleans, not {value!r}")
+        if len(set(values)) < len(values):
+            raise _wrong("`Choices` has a value twice")
+        if memory not in (None, "up", "down"):
+            raise _wrong(f'`memory` is "up" or "down", not {memory!r}')
+        self.values, self.memory = values, memory
+
+
+class Range(Choices):
+    """Whole numbers from one to another, the last included.
+
+    Args:
+        first: The smallest.
+        last: The largest.
+        step: From each to the next.
+        memory: As for `Choices`.
+    """
+
+    def __init__(
+        self, first: int, last: int, step: int = 1, memory: Direction | None = None
+    ) -> None:
+        if step < 1 or last < first:
+            raise _wrong(f"`Range({first}, {last}, {step})` holds no number")
+        super().__init__(*range(first, last + 1, step), memory=memory)
+
+
+def declared(function: Callable[..., Any]) -> dict[str, Choices]:
+    """The choices that a function's keyword parameters are annotated with, by their names."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    return {
+        name: each
+        for name in list(inspect.signature(function).parameters)[1:]
+        for each in getattr(hints.get(name), "__metadata__", ())
+        if isinstance(each, Choices)
+    }
+
+
+def _wrong(message: str) -> errors.BadSpace:
+    """A refusal at the line that calls into this file."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(path, line).rstrip("\n")
+    return errors.BadSpace(message, at=errors.Span(path, line, 1, max(1, len(text)), text))

@@ -1,0 +1,132 @@
+"""The points that may be tried: every combination of the knobs' values, but for excluded ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slapo_rewrite import errors
+
+Value = bool | int | float | str
+Direction = Literal["up", "down"]
+Floats = NDArray[np.float64]
+
+# Larger batches need more memory, a larger share of recomputed layers less.
+STANDARD: Mapping[str, Direction] = {
+    "batch_size": "up",
+    "micro_batch_size": "up",
+    "ckpt_ratio": "down",
+}
+# From this ratio of the largest to the smallest on, positive values are compared by logarithm.
+WIDE = 8
+LARGEST = 20_000  # points
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A knob that is tuned.
+
+    Attributes:
+        name: The knob's.
+        values: What it may be, at least one.
+        memory: Whether larger values need more memory ("up") or less; None where nobody says so.
+    """
+
+    name: str
+    values: tuple[Value, ...]
+    memory: Direction | None = None
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether values are numbers or booleans, which have an order."""
+        return not any(isinstance(value, str) for value in self.values)
+
+    @property
+    def sign(self) -> int:
+        """1 if larger values need more memory, -1 if less, 0 where it is not known."""
+        return {"up": 1, "down": -1, None: 0}[self.memory or STANDARD.get(self.name)]
+
+    def coordinates(self) -> Floats:
+        """A row for each value: its place between 0 and 1, or one of several columns for a word."""
+        if not self.is_ordered:
+            return np.array(
+                [[float(value == other) for other in self.values] for value in self.values]
+            )
+        numbers = np.array([float(value) for value in self.values])
+        if numbers.min() > 0 and numbers.max() / numbers.min() > WIDE:
+            numbers = np.log(numbers)
+        width = numbers.max() - numbers.min()
+        return np.asarray((numbers - numbers.min()) / (width or 1.0))[:, None]
+
+
+Point = Mapping[str, Value]
+
+
+class KnobSpace:
+    """The points that may be tried, numbered in the order of the knobs and of their values.
+
+    Attributes:
+        axes: The knobs.
+        points: Each a value for every knob.
+        coordinates: A row for each point, with the columns of `Axis.coordinates`.
+        signs: For each column, whether memory grows along it, as `Axis.sign` says it.
+        ordered: For each column, whether it belongs to a knob that has an order.
+    """
+
+    def __init__(
+        self, axes: Sequence[Axis], allowed: Callable[[Point], bool] = lambda point: True
+    ) -> None:
+        """Makes the points.
+
+        Args:
+            axes: The knobs.
+            allowed: Whether a point belongs to the space.
+
+        Raises:
+            BadSpace: No point does, or there are more than can be searched.
+        """
+        size = math.prod(len(axis.values) for axis in axes)
+        if size > LARGEST:
+            raise errors.BadSpace(
+                f"the knobs have {size:,} combinations, and at most {LARGEST:,} are searched",
+                hint="give some knobs fewer choices",
+            )
+        rows = itertools.product(*(range(len(axis.values)) for axis in axes))
+        kept = []
+        for row in rows:
+            point = {axis.name: axis.values[i] for axis, i in zip(axes, row, strict=True)}
+            if allowed(point):
+                kept.append((row, point))
+        if not kept:
+            raise errors.BadSpace(
+                f"`space` allows none of the {size:,} combinations of "
+                + ", ".join(axis.name for axis in axes)
+            )
+        self.axes = tuple(axes)
+        self.points: list[Point] = [point for _, point in kept]
+        columns = [axis.coordinates() for axis in axes]
+        self.coordinates: Floats = np.array(
+            [np.concatenate([c[i] for c, i in zip(columns, row, strict=True)]) for row, _ in kept]
+        )
+        widths = [c.shape[1] for c in columns]
+        self.signs = np.repeat([axis.sign for axis in axes], widths)
+        self.ordered = np.repeat([axis.is_ordered for axis in axes], widths)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+
+def shown(point: Point, names: Iterable[str] | None = None) -> str:
+    """A point as one would type it: `batch_size=8 ckpt_ratio=0.5`."""
+    return " ".join(f"{name}={shown_value(point[name])}" for name in names or point)
+
+
+def shown_value(value: Any) -> str:
+    """A value as `--set` takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

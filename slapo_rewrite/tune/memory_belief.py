@@ -1,0 +1,92 @@
+"""Which points fit into memory, as far as the trials tell.
+
+Memory is monotone in every knob: what needs as much of it as a point that did not fit, does not fit
+either. In which direction, and how much each knob weighs, is learned. Many possible memory models
+stand side by side; each trial makes those less likely that would not have expected it. They are
+points of a Sobol sequence, and so many that another sequence hardly changes an answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import expit
+from scipy.stats import gamma, norm, qmc
+
+if TYPE_CHECKING:
+    from slapo_rewrite.tune.knob_space import Floats, KnobSpace
+
+MODELS = 2**16  # fewer where points are many
+CELLS = 2**23  # of the table of models and points
+WITHOUT_EFFECT = 0.2  # how likely a knob, of which nothing is declared, does not count
+SMALLEST, ROOMIEST = 0.1, 1.2  # which share of the points fits; above 1 all of them, with room
+SHARP, BLURRED = 0.01, 0.05  # how exact the border is, in standard deviations of memory
+SURPRISE = 0.005  # how likely a trial is that no model expects
+
+
+class MemoryBelief:
+    """How likely each point of a space fits.
+
+    Args:
+        space: The points.
+        seed: Which Sobol sequence.
+    """
+
+    def __init__(self, space: KnobSpace, seed: int = 0) -> None:
+        x = space.coordinates
+        points, columns = x.shape
+        count = max(2**9, min(MODELS, 2 ** int(np.log2(CELLS / points))))
+        sequence = qmc.Sobol(3 * columns + 2, scramble=True, rng=seed).random(count).T
+        sequence = sequence.clip(1e-6, 1 - 1e-6)
+        which, weight, bend = (sequence[i * columns : (i + 1) * columns] for i in range(3))
+        unknown = np.where(np.abs(which - 0.5) < WITHOUT_EFFECT / 2, 0.0, np.sign(which - 0.5))
+        signs = np.where(space.signs[:, None] != 0, space.signs[:, None], unknown)
+        signs = np.where(space.ordered[:, None], signs, norm.ppf(which) / 2)  # of words any effect
+        self._signs = np.where(space.ordered[:, None], signs, 0.0)
+        effects = signs * gamma.ppf(weight, 1.5) / 1.5
+        bends = np.exp(1.4 * (bend - 0.5))
+        memory = np.zeros((points, count))
+        for column in range(columns):
+            memory += effects[column] * x[:, column, None] ** bends[column]
+        memory /= memory.std(0) + 1e-9
+        share = SMALLEST + (ROOMIEST - SMALLEST) * sequence[-2]
+        ranked = np.sort(memory, axis=0)
+        last = np.minimum((share * points).astype(int), points - 1)
+        limit = np.where(share < 1, ranked[last, np.arange(count)], ranked[-1] + 0.5)
+        blur = SHARP * (BLURRED / SHARP) ** sequence[-1]
+        self._fits = expit((limit - memory) / blur).astype(np.float32)
+        self._likelihood = np.zeros(count)
+
+    def see(self, number: int, fits: bool) -> None:
+        """Takes in a trial.
+
+        Args:
+            number: The point.
+            fits: Whether it ran.
+        """
+        expected = self._fits[number] if fits else 1 - self._fits[number]
+        self._likelihood += np.log(expected * (1 - 2 * SURPRISE) + SURPRISE)
+
+    @property
+    def weights(self) -> Floats:
+        """How likely each of the models is."""
+        weights: Floats = np.exp(self._likelihood - self._likelihood.max())
+        return np.asarray(weights / weights.sum())
+
+    def fits(self) -> Floats:
+        """How likely each point fits."""
+        return np.asarray(self._fits @ self.weights, float)
+
+    def samples(
+        self, numbers: NDArray[np.intp], count: int, random: np.random.Generator
+    ) -> NDArray[np.bool_]:
+        """Which of some points fit, in several models that are drawn: one row a model."""
+        models = random.choice(len(self._likelihood), count, p=self.weights)
+        chances = self._fits[np.ix_(numbers, models)].T
+        return np.asarray(random.random(chances.shape) < chances)
+
+    def directions(self) -> Floats:
+        """For each column of the coordinates: -1 to 1, memory shrinks or grows along it."""
+        return np.asarray(self._signs @ self.weights, float)

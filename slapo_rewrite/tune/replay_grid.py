@@ -1,0 +1,223 @@
+"""Strategies against a grid of measured throughputs: how many trials does each need?
+
+The file is a JSON object: a list of values for each knob, by its name, and `throughput`, nested
+lists with an axis for each knob in their order. 0 or null is a point that ran out of memory.
+Further texts (`source`, `unit`) say where it is from.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.tune.knob_space import Axis, KnobSpace, shown
+from slapo_rewrite.tune.outcome import Trial, best_of
+from slapo_rewrite.tune.strategies import Strategy, made
+
+NEAR = 0.99  # of the best, and good enough
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A throughput for each point of a space.
+
+    Attributes:
+        name: The file.
+        space: The points.
+        throughputs: Theirs, 0 where memory did not suffice.
+    """
+
+    name: str
+    space: KnobSpace
+    throughputs: list[float]
+
+    @property
+    def best(self) -> int:
+        """The number of the best point."""
+        return max(range(len(self.throughputs)), key=self.throughputs.__getitem__)
+
+    def summary(self) -> dict[str, Any]:
+        """What is in the grid."""
+        return {
+            "grid": self.name,
+            "points": len(self.space),
+            "points_that_ran": sum(1 for throughput in self.throughputs if throughput),
+            "best": {
+                "knobs": dict(self.space.points[self.best]),
+                "throughput": self.throughputs[self.best],
+            },
+            "near": NEAR,
+        }
+
+    def trial(self, number: int) -> Trial:
+        """What trying a point comes to."""
+        throughput = self.throughputs[number]
+        return Trial(number, "ok" if throughput else "out of memory", throughput)
+
+
+def read_grid(path: Path) -> Grid:
+    """Reads a file.
+
+    Raises:
+        BadGrid: It cannot be read, or is no such grid.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        line = error.doc.splitlines()[error.lineno - 1] if error.doc.strip() else ""
+        at = errors.Span(str(path), error.lineno, error.colno, 1, line)
+        raise errors.BadGrid(f"the grid is not JSON: {error.msg}", at=at) from None
+    except (OSError, ValueError) as error:
+        raise errors.BadGrid(f"cannot read `{path}`: {error}") from None
+    hint = (
+        'a grid is an object such as {"batch_size": [8, 16], "ckpt_ratio": [0.0, 1.0], '
+        '"throughput": [[10.1, 9.3], [0, 11.2]]}'
+    )
+    if not isinstance(content, dict) or "throughput" not in content:
+        raise errors.BadGrid(f"`{path}` has no `throughput`", hint=hint)
+    measured = content.pop("throughput")
+    axes = [
+        _axis(path, name, values) for name, values in content.items() if isinstance(values, list)
+    ]
+    if not axes:
+        raise errors.BadGrid(f"`{path}` has no knobs", hint=hint)
+    throughputs: list[float] = []
+    _flatten(path, measured, axes, [], throughputs)
+    if not any(throughputs):
+        raise errors.BadGrid(f"no point of `{path}` has a throughput above 0")
+    return Grid(str(path), KnobSpace(axes), throughputs)
+
+
+def _axis(path: Path, name: str, values: list[Any]) -> Axis:
+    if not values:
+        raise errors.BadGrid(f"knob `{name}` of `{path}` has no values")
+    for value in values:
+        if not isinstance(value, bool | int | float | str) or value != value:
+            raise errors.BadGrid(
+                f"knob `{name}` of `{path}` has the value {json.dumps(value)}",
+                hint="values are numbers, texts, true and false",
+            )
+    # `1 == True`, and both are no two values of one knob.
+    if len(set(values)) < len(values):
+        raise errors.BadGrid(f"knob `{name}` of `{path}` has a value twice")
+    return Axis(name, tuple(values))
+
+
+def _flatten(
+    path: Path, values: Any, axes: Sequence[Axis], place: list[str], found: list[float]
+) -> None:
+    """Appends nested lists' figures to `found`, in their order."""
+    where = " ".join(["throughput", *(f"at {each}" for each in place[-1:])])
+    if len(place) == len(axes):
+        if values is None:
+            values = 0
+        is_number = isinstance(values, int | float) and not isinstance(values, bool)
+        if not is_number or not 0 <= values < float("inf"):
+            raise errors.BadGrid(
+                f"`{path}`: {where} is {json.dumps(values)}",
+                hint="a throughput is a number; 0 or null where memory did not suffice",
+            )
+        found.append(float(values))
+        return
+    axis = axes[len(place)]
+    if not isinstance(values, list) or len(values) != len(axis.values):
+        there = f"{len(values)}" if isinstance(values, list) else "no list"
+        raise errors.BadGrid(
+            f"`{path}`: {where} has to be a list of {len(axis.values)}, for knob `{axis.name}`, "
+            f"and is {there}",
+            hint="`throughput` has an axis for each list of values, in their order",
+        )
+    for value, inner in zip(axis.values, values, strict=True):
+        _flatten(path, inner, axes, [*place, f"{axis.name}={value}"], found)
+
+
+def tried(grid: Grid, strategy: Strategy) -> list[Trial]:
+    """The trials that a strategy makes until it ends by itself."""
+    trials: list[Trial] = []
+    while (number := strategy.next(trials)) is not None:
+        trials.append(grid.trial(number))
+    return trials
+
+
+def trials_until_near(grid: Grid, name: str, seed: int, trials: Sequence[Trial]) -> int | None:
+    """How many trials a strategy needs to try a point within 1% of the best; None if it never does.
+
+    Args:
+        grid: What is tried.
+        name: The strategy's.
+        seed: Of its random numbers.
+        trials: Those that it made before it ended; it goes on if they were too few.
+    """
+    wanted = NEAR * grid.throughputs[grid.best]
+    made_so_far = list(trials)
+    for count, trial in enumerate(made_so_far, 1):
+        if trial.throughput >= wanted:
+            return count
+    strategy = made(name, grid.space, seed)
+    while (number := strategy.next(made_so_far)) is not None:
+        made_so_far.append(grid.trial(number))
+        if made_so_far[-1].throughput >= wanted:
+            return len(made_so_far)
+    return None
+
+
+def replayed(
+    grid: Grid, names: Sequence[str], seeds: int, confidence: float, first: int = 0
+) -> dict[str, dict[str, Any]]:
+    """What each strategy needs.
+
+    Args:
+        grid: What is tried.
+        names: Strategies.
+        seeds: How often each is run, with other random numbers.
+        confidence: With which the default one ends.
+        first: The first of the seeds.
+
+    Returns:
+        By strategy: `trials` to 99% of the best for each seed, null where it ends before, and their
+        `worst`, `median`, `mean`; `ends_after` and `ends_with`, the trials after which it ends by
+        itself and the part of the best throughput that it has then, each for all seeds.
+    """
+    return {name: _replayed(grid, name, range(first, first + seeds), confidence) for name in names}
+
+
+def _replayed(grid: Grid, name: str, seeds: range, confidence: float) -> dict[str, Any]:
+    counts, ends = [], []
+    for seed in seeds:
+        trials = tried(grid, made(name, grid.space, seed, confidence))
+        best = best_of(trials)
+        ends.append((len(trials), best.throughput / grid.throughputs[grid.best] if best else 0.0))
+        counts.append(trials_until_near(grid, name, seed, trials))
+    reached = [count for count in counts if count is not None]
+    whole = len(reached) == len(counts)
+    return {
+        "trials": counts,
+        "worst": max(reached) if whole else None,
+        "median": statistics.median(reached) if whole else None,
+        "mean": statistics.mean(reached) if whole else None,
+        "ends_after": [count for count, _ in ends],
+        "ends_with": [round(part, 4) for _, part in ends],
+    }
+
+
+def rendered(grid: Grid, results: dict[str, dict[str, Any]]) -> str:
+    """The same for people: a line for each strategy."""
+    best = shown(grid.space.points[grid.best])
+    ran = sum(1 for throughput in grid.throughputs if throughput)
+    lines = [
+        f"{grid.name}: {len(grid.space)} points, {ran} of which ran; the best: {best}, throughput "
+        f"{grid.throughputs[grid.best]:.6g}",
+        f"trials to {NEAR:.0%} of it:",
+        f"{'strategy':<12}{'worst':>7}{'median':>8}{'mean':>7}   ends after, with",
+    ]
+    for name, result in results.items():
+        figures = [result[key] for key in ("worst", "median", "mean")]
+        worst, median, mean = ("never" if f is None else f"{f:.4g}" for f in figures)
+        after, least = statistics.median(result["ends_after"]), min(result["ends_with"])
+        lines.append(f"{name:<12}{worst:>7}{median:>8}{mean:>7}   {after:.4g}, {least:.1%}")
+    return "\n".join(lines)

@@ -1,0 +1,126 @@
+"""How fast the points are that have not been tried: Gaussian processes, of scikit-learn's kernels.
+
+They describe the logarithm of the throughput: a line, bends of each knob, and what knobs do
+together. A few trials do not tell how far bends reach, how high they go and how noisy figures are,
+so several processes with fixed answers stand side by side, weighted by how well each explains the
+trials (Rasmussen and Williams, *Gaussian Processes for Machine Learning*, 2006, chapter 2).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve
+from sklearn.gaussian_process.kernels import ConstantKernel, DotProduct, Kernel, Matern
+
+from slapo_rewrite.tune.knob_space import Floats
+
+REACHES = (0.4, 1.2)  # how far bends reach, of a knob's whole range
+HEIGHTS = (0.05, 0.15)  # of bends, in logarithms of the throughput
+NOISES = (0.004, 0.012)  # of a figure, likewise
+SLOPES = 0.02  # the variance of what a knob's whole range does, beyond what is predicted
+LEVEL = 0.25  # the variance of how far the throughput of all points is from that of the trials
+FAR = 1e5  # the reach along the other columns, of what belongs to one
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What one process says of the logarithm of the throughput.
+
+    Attributes:
+        weight: How well it explains the trials; the weights of all sum to 1.
+        mean: For each point.
+        covariance: Of the points, without a figure's noise.
+        noise: The variance of that.
+    """
+
+    weight: float
+    mean: Floats
+    covariance: Floats
+    noise: float
+
+    @property
+    def deviation(self) -> Floats:
+        """For each point, the noise of a figure included."""
+        return np.sqrt(self.covariance.diagonal().clip(0) + self.noise)
+
+
+class SpeedSurrogate:
+    """Learns the throughput of points.
+
+    Args:
+        coordinates: A row for each point.
+    """
+
+    def __init__(self, coordinates: Floats) -> None:
+        x = coordinates - 0.5
+        self._covariances = [
+            _kernel(x.shape[1], reach, height)(x)
+            for reach, height in itertools.product(REACHES, HEIGHTS)
+        ]
+
+    def predict(
+        self, numbers: Sequence[int], throughputs: Sequence[float], prior: Floats
+    ) -> list[Predicted]:
+        """What each process says.
+
+        Args:
+            numbers: The points that have been tried, at least one.
+            throughputs: Theirs.
+            prior: For each point the logarithm of its throughput as it is predicted without any
+                trial, but for a constant.
+        """
+        tried = list(numbers)
+        logarithms = np.log(throughputs)
+        offset = prior + (logarithms - prior[tried]).mean()
+        left = logarithms - offset[tried]
+        found = []
+        for covariance, noise in itertools.product(self._covariances, np.square(NOISES)):
+            known = covariance[np.ix_(tried, tried)] + noise * np.eye(len(tried))
+            factor = cho_factor(known, lower=True)
+            solved = cho_solve(factor, left)
+            evidence = -left @ solved / 2 - np.log(factor[0].diagonal()).sum()
+            across = covariance[:, tried]
+            rest = covariance - across @ cho_solve(factor, across.T)
+            found.append((evidence, offset + across @ solved, rest, float(noise)))
+        weights = np.exp([each[0] - max(found, key=lambda one: one[0])[0] for each in found])
+        weights /= weights.sum()
+        return [
+            Predicted(float(weight), *rest)
+            for weight, (_, *rest) in zip(weights, found, strict=True)
+        ]
+
+
+def samples(
+    predicted: Sequence[Predicted],
+    numbers: NDArray[np.intp],
+    count: int,
+    random: np.random.Generator,
+) -> Floats:
+    """What the logarithms of some points may be together, without a figure's noise.
+
+    Returns:
+        One row a sample.
+    """
+    drawn = random.choice(len(predicted), count, p=[each.weight for each in predicted])
+    rows = []
+    for each, times in zip(predicted, np.bincount(drawn, minlength=len(predicted)), strict=True):
+        if times:
+            values, vectors = np.linalg.eigh(each.covariance[np.ix_(numbers, numbers)])
+            root = vectors * np.sqrt(values.clip(0))
+            rows.append(each.mean[numbers] + random.normal(size=(times, len(numbers))) @ root.T)
+    return np.concatenate(rows)
+
+
+def _kernel(columns: int, reach: float, height: float) -> Kernel:
+    kernel: Kernel = ConstantKernel(LEVEL) + ConstantKernel(SLOPES) * DotProduct(1e-3)
+    for column in range(columns):
+        reaches = np.full(columns, FAR)
+        reaches[column] = reach
+        kernel = kernel + ConstantKernel(height**2) * Matern(reaches, nu=2.5)
+    together = Matern(np.full(columns, 2 * reach), nu=2.5)
+    return kernel + ConstantKernel((height / 3) ** 2) * together

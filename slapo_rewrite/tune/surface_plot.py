@@ -1,0 +1,73 @@
+"""Draws what was tried, and what the model of the trials says of the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from slapo_rewrite.tune.knob_space import shown, shown_value
+from slapo_rewrite.tune.predicted_first import expected_throughputs
+from slapo_rewrite.tune.tuning_loop import Searched
+
+
+def draw(searched: Searched, path: Path) -> None:
+    """Writes a picture: a cell for each pair of values of the two knobs that have the most.
+
+    Other knobs are at the best point's values. Cells are coloured by the throughput that is
+    expected; those that were tried say what was measured, in bold where it is the best.
+    """
+    space, best = searched.space, searched.best
+    if best is None:
+        return
+    at = space.points[best.number]
+    axes = sorted(space.axes, key=lambda axis: -len(axis.values))[:2]
+    across, down = axes[0], axes[1] if len(axes) > 1 else None
+    rows = down.values if down else (None,)
+    expected = expected_throughputs(space, searched.trials)
+    shape = (len(rows), len(across.values))
+    figures, words = np.full(shape, np.nan), np.full(shape, "", object)
+    trials = {trial.number: trial for trial in searched.trials}
+    for number, point in enumerate(space.points):
+        shown_knobs = {axis.name for axis in axes}
+        if any(point[name] != at[name] for name in point if name not in shown_knobs):
+            continue
+        row = rows.index(point[down.name]) if down else 0
+        column = across.values.index(point[across.name])
+        figures[row, column] = expected[number]
+        if trial := trials.get(number):
+            figures[row, column] = trial.throughput if trial.counts else np.nan
+            words[row, column] = f"{trial.throughput:.4g}" if trial.counts else f"{trial.kind}"
+    figure, plot = plt.subplots(
+        figsize=(1.5 + 0.8 * shape[1], 1.8 + 0.5 * shape[0]), layout="constrained"
+    )
+    image = plot.imshow(figures, aspect="auto", cmap="viridis")
+    middle = (np.nanmin(figures) + np.nanmax(figures)) / 2
+    for (row, column), text in np.ndenumerate(words):
+        is_best = trials and text == f"{best.throughput:.4g}"
+        dark = figures[row, column] < middle
+        plot.text(
+            column,
+            row,
+            text.replace(" ", "\n"),
+            ha="center",
+            va="center",
+            fontsize=8,
+            fontweight="bold" if is_best else "normal",
+            color="white" if dark else "black",
+        )
+    plot.set_xticks(range(shape[1]), [shown_value(value) for value in across.values])
+    plot.set_yticks(range(shape[0]), [shown_value(v) if down else "" for v in rows])
+    plot.set_xlabel(across.name)
+    plot.set_ylabel(down.name if down else "")
+    others = [name for name in at if name not in {axis.name for axis in axes}]
+    title = f"{len(searched.trials)} of {len(space)} points tried; best: {shown(at)}"
+    plot.set_title(title + (f"\nwith {shown(at, others)}" if others else ""), fontsize=9)
+    figure.colorbar(image, label="throughput, measured where written, else expected")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)

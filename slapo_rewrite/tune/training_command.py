@@ -1,0 +1,163 @@
+"""Runs the user's command, and reads the throughput that it reports.
+
+In the command, `{out}` stands for the folder of the rewritten model and `{NAME}` for the value of a
+knob; `{{` and `}}` for braces. It goes to the shell as it is. The last line that it prints which
+is a JSON object with `throughput` counts: `{"throughput": 123.4}`, in any unit, more being better;
+0 says that memory did not suffice. So do the words that torch and CUDA have for that in what a
+command prints that fails, and its end by the system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import string
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from slapo_rewrite import errors
+from slapo_rewrite.tune.outcome import Kind
+
+OUT = "out"
+NO_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|can't allocate memory|cannot allocate memory|bad_alloc"
+    r"|^MemoryError|alloc_?failed|exitcode\s*:\s*-9\b",
+    re.I | re.M,
+)
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+TAIL = 12  # lines of a failed command that are shown
+
+
+def fields(command: str) -> list[str]:
+    """The names in braces.
+
+    Raises:
+        UsageError: The braces do not match.
+    """
+    try:
+        return [name for _, name, _, _ in string.Formatter().parse(command) if name is not None]
+    except ValueError as error:
+        raise errors.UsageError(
+            f"`--run {command}`: {error}", hint="write {{ and }} for braces of the command's own"
+        ) from None
+
+
+def check(command: str, of_schedule: tuple[str, ...], of_run: tuple[str, ...]) -> None:
+    """Refuses a command in which something is missing, or something that nobody knows.
+
+    Args:
+        command: As the user gave it.
+        of_schedule: The knobs that change what `{out}` holds.
+        of_run: The knobs of the command itself.
+
+    Raises:
+        UsageError: It is such a command.
+    """
+    known = {OUT, *of_schedule, *of_run}
+    named = fields(command)
+    for name in named:
+        if name not in known:
+            raise errors.UsageError(
+                f"`{{{name}}}` in `--run` is no knob",
+                hint=errors.did_you_mean(name, known)
+                or "known are " + ", ".join(f"{{{each}}}" for each in sorted(known)),
+            )
+    for name in of_run:
+        if name not in named:
+            raise errors.UsageError(
+                f"`{name}` is a knob of the run, and the command does not take it",
+                hint=f"name it in `--run`: --{name.replace('_', '-')} {{{name}}}",
+            )
+    if of_schedule and OUT not in named:
+        raise errors.UsageError(
+            "the command does not name {out}, so the schedule's knobs change nothing that it runs",
+            hint="give its folder to the command: --run 'python train.py {out}'",
+        )
+
+
+def filled(command: str, values: Mapping[str, str]) -> str:
+    """The command with its names replaced, quoted for the shell."""
+    return command.format_map({name: shlex.quote(value) for name, value in values.items()})
+
+
+def run(command: str, timeout_s: float | None, log: Path) -> tuple[Kind, float]:
+    """Runs a command to its end, or to the end of its time.
+
+    Args:
+        command: For the shell.
+        timeout_s: Seconds that it may take.
+        log: Where what it prints is kept.
+
+    Returns:
+        How it ended, and the throughput that it reported.
+
+    Raises:
+        RunFails: It fails otherwise than for memory, or reports no throughput.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return "timed out", 0.0
+        finally:
+            _end(process)
+    text = log.read_text(errors="replace")
+    if code:
+        if code in KILLED or NO_MEMORY.search(text):
+            return "out of memory", 0.0
+        raise _fails(f"the command ends with {code}", command, text, log)
+    reported = throughput_in(text)
+    if reported is None:
+        raise _fails(
+            "the command reports no throughput",
+            command,
+            text,
+            log,
+            'have it print a line of JSON: {"throughput": 123.4}',
+        )
+    return ("ok", reported) if reported else ("out of memory", 0.0)
+
+
+def throughput_in(text: str) -> float | None:
+    """The throughput in the last line of JSON that has one."""
+    for line in reversed(text.splitlines()):
+        # Launchers may put the rank before a line.
+        start = line.find("{")
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            value = float(json.loads(line[start:])["throughput"]) if start >= 0 else -1.0
+            if 0 <= value < float("inf"):
+                return value
+    return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _fails(
+    what: str, command: str, text: str, log: Path, hint: str | None = None
+) -> errors.RunFails:
+    tail = "\n".join(f"  | {line}" for line in text.rstrip().splitlines()[-TAIL:])
+    return errors.RunFails(
+        f"{what}\n  $ {command}\n{tail}".rstrip(),
+        hint=hint
+        or f"all of it is in {log}; have `space(knobs)` return False for points that cannot run. "
+        "The trials so far are kept",
+    )

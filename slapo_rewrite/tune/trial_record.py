@@ -1,0 +1,122 @@
+"""The file of trials: a JSON object a line, the first of which says what is tuned, and where.
+
+A search that was interrupted goes on from it. A record of another space, command, source or
+schedule is refused, since its figures say nothing about this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite import __version__, errors
+from slapo_rewrite.emit.record import digest, installed
+from slapo_rewrite.tune.knob_space import KnobSpace
+from slapo_rewrite.tune.outcome import Trial
+
+FORMAT = 1
+PACKAGES = ("torch", "transformers", "deepspeed", "triton")
+# What has to be the same for trials to count.
+SAME = ("source", "source_sha256", "schedule", "schedule_sha256", "set", "run", "knobs", "machine")
+
+
+def header(
+    source: str, texts: Mapping[str, str], given: Sequence[str], command: str, space: KnobSpace
+) -> dict[str, Any]:
+    """What the first line says.
+
+    Args:
+        source: As the user gave it.
+        texts: The `source` and the `schedule`.
+        given: What `--set` fixes.
+        command: As the user gave it.
+        space: What is searched.
+    """
+    versions = {name: installed(name) for name in PACKAGES}
+    return {
+        "format": FORMAT,
+        "tool": __version__,
+        "source": source,
+        **{f"{name}_sha256": digest(text) for name, text in texts.items()},
+        "set": list(given),
+        "run": command,
+        "knobs": {axis.name: list(axis.values) for axis in space.axes},
+        "points": len(space),
+        "machine": {"kind": platform.machine(), "cores": os.cpu_count(), "gpus": _gpus()},
+        "python": platform.python_version(),
+        "packages": {name: version for name, version in versions.items() if version},
+    }
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+
+
+class TrialRecord:
+    """A record that is being written.
+
+    Args:
+        path: The file.
+        head: What its first line has to say.
+        space: What is searched.
+
+    Raises:
+        OtherTrials: The file is of something else, or is damaged.
+    """
+
+    def __init__(self, path: Path, head: Mapping[str, Any], space: KnobSpace) -> None:
+        self.path, self._space = path, space
+        self.trials: list[Trial] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file() and path.stat().st_size:
+            self._read(head)
+        else:
+            self._append(head)
+
+    def _read(self, head: Mapping[str, Any]) -> None:
+        text = self.path.read_text(encoding="utf-8")
+        # What was written when the tool was ended in the middle of a line is no trial.
+        whole = text[: text.rfind("\n") + 1]
+        numbers = {json.dumps(dict(p), sort_keys=True): i for i, p in enumerate(self._space.points)}
+        hint = f"remove `{self.path}` to begin anew, or give another folder: -o FOLDER"
+        try:
+            first, *lines = (json.loads(line) for line in whole.splitlines())
+            differing = [name for name in SAME if first.get(name) != head.get(name)]
+            if differing:
+                raise errors.OtherTrials(
+                    f"`{self.path}` holds trials of another " + ", ".join(differing), hint=hint
+                )
+            for line in lines:
+                number = numbers[json.dumps(line["knobs"], sort_keys=True)]
+                self.trials.append(Trial(number, line["outcome"], float(line["throughput"])))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise errors.OtherTrials(
+                f"`{self.path}` is not a record of these trials", hint=hint
+            ) from None
+        if whole != text:
+            self.path.write_text(whole, encoding="utf-8")
+
+    def add(self, trial: Trial, seconds: float) -> None:
+        """Takes a trial in, and keeps it."""
+        self.trials.append(trial)
+        self._append(
+            {
+                "trial": len(self.trials),
+                "knobs": dict(self._space.points[trial.number]),
+                "outcome": trial.kind,
+                "throughput": trial.throughput,
+                "seconds": round(seconds, 1),
+            }
+        )
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())

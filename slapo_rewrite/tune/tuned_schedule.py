@@ -1,0 +1,99 @@
+"""What a schedule file says of its tuning: choices of its knobs, knobs of the run, constraints.
+
+    def schedule(s, ckpt_ratio: Annotated[float, Choices(0.0, 0.5, 1.0)] = 0.5): ...
+
+    def space(knobs, batch_size: Annotated[int, Choices(8, 16, 32)] = 8):
+        return knobs.batch_size * knobs.ckpt_ratio <= 16
+
+`space` is optional. What it returns says whether a point may be tried; its keyword parameters are
+knobs of the command that trains, which the schedule does not have.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.schedule.choices import declared
+from slapo_rewrite.schedule.load import ScheduleFile
+from slapo_rewrite.tune.knob_space import Axis, KnobSpace, Point, shown_value
+
+EXAMPLE = "`ckpt_ratio: Annotated[float, Choices(0.0, 0.5, 1.0)] = 0.5`"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A schedule and what of it is tuned.
+
+    Attributes:
+        schedule: The file.
+        space: The points.
+        of_schedule: The names of the knobs that are the schedule's own.
+        settings: The values of all knobs of the schedule where they are not tuned.
+    """
+
+    schedule: ScheduleFile
+    space: KnobSpace
+    of_schedule: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+    def given(self, point: Point, fixed: Sequence[str]) -> list[str]:
+        """What `--set` is to be given for a point, and for what is fixed beside it."""
+        return [*fixed, *(f"{name}={shown_value(point[name])}" for name in self.of_schedule)]
+
+
+def read(name: str, fixed: Sequence[str]) -> Tuned:
+    """Loads a schedule file, and makes the space that it declares.
+
+    Args:
+        name: A file, or the name of a schedule that ships with the tool.
+        fixed: `K=V` for each knob that is not to be tuned.
+
+    Raises:
+        BadSpace: No knob has choices, `space` is not what it has to be, or allows nothing.
+    """
+    schedule = ScheduleFile.load(name)
+    settings = schedule.settings(fixed)
+    known = {item.partition("=")[0] for item in fixed}
+    own = schedule.guarded(lambda: declared(schedule.module.schedule), "reading the knobs' choices")
+    space: Callable[..., Any] | None = getattr(schedule.module, "space", None)
+    at = schedule.definition("space")
+    runs = schedule.guarded(lambda: declared(space), "reading `space`") if space else {}
+    for twice in runs.keys() & settings.keys():
+        raise errors.BadSpace(
+            f"knob `{twice}` is both the schedule's and the run's",
+            at=at,
+            hint=f"in `space`, read `knobs.{twice}` instead of declaring it",
+        )
+    if unknown := known & runs.keys():
+        raise errors.BadSpace(f"`--set {min(unknown)}` is a knob of the run, not of the schedule")
+    free = {n: choices for n, choices in own.items() if n not in known}
+    axes = [Axis(n, c.values, c.memory) for n, c in {**free, **runs}.items()]
+    if not axes:
+        raise errors.BadSpace(
+            f"no knob of `{schedule.path}` has choices" + (" left" if own else ""),
+            at=schedule.definition("schedule"),
+            hint=f"write {EXAMPLE}, with `from slapo_rewrite import Choices`",
+        )
+
+    def allowed(point: Point) -> bool:
+        assert space is not None
+        knobs = types.SimpleNamespace(**{**settings, **point})
+        answer = schedule.guarded(lambda: space(knobs, **{n: point[n] for n in runs}), "`space`")
+        if not isinstance(answer, bool):
+            raise errors.BadSpace(
+                f"`space` returns {answer!r}, not whether a point may be tried",
+                at=at,
+                hint="return True or False",
+            )
+        return answer
+
+    try:
+        made = KnobSpace(axes, allowed) if space else KnobSpace(axes)
+    except errors.BadSpace as error:
+        error.at = error.at or at or schedule.definition("schedule")
+        raise
+    return Tuned(schedule, made, tuple(free), settings)

@@ -1,0 +1,129 @@
+"""One search: the space that a schedule declares, by the command that trains."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.file import locate as locate_source
+from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.emit.write import write
+from slapo_rewrite.schedule.load import ScheduleFile
+from slapo_rewrite.tune import training_command
+from slapo_rewrite.tune.knob_space import shown_value
+from slapo_rewrite.tune.outcome import Trial
+from slapo_rewrite.tune.strategies import made
+from slapo_rewrite.tune.trial_record import TrialRecord, header
+from slapo_rewrite.tune.tuned_schedule import Tuned, read
+from slapo_rewrite.tune.tuning_loop import Searched, search
+
+RECORD, SURFACE = "trials.jsonl", "surface.png"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be searched, and how.
+
+    Attributes:
+        source: A file or an importable module; None where the schedule names it as `SOURCE`.
+        schedule: A file, or the name of a schedule that ships with the tool.
+        command: Runs the training.
+        fixed: `K=V` for each knob that is not tuned.
+        folder: For the record, the rewritten models, the logs and the plot.
+        strategy: Its name.
+        seed: Of its random numbers.
+        confidence: With which it ends.
+        most: How many trials there may be.
+        timeout_s: Seconds that a run may take.
+    """
+
+    source: str | None
+    schedule: str
+    command: str
+    fixed: Sequence[str]
+    folder: Path
+    strategy: str = "model"
+    seed: int = 0
+    confidence: float = 0.9
+    most: int | None = None
+    timeout_s: float | None = None
+
+
+def tune(wanted: Wanted, say: Callable[[str], None]) -> Searched:
+    """Searches, and draws the surface.
+
+    Args:
+        wanted: What, and how.
+        say: Told of each trial.
+
+    Raises:
+        BadSpace: The schedule declares nothing to tune, or `space` allows nothing.
+        OtherTrials: The folder's record is of another search.
+        RunFails: The command fails, or reports no throughput.
+        UsageError: The command lacks a knob, or names what there is not.
+    """
+    from slapo_rewrite.tune.surface_plot import draw
+
+    tuned = read(wanted.schedule, wanted.fixed)
+    source = wanted.source or source_of(tuned.schedule)
+    names = [axis.name for axis in tuned.space.axes]
+    of_run = tuple(name for name in names if name not in tuned.of_schedule)
+    training_command.check(wanted.command, tuned.of_schedule, of_run)
+    texts = {
+        "source": locate_source(source)[0].read_text(encoding="utf-8-sig"),
+        "schedule": tuned.schedule.text,
+    }
+    head = header(source, texts, wanted.fixed, wanted.command, tuned.space)
+    strategy = made(wanted.strategy, tuned.space, wanted.seed, wanted.confidence)
+    record = TrialRecord(wanted.folder / RECORD, head, tuned.space)
+
+    def attempt(number: int) -> tuple[Trial, float]:
+        start = time.monotonic()
+        trial = _tried(wanted, tuned, source, number)
+        return trial, time.monotonic() - start
+
+    searched = search(tuned.space, strategy, record, attempt, wanted.most, say)
+    draw(searched, wanted.folder / SURFACE)
+    return searched
+
+
+def source_of(schedule: ScheduleFile) -> str:
+    """What a schedule says that it is of: `SOURCE`, a file beside it or an importable module.
+
+    Raises:
+        UsageError: It does not say.
+    """
+    name = getattr(schedule.module, "SOURCE", None)
+    if not isinstance(name, str):
+        raise errors.UsageError(
+            f"which model `{schedule.name}` is for is not known",
+            hint="give it: slapo-rewrite tune SOURCE --schedule S --run '...'; or write "
+            '`SOURCE = "model.py"` in the schedule',
+        )
+    return str(schedule.path.parent / name) if name.endswith(".py") else name
+
+
+def _tried(wanted: Wanted, tuned: Tuned, source: str, number: int) -> Trial:
+    """Rewrites for a point, and runs the command."""
+    point = tuned.space.points[number]
+    values = {name: shown_value(value) for name, value in point.items()}
+    out = wanted.folder / "rewritten" / _package(tuned, values)
+    if training_command.OUT in training_command.fields(wanted.command):
+        output = rewrite(source, wanted.schedule, tuned.given(point, wanted.fixed))
+        write(out, output.files, inputs=output.inputs)
+    command = training_command.filled(
+        wanted.command, {**values, training_command.OUT: str(out.absolute())}
+    )
+    log = wanted.folder / "logs" / f"{number}.txt"
+    kind, throughput = training_command.run(command, wanted.timeout_s, log)
+    return Trial(number, kind, throughput)
+
+
+def _package(tuned: Tuned, values: dict[str, str]) -> str:
+    """A name for the rewritten model of a point: `out_ckpt_ratio_0_5`."""
+    words = ["out", *(f"{name}_{values[name]}" for name in tuned.of_schedule)]
+    return re.sub(r"\W", "_", "_".join(words), flags=re.ASCII)

@@ -1,0 +1,69 @@
+"""Grids of throughputs that are made up: shapes, optima and names of many kinds."""
+
+import itertools
+import math
+
+import numpy as np
+
+from slapo_rewrite.tune.knob_space import Axis, KnobSpace
+from slapo_rewrite.tune.replay_grid import Grid
+
+
+def grid(axes: dict, throughput, name: str = "grid") -> Grid:
+    """A grid by a function of the knobs."""
+    points = (dict(zip(axes, row, strict=True)) for row in itertools.product(*axes.values()))
+    space = KnobSpace([Axis(name, tuple(values)) for name, values in axes.items()])
+    return Grid(name, space, [throughput(**point) for point in points])
+
+
+def batches(names=("batch_size", "ckpt_ratio"), memory=60.0, noise=0.0, overhead=20.0, seed=0):
+    """A step takes a third more where all is recomputed, and some time whatever the batch."""
+    random = np.random.default_rng(seed)
+    axes = dict(
+        zip(names, ([8 * n for n in range(2, 14)], [0.0, 0.25, 0.5, 0.75, 1.0]), strict=True)
+    )
+
+    def throughput(**point):
+        batch, ratio = point.values()
+        value = batch / (overhead + batch * (1 + ratio / 3)) * math.exp(random.normal(0, noise))
+        return value if batch * (1 - 0.8 * ratio) <= memory else 0.0
+
+    return grid(axes, throughput)
+
+
+def words(seed=0):
+    """Knobs with words and booleans, more memory for larger chunks, best in the middle of one."""
+    random = np.random.default_rng(seed)
+    attention = {"eager": 1.0, "sdpa": 1.25, "flash": 1.4}
+    axes = {
+        "attention": list(attention),
+        "fused": [True, False],
+        "chunk": [1, 2, 4, 8, 16, 32],
+        "offload": [0.0, 0.5, 1.0],
+    }
+
+    def throughput(attention_, fused, chunk, offload):
+        away = math.log2(chunk) - 3
+        value = attention[attention_] * (1.1 if fused else 1) * math.exp(-0.05 * away**2)
+        return value * (1 - 0.1 * offload) * math.exp(random.normal(0, 0.004))
+
+    def fits(attention_, fused, chunk, offload):
+        return chunk * (2 if attention_ == "eager" else 1) * (1 - 0.7 * offload) <= 8
+
+    def either(attention, fused, chunk, offload):
+        point = (attention, fused, chunk, offload)
+        return throughput(*point) if fits(*point) else 0.0
+
+    return grid(axes, either)
+
+
+KINDS = {
+    "batches": batches,
+    "other names": lambda: batches(("tokens", "kept_out")),
+    "noisy": lambda: batches(noise=0.01, seed=1),
+    "dear steps": lambda: batches(overhead=200.0),
+    "cheap steps": lambda: batches(overhead=1.0),
+    "much memory": lambda: batches(memory=1e9),
+    "little memory": lambda: batches(memory=17.0),
+    "words": words,
+}

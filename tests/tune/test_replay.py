@@ -1,0 +1,88 @@
+"""How many trials the strategies need on measured throughputs, and what grids may look like."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from slapo_rewrite import cli, errors
+from slapo_rewrite.tune.replay_grid import read_grid, replayed
+from tests.tune.grids import KINDS
+
+PUBLISHED = Path(__file__).with_name("published_grid.json")
+
+
+def test_the_published_grid_needs_few_trials():
+    grid = read_grid(PUBLISHED)
+    assert len(grid.space) == 91
+    result = replayed(grid, ["model"], 6, 0.9)["model"]
+    assert result["worst"] <= 8
+    assert min(result["ends_with"]) >= 0.99
+    assert statistics.median(result["ends_after"]) <= 20
+
+
+@pytest.mark.long
+def test_the_published_grid_needs_few_trials_whatever_the_seed():
+    assert replayed(read_grid(PUBLISHED), ["model"], 20, 0.9)["model"]["worst"] <= 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_grids_need_few_as_well(kind):
+    """With optima elsewhere, other names, noise, words and booleans, with and without memory."""
+    grid = KINDS[kind]()
+    results = replayed(grid, ["model", "random"], 4, 0.9)
+    assert results["model"]["worst"] <= min(16, statistics.mean(results["random"]["trials"]))
+    # It ends when it is sure by nine in ten.
+    assert sum(part >= 0.985 for part in results["model"]["ends_with"]) >= 3
+
+
+def test_slapos_order_ends_early():
+    result = replayed(read_grid(PUBLISHED), ["slapo"], 1, 0.9)["slapo"]
+    assert result["trials"][0] < result["ends_after"][0] < 30
+
+
+def test_as_json(capsys):
+    arguments = ["tune", "--replay", str(PUBLISHED), "--seeds", "2", "--strategy", "random"]
+    assert cli.main([*arguments, "--strategy", "exhaustive", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["points"] == 91
+    assert said["best"] == {
+        "knobs": {"batch_size": 144, "ckpt_ratio": 0.5},
+        "throughput": 130.9,
+    }
+    assert said["strategies"]["exhaustive"]["trials"] == [47, 47]
+    first, second = said["strategies"]["random"]["trials"]
+    assert first != second
+    assert cli.main(arguments) == 0
+    assert "random" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "has no `throughput`"),
+        ('{"throughput": 1}', "has no knobs"),
+        ('{"a": [], "throughput": []}', "`a` of .* has no values"),
+        ('{"a": [1, 1], "throughput": [1, 2]}', "has a value twice"),
+        ('{"a": [null], "throughput": [1]}', "has the value null"),
+        ('{"a": [1, 2], "throughput": [1]}', "has to be a list of 2, for knob `a`, and is 1"),
+        ('{"a": [1], "b": [1, 2], "throughput": [3]}', "at a=1 .* `b`, and is no list"),
+        ('{"a": [1], "throughput": ["x"]}', 'at a=1 is "x"'),
+        ('{"a": [1], "throughput": [-1]}', "at a=1 is -1"),
+        ('{"a": [1], "throughput": [true]}', "at a=1 is true"),
+        ('{"a": [1], "throughput": [0]}', "no point"),
+    ],
+)
+def test_grids_that_are_none(content, words, tmp_path):
+    path = tmp_path / "grid.json"
+    path.write_text(content)
+    with pytest.raises(errors.BadGrid, match=words):
+        read_grid(path)
+
+
+def test_null_is_out_of_memory(tmp_path):
+    path = tmp_path / "grid.json"
+    path.write_text('{"unit": "tokens/s", "a": ["x", "y"], "throughput": [null, 2]}')
+    assert [read_grid(path).trial(number).kind for number in (0, 1)] == ["out of memory", "ok"]
