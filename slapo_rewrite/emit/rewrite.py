@@ -12,7 +12,7 @@ import re
 import sys
 import time
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -325,7 +325,10 @@ def carry_out(
         for file in copies.files.values():
             own = lowered.edits.get(file.name, [])
             own_length = length if file is project.file else line_length(file.text)
-            redirected = copies.redirections(file, own_length)
+            idle: Set[str] = frozenset()
+            if len(copies.files) > 1:
+                idle = idle_names(file, apply_edits(file.text, own)[0])
+            redirected = copies.redirections(file, own_length, idle)
             added = outputs.of_file(file).imports.edits(own_length, inlined)
             edits = [*redirected, *own, *added]
             if file is not project.file:
@@ -489,6 +492,8 @@ def rewritten(
     idle = idle_imports(file, text, [*own, *earlier], line_length, original)
     # What stands inside a statement that is written anew is part of that.
     kept = [e for e in edits if not any(i.start < e.start and e.end < i.end for i in idle)]
+    # Where an import is redirected, idle names are left out there.
+    idle = [i for i in idle if not any(e.start <= i.start < e.end for e in kept)]
     return apply_edits(file.text, [*kept, *idle], earlier)
 
 
@@ -616,6 +621,11 @@ def _frames(error: BaseException) -> list[types.TracebackType]:
     return found
 
 
+def idle_names(file: SourceFile, text: str) -> Set[str]:
+    """The imported names that a file uses, and that its rewritten text uses no more."""
+    return (file.imports.keys() & _used(file.tree)) - _used(parsed(text, file))
+
+
 def idle_imports(
     file: SourceFile,
     text: str,
@@ -632,8 +642,7 @@ def idle_imports(
         line_length: The file's own.
         original: The file before all edits, where that is another one.
     """
-    idle = file.imports.keys() & _used((original or file).tree)
-    idle -= _used(parsed(text, file))
+    idle = idle_names(original or file, text) & file.imports.keys()
     causes = merged_causes(*(e.causes for e in edits))
     removed = []
     for node in file.tree.body if idle else ():

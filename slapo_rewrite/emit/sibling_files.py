@@ -12,14 +12,14 @@ import ast
 import functools
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.import_lines import from_module, instead
+from slapo_rewrite.code.import_lines import from_module, instead, is_remarked
 from slapo_rewrite.code.runs import Splice
 from slapo_rewrite.code.splice import Change, Edit
 from slapo_rewrite.directive import Directive, merged_causes
@@ -243,7 +243,9 @@ class SiblingFiles:
 
     # Imports --------------------------------------------------------------------------------
 
-    def redirections(self, file: SourceFile, line_length: int) -> list[Edit]:
+    def redirections(
+        self, file: SourceFile, line_length: int, idle: Set[str] = frozenset()
+    ) -> list[Edit]:
         """The imports of a file as they must be in the output: absolute, or of a copy beside it.
 
         What the file uses of a copy beyond what it imports is imported along with that.
@@ -251,6 +253,7 @@ class SiblingFiles:
         Args:
             file: A file of the output.
             line_length: The file's own.
+            idle: Names that it imports and does not use any more.
 
         Raises:
             SourceError: A relative import in a file that lies in no package.
@@ -263,7 +266,7 @@ class SiblingFiles:
         for node in ast.walk(file.tree):
             if isinstance(node, ast.ImportFrom):
                 more = imports if node in file.tree.body else None
-                edits += self._redirected(file, node, line_length, more)
+                edits += self._redirected(file, node, line_length, more, idle)
             elif isinstance(node, ast.Import):
                 edits += self._module_imports(file, node, line_length)
             elif isinstance(node, ast.Attribute):
@@ -271,12 +274,21 @@ class SiblingFiles:
         return edits
 
     def _redirected(
-        self, file: SourceFile, node: ast.ImportFrom, line_length: int, imports: Imports | None
+        self,
+        file: SourceFile,
+        node: ast.ImportFrom,
+        line_length: int,
+        imports: Imports | None,
+        idle: Set[str],
     ) -> Iterator[Edit]:
         base = file.resolve_import(node)
         groups: dict[str, list[ast.alias]] = {}
         targets: list[str] = []
+        if imports is None or is_remarked(file, node):
+            idle = frozenset()  # as `idle_imports` does
         for alias in node.names:
+            if (alias.asname or alias.name) in idle:
+                continue
             if alias.name == "*":
                 self._check_star(file, node, base)
                 groups.setdefault(base, []).append(alias)

@@ -94,3 +94,22 @@ def test_copies_of_one_are_split_alike(tmp_path):
     write(tmp_path / "out", rewrite(source, file, ["fuse=true"]).files)
     found = verify(tmp_path / "out", chosen(tmp_path / "out", [2]), source=source, schedule=file)
     assert found.ok, found.render()
+
+
+CAPTIONER = str(MODELS / "encoder_decoder" / "model.py")
+CAPTIONER_SCHEDULE = str(MODELS / "encoder_decoder_schedule.py")
+
+
+def test_an_import_from_a_copy_leaves_out_what_is_used_no_more():
+    files = rewrite(CAPTIONER, CAPTIONER_SCHEDULE).files
+    assert "from .layers import Attention, TensorParallelSwiGLU\n" in files["encoder.py"]
+    # The decoder's blocks are whole, and made of the same two classes.
+    assert "from .layers import Attention, SwiGLU\n" in files["model.py"]
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_several_files_in_a_package(tmp_path):
+    write(tmp_path, rewrite(CAPTIONER, CAPTIONER_SCHEDULE).files)
+    found = verify(tmp_path, [1, 2], source=CAPTIONER, schedule=CAPTIONER_SCHEDULE)
+    assert found.ok, found.render()
