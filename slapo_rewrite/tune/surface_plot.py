@@ -31,6 +31,7 @@ def draw(searched: Searched, path: Path) -> None:
     expected = expected_throughputs(space, searched.trials)
     shape = (len(rows), len(across.values))
     figures, words = np.full(shape, np.nan), np.full(shape, "", object)
+    best_cell = (-1, -1)
     trials = {trial.number: trial for trial in searched.trials}
     for number, point in enumerate(space.points):
         shown_knobs = {axis.name for axis in axes}
@@ -39,6 +40,8 @@ def draw(searched: Searched, path: Path) -> None:
         row = rows.index(point[down.name]) if down else 0
         column = across.values.index(point[across.name])
         figures[row, column] = expected[number]
+        if number == best.number:
+            best_cell = (row, column)
         if trial := trials.get(number):
             figures[row, column] = trial.throughput if trial.counts else np.nan
             words[row, column] = f"{trial.throughput:.4g}" if trial.counts else f"{trial.kind}"
@@ -48,7 +51,6 @@ def draw(searched: Searched, path: Path) -> None:
     image = plot.imshow(figures, aspect="auto", cmap="viridis")
     middle = (np.nanmin(figures) + np.nanmax(figures)) / 2
     for (row, column), text in np.ndenumerate(words):
-        is_best = trials and text == f"{best.throughput:.4g}"
         dark = figures[row, column] < middle
         plot.text(
             column,
@@ -57,7 +59,7 @@ def draw(searched: Searched, path: Path) -> None:
             ha="center",
             va="center",
             fontsize=8,
-            fontweight="bold" if is_best else "normal",
+            fontweight="bold" if (row, column) == best_cell else "normal",
             color="white" if dark else "black",
         )
     plot.set_xticks(range(shape[1]), [shown_value(value) for value in across.values])
@@ -66,8 +68,8 @@ def draw(searched: Searched, path: Path) -> None:
     plot.set_ylabel(down.name if down else "")
     others = [name for name in at if name not in {axis.name for axis in axes}]
     title = f"{len(searched.trials)} of {len(space)} points tried; best: {shown(at)}"
-    plot.set_title(title + (f"\nwith {shown(at, others)}" if others else ""), fontsize=9)
-    figure.colorbar(image, label="throughput, measured where written, else expected")
+    plot.set_title(title + (f"\nwith {shown(at, others)}" if others else ""), fontsize=8)
+    figure.colorbar(image).set_label("throughput: as written,\nelse as expected", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, metadata={"Software": None})
     plt.close(figure)
