@@ -64,10 +64,12 @@ class MixIn(Change):
     Attributes:
         module: The helper module that defines it.
         name: The class.
+        why: What it is for, as a sentence.
     """
 
     module: str
     name: str
+    why: str
 
     is_parallel = False
 
@@ -83,5 +85,4 @@ class MixIn(Change):
             added = [*made.bases[:place], cst.Arg(parsed(name)), *made.bases[place:]]
             return made.with_changes(bases=added)
 
-        why = f"`{node.name}` starts, reads and writes checkpoints as the original does"
-        text.replace(node, node, make, asked.causes, why)
+        text.replace(node, node, make, asked.causes, self.why)

@@ -68,7 +68,8 @@ def _mix_in(files: OutputFiles, node: Node, kind: str, causes: tuple[Directive, 
             what = "treatment" if kind == LIBRARY else "checkpoints"
             place = BeforeBases(base.__name__, what)
             known = home.changes.by_path.get(above.path, {}).get(place)
-            change = known if kind == ORIGINAL and known else MixIn("pretrained", kind)
+            why = f"`{base.__name__}` starts, reads and writes checkpoints as the original does"
+            change = known if kind == ORIGINAL and known else MixIn("pretrained", kind, why)
             home.changes.add(above.path, place, change, causes)
         above = above.parent
 

@@ -43,6 +43,7 @@ RUNTIME_ORDER = (
     "distributed_checkpoint",
     "lora",
     "pretrained",
+    "backward_steps",
     "stages",
     "checkpoints",
     "deepspeed_pipeline",

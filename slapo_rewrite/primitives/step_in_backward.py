@@ -1,0 +1,136 @@
+"""`step_in_backward`: each parameter is updated as soon as its gradient is complete."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.bases import MixIn
+from slapo_rewrite.changes.change import Asked
+from slapo_rewrite.changes.change_set import own_copy
+from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.changes.placement import Placement, Requested
+from slapo_rewrite.changes.places import BeforeBases
+from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.directive import Directive
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
+from slapo_rewrite.primitives.checkpoint import MODEL, STACK
+
+
+@dataclass(frozen=True)
+class StepInBackward(Requested):
+    """The model's class can have its parameters updated in the backward pass."""
+
+    is_parallel = False
+
+    def place(self, to: Placement, node: Node, cause: Directive) -> None:
+        """At the class's bases."""
+        if cut := [state.cut.cause for state in to.states.values() if state.cut]:
+            raise errors.Unsupported(
+                "stages run several batches backward before a step, so that no gradient is "
+                "complete before the last of them",
+                at=cause.at,
+                cause=cut,
+                hint="take `step_in_backward` or the cuts out",
+            )
+        if (home := to.files.of(node.cls)) is None:
+            raise errors.Unsupported(
+                f"the model is a `{node.cls.__module__}.{node.cls.__qualname__}`, which is not a "
+                "class of this file that could be changed",
+                at=cause.at,
+                hint=own_copy(node.cls.__name__, to.files.main.file),
+            )
+        place = BeforeBases(node.cls.__name__, "steps")
+        why = f"`{node.cls.__name__}` can update its parameters in the backward pass"
+        change = MixIn("backward_steps", "StepsInBackward", why)
+        home.changes.add(node.path, place, change, (cause,))
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Nothing: another base does it."""
+
+
+class StepInBackwardPrimitive(Primitive):
+    """Give the model a method by which the backward pass updates each parameter.
+
+    A parameter is updated as soon as its gradient is complete, and the gradient is dropped, so that
+    the gradients of a model are never all in memory at once. Nothing changes until a training
+    script calls it, once, in the place of making an optimizer:
+
+        model.step_in_backward(lambda name, parameter: AdamW([parameter], lr=1e-4))
+
+    Each `backward` is a step then: gradients cannot be accumulated over several, nor clipped by the
+    norm of all. Gradients that tensor-parallel ranks add up are complete before; those of replicas
+    are averaged over the group that is given as `replicas`.
+
+    Rewrite:
+        class Model(nn.Module):
+        -->
+        class Model(StepsInBackward, nn.Module):
+
+    Shapes:
+        Unchanged.
+
+    Numerics:
+        Exact: the optimizers of single parameters do what one for all does.
+
+    State:
+        Unchanged.
+
+    Raises:
+        SR305 a module other than the model itself, one with such a method of its own, or pipeline
+        stages, which accumulate gradients.
+
+    Source: ROAM, arXiv 2310.19295; torch.Tensor.register_post_accumulate_grad_hook.
+    """
+
+    name = "step_in_backward"
+    examples = (
+        Example(
+            STACK,
+            MODEL + "def schedule(s):\n    s.step_in_backward()\n",
+            """\
++from .backward_steps import StepsInBackward
+-class Stack(nn.Module):
++class Stack(StepsInBackward, nn.Module):
+""",
+        ),
+    )
+    refusals = (
+        Refusal(STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].step_in_backward()\n', "SR305"),
+        Refusal(
+            STACK,
+            MODEL + 'def schedule(s):\n    s.step_in_backward()\n    s["blocks.1"]'
+            '.cut_pipeline_stage(target="torch")\n',
+            "SR305",
+        ),
+    )
+
+    def signature(self) -> inspect.Signature:
+        """`step_in_backward()`."""
+
+        def step_in_backward() -> None: ...
+
+        return signature_of(step_in_backward)
+
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
+        """Marks the model."""
+        if node.path:
+            raise errors.Unsupported(
+                f"`{node.path}` is part of a model: the model itself updates all parameters",
+                at=call.directive.at,
+                hint="s.step_in_backward()",
+            )
+        if earlier := [cause for _, cause in state.asks(StepInBackward)]:
+            raise errors.Unsupported(
+                "the model updates its parameters in the backward pass already",
+                at=call.directive.at,
+                cause=earlier,
+            )
+        if hasattr(node.cls, self.name):
+            raise errors.Unsupported(
+                f"`{node.cls.__name__}` has a `{self.name}` of its own", at=call.directive.at
+            )
+        return state.asking(StepInBackward(), call.directive)

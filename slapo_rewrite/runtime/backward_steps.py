@@ -1,0 +1,54 @@
+"""Updates of parameters while the backward pass goes on."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+
+class StepsInBackward(nn.Module):
+    """A model that can update each parameter as soon as its gradient is complete."""
+
+    def step_in_backward(
+        self,
+        make_optimizer: Callable[[str, nn.Parameter], Optimizer],
+        replicas: dist.ProcessGroup | None = None,
+    ) -> dict[str, Optimizer]:
+        """Has `backward` update the parameters; each gradient is dropped once it is used.
+
+        Called once before training, in the place of making one optimizer:
+
+            model.step_in_backward(lambda name, parameter: AdamW([parameter], lr=1e-4))
+
+        Each `backward` is a step: gradients cannot be accumulated over several, nor
+        scaled, nor clipped by the norm of all. It is not for a model inside
+        `DistributedDataParallel`, FSDP or ZeRO, which add gradients up later; give
+        `replicas` instead.
+
+        Args:
+            make_optimizer: Makes the optimizer of one parameter, also given its name.
+            replicas: The data-parallel processes, over which gradients are averaged.
+
+        Returns:
+            The optimizers by the parameters' names, for schedulers and checkpoints.
+        """
+        optimizers = {
+            name: make_optimizer(name, parameter)
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad
+        }
+
+        def step(optimizer: Optimizer, parameter: nn.Parameter) -> None:
+            if replicas is not None and parameter.grad is not None:
+                parameter.grad.div_(dist.get_world_size(replicas))
+                dist.all_reduce(parameter.grad, group=replicas)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for name, optimizer in optimizers.items():
+            parameter: Any = self.get_parameter(name)
+            parameter.register_post_accumulate_grad_hook(partial(step, optimizer))
+        return optimizers

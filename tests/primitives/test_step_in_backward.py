@@ -1,0 +1,105 @@
+"""`step_in_backward`, on source: a method by which `backward` updates the parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+
+from slapo_rewrite.primitives.checkpoint import MODEL, STACK
+from slapo_rewrite.verify.run import verify
+from tests.processes import run
+from tests.rewriting import imported, refused, rewritten, written
+
+STEPPING = MODEL + "def schedule(s):\n    s.step_in_backward()\n"
+
+
+def made(path: Path) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return imported(path).Stack(8, depth=4)
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+
+
+def adam(parameters) -> AdamW:
+    return AdamW(parameters, lr=0.01)
+
+
+def test_gradients_are_used_where_they_are_complete(tmp_path):
+    output = rewritten(tmp_path, STACK, STEPPING)
+    path, original = written(tmp_path, output), made(tmp_path / "source_0.py")
+    model = made(path)
+    model.blocks[3].linear.bias.requires_grad_(False)  # a frozen one
+    original.blocks[3].linear.bias.requires_grad_(False)
+    optimizers = model.step_in_backward(lambda name, parameter: adam([parameter]))
+    assert list(optimizers) == [n for n, p in model.named_parameters() if p.requires_grad]
+    alive = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # after the one that steps
+            parameter.register_post_accumulate_grad_hook(
+                lambda _: alive.append(sum(p.grad is not None for p in model.parameters()))
+            )
+    optimizer = adam(original.parameters())
+    for number in range(3):
+        original.zero_grad()
+        original(batch(number)).square().mean().backward()
+        optimizer.step()
+        model(batch(number)).square().mean().backward()
+    assert alive == [0] * 3 * 7
+    for one, other in zip(model.parameters(), original.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def replica(path: Path, original: Path) -> list[bool]:
+    """Trains on this process's half of each batch; whether the weights are those of the whole."""
+    model, whole, half = made(path), made(original), dist.get_rank()
+    model.step_in_backward(lambda _, p: adam([p]), replicas=dist.group.WORLD)
+    optimizer = adam(whole.parameters())
+    for number in range(3):
+        model(batch(number).chunk(2)[half]).square().mean().backward()
+        whole.zero_grad()
+        whole(batch(number)).square().mean().backward()
+        optimizer.step()
+    return [
+        torch.allclose(a, b, atol=1e-6)
+        for a, b in zip(model.parameters(), whole.parameters(), strict=True)
+    ]
+
+
+@pytest.mark.processes
+def test_gradients_of_replicas_are_averaged(tmp_path):
+    path = written(tmp_path, rewritten(tmp_path, STACK, STEPPING))
+    assert run(replica, 2, path, tmp_path / "source_0.py") == [[True] * 8] * 2
+
+
+@pytest.mark.processes
+def test_verification_trains_by_it(tmp_path):
+    path = written(tmp_path, rewritten(tmp_path, STACK, STEPPING))
+    assert verify(path.parent, [1]).ok
+    helper = path.with_name("backward_steps.py")
+    text = helper.read_text()
+    assert "optimizer.step()" in text
+    helper.write_text(text.replace("optimizer.step()", "pass"))
+    report = verify(path.parent, [1])
+    assert not report.ok and "weights after 3 steps" in report.render()
+
+
+def test_a_method_of_that_name(tmp_path):
+    taken = STACK + "\n    def step_in_backward(self):\n        pass\n"
+    assert "has a `step_in_backward` of its own" in refused(tmp_path, taken, STEPPING, "SR305")
+
+
+def test_a_model_of_another_file(tmp_path):
+    torchs = MODEL.replace("m.Stack(8, depth=4)", "torch.nn.Sequential(m.Block(8), m.Block(8))")
+    text = refused(tmp_path, STACK, STEPPING.replace(MODEL, torchs), "SR305")
+    assert "not a class of this file" in text
+
+
+def test_twice(tmp_path):
+    text = refused(tmp_path, STACK, STEPPING + "    s.step_in_backward()\n", "SR305")
+    assert "already" in text
