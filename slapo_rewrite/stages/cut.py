@@ -101,10 +101,12 @@ def _tried(
         raise errors.CannotCut("rounds of a loop over layers may differ", at=at)
     by_name = cuts[0].target == "torch"
     places = [c.cause.at for c in cuts]
-    stages = Planner(program, trial.seen(program), model, places, by_name, sliced).stages()
+    stages = planned(trial, Planner(program, trial.seen(program), model, places, by_name, sliced))
+    if kept and any(program.pieces[n].layers for s in stages.stages for _, n in s.joined):
+        raise errors.CannotCut("what layers leave together may be longer", at=at)
+    trial.check_numbers(stages)
     texts = [forward_text(stages, stage, trial.depth) for stage in stages.stages]
     texts.append(loss_text(stages, trial.depth))
-    trial.check_stand_ins(stages)
     held = held_by(stages, model)
     paths = [[part.path for part in parts] for parts in held]
     trial.check([run(text, world) for text in texts], stages, paths)
@@ -126,6 +128,28 @@ def _tried(
         "shards.py" in files,
         has_function,
     )
+
+
+def planned(trial: Trial, planner: Planner) -> Stages:
+    """The stages, none of which works out again what depends on values that it has not.
+
+    Raises:
+        CannotCut: There is no other way to get there.
+    """
+    stages = planner.stages()
+    while (found := trial.read_for_content(stages)) is not None:
+        number, name = found
+        planner.once.add(number)
+        try:
+            stages = planner.stages()
+        except errors.CannotCut as error:
+            raise errors.CannotCut(
+                f"`{name}` is needed after the cut for what it holds, and does not get there",
+                at=planner.program.pieces[number].at,
+                also=[trial.cause],
+                hint="cut elsewhere, or bind what is made of it before the cut",
+            ) from error
+    return stages
 
 
 def check_attributes(model: Any, file: SourceFile) -> None:

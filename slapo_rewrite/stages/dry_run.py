@@ -20,8 +20,9 @@ from slapo_rewrite.errors import Span
 from slapo_rewrite.model import small_model
 from slapo_rewrite.stages.fewer_layers import Kept, is_short_of
 from slapo_rewrite.stages.program import ARGUMENT, Program, Version
-from slapo_rewrite.stages.stage_inputs import Like, Stages, ValueKind
+from slapo_rewrite.stages.stage_inputs import Stages
 from slapo_rewrite.stages.step_loss import step_loss
+from slapo_rewrite.stages.value_kinds import Like, ValueKind, described
 
 
 class Trial:
@@ -84,6 +85,7 @@ class Trial:
             torch.manual_seed(0)
             self.model = build(schedule, *args)
             self.inputs = apart(small_model.step_inputs(schedule, self.model))
+            self.more_inputs = apart(small_model.step_inputs(schedule, self.model, seed=8))
         self.pristine = copy.deepcopy(self.model)
         self.model.train()
         with self.seeded():
@@ -112,6 +114,7 @@ class Trial:
         """
         scene = {**self.world, "self": self.model, **self.inputs}
         found = {(n, ARGUMENT): described(scene.get(n)) for n in program.parameters}
+        names = {*program.parameters, *(n for piece in program.pieces for n in piece.binds)}
         with self.seeded():
             for number, piece in enumerate(program.pieces):
                 before = torch.get_rng_state()
@@ -128,14 +131,17 @@ class Trial:
                     ) from error
                 drawn = not torch.equal(before, torch.get_rng_state())
                 for name in piece.binds:
-                    found[name, number] = described(scene.get(name), drawn)
+                    (_, kind), *parts = described(scene.get(name), drawn).named(name)
+                    if names & {part for part, _ in parts}:  # one of its names is taken
+                        kind, parts = ValueKind("other", is_drawn=drawn), []
+                    found[name, number] = kind
+                    found.update({(part, number): each for part, each in parts})
         return found
 
-    def check_stand_ins(self, stages: Stages) -> None:
-        """What stands in for another value must be read for its shape alone.
+    def read_for_content(self, stages: Stages) -> tuple[int, str] | None:
+        """A statement that needs more than the shape of what another value stands in for.
 
-        Raises:
-            CannotCut: A statement gives something else where it is given other numbers.
+        It gives something else where it is given other numbers. The name is that of the value.
         """
         read: dict[int, set[tuple[str, Like]]] = {}
         for stage in [*stages.stages, stages.tail]:
@@ -156,13 +162,38 @@ class Trial:
                         exec(code, other)
                     same &= all(is_same(scene.get(n), other.get(n)) for n in piece.binds)
                 if not same:
-                    raise errors.CannotCut(
-                        f"`{name}` is needed after the cut for what it holds, and does not "
-                        "get there",
-                        at=piece.at,
-                        also=[self.cause],
-                        hint="cut elsewhere, or bind what is made of it before the cut",
-                    )
+                    return number, name
+        return None
+
+    def check_numbers(self, stages: Stages) -> None:
+        """Numbers that are sent as a shape must be the same for all data of one shape.
+
+        Raises:
+            CannotCut: One is another with other data and other weights.
+        """
+        program = stages.program
+        sent = {v: stages.seen[v] for stage in stages.stages for v in stage.given}
+        sent = {v: kind for v, kind in sent.items() if kind.kind == "shape"}
+        if not sent:
+            return
+        model = copy.deepcopy(self.pristine).train()
+        with self.seeded(), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * parameter.abs().mean())
+        scene = {**self.world, "self": model, **other_data(self.inputs, self.more_inputs)}
+        for number, piece in enumerate(program.pieces):
+            exec(compile(piece.source(self.depth), "<stage>", "exec"), scene)
+            for name in piece.binds:
+                for part, kind in described(scene.get(name)).named(name):
+                    if sent.get((part, number), kind).numbers != kind.numbers:
+                        raise errors.CannotCut(
+                            f"`{name}` is needed after the cut and cannot get there: it holds "
+                            "numbers that depend on data, and stages fix the sizes of what they "
+                            "send",
+                            at=piece.at,
+                            also=[self.cause],
+                            hint="cut where it is not needed any more, or make it of shapes",
+                        )
 
     def check(
         self,
@@ -315,15 +346,15 @@ def apart(inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def described(value: object, is_drawn: bool = False) -> ValueKind:
-    """What a value is."""
-    if not isinstance(value, Tensor):
-        return ValueKind("other", is_drawn=is_drawn)
-    like = (tuple(value.shape), value.dtype)
-    kind = "float" if value.is_floating_point() else "int"
-    return ValueKind(
-        "grad" if value.requires_grad else kind, like, not value.is_contiguous(), is_drawn
-    )
+def other_data(inputs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs of the same shapes that hold something else, and no padding."""
+    found = dict(inputs)
+    for name, value in inputs.items():
+        other = more.get(name)
+        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape:
+            is_mask = not value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
+            found[name] = torch.ones_like(value) if is_mask else other
+    return found
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:

@@ -28,17 +28,11 @@ from slapo_rewrite.stages.written_text import rewritten
 def forward_text(stages: Stages, stage: Stage, depth: Depth | None = None) -> str:
     """A stage's `forward`."""
     takes = [stages.spelled(v) for v in stage.given]
-    gives = ", ".join(stages.spelled(v) for v in stage.hands_on)
     argument, unpacked = arguments(takes, "inputs")
     if stages.by_name:
         argument, unpacked = named_arguments(takes, stages, stage), []
-    returned = ", ".join(
-        f"{stages.spelled(v)}.contiguous()"
-        if v in stages.scattered and v not in stage.given and stage is not stages.stages[-1]
-        else stages.spelled(v)
-        for v in stage.hands_on
-    )
-    body = [*unpacked, *stages.lines(stage, depth, gives), f"return {returned}"]
+    returned = stages.returned(stage)
+    body = [*unpacked, *stages.lines(stage, depth, returned), f"return {returned}"]
     return defined(f"def forward(self, {argument}):", body)
 
 
@@ -145,8 +139,7 @@ def _tensors(module: Any) -> set[int]:
 
 def _used(stages: Stages, number: int, model: Any) -> list[Held]:
     stage = stages.stages[number]
-    gives = ", ".join(stages.spelled(v) for v in stage.hands_on)
-    texts = stages.lines(stage, None, gives)
+    texts = stages.lines(stage, None, stages.returned(stage))
     if number + 1 == len(stages.stages):
         texts += [*stages.lines(stages.tail, None, stages.program.loss), stages.program.loss]
     found: dict[str, Held] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,38 +23,10 @@ from slapo_rewrite.stages.program import (
     Program,
     Version,
 )
+from slapo_rewrite.stages.value_kinds import Like, ValueKind
 from slapo_rewrite.stages.written_text import module_reads, respelled
 
-# Shape and type of a tensor.
-Like = tuple[tuple[int, ...], Any]
 LOSSES_OF_PARTS = ("vocab_parallel_cross_entropy", "vocab_parallel_criterion")
-
-
-@dataclass(frozen=True)
-class ValueKind:
-    """What a value was in a run.
-
-    Attributes:
-        kind: `grad` for a tensor that takes part in the backward pass, `float` and `int` for other
-            tensors, booleans among the latter; `other` for what is no tensor.
-        like: Shape and type of a tensor.
-        is_drawn: Whether random numbers were drawn for it, so that it is another one every time.
-        is_scattered: Whether a tensor does not lie in one piece of memory, so that it cannot be
-            sent as it is.
-    """
-
-    kind: str
-    like: Like | None = None
-    is_scattered: bool = False
-    is_drawn: bool = False
-
-    def is_like(self, other: ValueKind) -> bool:
-        """Whether two tensors are of one type and, but for the last axis, of one shape."""
-        if self.like is None or other.like is None:
-            return False
-        (shape, kind), (other_shape, other_kind) = self.like, other.like
-        same = len(shape) == len(other_shape) and shape[:-1] == other_shape[:-1]
-        return same and kind == other_kind
 
 
 @dataclass
@@ -72,16 +45,35 @@ class Stage:
             slice of it: its name, that of what it is made like, and of ids in its first axes.
         anew: What its layers make themselves: the value that the loop began with, by the one that
             earlier layers left.
+        joined: Values that it is given in parts, each with these.
     """
 
     pieces: list[int]
     given: list[Version]
     named: list[Version] = field(default_factory=list)
     anew: dict[Version, Version] = field(default_factory=dict)
+    joined: dict[Version, tuple[Version, ...]] = field(default_factory=dict)
     whole: tuple[str, Version, Version] | None = None
     hands_on: list[Version] = field(default_factory=list)
     standing_in: dict[tuple[int, str], str] = field(default_factory=dict)
     borrowed: dict[tuple[int, str], Like | None] = field(default_factory=dict)
+
+
+@dataclass
+class Brought:
+    """How a stage comes by values of earlier ones.
+
+    Attributes:
+        given: What it is given.
+        again: Numbers of the statements that it works out again.
+        anew: As in `Stage`.
+        joined: As in `Stage`.
+    """
+
+    given: dict[Version, None] = field(default_factory=dict)
+    again: set[int] = field(default_factory=set)
+    anew: dict[Version, Version] = field(default_factory=dict)
+    joined: dict[Version, tuple[Version, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -93,7 +85,7 @@ class Stages:
         stages: Those that run one after the other.
         tail: The statements that make the loss of what the last stage gives.
         labels: The arguments that the loss needs.
-        scattered: Values that do not lie in one piece of memory.
+        seen: What each value was in a run.
         by_name: Whether every stage is given the step's arguments by name. Only what takes part in
             the backward pass goes from stage to stage then.
         spelling: Values that are called otherwise than in the program.
@@ -103,7 +95,7 @@ class Stages:
     stages: list[Stage]
     tail: Stage
     labels: list[str]
-    scattered: set[Version]
+    seen: Mapping[Version, ValueKind]
     by_name: bool = False
     spelling: dict[Version, str] = field(default_factory=dict)
 
@@ -117,9 +109,39 @@ class Stages:
         order = [(name, ARGUMENT) for name in self.program.parameters]
         return {self.spelled(v): v[0] for v in order if v in taken}
 
+    def returned(self, stage: Stage) -> str:
+        """What a stage returns."""
+        gradients = [v for v in stage.hands_on if self.seen[v].kind == "grad"]
+        beside = self.spelled(gradients[0]) if gradients else ""
+        texts = []
+        for version in stage.hands_on:
+            seen, name = self.seen[version], self.spelled(version)
+            is_made = version not in stage.given and stage is not self.stages[-1]
+            is_copied = seen.is_scattered and is_made
+            texts.append(f"{name}.contiguous()" if is_copied else seen.sent(name, beside))
+        return ", ".join(texts)
+
+    def taken_apart(self, stage: Stage) -> list[Version]:
+        """The values of which a stage hands on the parts."""
+        wanted = {v for v in stage.hands_on if v not in stage.given}
+        found: list[Version] = []
+        for version, seen in reversed(list(self.seen.items())):
+            parts = {(name, version[1]) for name in seen.names(version[0])}
+            if parts & wanted:
+                wanted.add(version)
+                found.insert(0, version)
+        return found
+
     def lines(self, stage: Stage, depth: Depth | None = None, returned: str = "") -> list[str]:
         """The statements of a stage, without those whose results nothing reads."""
-        texts: list[str] = []
+        came = {
+            version: self.seen[version]
+            for version in [*stage.given, *stage.joined]
+            if self.seen[version].kind in ("shape", "several") and version[1] != ARGUMENT
+        }
+        texts = [kind.received(version[0]) for version, kind in came.items()]
+        if any(kind.kind == "shape" for kind in came.values()):
+            texts[0] = f"# Only tensors are sent, so numbers come as the shape of one.\n{texts[0]}"
         if stage.whole is not None:
             name, like, ids = stage.whole[0], *map(self.spelled, stage.whole[1:])
             texts.append(
@@ -139,6 +161,7 @@ class Stages:
                 else:
                     names[version[0]] = new
             texts.append(respelled(text, names) if names else text)
+        texts += [self.seen[whole].taken_apart(whole[0]) for whole in self.taken_apart(stage)]
         return without_idle(texts, returned)
 
 
@@ -152,6 +175,10 @@ class Planner:
         cuts: The schedule's lines, one for each cut.
         by_name: Whether every stage is given the step's arguments by name.
         sliced: What lets ranks hold slices of the values between layers.
+
+    Attributes:
+        once: Numbers of statements that no other stage is to work out again.
+        wholes: The value that another one is a part of.
     """
 
     def __init__(
@@ -165,6 +192,12 @@ class Planner:
     ) -> None:
         self.program, self.seen, self.model, self.cuts = program, seen, model, cuts
         self.by_name, self.sliced = by_name, sliced
+        self.once: set[int] = set()
+        self.wholes = {
+            (part, number): (name, number)
+            for (name, number), kind in seen.items()
+            for part in kind.names(name)
+        }
 
     def stages(self) -> Stages:
         """The stages.
@@ -204,10 +237,9 @@ class Planner:
             stage.hands_on = needed
             found.insert(0, stage)
             needed = stage.given
-        scattered = {version for version, seen in self.seen.items() if seen.is_scattered}
         # An engine wants labels also where the loss needs none of what the step is given.
         names = [name for name, _ in labels or [*found[0].given, *found[0].named][:1]]
-        stages = Stages(program, found, tail, names, scattered, self.by_name)
+        stages = Stages(program, found, tail, names, self.seen, self.by_name)
         while (clash := self.clash(stages)) is not None:
             if clash in stages.spelling:
                 raise self.cannot_be_told_apart(clash)
@@ -224,14 +256,14 @@ class Planner:
         """What a stage is given, and what it works out again."""
         pieces = self.program.pieces
         wanted = [v for n in own for v in pieces[n].reads] + list(handed_on)
-        given: dict[Version, None] = {}
-        again: set[int] = set()
-        anew: dict[Version, Version] = {}
+        brought = Brought()
         for version in wanted:
             if version[1] < start and (number or version[1] == ARGUMENT):
-                self.bring(version, number, given, again, anew, is_tail)
-        stage = Stage([*sorted(again), *own], [], anew=anew)
-        for piece in sorted(again):
+                self.bring(version, number, brought, is_tail)
+        given = brought.given
+        pieces_again = sorted(brought.again)
+        stage = Stage([*pieces_again, *own], [], anew=brought.anew, joined=brought.joined)
+        for piece in pieces_again:
             for version in pieces[piece].reads:
                 if not self.stays_behind(version, number) or version in given:
                     continue
@@ -250,56 +282,83 @@ class Planner:
         stage.standing_in = {k: new for k, new in stage.standing_in.items() if k[1] != new}
         return stage
 
-    def bring(
-        self,
-        version: Version,
-        stage: int,
-        given: dict[Version, None],
-        again: set[int],
-        anew: dict[Version, Version],
-        is_tail: bool,
-    ) -> None:
-        """Lets a stage have a value: from the stage before, or worked out again.
+    def bring(self, version: Version, stage: int, to: Brought, is_tail: bool) -> None:
+        """Lets a stage have a value: worked out again, or from the stage before.
 
         What is neither, and goes from layer to layer, begins anew: layers that make such a thing
         where they are not given it do so again. The trial shows whether that is what they do.
         """
-        name, number = version
-        seen = self.seen[version]
+        number, seen = version[1], self.seen[version]
         is_argument = number == ARGUMENT
         is_at_hand = self.by_name or seen.kind == "int" or not stage or is_tail
         if seen.kind == "grad" or (is_argument and is_at_hand):
-            given[version] = None
-        elif number in again:
-            pass
-        elif (
-            number != ARGUMENT
-            and not seen.is_drawn
-            and not self.trains(self.program.pieces[number])
-        ):
-            again.add(number)
-            for needed in self.program.pieces[number].reads:
-                if not self.stays_behind(needed, stage):
-                    self.bring(needed, stage, given, again, anew, is_tail)
-        elif seen.kind == "int" and not self.by_name:
-            given[version] = None
-        elif (first := self.before_layers(version)) is not None:
-            anew[version] = first
-            self.bring(first, stage, given, again, anew, is_tail)
+            to.given[version] = None
+            return
+        if number in to.again and version not in self.wholes:
+            return
+        refusal = None
+        if self.may_be_done_again(version):
+            before = copy.deepcopy(to)
+            to.again.add(number)
+            try:
+                for needed in self.program.pieces[number].reads:
+                    if not self.stays_behind(needed, stage):
+                        self.bring(needed, stage, to, is_tail)
+                return
+            except errors.CannotCut as error:
+                refusal = error
+                vars(to).update(vars(before))
+        if self.is_sendable(version):
+            self.send(version, to)
+        elif refusal is None and (first := self.before_layers(version)) is not None:
+            to.anew[version] = first
+            self.bring(first, stage, to, is_tail)
         else:
-            what = {"float": "a float without gradient", "int": "a tensor without gradient"}.get(
-                seen.kind, "no tensor"
-            )
-            at = self.program.pieces[number].at if number != ARGUMENT else None
-            also = [self.cuts[min(stage, len(self.cuts)) - 1]]
-            places = [p for p in (at, *also) if p]
-            raise errors.CannotCut(
-                f"`{name}` is needed after the cut and cannot get there: it is {what}, and "
-                "what it is made of has parameters or is no argument that can be sent",
-                at=places[0] if places else None,
-                also=places[1:],
-                hint="cut where it is not needed any more, or work it out inside the layers",
-            )
+            raise refusal or self.cannot_get_there(version, stage)
+
+    def may_be_done_again(self, version: Version) -> bool:
+        """Whether a statement may be there in several stages."""
+        number = version[1]
+        if number == ARGUMENT or version in self.wholes or number in self.once:
+            return False
+        return not self.seen[version].is_drawn and not self.trains(self.program.pieces[number])
+
+    def is_sendable(self, version: Version) -> bool:
+        """Whether a value can be sent: as it is, as the shape of a tensor, or in parts."""
+        name, number = version
+        seen = self.seen[version]
+        if number == ARGUMENT or not seen.parts:
+            kinds = ("grad", "float", "shape") if self.by_name else ("grad", "int")
+            return number != ARGUMENT and seen.kind in kinds
+        return all(self.is_sendable((part, number)) for part in seen.names(name))
+
+    def send(self, version: Version, to: Brought) -> None:
+        """Lets a stage have a value that can be sent from the stage before."""
+        name, number = version
+        parts = tuple((part, number) for part in self.seen[version].names(name))
+        for part in parts:
+            self.send(part, to)
+        if parts:
+            to.joined[version] = parts
+        else:
+            to.given[version] = None
+
+    def cannot_get_there(self, version: Version, stage: int) -> errors.CannotCut:
+        """The error for a value that a stage needs."""
+        name, number = version
+        what = {"float": "a float without gradient", "int": "a tensor without gradient"}.get(
+            self.seen[version].kind, "no tensor"
+        )
+        at = self.program.pieces[number].at if number != ARGUMENT else None
+        also = [self.cuts[min(stage, len(self.cuts)) - 1]]
+        places = [p for p in (at, *also) if p]
+        return errors.CannotCut(
+            f"`{name}` is needed after the cut and cannot get there: it is {what}, and "
+            "what it is made of has parameters or is no argument that can be sent",
+            at=places[0] if places else None,
+            also=places[1:],
+            hint="cut where it is not needed any more, or work it out inside the layers",
+        )
 
     def stays_behind(self, version: Version, stage: int) -> bool:
         """Whether a value gets to a stage at most by its shape, where it is worked on again."""
@@ -400,6 +459,7 @@ class Planner:
                 if name in has:
                     return self.renamed(version, has[name])
                 has[name] = version
+            has.update({version[0]: version for version in stage.joined})
             for number in stage.pieces:
                 piece = self.program.pieces[number]
                 for read in piece.reads:
@@ -410,6 +470,10 @@ class Planner:
                     if has.get(name) != version:
                         return self.renamed(version, has.get(name))
                 has.update({name: (name, number) for name in piece.binds})
+            for whole in stages.taken_apart(stage):
+                if has.get(whole[0]) != whole:
+                    return self.renamed(whole, has.get(whole[0]))
+                has.update({part: (part, whole[1]) for part in self.seen[whole].names(whole[0])})
             for version in stage.hands_on:
                 name = stages.spelled(version)
                 if has.get(name) != version:

@@ -31,22 +31,34 @@ MICRO_BATCHES, STEPS = 4, 5
 SHORT = 3  # at this step sequences are shorter
 
 
-# The gradient that its second stage gives back does not lie in one piece of memory.
+# The gradient that its second stage gives back does not lie in one piece of memory. Beside what is
+# trained it needs numbers, other ones for another length, and a tensor without gradient.
 TURNED = """\
 from torch import nn
 from torch.nn import functional as F
 
 
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x, (x.shape[1] // 2, 2), [x.detach().cos()]
+
+
 class Turned(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first = nn.Linear(4, 6)
+        self.first = First()
         self.last = nn.Linear(6, 1)
 
     def forward(self, x, y):
-        x = self.first(x)
+        x, size, cosines = self.first(x)
         x = x.transpose(1, 2).cumsum(-1) / 16
-        x = self.last(x.transpose(1, 2))
+        x = x.transpose(1, 2).unflatten(1, size).flip(2).flatten(1, 2)
+        x = self.last(x * cosines[0])
         return F.mse_loss(x, y)
 """
 TURNED_SCHEDULE = """\

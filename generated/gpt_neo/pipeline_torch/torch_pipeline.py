@@ -181,18 +181,42 @@ def own_numbers(mesh: DeviceMesh, count: int) -> range:
     return range(mesh.get_local_rank("pp"), count, ranks)
 
 
-def with_sendable_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
-    """Makes the gradients of what a stage is given lie in one piece of memory.
+class _SendableGradients(torch.autograd.Function):
+    """Gives each tensor its gradient in one piece of memory; zeros where it has none."""
 
-    Torch sends them to the stage before, and sends no others.
+    @staticmethod
+    def forward(_: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.contiguous() for gradient in gradients)
+
+
+def with_sendable_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
+    """Lets what a stage is given have gradients that torch sends to the stage before.
+
+    It sends no others, and some versions wait for all of them.
     """
-    views = []
-    for tensor in given:
-        if tensor.requires_grad:
-            tensor = tensor.view_as(tensor)  # torch uses the tensor itself again
-            tensor.register_hook(Tensor.contiguous)
-        views.append(tensor)
-    return tuple(views)
+    return _SendableGradients.apply(*given) if given else None  # type: ignore[no-untyped-call]
+
+
+class SameSizes:
+    """Refuses outputs in other sizes than a stage's first: the next one waits for these."""
+
+    def __init__(self) -> None:
+        self.sizes: list[torch.Size] = []
+
+    def __call__(self, module: nn.Module, given: object, outputs: Any) -> None:
+        """Is called with what a stage was given, and what it hands on."""
+        several = outputs if isinstance(outputs, tuple) else (outputs,)
+        sizes = [tensor.shape for tensor in several]
+        self.sizes = self.sizes or sizes
+        if sizes != self.sizes:
+            raise ValueError(
+                f"`{type(module).__name__}` hands on tensors of {sizes}, and of {self.sizes} at "
+                "first: sizes that depend on what a batch holds cannot be sent"
+            )
 
 
 def spare_buffers(module: nn.Module) -> None:
@@ -258,6 +282,7 @@ class Schedule:
         self.shared, self.options = shared, options
         self.made_for: Any = None
         self.schedule: Any = None
+        self.hooks: list[Any] = []
 
     def step(self, **batch: Any) -> list[Tensor]:
         """Adds the gradients of the mean of all micro-batches' losses.
@@ -328,8 +353,15 @@ class Schedule:
             loss_fn=None if target is None else self.loss,
             **self.options,
         )
+        for hook in self.hooks:
+            hook.remove()
         for stage in stages:
             spare_buffers(unwrapped(stage))
+        self.hooks = [
+            unwrapped(stage).register_forward_hook(SameSizes())
+            for stage in stages
+            if not stage.is_last
+        ]
         self.made_for = trains, sizes
         return self.schedule
 

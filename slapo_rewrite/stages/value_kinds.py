@@ -1,0 +1,106 @@
+"""What the values of a `forward` are, and how those that are no tensors get to the next stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Shape and type of a tensor.
+Like = tuple[tuple[int, ...], Any]
+# Numbers go as the shape of a tensor, which takes this much memory at most in the small model.
+LARGEST_SHAPE = 1 << 16
+
+
+@dataclass(frozen=True)
+class ValueKind:
+    """What a value was in a run.
+
+    Attributes:
+        kind: `grad` for a tensor that takes part in the backward pass, `float` and `int` for other
+            tensors, booleans among the latter; `shape` for a number or two that may be a shape;
+            `several` for a tuple or list of all these; `other` for what else there is.
+        like: Shape and type of a tensor.
+        is_scattered: Whether a tensor does not lie in one piece of memory, so that it cannot be
+            sent as it is.
+        is_drawn: Whether random numbers were drawn for it, so that it is another one every time.
+        numbers: Those that may be a shape.
+        parts: The elements of several.
+        made_by: The type of several values, or of numbers.
+    """
+
+    kind: str
+    like: Like | None = None
+    is_scattered: bool = False
+    is_drawn: bool = False
+    numbers: tuple[int, ...] = ()
+    parts: tuple[ValueKind, ...] = ()
+    made_by: type | None = None
+
+    def is_like(self, other: ValueKind) -> bool:
+        """Whether two tensors are of one type and, but for the last axis, of one shape."""
+        if self.like is None or other.like is None:
+            return False
+        (shape, kind), (other_shape, other_kind) = self.like, other.like
+        same = len(shape) == len(other_shape) and shape[:-1] == other_shape[:-1]
+        return same and kind == other_kind
+
+    def named(self, name: str) -> Iterator[tuple[str, ValueKind]]:
+        """The value and its parts, each with a name."""
+        yield name, self
+        for part, kind in zip(self.names(name), self.parts, strict=True):
+            yield from kind.named(part)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """What the parts of a value of this name are called."""
+        return tuple(f"{name}_{number}" for number in range(len(self.parts)))
+
+    def taken_apart(self, name: str) -> str:
+        """Gives each part of a value its name; fails where it has more parts, or fewer."""
+        return f"{self.listed(name)} = {name}"
+
+    def listed(self, name: str) -> str:
+        """The names of the parts, one after the other."""
+        return ", ".join(self.names(name)) + ("," if len(self.parts) == 1 else "")
+
+    def sent(self, name: str, beside: str) -> str:
+        """What is sent for a value; numbers go in the shape of a tensor like the one beside."""
+        return f"{beside}.new_zeros({name})" if self.kind == "shape" else name
+
+    def received(self, name: str) -> str:
+        """Makes a value of what was received for it, or of its parts."""
+        if self.kind == "several":
+            if self.made_by is list:
+                return f"{name} = [{', '.join(self.names(name))}]"
+            return f"{name} = ({self.listed(name)})"
+        shape = f"{name}.shape"
+        return f"{name} = " + {
+            int: f"{shape}[0]",
+            list: f"list({shape})",
+            tuple: f"tuple({shape})",
+        }.get(self.made_by or tuple, shape)
+
+
+def described(value: object, is_drawn: bool = False) -> ValueKind:
+    """What a value is."""
+    if isinstance(value, Tensor):
+        like = (tuple(value.shape), value.dtype)
+        kind = "float" if value.is_floating_point() else "int"
+        kind = "grad" if value.requires_grad else kind
+        return ValueKind(kind, like, not value.is_contiguous(), is_drawn)
+    made_by = type(value)
+    elements: tuple[Any, ...] = (value,) if made_by is int else ()
+    if isinstance(value, tuple | list) and made_by in (tuple, list, torch.Size):
+        elements = tuple(value)
+    if 1 <= len(elements) <= 2 and all(type(e) is int and e > 0 for e in elements):
+        if math.prod(elements) <= LARGEST_SHAPE:
+            return ValueKind("shape", is_drawn=is_drawn, numbers=elements, made_by=made_by)
+    elif elements and made_by in (tuple, list):
+        parts = tuple(described(element, is_drawn) for element in elements)
+        if all(part.kind != "other" for part in parts):
+            return ValueKind("several", is_drawn=is_drawn, parts=parts, made_by=made_by)
+    return ValueKind("other", is_drawn=is_drawn)
