@@ -21,6 +21,7 @@ from typing import Any
 from benchmark import report
 from slapo_rewrite.model.costs import Cost
 from slapo_rewrite.simulate.balance import stage_ends
+from slapo_rewrite.simulate.hardware import hardware
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.pipeline import Stage, Step, simulate
 from slapo_rewrite.simulate.stage_costs import (
@@ -48,7 +49,7 @@ LATENCY = 30e-6
 NVLINK = {"V100": Link(LATENCY, 130e9), "A100": Link(LATENCY, 230e9)}
 
 # What the large table takes for granted: an H200 in machines of eight.
-H200 = Device()
+H200 = hardware("h200").device
 CAPACITY = 130e9
 WITHIN, BETWEEN = Link(20e-6, 370e9), Link(20e-6, 45e9)
 IN_MACHINE = 8

@@ -569,6 +569,112 @@ def _tune(arguments: list[str]) -> int:
     return _replay(options) if options.replay is not None else _search(options)
 
 
+def _plan(arguments: list[str]) -> int:
+    parser = _Parser(
+        "plan",
+        "Predict the best ways to train a model on so many GPUs: time and memory, no GPU needed.",
+        "slapo-rewrite plan transformers.models.llama.modeling_llama --schedule llama "
+        "--gpus 64 --gpu h100 --batch 256 --sequence 4096",
+        "what is varied: tensor and data parallelism, micro-batches, the stage of ZeRO, and the "
+        "knobs\n`sequence_parallel`, `pipeline_stages`, `ckpt_ratio` and `fuse`, as far as the "
+        "schedule has them.",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="a Python file or an importable module")
+    parser.add_argument(
+        "--schedule", "-s", required=True, metavar="S",
+        help="a file, the name of a bundled one, or auto",
+    )  # fmt: skip
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="how many there are")
+    parser.add_argument(
+        "--gpu", default="h100", metavar="NAME",
+        help="what they are: v100, a100, h100 (default), h200, b200",
+    )  # fmt: skip
+    parser.add_argument("--batch", type=int, required=True, metavar="B", help="rows of a step")
+    parser.add_argument(
+        "--sequence", type=int, metavar="L",
+        help="tokens of a row (default: what the schedule's inputs give)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="what a rank may hold, 70GiB say (default: all)"
+    )
+    parser.add_argument(
+        "--nodes-of", type=int, default=8, metavar="N", help="GPUs of a node (default: 8)"
+    )
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), help="default: bf16, on v100 fp16"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="K=V", help="fix a knob (repeatable)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="OUT",
+        help="a folder for the rewritten model, deepspeed.json, launch.sh and plan.json",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw time against memory (.png, .svg)"
+    )
+    options = parser.parse_args(arguments)
+    _check_planning(options)
+    if _is_auto(options.schedule):
+        options.write_schedule = None
+        _work_out(options)
+    from slapo_rewrite.plan.planning import Wanted, memory_size, plan, unknown_gpu
+    from slapo_rewrite.simulate.hardware import hardware, known_gpus
+
+    if options.gpu not in known_gpus():
+        raise unknown_gpu(options.gpu, known_gpus())
+    gpu = hardware(options.gpu)
+    memory = memory_size(options.memory) if options.memory else gpu.memory
+    wanted = Wanted(
+        options.source,
+        options.schedule,
+        options.set,
+        options.gpus,
+        gpu,
+        memory,
+        options.batch,
+        options.sequence,
+        options.nodes_of,
+        options.precision or gpu.precision,
+    )
+    with _working(f"planning {options.source}") as progress:
+        planned = plan(wanted, progress)
+    if options.plot is not None:
+        from slapo_rewrite.plan.pareto_plot import draw
+
+        draw(planned, options.plot)
+    from slapo_rewrite.plan.plan_table import rendered
+
+    print(planned.as_json() if options.json else rendered(planned))
+    if options.output is not None:
+        from slapo_rewrite.plan.plan_files import write_plan
+
+        with _working(f"rewriting {options.source}"):
+            names = write_plan(planned, options.output)
+        _say(f"wrote {options.output}: {', '.join(names)}")
+    return DONE
+
+
+def _check_planning(options: argparse.Namespace) -> None:
+    """Refuses numbers that cannot be, and what is not installed."""
+    for name in ("gpus", "batch", "sequence", "nodes_of"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise errors.UsageError(f"--{name.replace('_', '-')} is at least 1")
+    if options.plot is None:
+        return
+    if options.plot.suffix not in (".png", ".svg"):
+        raise errors.UsageError("`--plot` writes .png or .svg files")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise errors.MissingPackage(
+            f"`--plot` needs `{error.name}`, which is not installed",
+            hint="pip install 'slapo-rewrite[tune]'",
+        ) from None
+
+
 def _check_tuning(options: argparse.Namespace) -> None:
     """Refuses what does not go together, or is out of range."""
     if not 0 < options.confidence < 1:
@@ -683,5 +789,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "tree": _tree,
     "verify": _verify,
     "primitives": _primitives,
+    "plan": _plan,
     "tune": _tune,
 }

@@ -326,6 +326,12 @@ class OtherTrials(RewriteError):
     code = "SR604"
 
 
+class NothingFits(RewriteError):
+    """No way to train a model on these GPUs fits their memory."""
+
+    code = "SR605"
+
+
 def nearest(asked: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The names in `known` most like `asked`, best first."""
     names = sorted(set(known))

@@ -17,7 +17,7 @@ PACKAGE = Path(slapo_rewrite.__file__).parent
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"auto", "tune"},
+    {"auto", "plan", "tune"},
     {"verify", "emit"},
     {"stages"},
     {"schedule"},
@@ -35,7 +35,7 @@ LAYERS = (
     {"errors"},
     {"runtime"},
 )
-MAY_IMPORT_TORCH = {"auto", "model", "sharding", "stages", "verify", "tune", "runtime"}
+MAY_IMPORT_TORCH = {"auto", "model", "sharding", "stages", "verify", "tune", "plan", "runtime"}
 HEAVY = {"torch", "transformers"}
 
 

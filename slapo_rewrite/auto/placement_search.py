@@ -20,13 +20,11 @@ from torch import nn
 from slapo_rewrite.auto.flow import Flow, components, is_column, is_row, pattern_of
 from slapo_rewrite.auto.oracle import Oracle
 from slapo_rewrite.model.layers import Split, splits_of
-from slapo_rewrite.simulate.links import Link
-from slapo_rewrite.simulate.stage_costs import Device
+from slapo_rewrite.simulate.hardware import hardware
 
-# What is assumed: ranks that share a layer, what connects them, and tokens in a micro-batch.
+# What is assumed: ranks that share a layer, on which GPUs, and tokens in a micro-batch.
 RANKS = 8
-LINK = Link(latency=10e-6, bandwidth=300e9)
-DEVICE = Device()
+ON = hardware("h200")
 TOKENS = 8192
 # Bytes that the optimizer reads and writes for each parameter in a step: Adam in mixed precision.
 TOUCHED = 32
@@ -239,7 +237,7 @@ class Search:
     def _reduced(self, pattern: str, width: int) -> float:
         """Seconds that sums of rows of a width take, one for each module of a pattern."""
         count = len(self.modules[pattern])
-        return count * LINK.all_reduce(2 * self._rows(pattern) / count * width, RANKS)
+        return count * ON.inside.all_reduce(2 * self._rows(pattern) / count * width, RANKS)
 
     def _rows(self, pattern: str) -> float:
         """Rows that all modules of a pattern are given in a step."""
@@ -259,7 +257,7 @@ class Search:
         weights = self._size([pattern])
         each = weights / len(self.modules[pattern])
         flops = 6 * each * self._rows(pattern) if pattern in self.flow.layers else 0.0
-        seconds = flops / DEVICE.flops + weights * TOUCHED / DEVICE.bandwidth
+        seconds = flops / ON.device.flops + weights * TOUCHED / ON.device.bandwidth
         return seconds * (1 - 1 / RANKS)
 
     def _freed(self, patterns: Iterable[str]) -> float:

@@ -218,6 +218,7 @@ def rewrite(
     single_file: bool = False,
     further: Sequence[str] = (),
     support: str | None = None,
+    rehearses: bool = True,
 ) -> Output:
     """Carries out a schedule on a source file; writes nothing.
 
@@ -228,6 +229,7 @@ def rewrite(
         single_file: Put the helpers into the model file, instead of a package around it.
         further: Names of helpers to be added that are left out otherwise.
         support: The name of the folder beside the output that is to hold its helpers.
+        rehearses: Whether a small model of the output is run against the original's.
 
     Raises:
         RewriteError: Something in the source, the schedule or the knobs is wrong.
@@ -237,7 +239,7 @@ def rewrite(
     original = project.module
     try:
         with project.placed("schedule"):
-            return carry_out(project, settings, single_file, optional, original, support)
+            return carry_out(project, settings, single_file, optional, original, support, rehearses)
     finally:
         # While the schedule changed the source, its name stood for what it was changed to.
         sys.modules[project.original.name] = original
@@ -251,6 +253,7 @@ def carry_out(
     optional: Mapping[str, set[str]],
     original: types.ModuleType,
     support: str | None,
+    rehearses: bool = True,
 ) -> Output:
     """Carries out the schedule of a project, as `rewrite` does.
 
@@ -261,6 +264,7 @@ def carry_out(
         optional: Further helpers, by the module that has them.
         original: The module of the source as it was before the schedule ran.
         support: The name of the folder beside the output that is to hold its helpers.
+        rehearses: Whether a small model of the output is run against the original's.
     """
     with project.timed("rewrite"):
         knobs = project.schedule.settings(settings)
@@ -381,7 +385,7 @@ def carry_out(
         built = emitted.tree(project.schedule.module.model, 2 if is_split else 1)
         copies.check_built(built, project.tree, project.changes)
         check_parts(emitted, built, project.tree, plan.states, project.sources)
-        if sizes:
+        if sizes and rehearses:
             with project.timed("rehearse"):
                 rehearsed(project, original, plan, emitted, sizes)
     left = not_run(project.schedule.module, project.module, project.tree.root.live, plan.shares)

@@ -21,9 +21,9 @@ from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.tree import is_container
 
 # What gives a view without saying so, or memory that nothing has been written to yet.
-_FREE = {"aten::_unsafe_view", "aten::empty", "aten::empty_like"}
+FREE = {"aten::_unsafe_view", "aten::empty", "aten::empty_like"}
 # What reads no more than it gives.
-_PICKING = {"aten::embedding", "aten::gather", "aten::index_select"}
+PICKING = {"aten::embedding", "aten::gather", "aten::index_select"}
 
 
 @dataclass
@@ -128,7 +128,7 @@ def costs_of(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) 
 
 def _run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), dict(inputs))
-    with _OnMeta():
+    with OnMeta():
         model(**on_meta)
 
 
@@ -181,12 +181,12 @@ class _Counter(TorchDispatchMode):
         cost.parameters |= dict(
             self._parameters[_storage(x)] for x in read if _storage(x) in self._parameters
         )
-        count_flops = flop_registry.get(func._overloadpacket)
-        if count_flops is not None:
-            cost.flops += count_flops(*args, **(kwargs or {}), out_val=results)
-        elif not func.is_view and name not in _FREE:
+        flops = flops_of(func, args, kwargs or {}, results)
+        if flops is not None:
+            cost.flops += flops
+        elif not func.is_view and name not in FREE:
             written = _tensors(results)
-            self._moved[self._now] += written + (written if name in _PICKING else read)
+            self._moved[self._now] += written + (written if name in PICKING else read)
         return results
 
     def costs(self) -> list[Cost]:
@@ -204,6 +204,20 @@ class _Counter(TorchDispatchMode):
             cost.moved_whole = _size(whole(self._moved[number]))
             cost.held_whole = _size(whole(self._held[number]))
         return self._costs
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, results: Any) -> float | None:
+    """Of a matrix product, or of attention; None for any other operator."""
+    name = func._schema.name
+    if "scaled_dot_product" in name:
+        is_backward = name.endswith("_backward")
+        query, key, value = args[1:4] if is_backward else args[:3]
+        scores = query.shape[:-1].numel() * key.shape[-2]  # fewer keys' heads are read by several
+        # Back: the scores again, and two products for each of the two that there were.
+        width, again = query.shape[-1], value.shape[-1]
+        return float(2 * scores * ((3 * width + 2 * again) if is_backward else width + again))
+    count = flop_registry.get(func._overloadpacket)
+    return None if count is None else float(count(*args, **kwargs, out_val=results))
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -225,15 +239,22 @@ def _size(tensors: list[Tensor]) -> int:
     return sum(x.nbytes for x in tensors)
 
 
-class _OnMeta(TorchFunctionMode):
-    """Answers what asks for values, and makes one operator of what is one on a GPU."""
+class OnMeta(TorchFunctionMode):
+    """Answers what asks for values, and makes one operator of what is one on a GPU.
+
+    Args:
+        is_gpu: Whether it is a GPU that the step is to run on; a CPU has other operators.
+    """
+
+    def __init__(self, is_gpu: bool = True) -> None:
+        self.instead = ON_GPU if is_gpu else ON_CPU
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = with_values(func, args, kwargs or {})
         if (answer := answer_to(func, args)) is not None:
             return answer
-        if func in _ON_GPU:
-            return _ON_GPU[func](*args, **kwargs)
+        if func in self.instead:
+            return self.instead[func](*args, **kwargs)
         return carry_out(func, args, kwargs)
 
 
@@ -251,16 +272,46 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if enable_gqa:
+    if attn_mask is None:
+        result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+        return result
+    if enable_gqa:  # flash attention alone reads a key for several queries, and takes no mask
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
-    result: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+    result = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
     )[0]
     return result
 
 
-_ON_GPU: dict[Any, Callable[..., Any]] = {
+def _attention_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    needs_gradient = attn_mask is not None and attn_mask.requires_grad
+    if dropout_p or needs_gradient:  # its kernel has neither
+        result: Tensor = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return result
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, 1)
+    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+    return result
+
+
+ON_GPU: dict[Any, Callable[..., Any]] = {
     functional.dropout: _dropout,
     functional.scaled_dot_product_attention: _attention,
 }
+ON_CPU: dict[Any, Callable[..., Any]] = {functional.scaled_dot_product_attention: _attention_on_cpu}

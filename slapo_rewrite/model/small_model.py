@@ -66,7 +66,7 @@ _INNER = (
     "inner_dim",
     "dense_ffn_hidden_size",
 )
-_POSITIONS = (
+POSITIONS = (
     "max_position_embeddings",
     "original_max_position_embeddings",
     "n_positions",
@@ -260,7 +260,7 @@ def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]])
             _shrink(value, depth, layers)
         elif name in sizes:
             setattr(config, own, sizes[name])
-        elif name in _POSITIONS and name in numbers:
+        elif name in POSITIONS and name in numbers:
             setattr(config, own, min(value, 64))
         elif name in _AT_MOST and name in numbers:
             setattr(config, own, min(value, _AT_MOST[name]))

@@ -13,7 +13,8 @@ from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Example, Refusal, signature_of
 from slapo_rewrite.primitives.cut_pipeline_stage import MODEL, STACK, CutPipelineStage
 from slapo_rewrite.simulate.balance import stage_ends
-from slapo_rewrite.simulate.stage_costs import Device, step_seconds
+from slapo_rewrite.simulate.hardware import hardware
+from slapo_rewrite.simulate.stage_costs import step_seconds
 
 MEASURES = ("cost", "layers", "parameters")
 
@@ -29,7 +30,7 @@ class CutEvenly(CutPipelineStage):
 
     With `by="cost"` it is the time of the slowest stage that is as small as it can be, forward and
     backward, as predicted for the arguments that the schedule's `inputs` give, on one GPU of the
-    sort that `simulate.stages.Device` describes. A table that is looked up costs next to nothing
+    sort that `simulate/hardware.toml` calls h200. A table that is looked up costs next to nothing
     then, and a head much: it can have a stage for itself, behind the last layer.
 
     `target` says what runs the stages: `"deepspeed"`, or `"torch"`, its `distributed.pipelining`.
@@ -222,7 +223,7 @@ def timed(call: Call, layers: list[Node]) -> tuple[list[Node], list[float]]:
     try:
         inputs = training_inputs(call.schedule, model)
         paths = elements_of(model, inputs)
-        seconds = step_seconds(costs_of(model, inputs, paths), Device())
+        seconds = step_seconds(costs_of(model, inputs, paths), hardware("h200").device)
     except Exception as error:  # the model's own code, and the schedule's
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise errors.Unsupported(

@@ -7,24 +7,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from slapo_rewrite.simulate.hardware import Device
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.pipeline import Bytes, Stage, Tie
 
 if TYPE_CHECKING:
     from slapo_rewrite.model.costs import Cost
-
-
-@dataclass(frozen=True)
-class Device:
-    """What one GPU does, as a model's operators get it: by default an H200 in bfloat16.
-
-    Attributes:
-        flops: Of matrix products, a second.
-        bandwidth: Bytes of memory read or written, a second.
-    """
-
-    flops: float = 700e12
-    bandwidth: float = 4.3e12
 
 
 @dataclass(frozen=True)

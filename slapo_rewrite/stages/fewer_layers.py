@@ -42,7 +42,7 @@ def kept_layers(tree: Tree, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
             above, _, name = cut.path.rpartition(".")
             if above in paths:
                 ends.add(int(name) + 1)
-        kinds = list(zip(*map(_kinds, lists), strict=True))
+        kinds = list(zip(*map(kinds_of, lists), strict=True))
         kept: set[int] = set()
         for first, stop in pairwise(sorted(ends)):
             of_each = {kinds[number]: number for number in reversed(range(first, stop))}
@@ -77,7 +77,7 @@ def is_uniform(program: Program) -> bool:
     return True
 
 
-def _kinds(node: Node) -> list[Any]:
+def kinds_of(node: Node) -> list[Any]:
     """Of each element: what it is, and its plain attributes but for those that are its number."""
     found = [
         {

@@ -7,7 +7,8 @@ import pytest
 from slapo_rewrite.emit.rewrite import Project
 from slapo_rewrite.model.costs import costs_of, elements_of
 from slapo_rewrite.model.small_model import training_inputs
-from slapo_rewrite.simulate.stage_costs import Device, step_seconds
+from slapo_rewrite.simulate.hardware import hardware
+from slapo_rewrite.simulate.stage_costs import step_seconds
 from tests.rewriting import refused, rewritten
 
 SCHEDULE = """\
@@ -26,7 +27,7 @@ def test_no_cut_between_layers_is_faster_than_the_one_by_cost(name, stages, tmp_
     model = project.tree.root.live
     inputs = training_inputs(project.schedule.module, model)
     paths = elements_of(model, inputs)
-    seconds = step_seconds(costs_of(model, inputs, paths), Device())
+    seconds = step_seconds(costs_of(model, inputs, paths), hardware("h200").device)
     ends, dearest = {}, {}
     for by in ("cost", "layers", "parameters"):
         states = project.plan({"by": by, "stages": stages}).states

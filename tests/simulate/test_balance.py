@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slapo_rewrite.simulate.balance import stage_ends
-from slapo_rewrite.simulate.stage_costs import Device, step_seconds
+from slapo_rewrite.simulate.hardware import hardware
+from slapo_rewrite.simulate.stage_costs import step_seconds
 from tests.simulate.shapes import SHAPES
 
 
@@ -67,7 +68,7 @@ def test_no_worse_than_deepspeed(name):
         warnings.simplefilter("ignore")  # its imports use what torch will take away
         from deepspeed.runtime.utils import partition_balanced, partition_uniform
     costs = SHAPES[name].costs()
-    seconds = step_seconds(costs, Device())
+    seconds = step_seconds(costs, hardware("h200").device)
     parameters = [sum(cost.parameters.values()) for cost in costs]
     for n in (2, 3, 4, 8):
         dearest = max(sums(seconds, stage_ends(seconds, n)))

@@ -1,0 +1,307 @@
+"""Ways to train a model on so many GPUs, and what each is predicted to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
+
+from slapo_rewrite.plan.folded_model import Counted
+from slapo_rewrite.plan.memory import Runs, Unfolded, in_runs, most_held
+from slapo_rewrite.plan.step_profile import Part
+from slapo_rewrite.plan.training_state import States, states
+from slapo_rewrite.simulate.balance import stage_ends
+from slapo_rewrite.simulate.hardware import Hardware
+from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches, pipelined_seconds
+from slapo_rewrite.simulate.pipeline import Stage
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train.
+
+    Attributes:
+        tensor: Ranks that share each layer.
+        pipeline: Stages.
+        data: Replicas.
+        rows: Rows of a micro-batch.
+        micro_batches: Micro-batches of a replica's step.
+        recomputed: The share of the layers that are.
+        zero: The stage of ZeRO.
+        sequence_parallel: Whether slices of the sequence stand between split layers.
+        fused: Whether kernels are fused.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    rows: int = 1
+    micro_batches: int = 1
+    recomputed: float = 0.0
+    zero: int = 0
+    sequence_parallel: bool = False
+    fused: bool = False
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a way takes.
+
+    Attributes:
+        way: The way.
+        seconds: A step.
+        memory: Bytes that the fullest rank holds at most.
+        states: Bytes of these for parameters, gradients and the optimizer.
+        bubble: The share of the step in which ranks wait for others of their pipeline.
+        shares: The share of the step that each kind of work takes on the slowest stage.
+    """
+
+    way: Way
+    seconds: float
+    memory: float
+    states: float
+    bubble: float
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def bound(self) -> str:
+        """What takes most of the step."""
+        return max(self.shares, key=lambda kind: self.shares[kind])
+
+    def as_json(self) -> dict[str, object]:
+        """As plain values."""
+        return {
+            **asdict(self.way),
+            "seconds": self.seconds,
+            "memory_bytes": round(self.memory),
+            "state_bytes": round(self.states),
+            "bubble": round(self.bubble, 4),
+            "bound_by": self.bound,
+            "shares": {kind: round(share, 4) for kind, share in self.shares.items()},
+        }
+
+
+COMPUTE, TRAFFIC, TENSOR = "compute", "memory traffic", "tensor-parallel communication"
+BUBBLE, REPLICAS, SENDS, STEP = "bubble", "gradient all-reduce", "stage transfers", "optimizer"
+
+
+class Predictor:
+    """Predicts what ways of one rewrite on so many ranks take.
+
+    Args:
+        counted: What was counted without recomputation and, if it can be, with all of it.
+        hardware: The GPUs.
+        precision: What is trained in.
+        node: How many GPUs a node has.
+        cut_sizes: What stages are made even by: a size for each layer.
+    """
+
+    def __init__(
+        self,
+        counted: tuple[Counted, Counted | None],
+        hardware: Hardware,
+        precision: str,
+        node: int,
+        cut_sizes: Sequence[float],
+    ) -> None:
+        self.unfolded = Unfolded(*counted)
+        self.plain = counted[0]
+        self.hardware, self.precision, self.node = hardware, precision, node
+        self.cut_sizes = cut_sizes
+        self._stages = cache(self._cut)
+        self._times = cache(self._part_seconds)
+
+    def predicted(self, way: Way) -> Predicted:
+        """What a way takes."""
+        link = self._link(way.tensor, 1)
+        parts, stages = self._stages(way.pipeline, way.recomputed), []
+        kept = states(self.precision, way.zero, way.data)
+        memory = state_bytes = 0.0
+        works: list[dict[str, float]] = []
+        for number, (runs, sent, parameters) in enumerate(parts):
+            work = dict.fromkeys((COMPUTE, TRAFFIC, TENSOR), 0.0)
+            forward = backward = 0.0
+            for piece, times in runs:
+                for part, is_forward in ((piece.forward, True), (piece.backward, False)):
+                    took = self._times(part, way.rows, link, way.tensor)
+                    for kind, value in zip(work, took, strict=True):
+                        work[kind] += times * value
+                    if is_forward:
+                        forward += times * sum(took)
+                    else:
+                        backward += times * sum(took)
+            if way.zero == 3:  # parameters are gathered for both passes, layer by layer
+                link_to_all = self._link(way.data, way.tensor * way.pipeline)
+                layers = sum(times for piece, times in runs if piece.is_layer)
+                gathered = link_to_all.all_gather(parameters * self._width, way.data)
+                gathered += layers * link_to_all.latency
+                forward, backward = max(forward, gathered), max(backward, gathered)
+            works.append(work)
+            stages.append(Stage(forward, backward, sent * way.rows))
+            own = self._state_bytes(parameters, kept)
+            live = live_micro_batches(number, way.pipeline, way.micro_batches)
+            outside = self.plain.profile.buffers + self.plain.profile.inputs.of(way.rows) * live
+            held = own + outside + most_held(runs, way.rows, live)
+            if held > memory:
+                memory, state_bytes = held, own
+        stride = way.tensor * way.data
+        pipe = self._link(way.pipeline, stride)
+        seconds = pipelined_seconds(stages, way.micro_batches, pipe)
+        slowest = max(range(len(stages)), key=lambda n: stages[n].forward + stages[n].backward)
+        parameters = max(part[2] for part in parts)
+        reduced = self._replicas(way, parameters, kept, stages[slowest].backward)
+        optimizer = self._optimizer(way, parameters)
+        total = seconds + reduced + optimizer
+        shares = {k: v * way.micro_batches / total for k, v in works[slowest].items()}
+        sends = 2 * pipe.send(stages[slowest].sent) if way.pipeline > 1 else 0.0
+        shares[SENDS] = way.micro_batches * sends / total
+        busy = sum(s.forward + s.backward for s in stages) * way.micro_batches / way.pipeline
+        bubble = max(0.0, (seconds - busy) / total - shares[SENDS])
+        shares |= {BUBBLE: bubble, REPLICAS: reduced / total, STEP: optimizer / total}
+        if way.zero == 3:
+            waits = stages[slowest].forward + stages[slowest].backward
+            waits -= sum(works[slowest].values())
+            shares[REPLICAS] += max(0.0, waits) * way.micro_batches / total
+        return Predicted(way, total, memory, state_bytes, bubble, shares)
+
+    @property
+    def _width(self) -> int:
+        return 4 if self.precision == "fp32" else 2
+
+    def _state_bytes(self, parameters: float, kept: States) -> float:
+        largest = max(self.layer_parameters.values(), default=0.0)
+        return parameters * kept.each + kept.fixed + kept.layers * largest * self._width
+
+    @cached_property
+    def layer_parameters(self) -> dict[tuple[str, int], float]:
+        """How many parameters each layer has on a rank, by list and number."""
+        found: dict[tuple[str, int], float] = {}
+        for listed in self.unfolded.lists:
+            for name, count in self.plain.names.items():
+                if name.startswith(f"{listed}."):
+                    number = int(name.removeprefix(f"{listed}.").partition(".")[0])
+                    found[listed, number] = found.get((listed, number), 0.0) + count
+        return found
+
+    def _link(self, ranks: int, stride: int) -> Link:
+        """What connects ranks that are so far apart; the model's are next to one another."""
+        return self.hardware.inside if ranks * stride <= self.node else self.hardware.outside
+
+    def _part_seconds(
+        self, part: Part, rows: int, link: Link, ranks: int
+    ) -> tuple[float, float, float]:
+        """Seconds of products, of other operators, and of collectives."""
+        device = self.hardware.device
+        sent = 0.0
+        for kind, size in part.sent.items():
+            # A reduce-scatter takes as long as an all-gather.
+            time = link.all_reduce if "allreduce" in kind else link.all_gather
+            sent += time(size.of(rows), ranks)
+        if part.calls:
+            sent += (part.calls - len(part.sent)) * link.latency
+        return part.flops.of(rows) / device.flops, part.moved.of(rows) / device.bandwidth, sent
+
+    def _replicas(self, way: Way, parameters: float, kept: States, backward: float) -> float:
+        """Seconds in which replicas sum their gradients, and give one another new parameters.
+
+        From stage 2 on that goes on beside the last micro-batch's way back.
+        """
+        if way.data == 1:
+            return 0.0
+        link = self._link(way.data, way.tensor)
+        width = 4 if way.zero == 1 and self.precision == "bf16" else self._width
+        if way.zero < 2:
+            seconds = link.all_reduce(parameters * width, way.data)
+        else:
+            seconds = max(0.0, link.all_gather(parameters * width, way.data) - backward)
+        if way.zero in (1, 2):
+            seconds += link.all_gather(parameters * self._width, way.data)
+        return seconds
+
+    def _optimizer(self, way: Way, parameters: float) -> float:
+        """Seconds of the optimizer's step: states are read and written once."""
+        share = way.data if way.zero else 1
+        return 2 * parameters * 16 / share / self.hardware.device.bandwidth
+
+    def _cut(self, count: int, ratio: float) -> list[tuple[Runs, float, float]]:
+        """For each stage what runs, bytes a row that go on from it, how many parameters it has."""
+        pieces = self.unfolded.pieces(ratio)
+        layers = [n for n, piece in enumerate(pieces) if piece.is_layer]
+        ends = [len(self.cut_sizes)]
+        if count > 1:
+            ends = stage_ends(self.cut_sizes, count)
+        bounds = [0, *(layers[end - 1] + 1 for end in ends[:-1]), len(pieces)]
+        own = [
+            self.layer_parameters.get((listed, number), 0.0)
+            for listed in self.unfolded.lists
+            for number in range(len(self.plain.stands_for[listed]))
+        ]
+        found: list[tuple[Runs, float, float]] = []
+        start = 0
+        between = next(iter(self.plain.profile.between.values()), None)
+        first, last = self.outside_parameters
+        for number, end in enumerate(ends):
+            runs = in_runs(pieces[bounds[number] : bounds[number + 1]])
+            parameters = sum(own[start:end])
+            if count == 1:
+                parameters = float(sum(self.plain.names.values()))
+            else:
+                parameters += first if number == 0 else 0.0
+                parameters += last if number == count - 1 else 0.0
+            sent = between.each if between and number < count - 1 else 0.0
+            found.append((runs, sent, parameters))
+            start = end
+        return found
+
+    @cached_property
+    def outside_parameters(self) -> tuple[float, float]:
+        """Parameters outside of lists that the first stage has, and the last; tied ones both do."""
+        profile = self.plain.profile
+        first = last = 0.0
+        for name, count in self.plain.names.items():
+            if any(name.startswith(f"{listed}.") for listed in self.unfolded.lists):
+                continue
+            users = profile.users.get(name, [])
+            is_first = any(not place.listed for place in users)
+            first += count if is_first else 0.0
+            last += count if not is_first or any(place.listed for place in users) else 0.0
+        return first, last
+
+
+def ways(
+    gpus: int,
+    batch: int,
+    node: int,
+    tensors: Sequence[int],
+    most_stages: int,
+    ratios: Sequence[float],
+    *,
+    rows: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
+) -> Iterator[Way]:
+    """All ways on so many GPUs, those of each split of the GPUs together.
+
+    Args:
+        gpus: How many there are.
+        batch: Rows of a step.
+        node: How many GPUs a node has.
+        tensors: Numbers of ranks that can share a layer.
+        most_stages: How many stages there can be.
+        ratios: Shares of layers that can be recomputed.
+        rows: Rows that a micro-batch may have.
+    """
+    for tensor in tensors:
+        if gpus % tensor:
+            continue
+        for pipeline in range(1, min(most_stages, gpus // tensor) + 1):
+            if (gpus // tensor) % pipeline:
+                continue
+            data = gpus // tensor // pipeline
+            if batch % data:
+                continue
+            for each in rows:
+                if (batch // data) % each:
+                    continue
+                for zero in (0, 1, 2, 3) if data > 1 and pipeline == 1 else (0, 1)[:data]:
+                    for ratio in ratios:
+                        yield Way(tensor, pipeline, data, each, batch // data // each, ratio, zero)

@@ -1,0 +1,140 @@
+"""The most memory that one rank holds in a step, put together of the parts that were counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from slapo_rewrite.plan.folded_model import Counted
+from slapo_rewrite.plan.step_profile import BEFORE, NOTHING, Amount, Part, Place
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of the full model's step.
+
+    Attributes:
+        forward: What it takes on the way there.
+        backward: And back.
+        is_layer: Whether it is a layer, with what stands between it and the next one.
+        is_recomputed: Whether it is a layer that is run again on the way back.
+    """
+
+    forward: Part
+    backward: Part
+    is_layer: bool
+    is_recomputed: bool = False
+
+
+# Pieces, and how many times each comes one after the other.
+Runs = Sequence[tuple[Piece, int]]
+
+
+class Unfolded:
+    """The parts of the full model's step.
+
+    Args:
+        plain: What was counted without recomputation.
+        recomputed: What was counted with all layers recomputed, if that can be.
+    """
+
+    def __init__(self, plain: Counted, recomputed: Counted | None) -> None:
+        self.plain, self.recomputed = plain, recomputed
+        self._pieces: dict[tuple[bool, Place, bool], Piece] = {}
+        self.lists = [p for p in dict.fromkeys(p.listed for p in plain.profile.forward) if p]
+
+    def pieces(self, ratio: float) -> list[Piece]:
+        """All of them, in the order of the way there.
+
+        Args:
+            ratio: The share of each list's layers that are recomputed, the first ones.
+        """
+        found = [self._piece(BEFORE, ratio == 1 and self.recomputed is not None, False)]
+        for listed in self.lists:
+            kept = self.plain.stands_for[listed]
+            depth, last = len(kept), max(kept)
+            again = math.floor(ratio * depth)  # as a slice of a selection rounds
+            for number, place in enumerate(kept):
+                is_recomputed = number < again and self.recomputed is not None
+                is_last = number == depth - 1
+                found.append(
+                    self._piece(Place(listed, place, True), is_recomputed, not is_last and last > 0)
+                )
+            found.append(self._piece(Place(listed, last, False), is_recomputed, False))
+        return found
+
+    def _piece(self, place: Place, is_recomputed: bool, goes_on: bool) -> Piece:
+        key = (is_recomputed, place, goes_on)
+        if key not in self._pieces:
+            source = self.recomputed if is_recomputed else self.plain
+            assert source is not None
+            forward, backward = source.profile.forward, source.profile.backward
+            there, back = forward.get(place, Part()), backward.get(place, Part())
+            between = Place(place.listed, 0, False)
+            if goes_on and between in forward:  # what stands between this layer and the next
+                there = joined(there, forward[between])
+                back = joined(backward.get(between, Part()), back)
+            is_layer = place.is_layer
+            self._pieces[key] = Piece(there, back, is_layer, is_layer and is_recomputed)
+        return self._pieces[key]
+
+
+def joined(first: Part, second: Part) -> Part:
+    """Two parts, one after the other, as one."""
+
+    def after(peaks: list[Amount], gradients: float) -> list[Amount]:
+        return [first.net.plus(peak).plus(Amount(gradients)) for peak in peaks]
+
+    sent = {kind: first.sent.get(kind, NOTHING).plus(second.sent.get(kind, NOTHING))
+            for kind in {**first.sent, **second.sent}}  # fmt: skip
+    return replace(
+        first,
+        net=first.net.plus(second.net),
+        peaks=[*first.peaks, *after(second.peaks, 0.0)],
+        gradients=first.gradients + second.gradients,
+        kept_peaks=[*first.kept_peaks, *after(second.kept_peaks, first.gradients)],
+        flops=first.flops.plus(second.flops),
+        moved=first.moved.plus(second.moved),
+        sent=sent,
+        calls=first.calls + second.calls,
+        operators=first.operators + second.operators,
+    )
+
+
+def in_runs(pieces: Sequence[Piece]) -> list[tuple[Piece, int]]:
+    """Pieces that come several times one after the other, each with how often."""
+    return [(piece, sum(1 for _ in same)) for piece, same in groupby(pieces)]
+
+
+def held_between(runs: Runs, rows: int) -> float:
+    """Bytes that a micro-batch holds between its way there and its way back."""
+    return sum(times * piece.forward.net.of(rows) for piece, times in runs)
+
+
+def most_held(runs: Runs, rows: int, live: int = 1, *, gradients_stay: bool = False) -> float:
+    """The most bytes that a step holds beside parameters and what outlasts it.
+
+    Args:
+        runs: The parts that run on the rank.
+        rows: Rows of a micro-batch.
+        live: How many micro-batches have gone there and not yet back, at most.
+        gradients_stay: Whether gradients come into being in the step and stay; else there is room
+            for their sums already, and they are let go as they are added to these.
+    """
+    now = (live - 1) * held_between(runs, rows) if live > 1 else 0.0
+    most = now
+    for part, times in _there_and_back(runs):
+        net = part.net.of(rows) + (part.gradients if gradients_stay else 0.0)
+        peaks = part.kept_peaks if gradients_stay else part.peaks
+        if peaks:  # what is held grows or shrinks from each to the next: the first or the last
+            highest = now + max(0.0, (times - 1) * net)
+            most = max(most, highest + max([peak.of(rows) for peak in peaks]))
+        now += times * net
+    return most
+
+
+def _there_and_back(runs: Runs) -> Iterator[tuple[Part, int]]:
+    yield from ((piece.forward, times) for piece, times in runs)
+    yield from ((piece.backward, times) for piece, times in reversed(runs))

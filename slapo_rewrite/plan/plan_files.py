@@ -1,0 +1,103 @@
+"""What a plan is carried out with: the rewritten model, DeepSpeed's configuration, a command.
+
+The schedule stays the user's own file: its knobs are there to be set, and a copy of it would go
+another way from the next edit on. So what is written is what the schedule gives with these
+settings; its record holds them, and `--check` compares as with any other output.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.emit.write import write
+from slapo_rewrite.plan.candidates import Predicted
+from slapo_rewrite.plan.planning import Planned, described
+from slapo_rewrite.plan.training_state import BUCKET
+
+MODEL, CONFIGURATION, LAUNCH, PLAN = "rewritten", "deepspeed.json", "launch.sh", "plan.json"
+
+
+def write_plan(planned: Planned, folder: Path) -> list[str]:
+    """Writes the best way.
+
+    Args:
+        planned: The plan.
+        folder: Where to; it is made.
+
+    Returns:
+        The names of what was written.
+
+    Raises:
+        OutputUnwritable: The folder cannot be written.
+        RewriteError: What the rewrite refuses, which then is written nothing of.
+    """
+    best, wanted = planned.best[0], planned.wanted
+    settings = planned.settings(best.way)
+    output = rewrite(wanted.source, wanted.schedule, settings)
+    texts = {
+        CONFIGURATION: json.dumps(configuration(planned, best), indent=2) + "\n",
+        LAUNCH: launch(planned, best, settings, folder),
+        PLAN: planned.as_json() + "\n",
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        (folder / LAUNCH).chmod(0o755)
+    except OSError as error:
+        raise errors.OutputUnwritable(f"cannot write `{folder}`: {error.strerror}") from error
+    write(folder / MODEL, output.files, inputs=output.inputs)
+    return [f"{MODEL}/", *texts]
+
+
+def configuration(planned: Planned, predicted: Predicted) -> dict[str, Any]:
+    """DeepSpeed's configuration for a way."""
+    wanted, way = planned.wanted, predicted.way
+    found: dict[str, Any] = {
+        "train_batch_size": wanted.batch,
+        "train_micro_batch_size_per_gpu": way.rows,
+        "gradient_accumulation_steps": way.micro_batches,
+        "gradient_clipping": 0.0,  # the engine's default is 1
+        "zero_optimization": {"stage": way.zero},
+    }
+    if way.zero > 1:
+        found["zero_optimization"] |= {
+            "overlap_comm": True,
+            "reduce_bucket_size": BUCKET,
+            "allgather_bucket_size": BUCKET,
+        }
+    if wanted.precision != "fp32":
+        found[wanted.precision] = {"enabled": True}
+    if wanted.precision == "bf16" and way.zero == 1:
+        found["data_types"] = {"grad_accum_dtype": "fp32"}
+    if way.pipeline > 1:  # parts of a tensor-parallel group are no parts of what is sent
+        found["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+    return found
+
+
+def launch(planned: Planned, predicted: Predicted, settings: list[str], folder: Path) -> str:
+    """A script that makes the model again, and starts the training."""
+    wanted, way = planned.wanted, predicted.way
+    again = ["slapo-rewrite", wanted.source, "--schedule", wanted.schedule]
+    for setting in settings:
+        again += ["--set", setting]
+    again += ["-o", str(folder / MODEL)]
+    each = min(wanted.node, wanted.gpus)
+    nodes = -(-wanted.gpus // each)
+    run = f"torchrun --nproc-per-node {each}"
+    if nodes > 1:
+        run += f' --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:29500"'
+    axes = f"pipe {way.pipeline}, data {way.data}, model {way.tensor}"
+    return (
+        "#!/bin/sh\n"
+        f"# {described(way)}: {predicted.seconds:.3f} s a step are predicted.\n"
+        "# The rewritten model was made, and is made again, by\n"
+        f"#   {shlex.join(again)}\n"
+        f"# Ranks are laid out as DeepSpeed's PipeModelDataParallelTopology does: {axes}.\n"
+        f'exec {run} "${{1:-train.py}}" --deepspeed_config {folder / CONFIGURATION}\n'
+    )

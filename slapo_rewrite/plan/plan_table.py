@@ -1,0 +1,88 @@
+"""A plan, to be read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from slapo_rewrite.plan.candidates import Predicted
+from slapo_rewrite.plan.planning import Planned, described, gib
+
+SHOWN = 10
+# Ways that people think of first, by what they are called.
+OBVIOUS: dict[str, Callable[[Predicted], bool]] = {
+    "replicas alone": lambda p: p.way.tensor == p.way.pipeline == 1 and p.way.zero < 3,
+    "replicas of parts (ZeRO 3)": lambda p: p.way.tensor == p.way.pipeline == 1 and p.way.zero == 3,
+    "tensor parallelism without a pipeline": lambda p: p.way.tensor > 1 and p.way.pipeline == 1,
+    "a pipeline without tensor parallelism": lambda p: p.way.tensor == 1 and p.way.pipeline > 1,
+    "nothing recomputed": lambda p: not p.way.recomputed,
+    "everything recomputed": lambda p: p.way.recomputed == 1,
+    "without sequence parallelism": lambda p: p.way.tensor > 1 and not p.way.sequence_parallel,
+    "without fusion": lambda p: not p.way.fused,
+    "with fusion": lambda p: p.way.fused,
+}
+
+
+def rendered(planned: Planned, width: int = 118) -> str:
+    """The best ways, why obvious others lose, and what is assumed."""
+    table = Table(box=None, title=_title(planned), title_justify="left")
+    for column in ("", "tensor", "pipe", "data", "ZeRO", "rows", "again", "", "ms", "of best",
+                   "bubble", "memory", "bound by"):  # fmt: skip
+        table.add_column(column, justify="left" if column == "bound by" else "right")
+    best = planned.best[0].seconds
+    for number, each in enumerate(planned.best[:SHOWN], 1):
+        way = each.way
+        knobs = "seq" * way.sequence_parallel + " fused" * way.fused
+        table.add_row(
+            str(number),
+            *map(str, (way.tensor, way.pipeline, way.data, way.zero)),
+            f"{way.micro_batches}x{way.rows}",
+            f"{way.recomputed:.0%}",
+            knobs.strip(),
+            f"{each.seconds * 1e3:,.0f}",
+            f"{each.seconds / best:.2f}x",
+            f"{each.bubble:.0%}",
+            gib(each.memory),
+            f"{each.bound} {each.shares[each.bound]:.0%}",
+        )
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(table)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    lines += ["", *_others(planned), "", "assumed:", *(f"  {a}" for a in planned.assumptions)]
+    return "\n".join(lines)
+
+
+def _title(planned: Planned) -> str:
+    wanted = planned.wanted
+    ways = len(planned.best) + len(planned.others)
+    tokens = f" of {wanted.sequence} tokens" if wanted.sequence else ""
+    return (
+        f"{wanted.batch} rows{tokens} a step on {wanted.gpus} x {wanted.hardware.title}, "
+        f"{gib(wanted.memory)} each: {len(planned.best)} of {ways} ways fit"
+    )
+
+
+def _others(planned: Planned) -> Iterator[str]:
+    """Why obvious others lose, or do not fit."""
+    first = planned.best[0]
+    yield f"best: {described(first.way)}; of a step " + ", ".join(
+        f"{share:.0%} {kind}" for kind, share in first.shares.items() if share >= 0.01
+    )
+    for name, belongs in OBVIOUS.items():
+        if belongs(first):
+            continue
+        if found := next(filter(belongs, planned.best), None):
+            worse = {k: found.shares[k] * found.seconds - first.shares[k] * first.seconds
+                     for k in first.shares}  # fmt: skip
+            kind = max(worse, key=lambda k: worse[k])
+            yield (
+                f"{name}: {found.seconds / first.seconds:.2f} times as long, for {kind} mostly "
+                f"({described(found.way)})"
+            )
+        elif found := next(filter(belongs, planned.others), None):
+            yield f"{name}: does not fit, {gib(found.memory)} at least ({described(found.way)})"
+    for ranks, why in planned.refused.items():
+        yield f"{ranks} ranks cannot share the layers: {why}"

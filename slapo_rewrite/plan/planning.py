@@ -1,0 +1,329 @@
+"""Plans the training of a model: counts it as rewritten, predicts every way, keeps the best."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from slapo_rewrite import errors
+from slapo_rewrite.plan.candidates import Predicted, Predictor, Way, ways
+from slapo_rewrite.plan.folded_model import Counted, DoesNotRun, Rewritten, rewritten
+from slapo_rewrite.schedule.choices import declared
+from slapo_rewrite.schedule.load import ScheduleFile
+from slapo_rewrite.simulate.hardware import Hardware
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# The knobs that a plan sets, as far as the schedule has them.
+SEQUENCE, RATIO, FUSE, STAGES = "sequence_parallel", "ckpt_ratio", "fuse", "pipeline_stages"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be planned.
+
+    Attributes:
+        source: A file or an importable module.
+        schedule: A file, or the name of a schedule that ships with the tool.
+        fixed: `K=V` for each knob that is not planned.
+        gpus: How many there are.
+        hardware: What they are.
+        memory: Bytes that a rank may hold.
+        batch: Rows of a step.
+        sequence: Tokens of a row; None for what the schedule's `inputs` give.
+        node: GPUs of a node.
+        precision: `bf16`, `fp16` or `fp32`.
+    """
+
+    source: str
+    schedule: str
+    fixed: Sequence[str]
+    gpus: int
+    hardware: Hardware
+    memory: float
+    batch: int
+    sequence: int | None
+    node: int
+    precision: str
+
+
+@dataclass
+class Planned:
+    """What came of it.
+
+    Attributes:
+        wanted: What was planned.
+        best: The ways that fit, the fastest first.
+        others: Ways that do not fit, the smallest first.
+        refused: Why some numbers of ranks cannot share layers, by their number.
+        assumptions: In words.
+        knobs: Names of the schedule's knobs.
+    """
+
+    wanted: Wanted
+    best: list[Predicted]
+    others: list[Predicted]
+    refused: dict[int, str]
+    assumptions: list[str]
+    knobs: set[str] = field(default_factory=set)
+
+    def settings(self, way: Way) -> list[str]:
+        """What `--set` is to be given for a way."""
+        values = {
+            RATIO: f"{way.recomputed:g}",
+            SEQUENCE: str(way.sequence_parallel).lower(),
+            FUSE: str(way.fused).lower(),
+            STAGES: str(way.pipeline),
+        }
+        fixed = {item.partition("=")[0] for item in self.wanted.fixed}
+        own = [f"{k}={v}" for k, v in values.items() if k in self.knobs - fixed]
+        return [*self.wanted.fixed, *own]
+
+    def as_json(self) -> str:
+        """All of it, for programs."""
+        wanted = self.wanted
+        return json.dumps(
+            {
+                "gpus": wanted.gpus,
+                "gpu": wanted.hardware.name,
+                "memory_bytes": round(wanted.memory),
+                "batch": wanted.batch,
+                "sequence": wanted.sequence,
+                "precision": wanted.precision,
+                "plans": [
+                    {**p.as_json(), "settings": self.settings(p.way)} for p in self.best[:10]
+                ],
+                "do_not_fit": [p.as_json() for p in self.others[:10]],
+                "refused": {str(ranks): why for ranks, why in self.refused.items()},
+                "assumptions": self.assumptions,
+            },
+            indent=1,
+        )
+
+
+def plan(wanted: Wanted, progress: Callable[[str], None] = lambda text: None) -> Planned:
+    """Plans.
+
+    Args:
+        wanted: What.
+        progress: Told what is being done.
+
+    Raises:
+        NothingFits: No way fits.
+        UsageError: The batch cannot be divided so.
+        Unsupported: The model's step does not run on the meta device.
+    """
+    schedule = ScheduleFile.load(wanted.schedule)
+    knobs = set(schedule.knobs)
+    schedule.settings(wanted.fixed)
+    planner = _Planner(wanted, schedule, progress)
+    best, others = planner.run()
+    planned = Planned(wanted, best, others, planner.refused, planner.assumptions(), knobs)
+    if not best:
+        raise _nothing(planned)
+    return planned
+
+
+class _Planner:
+    def __init__(
+        self, wanted: Wanted, schedule: ScheduleFile, progress: Callable[[str], None]
+    ) -> None:
+        self.wanted, self.schedule, self.progress = wanted, schedule, progress
+        fixed = dict(item.split("=", 1) for item in wanted.fixed)
+        self.free = set(schedule.knobs) - fixed.keys()
+        self.values = schedule.settings(wanted.fixed)
+        self.refused: dict[int, str] = {}
+        self.ratios = [float(self.values.get(RATIO, 0.0))]
+        if RATIO in self.free:
+            choices = declared(schedule.module.schedule).get(RATIO)
+            self.ratios = sorted(float(v) for v in choices.values) if choices else list(RATIOS)
+        self.layers: list[float] = []
+
+    def run(self) -> tuple[list[Predicted], list[Predicted]]:
+        """What fits and what does not."""
+        fits: list[Predicted] = []
+        others: list[Predicted] = []
+        for variant in self._variants():
+            for way, predictor in self._ways(variant):
+                self._predict(way, predictor, fits, others)
+        # Of what takes as long, the plainest.
+        fits.sort(key=lambda p: (float(f"{p.seconds:.3g}"), p.way.zero, p.way.fused, p.seconds))
+        others.sort(key=lambda p: p.memory)
+        return fits, others
+
+    def _variants(self) -> Iterator[Way]:
+        """The combinations of knobs that have to be rewritten for."""
+        fuse = (False, True) if FUSE in self.free else (bool(self.values.get(FUSE)),)
+        sliced = (False, True) if SEQUENCE in self.free else (bool(self.values.get(SEQUENCE)),)
+        for fused in fuse:
+            for sequence_parallel in sliced:
+                yield Way(fused=fused, sequence_parallel=sequence_parallel)
+
+    def _ways(self, variant: Way) -> Iterator[tuple[list[Way], Predictor]]:
+        """The ways of a variant that differ in the share of recomputed layers alone, together."""
+        wanted = self.wanted
+        own = [*wanted.fixed]
+        if FUSE in self.free:
+            own.append(f"{FUSE}={variant.fused}")
+        if SEQUENCE in self.free:
+            own.append(f"{SEQUENCE}={variant.sequence_parallel}")
+        predictors = self._predictors(own, variant)
+        most = len(self.layers) if STAGES in self.free else 1
+        grouped: dict[Way, list[Way]] = {}
+        for way in ways(
+            wanted.gpus, wanted.batch, wanted.node, list(predictors), most, self.ratios
+        ):
+            own_way = replace(way, fused=variant.fused, sequence_parallel=variant.sequence_parallel)
+            grouped.setdefault(replace(own_way, recomputed=0.0), []).append(own_way)
+        for alike in grouped.values():
+            yield alike, predictors[alike[0].tensor]
+
+    def _predictors(self, own: list[str], variant: Way) -> dict[int, Predictor]:
+        wanted = self.wanted
+        sizes = [n for n in range(1, wanted.node + 1) if wanted.gpus % n == 0]
+        sizes = [n for n in sizes if n & (n - 1) == 0]
+        if variant.sequence_parallel and SEQUENCE in self.free:
+            tokens = wanted.sequence or 0
+            sizes = [n for n in sizes if n > 1 and tokens % n == 0]
+        again = RATIO in self.free and any(self.ratios)
+        counted: dict[int, list[Counted]] = {}
+        for ratio in (0.0, 1.0) if again else (None,):
+            said = [*own, f"{RATIO}={ratio}"] if ratio is not None else own
+            self.progress(f"counting a step with {', '.join(said) or 'no knobs'}")
+            with rewritten(wanted.source, wanted.schedule, self.schedule.module, said) as model:
+                if not any(name.endswith("tensor_parallel.py") for name in model.files):
+                    sizes = [n for n in sizes if n == 1]
+                for ranks in sizes:
+                    if (one := self._counted(model, ranks)) is not None:
+                        counted.setdefault(ranks, []).append(one)
+        found = {}
+        for ranks, both in counted.items():
+            pair = (both[0], both[1] if len(both) > 1 else None)
+            self.layers = self.layers or list(pair[0].cut_sizes)
+            found[ranks] = Predictor(
+                pair, wanted.hardware, wanted.precision, wanted.node, self.layers
+            )
+        return found
+
+    def _counted(self, model: Rewritten, ranks: int) -> Counted | None:
+        wanted = self.wanted
+        if ranks in self.refused:
+            return None
+        try:
+            return model.counted(
+                ranks, wanted.sequence, DTYPES[wanted.precision], wanted.hardware.name != "cpu"
+            )
+        except DoesNotRun as error:
+            if ranks == 1:
+                raise errors.Unsupported(
+                    f"a step of {wanted.sequence or 'its'} tokens a row does not run: {error}",
+                    hint="the model of the schedule has to take them, without looking at values",
+                ) from error
+            self.refused[ranks] = str(error)
+            return None
+
+    def _predict(
+        self,
+        alike: list[Way],
+        predictor: Predictor,
+        fits: list[Predicted],
+        others: list[Predicted],
+    ) -> None:
+        """More recomputation takes longer: the least that fits is the best of those alike."""
+        predicted = None
+        for way in alike:
+            predicted = predictor.predicted(way)
+            if predicted.memory <= self.wanted.memory:
+                fits.append(predicted)
+                return
+        if predicted is not None:
+            others.append(predicted)
+
+    def assumptions(self) -> list[str]:
+        """What is assumed, in words."""
+        wanted = self.wanted
+        return [
+            *wanted.hardware.said,
+            f"a node has {wanted.node} GPUs; ranks that share a layer are neighbours, then "
+            "replicas, then stages",
+            f"trained in {wanted.precision} by DeepSpeed with an Adam: bytes for each parameter "
+            "are 2 and 12 for the optimizer, of gradients 2, with ZeRO 1 4 (float32 sums)"
+            if wanted.precision != "fp32"
+            else "trained in float32 by DeepSpeed with an Adam",
+            "pipelines run one forward, one backward, as DeepSpeed's; stages are cut as "
+            "cut_evenly cuts them",
+            "work and memory are those of the rewritten model's operators, counted without data; "
+            "attention runs in one kernel",
+            "gradients are summed after the last micro-batch, with ZeRO 2 and 3 beside it",
+            "not counted: what CUDA, NCCL and fragments of the allocator take",
+        ]
+
+
+def _nothing(planned: Planned) -> errors.RewriteError:
+    wanted = planned.wanted
+    have = f"{wanted.gpus} x {gib(wanted.memory)}"
+    if not planned.others:
+        return errors.UsageError(
+            f"a batch of {wanted.batch} cannot be divided over {wanted.gpus} GPUs as the schedule "
+            "allows",
+            hint="give a batch that a number of replicas divides: "
+            f"{wanted.gpus} times a whole number, say",
+        )
+    least = planned.others[0]
+    missing = least.memory - wanted.memory
+    return errors.NothingFits(
+        f"nothing fits {have}: the smallest, {described(least.way)}, needs {gib(least.memory)} a "
+        f"rank, {gib(missing)} too much",
+        hint=f"of that {gib(least.states)} are parameters, gradients and optimizer: "
+        + (
+            "more GPUs divide them further"
+            if least.states > least.memory / 2
+            else "a shorter sequence, or a schedule with `ckpt_ratio`, makes the rest smaller"
+        ),
+    )
+
+
+def gib(size: float) -> str:
+    """A number of bytes, to be read."""
+    return f"{size / 2**30:.1f} GiB"
+
+
+def described(way: Way) -> str:
+    """A way in one line."""
+    words = [f"tensor {way.tensor}", f"pipeline {way.pipeline}", f"data {way.data}"]
+    words.append(f"ZeRO {way.zero}")
+    words.append(f"{way.micro_batches} x {way.rows} rows")
+    if way.recomputed:
+        words.append(f"{way.recomputed:.0%} recomputed")
+    words += [w for w, on in (("sequence parallel", way.sequence_parallel), ("fused", way.fused))
+              if on]  # fmt: skip
+    return ", ".join(words)
+
+
+def memory_size(text: str) -> float:
+    """Bytes of `80GiB`, `80GB` or plain bytes.
+
+    Raises:
+        UsageError: It is none of these.
+    """
+    units = {"GiB": 2.0**30, "GB": 1e9, "MiB": 2.0**20, "MB": 1e6, "TiB": 2.0**40, "B": 1.0}
+    unit = next((unit for unit in units if text.endswith(unit)), "")
+    try:
+        value = float(text.removesuffix(unit)) * units.get(unit, 1.0)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise errors.UsageError(f"`--memory {text}` is no size", hint="write 80GiB, say")
+    return value
+
+
+def unknown_gpu(name: str, known: Sequence[str]) -> Any:
+    """The refusal of a name that the table does not have."""
+    return errors.UsageError(
+        f"there is no GPU `{name}` in the table",
+        hint=errors.did_you_mean(name, known) or f"it has {', '.join(known)}, or measure",
+    )

@@ -1,0 +1,369 @@
+"""What one training step does to memory, part by part, counted on the meta device.
+
+A model whose lists have two layers is run forward and backward on tensors without memory. Every
+storage that is made and let go is an event of the part of the step that it falls into: a layer, or
+what lies between two of them, on the way there or back. What a deep model does is put together of
+these parts (`unfolded_step`).
+
+The batch has a prime number of rows that nothing else has, so that whatever grows with the batch
+tells by its size: one run says what a micro-batch of any size takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slapo_rewrite.model.costs import FREE, PICKING, OnMeta, flops_of
+from slapo_rewrite.model.results import tensors
+
+# Rows of the batch that is counted with: prime, and no size of a model.
+ROWS = 1009
+
+
+class Amount(NamedTuple):
+    """Something that is so much, and so much more for each row of a micro-batch."""
+
+    fixed: float = 0.0
+    each: float = 0.0
+
+    def of(self, rows: float) -> float:
+        """How much it is."""
+        return self.fixed + rows * self.each
+
+    def plus(self, other: Amount, times: float = 1.0) -> Amount:
+        """The sum with a multiple of another one."""
+        return Amount(self.fixed + times * other.fixed, self.each + times * other.each)
+
+    @classmethod
+    def counted(cls, size: float) -> Amount:
+        """What was counted with the batch of `ROWS` rows."""
+        return cls(0.0, size / ROWS) if size % ROWS == 0 else cls(size, 0.0)
+
+
+NOTHING = Amount()
+
+
+class Place(NamedTuple):
+    """A part of a step.
+
+    Attributes:
+        listed: The path of the list whose layer it is, or comes after; empty before the first.
+        number: Which layer of the list.
+        is_layer: Whether it is the layer; else it is what lies between it and the next one.
+    """
+
+    listed: str
+    number: int
+    is_layer: bool
+
+
+BEFORE = Place("", 0, False)
+
+
+@dataclass(eq=False)
+class Part:
+    """What a part of a step takes.
+
+    Attributes:
+        net: Bytes that are held at its end and were not at its beginning, gradients of parameters
+            apart.
+        peaks: How many bytes more than at its beginning are held meanwhile: the most is the most
+            of these, whatever the batch. Each gradient of a parameter counts until it is added up.
+        gradients: Bytes of gradients that it makes.
+        kept_peaks: The peaks where gradients stay, since there were none before.
+        flops: Of matrix products and attention.
+        moved: Bytes that all other operators read and write.
+        sent: Bytes that collectives of the tensor-parallel group take and give, by kind.
+        calls: How many collectives there are.
+        operators: How many operators.
+    """
+
+    net: Amount = NOTHING
+    peaks: list[Amount] = field(default_factory=list)
+    gradients: float = 0.0
+    kept_peaks: list[Amount] = field(default_factory=list)
+    flops: Amount = NOTHING
+    moved: Amount = NOTHING
+    sent: dict[str, Amount] = field(default_factory=dict)
+    calls: int = 0
+    operators: int = 0
+
+
+@dataclass
+class Profile:
+    """What a step takes.
+
+    Attributes:
+        forward: Its parts on the way there.
+        backward: Likewise on the way back.
+        order: The forward parts as they come.
+        between: By the place of a layer, bytes of what it gives to what follows.
+        parameters: By the place of a layer, or of what is before it, the parameters that are used
+            there for the first time: their names, sizes in bytes.
+        tied: Bytes of parameters that are used in several places, by their names.
+        buffers: Bytes of buffers.
+        largest: Bytes of the largest parameter.
+    """
+
+    forward: dict[Place, Part] = field(default_factory=dict)
+    backward: dict[Place, Part] = field(default_factory=dict)
+    between: dict[Place, Amount] = field(default_factory=dict)
+    users: dict[str, list[Place]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    buffers: int = 0
+    inputs: Amount = NOTHING
+
+
+def counted_step(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    loss: Callable[[Any], Tensor],
+    layers: Mapping[str, Sequence[nn.Module]],
+    *,
+    is_gpu: bool = True,
+) -> Profile:
+    """Counts one step.
+
+    Args:
+        model: On the meta device, in the dtype that it is trained in.
+        inputs: Keyword arguments of a step, of `ROWS` rows, on the meta device.
+        loss: Makes the loss of what the model returns.
+        layers: The layers of each list, by its path.
+        is_gpu: Whether it is to be counted as on a GPU, in that one's operators.
+    """
+    counter = _Counter(model, inputs)
+    with counter.follows(model, layers), OnMeta(is_gpu), counter:
+        found = loss(model(**inputs))
+        counter.turn()
+        _go_back(found)
+        del found
+        counter.end()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return counter.profile()
+
+
+def _go_back(loss: Tensor) -> None:
+    """Goes back from a loss, with the modes that are active.
+
+    `loss.backward()` leaves them, and what is recomputed is then not what was computed.
+    """
+    _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (),
+        allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip
+
+
+class _Event(NamedTuple):
+    """A storage that is made (above zero) or let go; or the gradient of a parameter is added."""
+
+    place: Place
+    is_forward: bool
+    storage: int
+    size: float
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._events: list[_Event] = []
+        self._place, self._is_forward, self._is_over = BEFORE, True, False
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._number = 0
+        self._gradients: set[int] = set()
+        self._added: dict[int, int] = {}
+        self._profile = Profile()
+        self._parameters: dict[int, str] = {}
+        self._last: Tensor | None = None
+        for name, parameter in model.named_parameters():
+            self._parameters[_key(parameter)] = name
+            self._profile.sizes[name] = parameter.nbytes
+            self._profile.counts[name] = parameter.numel()
+        self._outside = [parameter.untyped_storage() for parameter in model.parameters()]
+        for buffer in model.buffers():
+            self._outside.append(buffer.untyped_storage())
+            self._profile.buffers += buffer.nbytes
+        for given in tensors(inputs):
+            self._outside.append(given.untyped_storage())
+            self._profile.inputs = self._profile.inputs.plus(Amount.counted(given.nbytes))
+        self._ignored = {storage._cdata for storage in self._outside}
+
+    @property
+    def _part(self) -> Part:
+        parts = self._profile.forward if self._is_forward else self._profile.backward
+        return parts.setdefault(self._place, Part())
+
+    def turn(self) -> None:
+        """The way back begins."""
+        self._is_forward, self._last = False, None
+
+    def end(self) -> None:
+        """The step is over."""
+        self._is_over = True
+
+    @contextlib.contextmanager
+    def follows(
+        self, model: nn.Module, layers: Mapping[str, Sequence[nn.Module]]
+    ) -> Iterator[None]:
+        """Inside, it is seen which layer runs, on the way there and back."""
+        hooks = [p.register_post_accumulate_grad_hook(self._add) for p in model.parameters()
+                 if p.requires_grad]  # fmt: skip
+        for listed, modules in layers.items():
+            for number, module in enumerate(modules):
+                place = Place(listed, number, True)
+                hooks.append(
+                    module.register_forward_pre_hook(self._enters(place), with_kwargs=True)
+                )
+                hooks.append(module.register_forward_hook(self._leaves(place)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enters(self, place: Place) -> Callable[..., None]:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self._is_forward:
+                return  # it is computed again
+            given = next(_trained((args, kwargs)), None)
+            if given is not None and given is not self._last:
+                given.register_hook(self._goes_back(self._place))
+            self._place = place
+
+        return enter
+
+    def _leaves(self, place: Place) -> Callable[..., None]:
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            if not self._is_forward:
+                return
+            self._last = next(_trained(output), None)
+            if self._last is not None:
+                self._last.register_hook(self._goes_back(place))
+                self._profile.between[place] = Amount.counted(self._last.nbytes)
+            self._place = place._replace(is_layer=False)
+
+        return leave
+
+    def _goes_back(self, place: Place) -> Callable[[Tensor], None]:
+        def go(_: Tensor) -> None:
+            self._place = place
+
+        return go
+
+    def _add(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        key = parameter.grad.untyped_storage()._cdata
+        self._gradients.add(self._added[key])
+        self._note(self._added[key], 0.0)
+
+    def _note(self, storage: int, size: float) -> None:
+        if not self._is_over:
+            self._events.append(_Event(self._place, self._is_forward, storage, size))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        part, name = self._part, func._schema.name
+        part.operators += 1
+        read, written = list(tensors((args, kwargs))), list(tensors(results))
+        if name.startswith("c10d::"):
+            self._communicates(part, name, args)
+            return results
+        for tensor in read:
+            if (parameter := self._parameters.get(_key(tensor))) is not None and self._is_forward:
+                users = self._profile.users.setdefault(parameter, [])
+                if self._place not in users:
+                    users.append(self._place)
+        for tensor in written:
+            self._made(tensor)
+        flops = flops_of(func, args, kwargs, results)
+        if flops is not None:
+            part.flops = part.flops.plus(Amount.counted(flops))
+        elif not func.is_view and name not in FREE:
+            for tensor in written + (written if name in PICKING else read):
+                part.moved = part.moved.plus(Amount.counted(tensor.nbytes))
+        return results
+
+    def _made(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._ignored or key in self._known:
+            return
+        size = float(storage.nbytes())
+        number = self._number = self._number + 1
+
+        def let_go(_: Any) -> None:
+            del self._known[key]
+            self._note(number, -size)
+
+        self._known[key] = weakref.ref(storage, let_go)
+        self._added[key] = number
+        self._note(number, size)
+
+    def _communicates(self, part: Part, name: str, args: Any) -> None:
+        kind = name.removeprefix("c10d::").strip("_")
+        size = max(sum(t.nbytes for t in tensors([value])) for value in args[:2])
+        part.sent[kind] = part.sent.get(kind, NOTHING).plus(Amount.counted(size))
+        part.calls += 1
+
+    def profile(self) -> Profile:
+        """What was counted."""
+        for keeps, attribute in ((False, "peaks"), (True, "kept_peaks")):
+            self._replay(keeps, attribute)
+        return self._profile
+
+    def _replay(self, keeps: bool, attribute: str) -> None:
+        held: Amount = NOTHING
+        now: tuple[Place, bool] | None = None
+        freed: set[int] = set()
+        sizes: dict[int, float] = {}
+        for event in self._events:
+            if (event.place, event.is_forward) != now:
+                now, held = (event.place, event.is_forward), NOTHING
+            parts = self._profile.forward if event.is_forward else self._profile.backward
+            part = parts.setdefault(event.place, Part())
+            is_gradient = event.storage in self._gradients
+            size = event.size
+            if is_gradient and event.size == 0.0:  # it has been added up
+                if keeps:
+                    continue
+                size = -sizes[event.storage]
+                freed.add(event.storage)
+            elif is_gradient and event.size > 0:
+                sizes[event.storage] = event.size
+                if keeps:
+                    part.gradients += event.size
+            change = Amount.counted(abs(size))
+            held = held.plus(change, 1.0 if size > 0 else -1.0)
+            if not keeps:
+                part.net = part.net.plus(change, 1.0 if size > 0 else -1.0)
+            if size > 0:
+                peaks: list[Amount] = getattr(part, attribute)
+                _add_peak(peaks, held)
+
+
+def _add_peak(peaks: list[Amount], new: Amount) -> None:
+    """Adds one that is the most for some batch."""
+    if any(new.fixed <= p.fixed and new.each <= p.each for p in peaks):
+        return
+    peaks[:] = [p for p in peaks if not (p.fixed <= new.fixed and p.each <= new.each)]
+    peaks.append(new)
+
+
+def _key(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _trained(value: Any) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors(value) if tensor.requires_grad)

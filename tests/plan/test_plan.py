@@ -1,0 +1,129 @@
+"""`slapo-rewrite plan`: what is predicted, what is refused, what is written."""
+
+import json
+import random
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from slapo_rewrite.cli import main
+from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.model.emitted import imported
+from slapo_rewrite.plan.folded_model import rewritten
+from slapo_rewrite.plan.memory import Unfolded, in_runs, most_held
+from slapo_rewrite.schedule.load import ScheduleFile
+from slapo_rewrite.simulate.hardware import hardware, known_gpus
+from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches, pipelined_seconds
+from slapo_rewrite.simulate.pipeline import Stage, simulate
+from tests.plan.small_models import source_of, written_schedule
+
+ROWS, TOKENS = 4, 64
+ARGUMENTS = ["--gpus", "8", "--gpu", "a100", "--batch", "64", "--sequence", "64"]
+
+
+def planned(tmp_path, *more, name="gpt2"):
+    schedule = written_schedule(name, tmp_path)
+    return main(["plan", source_of(name), "--schedule", schedule, *ARGUMENTS, *map(str, more)])
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("counted")
+    file = written_schedule("bert", folder)
+    schedule = ScheduleFile.load(file)
+    both = []
+    for ratio in ("0.0", "1.0"):
+        with rewritten(source_of("bert"), file, schedule.module, [f"ckpt_ratio={ratio}"]) as model:
+            both.append(model.counted(1, TOKENS, torch.float32, False))
+    return file, schedule, both
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_the_memory_of_a_step_is_what_torch_counts_in_a_real_one(counted, ratio):
+    file, schedule, (plain, recomputed) = counted
+    runs = in_runs(Unfolded(plain, recomputed).pieces(ratio))
+    profile = plain.profile
+    parameters = 4 * sum(plain.names.values())
+    predicted = parameters + profile.buffers + profile.inputs.of(ROWS)
+    predicted += most_held(runs, ROWS, gradients_stay=True)
+    output = rewrite(source_of("bert"), file, [f"ckpt_ratio={ratio}"], rehearses=False)
+    with imported(output.files, output.model_file) as emitted:
+        model = schedule.module.model(emitted.module).train()
+        ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+        tracker = MemTracker()
+        tracker.track_external(model, ids, labels := ids.clone())
+        with tracker:
+            loss = model(input_ids=ids, labels=labels).loss
+            loss.backward()
+        measured = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert predicted == pytest.approx(measured, rel=0.001)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("latency", [0.0, 0.3])
+def test_the_formula_of_a_pipeline_is_what_its_simulation_comes_to(stages, latency):
+    draw = random.Random(stages)
+    made = [Stage(draw.uniform(0.8, 1.2), draw.uniform(1.8, 2.2)) for _ in range(stages)]
+    for micro_batches in (1, stages, 4 * stages):
+        link = Link(latency)
+        step = simulate(made, micro_batches, pipeline=link)
+        formula = pipelined_seconds(made, micro_batches, link)
+        # Where stages differ, the fast ones make up for some of what they wait at the ends.
+        assert 0.999 < formula / step.seconds < (1.05 if micro_batches > stages else 1.12)
+        live = [live_micro_batches(n, stages, micro_batches) for n in range(stages)]
+        assert live == [timeline.live for timeline in step.stages]
+
+
+def test_a_plan_says_what_it_found_and_assumed(tmp_path, capsys):
+    assert planned(tmp_path, "--plot", tmp_path / "plan.svg", "-o", tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert "NVIDIA A100" in said and "assumed:" in said and "times as long" in said
+    assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
+    out = tmp_path / "out"
+    best = json.loads((out / "plan.json").read_text())["plans"][0]
+    configuration = json.loads((out / "deepspeed.json").read_text())
+    assert configuration["train_micro_batch_size_per_gpu"] == best["rows"]
+    assert configuration["zero_optimization"]["stage"] == best["zero"]
+    record = json.loads((out / "rewritten" / "rewrite.json").read_text())
+    assert f"ckpt_ratio={best['recomputed']:g}" in best["settings"]
+    assert record["knobs"]["ckpt_ratio"] == best["recomputed"]
+    assert "torchrun --nproc-per-node 8" in (out / "launch.sh").read_text()
+
+
+def test_less_memory_is_bought_with_time(tmp_path, capsys):
+    found = []
+    for size in ("4GiB", "40MiB"):
+        assert planned(tmp_path, "--memory", size, "--json") == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert all(each["memory_bytes"] <= plan["memory_bytes"] for each in plan["plans"])
+        found.append(plan["plans"][0])
+    assert found[0]["seconds"] < found[1]["seconds"]
+    assert found[0]["memory_bytes"] > found[1]["memory_bytes"]
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--gpu", "h1000"], "there is no GPU `h1000`"),
+        (["--memory", "lots"], "`--memory lots` is no size"),
+        (["--memory", "1MiB"], "nothing fits 8 x 0.0 GiB: the smallest"),
+        (["--batch", "3"], "a batch of 3 cannot be divided over 8 GPUs"),
+        (["--gpus", "0"], "--gpus is at least 1"),
+        (["--sequence", "4096"], "a step of 4096 tokens a row does not run"),
+        (["--plot", "plan.txt"], "`--plot` writes .png or .svg"),
+        (["--set", "layers=2"], "the schedule has no knob `layers`"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_words(tmp_path, capsys, more, said):
+    fixed = ["--set", "tensor_parallel=false", "--set", "pipeline_stages=1"]
+    assert planned(tmp_path, *fixed, *more) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_gpu_of_the_table_says_where_its_figures_are_from():
+    for name in known_gpus():
+        gpu = hardware(name)
+        assert "data sheet" in gpu.said[0] and gpu.memory > 2**34
+        assert gpu.inside.bandwidth > gpu.outside.bandwidth
