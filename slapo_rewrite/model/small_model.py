@@ -10,6 +10,7 @@ import contextlib
 import copy
 import inspect
 import math
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -107,6 +108,27 @@ _AT_MOST = {  # sizes that stand alone
     "hidden_size_per_layer_input": 16,
     "num_kv_shared_layers": 0,
 }
+
+
+@contextlib.contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """The same random numbers every time, of torch, of Python and of NumPy.
+
+    Speech models of transformers draw what they mask with NumPy.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    before = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            random.seed(seed)
+            if numpy:
+                numpy.random.seed(seed)
+            yield
+    finally:
+        random.setstate(before[0])
+        if numpy:
+            numpy.random.set_state(before[1])
 
 
 @contextlib.contextmanager

@@ -81,8 +81,7 @@ class Trial:
 
     def _run(self, schedule: Any, build: Callable[..., nn.Module], *args: Any) -> Any:
         """What a small model returns."""
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with small_model.drawing(0):
             self.model = build(schedule, *args)
             self.inputs = apart(small_model.step_inputs(schedule, self.model))
             self.more_inputs = apart(small_model.step_inputs(schedule, self.model, seed=8))
@@ -94,8 +93,7 @@ class Trial:
     @contextlib.contextmanager
     def seeded(self) -> Iterator[None]:
         """Random numbers that are the same every time."""
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
+        with small_model.drawing(1):
             yield
 
     def depth(self, listed: str, number: int) -> int:

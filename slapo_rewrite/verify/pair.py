@@ -131,8 +131,7 @@ class Pair(Original):
     def step(self, model: nn.Module, seed: int = 0) -> tuple[Named, Tensor]:
         """One forward and backward: all output tensors, and the loss."""
         model.zero_grad(set_to_none=True)
-        torch.manual_seed(seed)
-        with in_float64(self.is_double(model)):
+        with self.twin.drawing(seed), in_float64(self.is_double(model)):
             outputs, given = self.outputs(model, self.inputs)
             loss: Tensor = self.twin.loss_of(self.schedule, outputs, given)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -143,7 +142,7 @@ class Pair(Original):
         inputs = {name: value for name, value in self.inputs.items() if name != without}
         model.eval()
         try:
-            with torch.no_grad(), in_float64(self.is_double(model)):
+            with torch.no_grad(), self.twin.drawing(0), in_float64(self.is_double(model)):
                 return tensors_in(self.outputs(model, inputs)[0])
         finally:
             model.train()
