@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -81,21 +81,25 @@ class Construction(Change):
             return
 
         by_change: dict[Construction | None, set[int]] = {}
-        for index in sorted(present, key=_number):
-            by_change.setdefault(changes.get(index), set()).add(_number(index))
+        level = _deciding(site, present, changes, text, causes)
+        for index in sorted(present, key=_numbers):
+            number = _numbers(index)[level]
+            by_change.setdefault(changes.get(index), set()).add(number)
         groups = list(by_change.values())
-        regions = text.indices.regions(site, causes, groups, counted=True)
+        innermost = level == -1
+        regions = text.indices.regions(site, causes, groups, counted=True) if innermost else []
         first_apart = bool(regions) and not any(0 in region.numbers for region in regions)
+        total = len(present) if innermost else len({_numbers(each)[level] for each in present})
 
         def test(numbers: set[int]) -> str:
-            return membership(variable, numbers, len(present), regions, site.count)
+            return membership(variable, numbers, total, regions, site.count)
 
         def choose(node: cst.BaseExpression) -> cst.BaseExpression:
             return _choice(node, by_change, site, test, text, causes, first_apart)
 
         why = f"choose by {'share' if regions else 'index'} for `{site.path}`"
         text.replace(site.value, site.statement, choose, causes, why)
-        variable = _counter(site, text, causes)
+        variable = _counter(site, text, causes, level)
 
     def check_called(
         self, site: Site, text: ClassText, causes: Causes, hint: str | None = None
@@ -368,22 +372,23 @@ def _choice(
     return result
 
 
-def _counter(site: Site, text: ClassText, causes: Causes) -> str:
-    """The variable that counts the elements; the loop is given one where it has none.
+def _counter(site: Site, text: ClassText, causes: Causes, level: int) -> str:
+    """The variable that counts the elements; the innermost loop is given one where it has none.
 
     Raises:
         UnfollowableConstruction: It cannot be.
     """
-    if site.index and site.index != "_":
-        return site.index
-    loop = site.loop
+    loop = site.loops[level] if len(site.loops) >= -level else None
+    visible = loop is not None and (level == -1 or loop.frame is site.frame)
+    if loop and visible and loop.index and loop.index != "_":
+        return loop.index
     refusal = errors.UnfollowableConstruction(
         f"elements of `{site.path}` differ, and nothing counts them where they are made",
         at=text.file.at(site.value),
         cause=causes,
         hint="number them in the source: for i, ... in enumerate(...)",
     )
-    if loop is None or len(site.loops) != 1:
+    if loop is None or len(site.loops) != 1:  # others may turn within it
         raise refusal
     node = loop.node
     if not isinstance(node, (ast.comprehension, ast.For)):
@@ -392,7 +397,7 @@ def _counter(site: Site, text: ClassText, causes: Causes) -> str:
     name = next(n for n in ("i", "index", "layer_index", "element_index") if n not in used)
     holder = node if isinstance(node, ast.For) else site.statement
     why = "count the elements"
-    if site.index == "_" and isinstance(node.target, ast.Name):
+    if loop.index == "_" and isinstance(node.target, ast.Name):
         text.replace(node.target, holder, lambda _: cst.Name(name), causes, why)
         return name
     if loop.first not in (0, None) or isinstance(node, ast.For):
@@ -416,5 +421,33 @@ def _is_same_name(node: ast.AST, name: ast.expr | None) -> bool:
     return node.id == name.id and isinstance(node.ctx, ast.Load)
 
 
-def _number(index: str) -> int:
-    return int(index.rsplit(".", 1)[-1]) if index else 0
+def _deciding(
+    site: Site,
+    present: Collection[str],
+    changes: Mapping[str, Construction],
+    text: ClassText,
+    causes: Causes,
+) -> int:
+    """Which of the loops around a site tells what its elements become, counted from the inside.
+
+    Raises:
+        UnfollowableConstruction: No single one does.
+    """
+    depth = max(len(_numbers(index)) for index in present)
+    for level in range(-1, -depth - 1, -1):
+        kinds: dict[int, set[Construction | None]] = {}
+        for index in present:
+            kinds.setdefault(_numbers(index)[level], set()).add(changes.get(index))
+        if all(len(each) == 1 for each in kinds.values()):
+            return level
+    raise errors.UnfollowableConstruction(
+        f"elements of `{site.path}` differ in a way that no single loop around this tells",
+        at=text.file.at(site.value),
+        cause=causes,
+        hint="treat all elements of one list alike, or make each list where it has a name",
+    )
+
+
+def _numbers(index: str) -> tuple[int, ...]:
+    """The element's numbers, those of the outer lists first."""
+    return tuple(int(n) for n in index.split(".") if n.isdecimal()) or (0,)
