@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.emit import record
+from slapo_rewrite.emit.diff_hunks import hunks
 from slapo_rewrite.emit.write import hand_edited
 
 
@@ -83,22 +85,11 @@ def _line(out: Path, name: str, number: int) -> str:
 
 def _added(out: Path, name: str) -> set[int]:
     """The lines of a file that are not as in its original, by the output's own diff."""
-    found: set[int] = set()
-    file, number = "", 0
     try:
-        lines = (out / "rewrite.diff").read_bytes().decode(errors="replace").split("\n")
+        diff = (out / "rewrite.diff").read_bytes().decode(errors="replace")
     except OSError:
-        return found
-    for line in lines:
-        if line.startswith("+++ "):
-            file = line.partition("/")[2]
-        elif hunk := re.match(r"@@ -\S+ \+(\d+)", line):
-            number = int(hunk[1])
-        elif line[:1] in ("+", " "):
-            if line[0] == "+" and file == name:
-                found.add(number)
-            number += 1
-    return found
+        return set()
+    return {number for hunk in hunks(diff) if hunk.file == name for number in hunk.added}
 
 
 def _change(out: Path, content: dict[str, Any], change: dict[str, Any]) -> list[str]:
@@ -113,27 +104,34 @@ def _rule(content: dict[str, Any], note: dict[str, Any]) -> list[str]:
     """What became of a rule that a line of the schedule asked for."""
     cause = content["directives"][note["directive"]]
     lead = f"rule `{note['rule']}` of {content['schedule']['name']}:{cause['line']}"
-    found = [f"{lead}: applied in {', '.join(note['applied'])}"] if "applied" in note else []
-    found += [f"{lead}: left {path}: {why}" for path, why in note.get("left", {}).items()]
+    return [f"{lead}: {words}" for words in rule_words(note)]
+
+
+def rule_words(note: Mapping[str, Any]) -> list[str]:
+    """What became of a rule, in words: where it was applied, where and why it was not."""
+    found = []
+    if "applied" in note:
+        paths = [path or "the model itself" for path in note["applied"]]
+        found.append(f"applied in {', '.join(paths)}")
+    found += [f"left {path}: {why}" for path, why in note.get("left", {}).items()]
     if "nearest" in note:
-        found.append(f"{lead}: matches nothing; nearest is {note['nearest']}")
+        found.append(f"matches nothing; nearest is {note['nearest']}")
     if "lacking" in note:
         names = " and ".join(f"`{name}`" for name in note["lacking"])
-        found.append(f"{lead}: matches nothing; where it comes nearest, there is no {names}")
-    return found or [f"{lead}: matches nothing, nor anything near"]
+        found.append(f"matches nothing; where it comes nearest, there is no {names}")
+    return found or ["matches nothing, nor anything near"]
 
 
 def _causes(content: dict[str, Any], change: dict[str, Any]) -> list[str]:
     schedule = content["schedule"]["name"]
     found = [content["directives"][number] for number in change["directives"]]
     # A loop in the schedule calls one line several times.
-    shown = dict.fromkeys(f"    {schedule}:{d['line']}  {d['text']}{_more(d)}" for d in found)
-    return list(shown)
+    lines = [(f"    {schedule}:{d['line']}  {d['text']}", more_of(d)) for d in found]
+    return list(dict.fromkeys(f"{line}  ({more})" if more else line for line, more in lines))
 
 
-def _more(directive: dict[str, Any]) -> str:
+def more_of(directive: Mapping[str, Any]) -> str:
     """What a line of the schedule does not say itself: the collective, the share of a list."""
-    shares = ", ".join(directive.get("shares", ()))
     if what := directive.get("inferred"):
-        return f"  (inferred: {what} on {', '.join(directive['paths'])})"
-    return f"  ({shares})" if shares else ""
+        return f"inferred: {what} on {', '.join(directive['paths'])}"
+    return ", ".join(directive.get("shares", ()))

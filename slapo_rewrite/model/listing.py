@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from slapo_rewrite import errors
@@ -44,13 +44,18 @@ def _rows(node: Node, shown: str, shapes: dict[int, _Shape]) -> Iterator[_Row]:
     _, parameters, place, _ = shapes[id(node)]
     yield _Row(shown, node.cls.__name__, parameters, place)
     prefix = shown if node.parent is not None else ""
-    for first, last in _runs(node, shapes):
+    for first, last in runs(node, shapes):
         name = first.name if first is last else f"[{first.name}-{last.name}]"
         yield from _rows(first, f"{prefix}.{name}" if prefix else name, shapes)
 
 
-def _runs(node: Node, shapes: dict[int, _Shape]) -> list[tuple[Node, Node]]:
-    """Neighbouring children, numbered ones that are alike put together, as first and last."""
+def runs(node: Node, shapes: Mapping[int, object]) -> list[tuple[Node, Node]]:
+    """Neighbouring children, numbered ones that are alike put together, as first and last.
+
+    Args:
+        node: Whose children.
+        shapes: What is equal for those that are alike, by a node's `id`.
+    """
     found: list[tuple[Node, Node]] = []
     for child in node.children.values():
         if found:

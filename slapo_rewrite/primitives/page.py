@@ -16,16 +16,22 @@ RULES, KERNELS = "slapo_rewrite.rules.fusions", "slapo_rewrite.runtime.kernels"
 
 def listing() -> str:
     """Every primitive and every rule with its first line."""
-    found = {name: _primitive(name) for name in registry()}
-    known = {name: _rule(name) for name in rules()}
-    width = max(map(len, (*found, *known)))
-    lines = [f"{name:<{width}}  {_first_line(each)}" for name, each in found.items()]
+    known = rules()
+    width = max(map(len, (*registry(), *known)))
+    lines = [f"{name:<{width}}  {first_line(name)}" for name in registry()]
     lines += ["", 'rules, for .apply("NAME"); .apply_all() takes those with a star:']
     lines += [
-        f"{name:<{width}}  {'*' if rule.get('pays') else ' '} {_first_line(rule)}"
-        for name, rule in known.items()
+        f"{name:<{width}}  {'*' if _rule(name).get('pays') else ' '} {first_line(name)}"
+        for name in known
     ]
     return "\n".join(lines)
+
+
+def first_line(name: str) -> str:
+    """What a primitive or a rule does, in a sentence; nothing of one that there is not."""
+    if name in registry():
+        return _primitive(name).doc.partition("\n")[0]
+    return _rule(name).doc.partition("\n")[0] if name in rules() else ""
 
 
 def rules() -> list[str]:
@@ -96,7 +102,3 @@ def _joined(parts: list[str], of: Class) -> str:
             if text:
                 parts += [what, textwrap.indent(text, "    ")]
     return "\n\n".join(part.rstrip("\n") for part in parts)
-
-
-def _first_line(of: Class) -> str:
-    return of.doc.partition("\n")[0]
