@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import importlib
 import os
 import sys
 import threading
@@ -338,10 +339,11 @@ def _asked(options: argparse.Namespace) -> list[str]:
 
 
 def _check_worlds(options: argparse.Namespace) -> None:
-    if options.world and min(options.world) < 1:
+    worlds = options.world if isinstance(options.world, list) else [options.world]
+    if any(size is not None and size < 1 for size in worlds):
         raise errors.UsageError("a world size is at least 1")
     for name in ("pp", "tp", "dp"):
-        size = getattr(options, name)
+        size = getattr(options, name, None)
         if size is not None and size < 1:
             raise errors.UsageError(f"--{name} is at least 1")
 
@@ -426,10 +428,7 @@ def _verify(arguments: list[str]) -> int:
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
     _add_worlds(parser)
-    parser.add_argument(
-        "--source", metavar="SOURCE", help="the original, if it is not where it was"
-    )
-    parser.add_argument("--schedule", metavar="S", help="the schedule, if it is not where it was")
+    _add_inputs(parser)
     options = parser.parse_args(arguments)
     _check_worlds(options)
     _tidy(options.out)
@@ -441,17 +440,81 @@ def _explain(arguments: list[str]) -> int:
         "explain",
         "Say which line of the schedule caused a line of the output, and why.",
         "slapo-rewrite explain out modeling_bert.py:120",
+        "the whole of it, to be reviewed:\n  slapo-rewrite explain out --html report.html",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
     parser.add_argument(
         "place", metavar="FILE:LINE", nargs="?", help="one line; without it, every change"
     )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page for review: diff, module tree, rules, verification, prediction",
+    )
+    parser.add_argument(
+        "--world", type=int, metavar="N", help="ranks that the page tells the sizes on (default: 2)"
+    )
+    _add_inputs(parser)
     options = parser.parse_args(arguments)
+    if options.html is None:
+        for name in ("world", "source", "schedule"):
+            if getattr(options, name) is not None:
+                raise errors.UsageError(f"`--{name}` belongs to `--html`")
+    elif options.place is not None:
+        raise errors.UsageError("`--html` tells of every line: give it without FILE:LINE")
+    _check_worlds(options)
+    _tidy(options.out)
+    if options.html is not None:
+        return _reviewed(options)
     from slapo_rewrite.emit.explanation import explain
 
-    _tidy(options.out)
     print(explain(options.out, options.place))
     return DONE
+
+
+def _reviewed(options: argparse.Namespace) -> int:
+    """Writes the page for review."""
+    from slapo_rewrite.emit import record
+
+    record.read(options.out)
+    _check_installed("explain --html", "review", "matplotlib")
+    from slapo_rewrite.review.gathered import gathered
+    from slapo_rewrite.review.review_page import review_page
+
+    with _working(f"reviewing {options.out}"):
+        review = gathered(
+            options.out, world=options.world, source=options.source, schedule=options.schedule
+        )
+        page = review_page(review)
+    try:
+        options.html.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise errors.OutputUnwritable(
+            f"cannot write `{options.html}`: {error.strerror or error}"
+        ) from None
+    print("\n".join([*review.summary(), f"wrote {options.html}"]))
+    return DONE
+
+
+def _check_installed(command: str, extra: str, *packages: str) -> None:
+    """Refuses a command whose packages are not installed."""
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            raise errors.MissingPackage(
+                f"`slapo-rewrite {command}` needs `{package}`, which is not installed",
+                hint=f"pip install 'slapo-rewrite[{extra}]'",
+            ) from None
+
+
+def _add_inputs(parser: _Parser) -> None:
+    """Where the original and the schedule of an output are."""
+    parser.add_argument(
+        "--source", metavar="SOURCE", help="the original, if it is not where it was"
+    )
+    parser.add_argument("--schedule", metavar="S", help="the schedule, if it is not where it was")
 
 
 def _tree(arguments: list[str]) -> int:
@@ -556,16 +619,8 @@ def _tune(arguments: list[str]) -> int:
     parser.add_argument("--seeds", type=int, metavar="N", help="how often to replay (default: 20)")
     options = parser.parse_args(arguments)
     _check_tuning(options)
-    try:
-        import sklearn  # noqa: F401
-
-        if options.replay is None:
-            import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise errors.MissingPackage(
-            f"`slapo-rewrite tune` needs `{error.name}`, which is not installed",
-            hint="pip install 'slapo-rewrite[tune]'",
-        ) from None
+    drawn = ["matplotlib"] if options.replay is None else []
+    _check_installed("tune", "tune", "sklearn", *drawn)
     return _replay(options) if options.replay is not None else _search(options)
 
 

@@ -17,6 +17,7 @@ PACKAGE = Path(slapo_rewrite.__file__).parent
 LAYERS = (
     {"__main__"},
     {"cli"},
+    {"review"},
     {"auto", "plan", "tune"},
     {"verify", "emit"},
     {"stages"},
@@ -35,7 +36,9 @@ LAYERS = (
     {"errors"},
     {"runtime"},
 )
-MAY_IMPORT_TORCH = {"auto", "model", "sharding", "stages", "verify", "tune", "plan", "runtime"}
+MAY_IMPORT_TORCH = {
+    *("auto", "model", "plan", "review", "runtime", "sharding", "stages", "tune", "verify"),
+}
 HEAVY = {"torch", "transformers"}
 
 

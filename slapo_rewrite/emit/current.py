@@ -16,6 +16,8 @@ from slapo_rewrite.code.file import locate as locate_source
 from slapo_rewrite.emit import inputs, record
 from slapo_rewrite.schedule.load import locate as locate_schedule
 
+TOOL_CHANGED = "slapo-rewrite itself has changed"
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -137,7 +139,7 @@ def reasons(content: Mapping[str, Any], asked: Asked) -> list[str]:
     if content.get("set", {}) != asked.knobs:
         found.append(f"knobs were {content.get('set', {})}, and are {asked.knobs}")
     if content.get("tool", {}).get("digest") not in (None, record.tool_digest()):
-        found.append("slapo-rewrite itself has changed")
+        found.append(TOOL_CHANGED)
     return found
 
 

@@ -253,6 +253,7 @@ SHAPE: Any = {
     "depends?": {"*": str},
     "directives?": [
         {
+            "primitive": str,
             "line": (int, type(None)),
             "text": str,
             "paths": [str],
@@ -274,6 +275,24 @@ SHAPE: Any = {
         },
     ],
     "warnings?": [str],
+    "verification?": (
+        type(None),
+        {
+            "verdict": str,
+            "worlds": [(int, str)],
+            "changed": [str],
+            "checks": [
+                {
+                    "world": (int, str),
+                    "check": str,
+                    "ok": bool,
+                    "error?": (float, int, str, type(None)),
+                    "limit?": (float, int),
+                }
+            ],
+            "failures": [{"world": (int, str), "what": str}],
+        },
+    ),
     "written?": {"*": str},
 }
 SUPPORT_SHAPE: Any = {

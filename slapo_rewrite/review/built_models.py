@@ -1,0 +1,125 @@
+"""The models that a source, a schedule and an output give, on the meta device."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.directive import Directive
+from slapo_rewrite.emit.current import TOOL_CHANGED, Asked
+from slapo_rewrite.emit.rewrite import Project
+from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
+from slapo_rewrite.model.tree import Tree, build_model
+from slapo_rewrite.review.recorded_review import Recorded, asked_again
+
+
+class NotBuilt(Exception):
+    """The models cannot be had, in words."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What the original and the output build.
+
+    Attributes:
+        schedule: The schedule's module.
+        original: The original's model.
+        alone: The output's in one process.
+        rank: The output's on the first of `world` ranks.
+        world: How many ranks.
+        emitted: The output, imported.
+        directives: The schedule's calls, with every path that they were made on.
+        cuts: The paths of the modules after which a pipeline stage ends.
+    """
+
+    schedule: Any
+    original: Tree
+    alone: Tree
+    rank: Tree
+    world: int
+    emitted: Emitted
+    directives: tuple[Directive, ...]
+    cuts: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def built(
+    recorded: Recorded, world: int | None, source: str | None = None, schedule: str | None = None
+) -> Iterator[Models]:
+    """Builds the models; the output stays imported as long as it lasts.
+
+    Args:
+        recorded: The output.
+        world: On how many ranks; by default two where anything is split, else one.
+        source: The original, if it is not where it was.
+        schedule: The schedule, if it is not where it was.
+
+    Raises:
+        NotBuilt: An input is not what it was, or a model cannot be built.
+    """
+    asked = _unchanged(recorded, source, schedule)
+    is_split = any(call.primitive == "shard" for call in recorded.calls)
+    ranks = world or (2 if is_split else 1)
+    with contextlib.ExitStack() as stack:
+        try:
+            project = Project(asked.source, asked.schedule)
+            stack.callback(sys.modules.__setitem__, project.original.name, project.module)
+            make = project.schedule.module.model
+            original = Tree(build_model(make, project.module))
+            with contextlib.redirect_stdout(sys.stderr):
+                plan = project.plan(project.schedule.settings(asked.settings))
+            files = _files(recorded)
+            emitted = stack.enter_context(imported(files, recorded.content["source"]["file"]))
+            alone = emitted.tree(make)
+            rank = emitted.tree(make, ranks)
+        except errors.RewriteError as error:
+            raise NotBuilt(error.message) from error
+        except FailedOutput as error:
+            file, line = error.frames[-1]
+            raise NotBuilt(f"{file}:{line} fails: {error}") from error
+        if ranks > 1 and is_split and _sizes(alone) == _sizes(rank):
+            raise NotBuilt(f"its sizes do not fit {ranks} ranks: give another --world")
+        yield Models(
+            project.schedule.module,
+            original,
+            alone,
+            rank,
+            ranks,
+            emitted,
+            tuple(plan.directives),
+            tuple(path for path, state in plan.states.items() if state.cut),
+        )
+
+
+def _unchanged(recorded: Recorded, source: str | None, schedule: str | None) -> Asked:
+    """What the output was made of, where that is still there and the same."""
+    try:
+        asked = asked_again(recorded.content, source, schedule)
+    except errors.RewriteError as error:
+        raise NotBuilt(
+            f"{error.message}; give --source and --schedule, or run this in the folder in which "
+            "the output was written"
+        ) from error
+    # Another version of the tool builds the same models.
+    if changed := [words for words in recorded.changed if words != TOOL_CHANGED]:
+        raise NotBuilt(f"{'; '.join(changed)}: `slapo-rewrite update {recorded.out}` rewrites it")
+    return asked
+
+
+def _files(recorded: Recorded) -> dict[str, str]:
+    """The output's Python files as they are, those of its support folder by their path from it."""
+    out, content = recorded.out, recorded.content
+    found = {name: out / name for name in content["files"] if name.endswith(".py")}
+    if (support := content.get("support")) is not None:
+        for path in sorted((out.parent / support["folder"]).glob("*.py")):
+            found[f"../{support['folder']}/{path.name}"] = path
+    return {name: Path(path).read_bytes().decode(errors="replace") for name, path in found.items()}
+
+
+def _sizes(tree: Tree) -> list[tuple[int, ...]]:
+    return [tuple(p.shape) for node in tree.nodes.values() for p in node.parameters.values()]

@@ -1,0 +1,107 @@
+"""Plots of a prediction, as SVG that stands in a page and takes its colour from it."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from slapo_rewrite.simulate.pipeline import Step
+
+# What text and lines are drawn in; the page's own colour stands for it in the end.
+_INK = "#010203"
+# Told apart by people who do not see all colours (Okabe and Ito 2008), on white and on black.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+_STYLE: dict[Any, Any] = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), _INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), _INK),
+    "svg.fonttype": "none",  # text stays text
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+EVENTS = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "transfer": ("activation", "gradient"),
+    "optimizer": ("optimizer", "gradients", "weights", "ties"),
+}
+
+
+def bars(names: Sequence[str], amounts: Sequence[Mapping[str, float]], unit: str, name: str) -> str:
+    """A bar for each name, made of its amounts.
+
+    Args:
+        names: What the bars are called.
+        amounts: For each what it is made of, in the same order.
+        unit: What the amounts are in.
+        name: What the plot is called, unlike every other of the page.
+    """
+    with plt.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure, axes = plt.subplots(figsize=(7.2, 0.9 + 0.42 * len(names)), layout="constrained")
+        left = [0.0] * len(names)
+        colours = dict(zip(amounts[0], COLOURS, strict=False))
+        kinds = [kind for kind in colours if any(each[kind] for each in amounts)]
+        for kind in kinds:
+            widths = [each[kind] for each in amounts]
+            axes.barh(names, widths, left=left, label=kind, color=colours[kind], height=0.62)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        for place, total in enumerate(left):
+            axes.text(total, place, f" {total:.3g} {unit}", va="center")
+        axes.invert_yaxis()
+        axes.set_xlim(0, max(left) * 1.14)
+        axes.set_xlabel(unit)
+        figure.legend(loc="outside upper center", ncols=len(kinds), frameon=False)
+        return _svg(figure, name)
+
+
+def timeline(step: Step, name: str) -> str:
+    """A line for each stage with what it does when."""
+    with plt.rc_context({**_STYLE, "svg.hashsalt": name}):
+        count = len(step.stages)
+        figure, axes = plt.subplots(figsize=(7.2, 1.0 + 0.45 * count), layout="constrained")
+        colours = dict(zip(EVENTS, COLOURS, strict=False))
+        for number, stage in enumerate(step.stages):
+            for kind, events in EVENTS.items():
+                spans = [
+                    (1e3 * e.start, 1e3 * (e.end - e.start))
+                    for e in stage.events
+                    if e.what in events
+                ]
+                if spans:
+                    axes.broken_barh(
+                        spans, (number - 0.36, 0.72), color=colours[kind], edgecolor="white", lw=0.3
+                    )
+        axes.set_yticks(range(count), [f"stage {number}" for number in range(count)])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1e3 * step.seconds)
+        axes.set_xlabel("ms")
+        handles = [Patch(color=colour, label=kind) for kind, colour in colours.items()]
+        figure.legend(
+            handles=handles, loc="outside upper center", ncols=len(handles), frameon=False
+        )
+        return _svg(figure, name)
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """A figure as an element of a page, without what is about files of its own.
+
+    Its elements' names begin with its own, since those of all plots would be the same.
+    """
+    text = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+    plt.close(figure)
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{name}-", svg)
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt" ', "", svg, count=1)

@@ -1,0 +1,517 @@
+"""What an output's record and its files tell a reviewer: no model is built for it."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.file import lines_of
+from slapo_rewrite.emit import record
+from slapo_rewrite.emit.current import Asked, reasons
+from slapo_rewrite.emit.diff_hunks import original_text
+from slapo_rewrite.emit.explanation import more_of, rule_words
+from slapo_rewrite.emit.write import hand_edited
+from slapo_rewrite.primitives.page import first_line
+from slapo_rewrite.schedule.load import locate
+
+CONTEXT = 3
+IMPORT = "import what is used below"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A primitive call of the schedule, or a collective that one infers.
+
+    Attributes:
+        line: Its line in the schedule; None where that is not known.
+        primitive: The primitive.
+        text: The call as the schedule writes it.
+        more: What the text does not say: the collective that was inferred, the share of a list.
+        paths: The modules it was called on, `*` for any number.
+    """
+
+    line: int | None
+    primitive: str
+    text: str
+    more: str
+    paths: tuple[str, ...]
+
+    @property
+    def does(self) -> str:
+        """What its primitive does, in a sentence."""
+        return first_line(self.primitive)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why lines changed.
+
+    Attributes:
+        what: What happened there.
+        calls: The schedule's lines that asked for it.
+    """
+
+    what: str
+    calls: tuple[Call, ...]
+
+    @property
+    def is_import(self) -> bool:
+        """Whether it is there only for what other lines need."""
+        return self.what == IMPORT
+
+    @property
+    def by_primitive(self) -> dict[str, list[Call]]:
+        """The calls of each primitive, by what it does."""
+        found: dict[str, list[Call]] = {}
+        for call in self.calls:
+            found.setdefault(call.does, []).append(call)
+        return found
+
+    @property
+    def lines(self) -> list[Call]:
+        """A call of each line."""
+        return list({call.line: call for call in self.calls}.values())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a file as it was beside the one in its place.
+
+    Attributes:
+        kind: `same`, `changed`, `added` or `removed`.
+        old: The number of the original's line; None where it has none.
+        new: Likewise of the rewritten file's.
+    """
+
+    kind: str
+    old: int | None
+    new: int | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring lines that changed, with a few around them.
+
+    Attributes:
+        rows: The lines.
+        reasons: Why they changed.
+    """
+
+    rows: tuple[Row, ...]
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """Where it stands in the rewritten file."""
+        numbers = [row.new for row in self.rows if row.new is not None]
+        return f"{numbers[0]}-{numbers[-1]}" if numbers else "removed"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two texts of a file side by side.
+
+    Attributes:
+        name: The file's name in the output.
+        old: The text on the left.
+        new: The text on the right.
+        parts: Where they differ.
+        absolute: How many imports only became absolute, which is not shown.
+    """
+
+    name: str
+    old: str
+    new: str
+    parts: tuple[Part, ...]
+    absolute: int = 0
+
+    def count(self, *kinds: str) -> int:
+        """How many lines are of these kinds."""
+        return sum(row.kind in kinds for part in self.parts for row in part.rows)
+
+    @property
+    def added(self) -> int:
+        """Lines that only the right side has."""
+        return self.count("added", "changed")
+
+    @property
+    def removed(self) -> int:
+        """Lines that only the left side has."""
+        return self.count("removed", "changed")
+
+    @property
+    def length(self) -> int:
+        """How many lines the left side has."""
+        return len(self.old.splitlines())
+
+    @property
+    def kept(self) -> float:
+        """The share of the original's lines that stand."""
+        return 1 - (self.removed + self.absolute) / max(self.length, 1)
+
+
+@dataclass(frozen=True)
+class Helper:
+    """A file that was written beside the model file.
+
+    Attributes:
+        name: Its name.
+        length: How many lines it has.
+        about: Its first line.
+        reason: What it is there for.
+    """
+
+    name: str
+    length: int
+    about: str
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class RuleOutcome:
+    """What became of a rule.
+
+    Attributes:
+        rule: Its name.
+        does: What it does, in a sentence.
+        fired: Whether it was applied anywhere.
+        words: Where, or why not.
+        call: The schedule's line that asked for it.
+    """
+
+    rule: str
+    does: str
+    fired: bool
+    words: tuple[str, ...]
+    call: Call
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that verification compared, in every world.
+
+    Attributes:
+        name: What was compared.
+        cells: For each world whether it held, with the error and its limit; None where it was not
+            compared.
+    """
+
+    name: str
+    cells: tuple[Mapping[str, Any] | None, ...]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What verification found.
+
+    Attributes:
+        verdict: `equal`, `not equal`, `failed` or `not run`.
+        worlds: The world sizes, and the layouts of pipelines, in words.
+        checks: What was compared.
+        failures: What went wrong where a world did not run to its end.
+        is_stale: Whether the source or the schedule was another one by then.
+    """
+
+    verdict: str
+    worlds: tuple[str, ...]
+    checks: tuple[Check, ...]
+    failures: tuple[str, ...]
+    is_stale: bool
+
+    @property
+    def failed(self) -> int:
+        """How many comparisons did not hold."""
+        return sum(cell is not None and not cell["ok"] for c in self.checks for cell in c.cells)
+
+    @property
+    def compared(self) -> int:
+        """How many there were."""
+        return sum(cell is not None for check in self.checks for cell in check.cells)
+
+
+@dataclass(frozen=True)
+class ScheduleLine:
+    """A line of the schedule.
+
+    Attributes:
+        number: Its number.
+        text: The line.
+        causes: What it caused: the places in the output, by file.
+    """
+
+    number: int
+    text: str
+    causes: tuple[tuple[str, int, str], ...]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An output, as its record and its files tell of it.
+
+    Attributes:
+        out: The folder.
+        content: The record.
+        calls: The schedule's calls, in the record's order.
+        files: The rewritten files beside their originals.
+        helpers: The files that are new.
+        rules: What became of rules.
+        verification: What verification found; None where there was none.
+        schedule: The schedule's lines; those that call a primitive alone where the schedule has
+            changed or is not there.
+        has_schedule: Whether it is the whole schedule.
+        edits: Files that were edited by hand since, as they were written and as they are.
+        changed: Which inputs are not what they were, in words.
+    """
+
+    out: Path
+    content: Mapping[str, Any]
+    calls: tuple[Call, ...]
+    files: tuple[Compared, ...]
+    helpers: tuple[Helper, ...]
+    rules: tuple[RuleOutcome, ...]
+    verification: Verification | None
+    schedule: tuple[ScheduleLine, ...]
+    has_schedule: bool
+    edits: tuple[Compared, ...]
+    changed: tuple[str, ...]
+    warnings: tuple[str, ...] = field(default=())
+
+
+def read_output(out: Path, source: str | None = None, schedule: str | None = None) -> Recorded:
+    """Reads an output.
+
+    Args:
+        out: Its folder.
+        source: The original, if it is not where it was.
+        schedule: The schedule, if it is not where it was.
+
+    Raises:
+        NotAnOutput: The folder has no record, or lacks files that the record names.
+    """
+    content = record.read(out)
+    _check_whole(out, content)
+    calls = tuple(_call(each) for each in content.get("directives", ()))
+    files = tuple(_compared_files(out, content, calls))
+    text = _schedule_text(content, schedule)
+    return Recorded(
+        out,
+        content,
+        calls,
+        files,
+        tuple(_helpers(out, content, calls)),
+        tuple(_rules(content, calls)),
+        _verification(content.get("verification")),
+        tuple(_schedule_lines(text, calls, files)),
+        text is not None,
+        tuple(_edits(out)),
+        tuple(changed_inputs(content, source, schedule)),
+        tuple(content.get("warnings", ())),
+    )
+
+
+def changed_inputs(
+    content: Mapping[str, Any], source: str | None, schedule: str | None
+) -> list[str]:
+    """Which inputs of an output are not what they were, in words; what is not found among them."""
+    try:
+        asked = asked_again(content, source, schedule)
+    except errors.RewriteError as error:
+        return [error.message]
+    return reasons(content, asked)
+
+
+def asked_again(
+    content: Mapping[str, Any], source: str | None = None, schedule: str | None = None
+) -> Asked:
+    """What was asked for when an output was written.
+
+    Args:
+        content: Its record.
+        source: The original, if it is not where it was.
+        schedule: The schedule, if it is not where it was.
+
+    Raises:
+        RewriteError: There is no such source or schedule.
+    """
+    return Asked.of(
+        source or content["source"]["name"],
+        schedule or content["schedule"]["name"],
+        [f"{name}={value}" for name, value in content.get("set", {}).items()],
+        content.get("single_file", False),
+        content.get("with", ()),
+        content.get("support", {}).get("folder"),
+    )
+
+
+def _check_whole(out: Path, content: Mapping[str, Any]) -> None:
+    """Refuses an output that lacks files.
+
+    Raises:
+        NotAnOutput: It does.
+    """
+    missing = sorted(name for name in content["files"] if not (out / name).is_file())
+    if missing:
+        raise errors.NotAnOutput(
+            f"`{out}` lacks {', '.join(missing)}, which its record names",
+            hint=f"slapo-rewrite update {out} writes it again",
+        )
+
+
+def _call(directive: Mapping[str, Any]) -> Call:
+    return Call(
+        directive["line"],
+        directive["primitive"],
+        directive["text"],
+        more_of(directive),
+        tuple(directive["paths"]),
+    )
+
+
+def _compared_files(out: Path, content: Mapping[str, Any], calls: Sequence[Call]) -> list[Compared]:
+    """Every rewritten file beside its original, as it was written."""
+    path = out / "rewrite.diff"
+    diff = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+    written = record.written_files(out)
+    found = []
+    for name in [content["source"]["file"], *content.get("copies", {})]:
+        new = written.get(name)
+        if new is None:
+            new = (out / name).read_bytes().decode(errors="replace")
+        if (old := original_text(diff, name, new)) is None:
+            raise errors.NotAnOutput(
+                f"`{path}` is not the diff of {name} as it was written",
+                hint=f"slapo-rewrite update {out} writes it again",
+            )
+        parts = tuple(_with_reasons(name, part, content, calls) for part in _parts(old, new))
+        absolute = len(content.get("absolute", {}).get(name, ()))
+        found.append(Compared(name, old, new, parts, absolute))
+    return found
+
+
+def _parts(old: str, new: str) -> list[Part]:
+    """Where two texts differ, side by side."""
+    matcher = difflib.SequenceMatcher(None, lines_of(old), lines_of(new), autojunk=False)
+    found = []
+    for group in matcher.get_grouped_opcodes(CONTEXT):
+        rows: list[Row] = []
+        for tag, i, j, k, m in group:
+            for a, b in zip_longest(range(i + 1, j + 1), range(k + 1, m + 1)):
+                kind = "added" if a is None else "removed" if b is None else "changed"
+                rows.append(Row("same" if tag == "equal" else kind, a, b))
+        found.append(Part(tuple(rows)))
+    return found
+
+
+def _with_reasons(name: str, part: Part, content: Mapping[str, Any], calls: Sequence[Call]) -> Part:
+    """A part of a file with what the record says of its lines."""
+    numbers = [row.new for row in part.rows if row.new is not None]
+    own = {row.new for row in part.rows if row.kind in ("added", "changed")}
+    first, last = (numbers[0], numbers[-1]) if numbers else (0, 0)
+    found = []
+    for change in content.get("changes", ()):
+        if change["file"] != name or not change["lines"]:
+            continue
+        start, stop = change["lines"]
+        inside = own.intersection(range(start, stop + 1))
+        # What only takes lines out is recorded at a line that stayed.
+        if inside or (first <= start and stop <= last):
+            found.append(_reason(change, calls))
+    return Part(part.rows, tuple(dict.fromkeys(found)))
+
+
+def _reason(change: Mapping[str, Any], calls: Sequence[Call]) -> Reason:
+    own = dict.fromkeys(calls[number] for number in change["directives"])
+    return Reason(change["why"], tuple(own))
+
+
+def _helpers(out: Path, content: Mapping[str, Any], calls: Sequence[Call]) -> list[Helper]:
+    found = []
+    for change in content.get("changes", ()):
+        if change["lines"] is not None:
+            continue
+        text = (out / change["file"]).read_bytes().decode(errors="replace")
+        try:
+            about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        except SyntaxError:  # it was edited
+            about = ""
+        reason = _reason(change, calls)
+        found.append(Helper(change["file"], len(text.splitlines()), about, reason))
+    return found
+
+
+def _rules(content: Mapping[str, Any], calls: Sequence[Call]) -> list[RuleOutcome]:
+    found = []
+    for note in content.get("rules", ()):
+        call, words = calls[note["directive"]], tuple(rule_words(note))
+        does = first_line(note["rule"])
+        found.append(RuleOutcome(note["rule"], does, "applied" in note, words, call))
+    return sorted(found, key=lambda outcome: not outcome.fired)
+
+
+def _verification(content: Mapping[str, Any] | None) -> Verification | None:
+    if content is None:
+        return None
+    worlds = [str(world) for world in content["worlds"]]
+    names = dict.fromkeys(row["check"] for row in content["checks"])
+    of = {(str(row["world"]), row["check"]): row for row in content["checks"]}
+    checks = tuple(Check(n, tuple(of.get((world, n)) for world in worlds)) for n in names)
+    failures = tuple(f"{each['world']}: {each['what']}" for each in content["failures"])
+    changed = bool(content["changed"])
+    return Verification(content["verdict"], tuple(worlds), checks, failures, changed)
+
+
+def _schedule_text(content: Mapping[str, Any], schedule: str | None) -> str | None:
+    """The schedule's text; None where it is not the one that the output was made by."""
+    try:
+        data = locate(schedule or content["schedule"]["name"]).read_bytes()
+    except (errors.RewriteError, OSError):
+        return None
+    if record.digest(data) != content["schedule"]["sha256"]:
+        return None
+    return data.decode("utf-8-sig")
+
+
+def _schedule_lines(
+    text: str | None, calls: Sequence[Call], files: Sequence[Compared]
+) -> list[ScheduleLine]:
+    """The schedule's lines with what they caused."""
+    places: dict[int, dict[tuple[str, int, str], None]] = {}
+    for file in files:
+        for number, part in enumerate(file.parts, 1):
+            for reason in part.reasons:
+                for call in () if reason.is_import else reason.calls:
+                    if call.line is not None:
+                        own = places.setdefault(call.line, {})
+                        own[file.name, number, part.place] = None
+    lines = dict(enumerate(lines_of(text.rstrip()), 1)) if text is not None else {}
+    if text is None:
+        lines = {call.line: call.text for call in calls if call.line is not None}
+    return [
+        ScheduleLine(number, line, tuple(places.get(number, ())))
+        for number, line in sorted(lines.items())
+    ]
+
+
+def _edits(out: Path) -> list[Compared]:
+    """Files that were edited by hand."""
+    written = record.written_files(out)
+    found = []
+    for name in hand_edited(out):
+        if name in written:
+            now = (out / name).read_bytes().decode(errors="replace")
+            found.append(Compared(name, written[name], now, tuple(_parts(written[name], now))))
+    return found
+
+
+def counted_calls(calls: Sequence[Call]) -> str:
+    """How often which primitive is called: `4 shard, 1 checkpoint`."""
+    by_hand = dict.fromkeys((c.line, c.primitive) for c in calls if c.paths)
+    counts = Counter(primitive for _, primitive in by_hand)
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
