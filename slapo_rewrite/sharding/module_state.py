@@ -1,9 +1,12 @@
-"""What a model notes in itself while it runs, a mask say, is forgotten after the run."""
+"""What a model notes while it runs, a mask say, is forgotten after the run."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import sys
+import types
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -13,12 +16,16 @@ from torch import nn
 
 @contextlib.contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Gives every module the attributes and buffers back that it had, so that runs are alike."""
+    """Gives every module the attributes and buffers back that it had, so that runs are alike.
+
+    What functions of the model's files remember of their results they forget.
+    """
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     held = [_copied(own) for _, own in before]
     try:
         yield
     finally:
+        _forget({type(module).__module__ for module in model.modules()})
         for (now, own), containers in zip(before, held, strict=True):
             now.clear()
             now.update(own)
@@ -30,3 +37,18 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 def _copied(own: dict[str, Any]) -> list[tuple[Any, Any]]:
     kinds = (dict, OrderedDict, list, set)  # hooks are in ordered ones
     return [(value, copy.copy(value)) for value in own.values() if type(value) in kinds]
+
+
+def _forget(modules: set[str]) -> None:
+    """Empties the caches of functions and methods that modules define."""
+    for name in modules & sys.modules.keys():
+        known = list(vars(sys.modules[name]).values())
+        known += [m for c in known if isinstance(c, type) for m in vars(c).values()]
+        for function in known:
+            if getattr(function, "__module__", None) != name:
+                continue
+            cells = getattr(function, "__closure__", None) or ()  # a decorator may hold the cache
+            for cell in (types.CellType(function), *cells):
+                with contextlib.suppress(ValueError):  # an empty cell
+                    if isinstance(cell.cell_contents, functools._lru_cache_wrapper):
+                        cell.cell_contents.cache_clear()

@@ -319,3 +319,35 @@ def schedule(s):
     case = {"together": Case(TOGETHER, schedule)}
     prepare(tmp_path, case)
     run(compare, 2, tmp_path, case)
+
+
+REMEMBERED = """\
+@functools.lru_cache
+def places(count):
+    return torch.arange(count) / count
+"""
+WRAPPED = f"""\
+def remembering(function):
+    cached = functools.lru_cache(function)
+
+    @functools.wraps(function)
+    def wrapper(*args):
+        return cached(*args)
+
+    return wrapper
+
+
+{REMEMBERED.replace("functools.lru_cache", "remembering")}"""
+
+
+@pytest.mark.parametrize("function", [REMEMBERED, WRAPPED])
+def test_a_function_that_remembers_its_results_is_run_again(function, tmp_path):
+    head = f"import functools\n\nimport torch\nfrom torch import nn\n\n\n{function}"
+    source = SOURCE.replace("import torch\nfrom torch import nn\n", head)
+    source = source.replace("self.block(self.first(x))", "self.block(self.first(x) + places(8))")
+    schedule = SCHEDULE.partition("def schedule")[0] + (
+        "def schedule(s):\n"
+        '    s["block.mlp.up"].shard(["weight", "bias"], axis=0)\n'
+        '    s["block.mlp.down"].shard("weight", axis=1)\n    s.infer_sync()\n'
+    )
+    assert "RowParallelLinear" in changed_lines(rewritten(tmp_path, source, schedule))
