@@ -28,6 +28,8 @@ ON = hardware("h200")
 TOKENS = 8192
 # Bytes that the optimizer reads and writes for each parameter in a step: Adam in mixed precision.
 TOUCHED = 32
+# Less of a model than this is hardly worth the ranks: what does not pay is split then, too.
+LEAST_SHARE = 0.5
 # How often it may be asked whether something is legal; what is found by then counts.
 MOST_ASKED = 60
 # How many components are tried in every combination.
@@ -72,6 +74,7 @@ class Group:
         parameters: How many they have.
         is_vocabulary: Whether they are tables of words, and heads that give a number for each.
         is_experts: Whether they are the experts of mixtures.
+        pays: Whether the split saves more than its collectives take.
     """
 
     shards: tuple[Shard, ...]
@@ -81,6 +84,7 @@ class Group:
     parameters: int = 0
     is_vocabulary: bool = False
     is_experts: bool = False
+    pays: bool = True
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -165,6 +169,7 @@ class Search:
         taken = {pattern for group in groups for pattern in group.patterns}
         groups += self._alone(taken)
         groups = self._together(groups)
+        groups = self._enough(groups)
         taken = {pattern for group in groups for pattern in group.patterns}
         whole = {
             p: self.refusals.get(p, "splitting it would cost more than it saves")
@@ -193,13 +198,7 @@ class Search:
 
     def _blocks(self) -> list[Group]:
         """The components that are split: the best independent set of what is legal."""
-        wanted = [
-            (producers, consumers)
-            for producers, consumers in components(self.flow)
-            if not producers & consumers
-            and {*producers, *consumers} <= self.modules.keys()
-            and not consumers & self._heads()
-        ]
+        wanted = self._components()
         worth = {pair: self._worth(*pair) for pair in wanted}
         legal: dict[tuple[frozenset[str], frozenset[str]], Group] = {}
         left = [pair for pair in wanted if worth[pair] > 0]
@@ -209,11 +208,39 @@ class Search:
             if not unknown:
                 return [legal[pair] for pair in best]
             for pair in unknown:
-                group = next(self._legal_of(*pair), None)
+                group = self._first(*pair)
                 if group is None:
                     left.remove(pair)
                 else:
-                    legal[pair] = replace(group, parameters=self._size(group.patterns))
+                    legal[pair] = group
+
+    def _components(self) -> list[tuple[frozenset[str], frozenset[str]]]:
+        heads = self._heads()
+        return [
+            (producers, consumers)
+            for producers, consumers in components(self.flow)
+            if not producers & consumers
+            and {*producers, *consumers} <= self.modules.keys()
+            and not consumers & heads
+        ]
+
+    def _enough(self, groups: list[Group]) -> list[Group]:
+        """Adds what does not pay, the largest first, while little of the model is split."""
+        known = {pattern for group in groups for pattern in group.patterns}
+        left = [pair for pair in self._components() if self._worth(*pair) <= 0]
+        for producers, consumers in sorted(left, key=lambda pair: -self._size(pair[0] | pair[1])):
+            if sum(g.parameters for g in groups) >= LEAST_SHARE * self.total:
+                break
+            group = None if known & (producers | consumers) else self._first(producers, consumers)
+            if group is not None and self._fits([*groups, group]):
+                groups = [*groups, replace(group, pays=False)]
+                known.update(group.patterns)
+        return groups
+
+    def _first(self, producers: frozenset[str], consumers: frozenset[str]) -> Group | None:
+        """The fullest way to split a component that is legal."""
+        group = next(self._legal_of(producers, consumers), None)
+        return group and replace(group, parameters=self._size(group.patterns))
 
     def _heads(self) -> set[str]:
         """The layers that give a number for each word of a table."""
@@ -293,9 +320,22 @@ class Search:
         inside = f"{_common(producers)}."
         tables = [p for p in self.flow.tables if p.startswith(inside) and p in self.modules]
         joined = tuple(shard for p in tables for shard in self._shards(p, is_column))
-        for among in dict.fromkeys([(), carried, (*carried, *joined)]):
+        own = self._for_each_head(_common((*producers, *consumers)), producers)
+        more = (*carried, *joined)
+        for among in dict.fromkeys([(), carried, more, *([own, (*more, *own)] if own else [])]):
             for packed in self._packings(columns):
                 yield Group((*packed, *among, *ends))
+
+    def _for_each_head(self, path: str, producers: Iterable[str]) -> tuple[Shard, ...]:
+        """What the module around a component has for each head: attention sinks, scales."""
+        widths = [self._sizes(pattern)[1] for pattern in producers]
+        names = [
+            name
+            for module in self.modules.get(path, ())[:1]
+            for name, own in module.named_parameters(recurse=False)
+            if own.dim() == 1 and len(own) > 1 and any(w % len(own) == 0 for w in widths)
+        ]
+        return tuple(Shard(path, (name,), 0) for name in names)
 
     def _packings(self, columns: list[tuple[Shard, ...]]) -> Iterator[tuple[Shard, ...]]:
         """The producers, as one block each, and as packed as what takes them apart says."""

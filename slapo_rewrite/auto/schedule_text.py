@@ -146,7 +146,8 @@ def _reason(group: Group) -> str:
     if len(group.patterns) == 1:
         return f"{size}, whose results are put together."
     once = "; the gradient of what goes in is summed once" if group.summed else ""
-    return f"{size}: outputs are split, then inputs, and what comes out is summed{once}."
+    slow = "" if group.pays else " It takes longer than it saves, and is for memory."
+    return f"{size}: outputs are split, then inputs, and what comes out is summed{once}.{slow}"
 
 
 def _spoken(number: int) -> str:

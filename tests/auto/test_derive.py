@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slapo_rewrite import errors
-from slapo_rewrite.auto.derive import derive
+from slapo_rewrite.auto.derive import Derived, derive
 from slapo_rewrite.cli import main
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
@@ -214,3 +214,78 @@ def test_other_commands_say_how_to_have_the_file_first(capsys):
     assert "--write-schedule s.py" in capsys.readouterr().err
     assert main([GPT, "--schedule", "bert", "--write-schedule", "s.py", "--diff"]) == 2
     assert "belongs to `--schedule auto`" in capsys.readouterr().err
+
+
+SINKS = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.size = heads, width // heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+        self.sinks = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k, v = (
+            each(x).view(b, t, self.heads, self.size).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        sinks = self.sinks.view(1, -1, 1, 1).expand(b, -1, t, 1)
+        weights = F.softmax(torch.cat([q @ k.transpose(2, 3), sinks], -1), -1)[..., :-1]
+        return self.out((weights @ v).transpose(1, 2).reshape(b, t, self.heads * self.size))
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.attention = Attention(width, heads)
+
+    def forward(self, x):
+        return x + self.attention(x)
+"""
+STEP = """import torch
+
+
+def model(m):
+    return m.Model(WIDTH, 8)
+
+
+def verify_model(m):
+    return m.Model(32, 4)
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 5, model.attention.query.in_features)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+"""
+
+
+def derived(folder: Path, source: str, step: str) -> Derived:
+    for name, text in (("source.py", source), ("step.py", step)):
+        (folder / name).write_text(text)
+    return derive(str(folder / "source.py"), str(folder / "step.py"))
+
+
+def test_what_each_head_has_is_split_with_the_heads(tmp_path):
+    found = derived(tmp_path, SINKS, STEP.replace("WIDTH", "1024"))
+    assert 'attention "sinks", axis=0' in shards(found.text)
+    assert found.share > 0.9
+
+
+def test_what_does_not_pay_is_split_where_little_else_is(tmp_path):
+    found = derived(tmp_path, SINKS, STEP.replace("WIDTH", "64"))
+    assert found.share > 0.9
+    assert "It takes longer than it saves, and is for memory." in " ".join(
+        found.text.replace("#", " ").split()
+    )
