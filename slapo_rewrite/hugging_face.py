@@ -10,3 +10,6 @@ CACHES = (
     "past_states",
     "mems",
 )
+
+# Functions of a module that read nothing of what it holds, but what it is wrapped in.
+ASKS_WHAT_WRAPS = ("is_fsdp_managed_module",)

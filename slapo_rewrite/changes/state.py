@@ -129,10 +129,12 @@ class StageCut:
     Attributes:
         target: What runs the stages, one of `TARGETS`.
         cause: The directive that asked.
+        may_move: Whether it may end elsewhere, where it cannot end there.
     """
 
     target: str
     cause: Directive
+    may_move: bool = False
 
 
 # Whose pipeline stages can be cut for.

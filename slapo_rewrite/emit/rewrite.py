@@ -352,6 +352,7 @@ def carry_out(
     for output in outputs:
         for module, because in output.imports.causes().items():
             causes[module] = merged_causes(causes.get(module, ()), because)
+    moved_cuts: tuple[str, ...] = ()
     if cuts:
         from slapo_rewrite.emit.pipeline_file import pipeline_text
         from slapo_rewrite.stages.program import Cut
@@ -359,12 +360,13 @@ def carry_out(
         with project.timed("stages"), Causes(texts, changes, {}).told():
             files = {**texts, **helpers}
             sliced = slicing(plan.states.values(), lowered.inferred)
-            ends = [Cut(path, cut.cause, cut.target) for path, cut in cuts.items()]
+            ends = [Cut(path, cut.cause, cut.target, cut.may_move) for path, cut in cuts.items()]
             stages = pipeline_text(project, ends, files, name, single_file, sliced)
             for module, names in stages.helpers().items():
                 used.setdefault(module, set()).update(names)
             staged = {"pipeline.py": stages.written(header)}
             staged |= helper_files(used, definitions, header)
+            moved_cuts = stages.warnings
         of_stages = {Path(each).stem for each in staged.keys() - helpers.keys()}
         because = merged_causes(*((cut.cause,) for cut in cuts.values()))
         causes = {**dict.fromkeys(of_stages, because), **causes}
@@ -389,7 +391,7 @@ def carry_out(
             with project.timed("rehearse"):
                 rehearsed(project, original, plan, emitted, sizes)
     left = not_run(project.schedule.module, project.module, project.tree.root.live, plan.shares)
-    warnings = [*plan.warnings, *left, *lowered.warnings]
+    warnings = [*plan.warnings, *left, *lowered.warnings, *moved_cuts]
     with project.timed("write"):
         files = {each: text for each, text in files.items() if Path(each).name == each}
         if not single_file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from slapo_rewrite.stages.defining_files import DefiningFiles
 from slapo_rewrite.stages.dry_run import Trial
 from slapo_rewrite.stages.fewer_layers import Kept, is_uniform, kept_layers
 from slapo_rewrite.stages.inline_forward import Flattening
+from slapo_rewrite.stages.other_ends import other_ends
 from slapo_rewrite.stages.pipeline_module import (
     PipelineText,
     check_one_group,
@@ -27,7 +29,13 @@ from slapo_rewrite.stages.pipeline_module import (
     shared_names,
     ties_of,
 )
-from slapo_rewrite.stages.program import ARGUMENT, Cut, divided, with_loss_apart
+from slapo_rewrite.stages.program import (
+    ARGUMENT,
+    Cut,
+    divided,
+    with_fields_apart,
+    with_loss_apart,
+)
 from slapo_rewrite.stages.stage_inputs import Planner, Stages, trains
 from slapo_rewrite.stages.step_loss import FUNCTION
 
@@ -64,6 +72,39 @@ def pipeline(
             f"the model's class {type(model).__name__} is not defined in {file.path.name}", at=at
         )
     check_attributes(model, file)
+
+    def tried(cuts: Sequence[Cut]) -> PipelineText:
+        return _with_few_layers(files, file, schedule, cuts, sliced, module, tree)
+
+    try:
+        return tried(cuts)
+    except errors.CannotCut as error:
+        if not cuts[0].may_move:
+            raise
+        refusal = error
+    small = Trial(schedule, module, model, at)
+    for path in other_ends(model, small.model, small.step):
+        with contextlib.suppress(errors.CannotCut):
+            found = tried([replace(cuts[0], path=path)])
+            words = f"no stage can end after `{cuts[0].path}`, and ends after `{path}`: "
+            return replace(found, warnings=(words + refusal.message,))
+    raise refusal
+
+
+def _with_few_layers(
+    files: Mapping[str, str],
+    file: SourceFile,
+    schedule: Any,
+    cuts: Sequence[Cut],
+    sliced: Directive | None,
+    module: ModuleType,
+    tree: Tree,
+) -> PipelineText:
+    """The stages, tried in a small model with few layers where those speak for all.
+
+    Raises:
+        CannotCut: The stages cannot end there.
+    """
     kept = kept_layers(tree, cuts)
     if any(len(numbers) < len(tree.nodes[path].children) for path, numbers in kept.items()):
         # What is refused there may be the small model's fault: all layers have the last word.
@@ -96,12 +137,22 @@ def _tried(
     flat = Flattening(model, defining, inside, trial.loss, at).flat(trial.inputs)
     trial.world = world = {**own, **defining.values}
     flat = with_loss_apart(flat, lambda text: trains(model, text))
-    program = divided(flat, cuts, model, world)
-    if kept and not is_uniform(program):
-        raise errors.CannotCut("rounds of a loop over layers may differ", at=at)
     by_name = cuts[0].target == "torch"
     places = [c.cause.at for c in cuts]
-    stages = planned(trial, Planner(program, trial.seen(program), model, places, by_name, sliced))
+    while True:
+        program = divided(flat, cuts, model, world)
+        planner = Planner(program, trial.seen(program), model, places, by_name, sliced)
+        try:
+            stages = planned(trial, planner)
+            break
+        except errors.CannotCut:
+            records = [name for name, n in planner.stuck if planner.seen[name, n].kind == "record"]
+            more = with_fields_apart(flat, records[-1]) if records else None
+            if more is None:
+                raise
+            flat = more
+    if kept and not is_uniform(program):
+        raise errors.CannotCut("rounds of a loop over layers may differ", at=at)
     if kept and any(program.pieces[n].layers for s in stages.stages for _, n in s.joined):
         raise errors.CannotCut("what layers leave together may be longer", at=at)
     trial.check_numbers(stages)

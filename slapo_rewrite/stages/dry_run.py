@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import random
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,9 +22,9 @@ from slapo_rewrite.errors import Span
 from slapo_rewrite.model import small_model
 from slapo_rewrite.stages.fewer_layers import Kept, is_short_of
 from slapo_rewrite.stages.program import ARGUMENT, Program, Version
-from slapo_rewrite.stages.stage_inputs import Stages
+from slapo_rewrite.stages.stage_inputs import Stage, Stages
 from slapo_rewrite.stages.step_loss import step_loss
-from slapo_rewrite.stages.value_kinds import Like, ValueKind, described
+from slapo_rewrite.stages.value_kinds import ValueKind, described
 
 
 class Trial:
@@ -87,8 +89,14 @@ class Trial:
             self.more_inputs = apart(small_model.step_inputs(schedule, self.model, seed=8))
         self.pristine = copy.deepcopy(self.model)
         self.model.train()
+        self.given = small_model.model_inputs(schedule, self.model, self.inputs)
+        return self.step()
+
+    def step(self) -> Any:
+        """Runs the model; gives what it returns."""
         with self.seeded():
-            return self.model(**small_model.model_inputs(schedule, self.model, self.inputs))
+            scene = self.scene()
+            return self.model(**{name: scene[name] for name in self.given})
 
     @contextlib.contextmanager
     def seeded(self) -> Iterator[None]:
@@ -104,18 +112,23 @@ class Trial:
         small, full = (m.get_submodule(path) for m in (self.model, self.full))
         return round(number * len(small) / len(full))  # type: ignore[arg-type]
 
+    def scene(self) -> dict[str, Any]:
+        """What statements find at the start of a step; they may write to the inputs."""
+        inputs = {n: v.clone() if isinstance(v, Tensor) else v for n, v in self.inputs.items()}
+        return {**self.world, "self": self.model, **inputs}
+
     def seen(self, program: Program) -> dict[Version, ValueKind]:
         """What the values of a program are.
 
         Raises:
             CannotCut: A statement fails.
         """
-        scene = {**self.world, "self": self.model, **self.inputs}
+        scene = self.scene()
         found = {(n, ARGUMENT): described(scene.get(n)) for n in program.parameters}
         names = {*program.parameters, *(n for piece in program.pieces for n in piece.binds)}
         with self.seeded():
             for number, piece in enumerate(program.pieces):
-                before = torch.get_rng_state()
+                before = random_states()
                 try:
                     exec(compile(piece.source(self.depth), "<stage>", "exec"), scene)
                 except Exception as error:
@@ -127,7 +140,7 @@ class Trial:
                         hint="what decorators and hooks do to a `forward` is not known: let "
                         "inputs(model) give what they add, or cut elsewhere",
                     ) from error
-                drawn = not torch.equal(before, torch.get_rng_state())
+                drawn = before != random_states()
                 for name in piece.binds:
                     (_, kind), *parts = described(scene.get(name), drawn).named(name)
                     if names & {part for part, _ in parts}:  # one of its names is taken
@@ -139,28 +152,57 @@ class Trial:
     def read_for_content(self, stages: Stages) -> tuple[int, str] | None:
         """A statement that needs more than the shape of what another value stands in for.
 
-        It gives something else where it is given other numbers. The name is that of the value.
+        What a stage reads of its results is something else where it is given other numbers. The
+        name is that of the value.
         """
-        read: dict[int, set[tuple[str, Like]]] = {}
-        for stage in [*stages.stages, stages.tail]:
-            for (number, name), like in stage.borrowed.items():
-                assert like is not None
-                read.setdefault(number, set()).add((name, like))
-        scene = {**self.world, "self": self.model, **self.inputs}
+        values = {(name, ARGUMENT): value for name, value in self.scene().items()}
+        reached: list[set[int]] = []
+        scene = self.scene()
         for number, piece in enumerate(stages.program.pieces):
-            code = compile(piece.source(self.depth), "<stage>", "exec")
-            before = own_containers(scene)
-            ran = lines_run(code, scene)
-            for name, (shape, kind) in sorted(read.get(number, ()), key=str):
-                same = all_ran(piece.source(self.depth), name, ran)
-                for fill in (0.0, 1e30, -1e30, float("nan")):
-                    other = own_containers(before)
-                    other[name] = torch.full(shape, fill, dtype=kind)
-                    with contextlib.suppress(Exception):  # what fails gives nothing
-                        exec(code, other)
-                    same &= all(is_same(scene.get(n), other.get(n)) for n in piece.binds)
-                if not same:
+            reached.append(lines_run(compile(piece.source(self.depth), "<stage>", "exec"), scene))
+            own = own_containers(scene)
+            values.update({(name, number): own.get(name) for name in piece.binds})
+        for stage in [*stages.stages, stages.tail]:
+            for fill in (0.0, 1e30, -1e30, float("nan")) if stage.borrowed else ():
+                if found := self._misread(stage, stages.program, values, reached, fill):
+                    return found
+        return None
+
+    def _misread(
+        self,
+        stage: Stage,
+        program: Program,
+        values: Mapping[Version, Any],
+        reached: Sequence[Set[int]],
+        fill: float,
+    ) -> tuple[int, str] | None:
+        """What a stage reads that is something else where a number stands for all of a value."""
+        other: dict[Version, Any] = {}
+        for number in stage.again:
+            piece = program.pieces[number]
+            reads = {version[0]: stage.anew.get(version, version) for version in piece.reads}
+            scene = own_containers(self.scene() | {n: values.get(v) for n, v in reads.items()})
+            scene |= {n: other[v] for n, v in reads.items() if v in other}
+            filled = {name: like for (n, name), like in stage.borrowed.items() if n == number}
+            for name, like in filled.items():
+                assert like is not None
+                scene[name] = torch.full(like[0], fill, dtype=like[1])
+            tainted = {*filled, *(name for name, version in reads.items() if version in other)}
+            source = piece.source(self.depth)
+            for name in sorted(tainted):
+                if not all_ran(source, name, reached[number]):
                     return number, name
+            with contextlib.suppress(Exception):  # what fails gives nothing
+                exec(compile(source, "<stage>", "exec"), scene)
+            had = {(name, number): scene.get(name) for name in piece.binds}
+            other |= {v: each for v, each in had.items() if not is_same(values[v], each)}
+        own = [n for n in stage.pieces if n not in stage.again]
+        for version in (v for n in own for v in program.pieces[n].reads):
+            if version in other:
+                return version[1], next(name for _, name in stage.borrowed)
+        for version in stage.hands_on:
+            if version in other:
+                return version[1], next(name for _, name in stage.borrowed)
         return None
 
     def check_numbers(self, stages: Stages) -> None:
@@ -243,6 +285,7 @@ class Trial:
     ) -> Any:
         """The loss that the stages give, one after the other."""
         shared = {id(p): p for p in self.pristine.parameters()}
+        inputs = self.scene()
         own = dict(self.pristine.named_parameters(remove_duplicate=False))
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             shared[id(own[name])] = parameter
@@ -250,10 +293,10 @@ class Trial:
         for paths in held:
             models.append(copy.deepcopy(self.pristine, dict(shared)))
             leave_only(models[-1], paths)
-        given: Any = tuple(self.inputs[name] for name, _ in stages.stages[0].given)
-        named = {name: self.inputs[given] for name, given in stages.arguments().items()}
+        given: Any = tuple(inputs[name] for name, _ in stages.stages[0].given)
+        named = {name: inputs[given] for name, given in stages.arguments().items()}
         *forwards, loss = functions
-        labels = tuple(self.inputs[name] for name in stages.labels)
+        labels = tuple(inputs[name] for name in stages.labels)
         with self.seeded():
             for function, model in zip(forwards, models, strict=True):
                 if stages.by_name:
@@ -266,6 +309,13 @@ class Trial:
                 given[0] if len(given) == 1 else given,
                 labels[0] if len(labels) == 1 else labels,
             )
+
+
+def random_states() -> tuple[Any, ...]:
+    """What tells whether random numbers were drawn."""
+    other = np.random.get_state(legacy=False)["state"]
+    own = torch.get_rng_state().tolist()
+    return own, random.getstate(), other["key"].tolist(), other["pos"]
 
 
 def leave_only(module: nn.Module, paths: Sequence[str]) -> None:

@@ -177,6 +177,14 @@ class Environment:
 
     def _call(self, node: ast.Call, read: dict[str, Any]) -> Worth:
         match node:
+            case ast.Call(
+                func=ast.Name(id="getattr"), args=[of, ast.Constant(value=str(name)), default]
+            ) if self.global_at(node.func) is getattr and (steps := self.chain(of)) is not None:
+                if self._has(steps, name):
+                    return self._attribute(ast.Attribute(of, name, ast.Load()), read)
+                if isinstance(found := self.value(default, read), Constant):
+                    read[self._path([*steps, name])] = found.value
+                    return Constant(found.value, is_setting=True)
             case ast.Call(func=ast.Name(id="isinstance"), args=[of, classes]):
                 return self._is_instance(self.value(of, read), self.global_at(classes))
             case ast.Call(func=ast.Name(id="hasattr"), args=[of, ast.Constant(value=str(name))]):
@@ -204,6 +212,13 @@ class Environment:
                 pass
         is_got = isinstance(node.func, ast.Call) and self.module_got(node.func) is not None
         return Unknown(is_got)
+
+    def _has(self, steps: list[str], name: str) -> bool:
+        """Whether what attributes of the module lead to has one more."""
+        try:
+            return hasattr(self.object_at(steps), name)
+        except AttributeError:
+            return False
 
     def _gives_tensor(self, function: ast.expr, read: dict[str, Any]) -> bool:
         """Whether a call of a function gives one tensor, whatever it is given."""

@@ -339,6 +339,7 @@ class PipelineText:
         ties: The names that each shared parameter has in the model, numbers written as `*`.
         has_shards: Whether weights are divided over a tensor-parallel group as well.
         has_function: Whether the loss is what the schedule's function makes of the outputs.
+        warnings: What was done otherwise than asked, in words.
     """
 
     stages: Stages
@@ -350,6 +351,7 @@ class PipelineText:
     ties: Sequence[tuple[str, ...]]
     has_shards: bool
     has_function: bool = False
+    warnings: tuple[str, ...] = ()
 
     def name(self, number: int) -> str:
         """What a stage's class is called."""
@@ -422,9 +424,14 @@ class PipelineText:
         )
         if self.stages.by_name:
             (label,) = self.stages.labels
-            return {"inputs": self.stages.arguments(), "label": label, "shared": shared}
-        inputs = tuple(name for name, _ in self.stages.stages[0].given)
-        return {"inputs": inputs, "labels": tuple(self.stages.labels), "shared": shared}
+            read = self.stages.arguments()
+            named: dict[str, Any] = {"inputs": read, "label": label}
+        else:
+            read = {name: name for name, _ in self.stages.stages[0].given}
+            named = {"inputs": (*read,), "labels": (*self.stages.labels,)}
+        known = {*read.values(), *self.stages.labels}
+        unread = tuple(name for name in self.stages.program.parameters if name not in known)
+        return {**named, "shared": shared, "unread": unread}
 
     def helpers(self) -> dict[str, set[str]]:
         """The names that it uses of each helper module."""

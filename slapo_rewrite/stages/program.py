@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.liveness import breaks, local_names, part_of
 from slapo_rewrite.code.names import is_name, self_path
 from slapo_rewrite.code.text import accessor
@@ -40,11 +41,13 @@ class Cut:
         path: Its path.
         cause: Who asks.
         target: What runs the stages, one of `TARGETS`.
+        may_move: Whether the stage may end elsewhere, where it cannot end there.
     """
 
     path: str
     cause: Directive
     target: str
+    may_move: bool = False
 
 
 @dataclass(frozen=True)
@@ -232,6 +235,44 @@ def with_calls_apart(flat: Flat, trains: Callable[[str], bool]) -> Flat:
                 replace(lines[number], text=text),
             ]
     return replace(flat, lines=lines, loss=loss)
+
+
+def with_fields_apart(flat: Flat, name: str) -> Flat | None:
+    """The same with names for what is read of a record, bound where the record is.
+
+    `outputs = self.encoder(x)` and later `self.head(outputs.hidden)`  ->
+    `outputs_hidden = outputs.hidden` behind the former, and `self.head(outputs_hidden)`.
+
+    Args:
+        flat: A flat `forward`.
+        name: The record's; None is the result where more is done with it.
+    """
+    trees = [ast.parse(text) for text in (*(line.text for line in flat.lines), flat.loss)]
+    names = {n.id for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    made = [number for number, tree in enumerate(trees) if name in bound_in(tree)]
+    if len(made) != 1 or name in flat.parameters:
+        return None
+    edits: list[dict[ast.AST, str]] = [{} for _ in trees]
+    fields: dict[str, str] = {}
+    for tree, edit in zip(trees[made[0] + 1 :], edits[made[0] + 1 :], strict=True):
+        uses = [node for node in ast.walk(tree) if is_name(node, name)]
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(value=use, attr=attr, ctx=ast.Load()) if use in uses:
+                    fields.setdefault(attr, f"{name}_{attr}")
+                    edit[node] = fields[attr]
+        if len(edit) != len(uses):
+            return None
+    if not fields or names & {*fields.values()}:
+        return None
+    lines = [
+        replace(line, text=rewritten(line.text, edit))
+        for line, edit in zip(flat.lines, edits, strict=False)
+    ]
+    at = lines[made[0]].at
+    bound = [Line(f"{new} = {name}.{attr}", at) for attr, new in fields.items()]
+    lines[made[0] + 1 : made[0] + 1] = bound
+    return replace(flat, lines=lines, loss=rewritten(flat.loss, edits[-1]))
 
 
 def _apart(text: str, trains: Callable[[str], bool]) -> tuple[list[str], str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import inspect
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from slapo_rewrite import errors
@@ -35,6 +37,7 @@ class Stage:
 
     Attributes:
         pieces: Numbers of its statements, those that it works out again first.
+        again: The numbers of these.
         given: What it takes from the stage before.
         named: Arguments of the step that it takes by name, where every stage is given these.
         hands_on: What it gives to the next one.
@@ -49,7 +52,8 @@ class Stage:
     """
 
     pieces: list[int]
-    given: list[Version]
+    again: list[int]
+    given: list[Version] = field(default_factory=list)
     named: list[Version] = field(default_factory=list)
     anew: dict[Version, Version] = field(default_factory=dict)
     joined: dict[Version, tuple[Version, ...]] = field(default_factory=dict)
@@ -178,6 +182,7 @@ class Planner:
 
     Attributes:
         once: Numbers of statements that no other stage is to work out again.
+        stuck: Values that did not get to a stage that needs them.
         wholes: The value that another one is a part of.
     """
 
@@ -193,6 +198,7 @@ class Planner:
         self.program, self.seen, self.model, self.cuts = program, seen, model, cuts
         self.by_name, self.sliced = by_name, sliced
         self.once: set[int] = set()
+        self.stuck: list[Version] = []
         self.wholes = {
             (part, number): (name, number)
             for (name, number), kind in seen.items()
@@ -208,9 +214,38 @@ class Planner:
         program = self.program
         numbers = range(len(program.pieces))
         last = max((n for n in numbers if self.trains(program.pieces[n])), default=-1)
-        own: list[list[int]] = [[] for _ in range(program.stages)]
-        for number in numbers[: last + 1]:
-            own[program.pieces[number].stage].append(number)
+        own: list[list[int]] = [[] for _ in range(program.stages + 1)]
+        for number in numbers:
+            own[program.pieces[number].stage if number <= last else -1].append(number)
+        try:
+            return self.planned(own)
+        except errors.CannotCut:
+            with contextlib.suppress(errors.CannotCut):
+                return self.planned(self.later(own))
+            raise
+
+    def later(self, own: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Stages that end later, behind statements that need no parameters.
+
+        What these make of a value may get to the next stage where the value itself does not. Those
+        that make the loss stay where they are, from the first on that is given an argument.
+        """
+        found = [list(numbers) for numbers in own]
+        for earlier, numbers in pairwise(found):
+            while numbers and not self.trains(piece := self.program.pieces[numbers[0]]):
+                if numbers is found[-1] and ARGUMENT in (number for _, number in piece.reads):
+                    break
+                earlier.append(numbers.pop(0))
+        return found
+
+    def planned(self, divided: Sequence[list[int]]) -> Stages:
+        """The stages.
+
+        Args:
+            divided: The numbers of the statements of each, and of those that make the loss.
+        """
+        program = self.program
+        *own, of_loss = divided
         for number, statements in enumerate(own):
             if not any(self.trains(program.pieces[n]) for n in statements):
                 last_one = number + 1 == len(own)
@@ -221,8 +256,8 @@ class Planner:
                     at=self.cuts[min(number, len(self.cuts) - 1)],
                     hint="cut where modules with parameters stand before and after",
                 )
-        wanted = list(program.loss_reads)
-        tail = self.stage(len(own), list(numbers[last + 1 :]), last + 1, wanted, True)
+        wanted, last = list(program.loss_reads), own[-1][-1]
+        tail = self.stage(len(own), of_loss, last + 1, wanted, True)
         if self.by_name:  # the loss is handed one label; the last stage gives it the others
             before = {v for piece in program.pieces[: last + 1] for v in piece.reads}
             named = sorted(tail.named, key=before.__contains__)
@@ -261,13 +296,21 @@ class Planner:
             if version[1] < start and (number or version[1] == ARGUMENT):
                 self.bring(version, number, brought, is_tail)
         given = brought.given
-        pieces_again = sorted(brought.again)
-        stage = Stage([*pieces_again, *own], [], anew=brought.anew, joined=brought.joined)
-        for piece in pieces_again:
+        again = sorted(brought.again)
+        stage = Stage([*again, *own], again, anew=brought.anew, joined=brought.joined)
+        for piece in again:
             for version in pieces[piece].reads:
                 if not self.stays_behind(version, number) or version in given:
                     continue
-                stand_in = self.substitute(piece, version, given, number)
+                try:
+                    stand_in = self.substitute(piece, version, given, number)
+                except errors.CannotCut:
+                    if piece in self.once:
+                        raise
+                    self.once.add(piece)
+                    with contextlib.suppress(errors.CannotCut):
+                        return self.stage(number, own, start, handed_on, is_tail)
+                    raise
                 stage.borrowed[piece, version[0]] = self.seen[stand_in].like
                 name = stand_in[0]
                 if self.sliced is not None:
@@ -346,6 +389,7 @@ class Planner:
     def cannot_get_there(self, version: Version, stage: int) -> errors.CannotCut:
         """The error for a value that a stage needs."""
         name, number = version
+        self.stuck.append(version)
         what = {"float": "a float without gradient", "int": "a tensor without gradient"}.get(
             self.seen[version].kind, "no tensor"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ class ValueKind:
     Attributes:
         kind: `grad` for a tensor that takes part in the backward pass, `float` and `int` for other
             tensors, booleans among the latter; `shape` for a number or two that may be a shape;
-            `several` for a tuple or list of all these; `other` for what else there is.
+            `several` for a tuple or list of all these; `record` for an object of a data class;
+            `other` for what else there is.
         like: Shape and type of a tensor.
         is_scattered: Whether a tensor does not lie in one piece of memory, so that it cannot be
             sent as it is.
@@ -101,6 +103,7 @@ def described(value: object, is_drawn: bool = False) -> ValueKind:
             return ValueKind("shape", is_drawn=is_drawn, numbers=elements, made_by=made_by)
     elif elements and made_by in (tuple, list):
         parts = tuple(described(element, is_drawn) for element in elements)
-        if all(part.kind != "other" for part in parts):
+        if all(part.kind not in ("record", "other") for part in parts):
             return ValueKind("several", is_drawn=is_drawn, parts=parts, made_by=made_by)
-    return ValueKind("other", is_drawn=is_drawn)
+    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return ValueKind("record" if is_record else "other", is_drawn=is_drawn)

@@ -9,6 +9,7 @@ from typing import Any
 
 from slapo_rewrite.code.evaluate import KnownObject
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.hugging_face import ASKS_WHAT_WRAPS
 
 
 def written_out(made: KnownObject) -> str:
@@ -130,13 +131,17 @@ def respelled(text: str, names: Mapping[str, str]) -> str:
 def module_reads(text: str) -> Iterator[list[str]]:
     """What a text reads of the model, each as its attributes one after the other.
 
-    But for lists of which it reads how long they are: a stage has as many places as the model.
+    But for lists of which it reads how long they are: a stage has as many places as the model; and
+    for modules of which it asks only what wraps them.
     """
     inner: set[ast.AST] = set()
     for node in ast.walk(ast.parse(text)):
         match node:
-            case ast.Call(func=ast.Name(id="len"), args=[ast.Attribute() as counted]):
-                inner.add(counted)
+            case ast.Call(func=ast.Name(id=name), args=[ast.Attribute() as of]) if name in (
+                "len",
+                *ASKS_WHAT_WRAPS,
+            ):
+                inner.add(of)
         if not isinstance(node, ast.Attribute):
             continue
         if node in inner:

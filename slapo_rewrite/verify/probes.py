@@ -22,6 +22,12 @@ DROPOUTS = (
 )
 
 
+# Attributes with the rate at which something is left out at random.
+RATES = ("dropout", "pdrop", "layerdrop")
+# And those at which models of speech mask what they hear.
+MASKS = ("mask_time_prob", "mask_feature_prob")
+
+
 def vary_constants(model: nn.Module) -> None:
     """Adds a little noise to weights that are all alike, as biases and norms are at the start.
 
@@ -93,8 +99,11 @@ def is_dropout(module: object) -> TypeGuard[nn.Dropout]:
     return isinstance(module, DROPOUTS)
 
 
-def dropouts(model: nn.Module, *, configs: bool) -> Iterator[tuple[Any, str, float]]:
-    """Where dropout probabilities are kept: (object, attribute, value)."""
+def dropouts(
+    model: nn.Module, *, configs: bool, masks: bool = False
+) -> Iterator[tuple[Any, str, float]]:
+    """Where dropout probabilities are kept, and those of masks: (object, attribute, value)."""
+    words = (*RATES, *MASKS) if masks else RATES
     seen: set[int] = set()
     for module in model.modules():
         holders: list[Any] = [module]
@@ -104,7 +113,7 @@ def dropouts(model: nn.Module, *, configs: bool) -> Iterator[tuple[Any, str, flo
             holders.append(config)
         for holder in holders:
             for name, value in list(vars(holder).items()):
-                named = "dropout" in name or "pdrop" in name or "layerdrop" in name
+                named = any(word in name for word in words)
                 if is_dropout(holder):
                     named |= name == "p"
                 if named and isinstance(value, float):

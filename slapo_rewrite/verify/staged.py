@@ -111,7 +111,7 @@ class Staged(Original):
 
     def switch_dropout_off(self, model: nn.Module) -> None:
         """Sets every dropout probability of a model to 0."""
-        for holder, name, rate in list(dropouts(model, configs=True)):
+        for holder, name, rate in list(dropouts(model, configs=True, masks=True)):
             if rate > 0:
                 self.note("dropout is set to 0 in both models")
             setattr(holder, name, 0.0)

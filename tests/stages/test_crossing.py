@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_rewrite.runtime.torch_pipeline import SameSizes
+from slapo_rewrite.runtime.stages import check_settings
+from slapo_rewrite.runtime.torch_pipeline import SameSizes, UnshardedPipeline
 from tests.rewriting import refused, rewritten
 
 SOURCE = """\
@@ -214,3 +215,187 @@ def test_sizes_that_a_batch_changes_are_not_sent():
     linear(torch.ones(3, 2)), linear(torch.zeros(3, 2))
     with pytest.raises(ValueError, match="`Linear` hands on tensors of"):
         linear(torch.ones(4, 2))
+
+
+RECORDS = """\
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+@dataclass
+class Found:
+    maps: tuple
+    scale: float = 1.0
+
+
+class Backbone(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        first = self.a(x)
+        return Found(maps=(first, self.b(first)))
+
+
+class Model(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.backbone = Backbone(width)
+        self.head = nn.Linear(width, width)
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, x, y):
+{body}
+        return F.mse_loss(self.last(x), y)
+"""
+RECORDS_SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 8), "y": torch.randn(2, 1)}
+
+
+def schedule(s):
+    s["backbone"].cut_pipeline_stage(target="torch")
+"""
+
+
+def records(*lines: str) -> str:
+    return RECORDS.format(body="\n".join(f"        {line}" for line in lines))
+
+
+def test_a_stage_ends_later_where_a_value_gets_no_further(tmp_path):
+    """What comes behind the cut and needs no parameters may belong to either stage."""
+    text = records(
+        "maps = {'last': self.backbone(x).maps[-1]}", "x = maps['last'] * 2", "x = self.head(x)"
+    )
+    found = pipeline(rewritten(tmp_path, text, RECORDS_SCHEDULE).files["pipeline.py"])
+    assert "        x = maps['last'] * 2\n        return x\n".replace("'", '"') in found
+    assert "def forward(self, x, /, **_):\n        x = self.head(x)\n" in found
+
+
+def test_of_a_record_what_is_read_is_sent(tmp_path):
+    text = records("found = self.backbone(x)", "x = self.head(found.maps[-1]) + found.maps[0]")
+    found = pipeline(rewritten(tmp_path, text, RECORDS_SCHEDULE).files["pipeline.py"])
+    assert "found_maps = found.maps\n" in found
+    assert "return found_maps_0, found_maps_1\n" in found
+    assert "x = self.head(found_maps[-1]) + found_maps[0]\n" in found
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        # a number that is no shape; what is written to it; the record itself
+        ["found = self.backbone(x)", "x = self.head(found.maps[-1]) * found.scale"],
+        ["found = self.backbone(x)", "x = self.head(x)", "found.maps = (x,)", "x = found.maps[0]"],
+        ["found = self.backbone(x)", "x = self.head(x)", "x = sum(vars(found)['maps']) + x"],
+        [
+            "found = self.backbone(x)",
+            "x = self.head(x)",
+            "found = [found][0]",
+            "x += found.maps[0]",
+        ],
+    ],
+)
+def test_a_record_of_which_more_is_needed(lines, tmp_path):
+    text = refused(tmp_path, records(*lines), RECORDS_SCHEDULE, "SR310")
+    assert "is needed after the cut and cannot get there" in text
+
+
+def test_statements_that_go_over_a_mapping_need_no_more_than_a_shape(tmp_path):
+    """The mapping holds the value itself, and what is made of it has nothing of that."""
+    for factor, sent in (
+        ("torch.full_like(same['like'], same['fill'])", ""),
+        ("(same['like'] * same['fill']).detach()", ", factor"),
+    ):
+        text = records(
+            "x = self.backbone(x).maps[0]",
+            "options = {'like': x, 'fill': 2.0}",
+            "same = options.copy()",
+            f"factor = {factor}",
+            "x = self.head(x)",
+            "x = x * factor",
+        )
+        schedule = RECORDS_SCHEDULE.replace("backbone", "head")
+        found = pipeline(rewritten(tmp_path, text, schedule).files["pipeline.py"])
+        assert f"return x{sent}\n" in found
+        assert ("options.copy()" in found.partition("Stage1")[2]) == (not sent)
+
+
+def test_random_numbers_of_other_generators_are_not_drawn_again(tmp_path):
+    lines = ("x = self.backbone(x).maps[0]", "x = self.head(x * torch.from_numpy(mask))")
+    text = records("mask = np.random.rand(8)", *lines).replace("(mask)", "(mask).float()")
+    assert "`mask` is needed after the cut" in refused(tmp_path, text, RECORDS_SCHEDULE, "SR310")
+    text = text.replace("np.random.rand", "np.ones")
+    assert rewritten(tmp_path, text, RECORDS_SCHEDULE)
+
+
+def test_what_getattr_asks_of_a_setting_is_decided(tmp_path):
+    """The stages refuse a model for which it is decided otherwise."""
+    lines = ["x = self.backbone(x).maps[0]", "if getattr(self, 'scaled', False):"]
+    text = records(*lines, "    x = x * 2", "x = self.head(x)")
+    files = rewritten(tmp_path, text, RECORDS_SCHEDULE).files
+    assert 'SETTINGS = {"scaled": False}' in files["pipeline.py"]
+    assert "* 2" not in pipeline(files["pipeline.py"])
+    model = nn.Linear(2, 2)
+    check_settings(model, {"scaled": False})
+    model.scaled = True
+    with pytest.raises(ValueError, match="`scaled` is True, and the stages were written for False"):
+        check_settings(model, {"scaled": False})
+
+
+def test_an_argument_that_is_never_read_may_be_given(tmp_path):
+    text = records("x = self.backbone(x).maps[0]", "x = self.head(x)")
+    text = text.replace("x, y)", "x, y, mask=None)", 1)
+    more = RECORDS_SCHEDULE.replace('"y":', '"mask": torch.ones(2), "y":')
+    for schedule in (more, more.replace('target="torch"', "")):
+        files = rewritten(tmp_path, text, schedule).files
+        assert 'unread=("mask",)' in files["pipeline.py"]
+    given = UnshardedPipeline((), inputs={"x": "x"}, label="y", unread=("mask",))
+    assert given.batch(x=1, y=2, mask=3) == given.batch(x=1, y=2) == {"x": 1, "target": 2}
+    with pytest.raises(TypeError, match=r"take \['x', 'y'\], and not \['other', 'x', 'y'\]"):
+        given.batch(x=1, y=2, other=3)
+
+
+ELSEWHERE = """\
+class Tower(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+
+    def forward(self, x):
+        kept = {}
+        for number, layer in enumerate(self.layers):
+            x = kept[number] = layer(x)
+        return sum(kept.values())
+
+
+class Model(nn.Module):"""
+
+
+def test_two_stages_meet_elsewhere_where_they_cannot_between_layers(tmp_path):
+    text = records("x = self.tower(x)", "x = self.head(self.backbone(x).maps[0])")
+    text = text.replace("class Model(nn.Module):", ELSEWHERE).replace(
+        "        self.backbone =", "        self.tower = Tower(width)\n        self.backbone ="
+    )
+    cut, evenly = 's["tower.layers.1"].cut_pipeline_stage(', "s.cut_evenly(2, "
+    schedule = RECORDS_SCHEDULE.replace('s["backbone"].cut_pipeline_stage(', evenly)
+    output = rewritten(tmp_path, text, schedule)
+    first, second = pipeline(output.files["pipeline.py"]).split("class ModelStage1")
+    assert "self.tower(x)" in first and "self.backbone(x)" in second
+    (warning,) = (w for w in output.warnings if "no stage can end" in w)
+    assert "after `tower.layers.2`, and ends after `tower`: the stages do not" in warning
+    # Where one module is named, that is the place.
+    assert "the stages do not" in refused(tmp_path, text, schedule.replace(evenly, cut), "SR310")
+    three = schedule.replace("cut_evenly(2", "cut_evenly(3")
+    assert "the stages do not" in refused(tmp_path, text, three, "SR310")

@@ -103,7 +103,12 @@ def written(*lines: str) -> str:
             "F.kept = x",
         ),
         (
-            ["x = self.first(x)", "z = x.sum().item()", "x = self.inner(x)", "x = x * z"],
+            [
+                "x = self.first(x)",
+                "z = x.sum().item()",
+                "x = self.inner(x)",
+                "x = self.sequence(x) * z",
+            ],
             's["inner"]',
             "`x` is needed after the cut for what it holds",
             "z = x.sum().item()",

@@ -97,7 +97,9 @@ def check_settings(model: nn.Module, settings: Mapping[str, Any]) -> None:
         ValueError: An attribute is something else.
     """
     for path, expected in settings.items():
-        found = attrgetter(path)(model)
+        owner, _, name = path.rpartition(".")
+        # What it has not is what a `getattr` with a default took for it.
+        found = getattr(attrgetter(owner)(model) if owner else model, name, expected)
         if expected is ...:
             if found is None:
                 raise ValueError(

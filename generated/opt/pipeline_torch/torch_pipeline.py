@@ -27,6 +27,7 @@ class Pipeline:
         inputs: The arguments of the model that stages are given, by their names there.
         label: The one that the loss is given.
         shared: For each parameter that several stages hold, its name there, by stage.
+        unread: The arguments of the model that it never reads.
     """
 
     lay_out: Callable[[DeviceMesh], None]  # depends on whether ranks share a stage
@@ -37,9 +38,10 @@ class Pipeline:
         inputs: Mapping[str, str],
         label: str,
         shared: Sequence[Mapping[int, str]] = (),
+        unread: Sequence[str] = (),
     ) -> None:
         self.stages, self.inputs, self.label = stages, inputs, label
-        self.shared = shared
+        self.shared, self.unread = shared, unread
 
     def build(self, *args: Any, mesh: DeviceMesh, **kwargs: Any) -> list[PipelineStage]:
         """The stages of this rank, each a `torch.distributed.pipelining.PipelineStage`.
@@ -104,7 +106,8 @@ class Pipeline:
         Raises:
             TypeError: They are others than the stages were written for.
         """
-        check_names(inputs, {*self.inputs.values(), self.label})
+        read = inputs.keys() - {*self.unread}
+        check_names(read, {*self.inputs.values(), self.label})
         given = {name: inputs[argument] for name, argument in self.inputs.items()}
         return {**given, "target": inputs[self.label]}
 

@@ -25,6 +25,7 @@ class Pipeline:
         inputs: The arguments of the model that the first stage is given.
         labels: Those that the loss is given.
         shared: For each parameter that several stages hold, its name there, by stage.
+        unread: The arguments of the model that it never reads.
     """
 
     # What depends on whether ranks share a stage.
@@ -39,9 +40,10 @@ class Pipeline:
         inputs: Sequence[str],
         labels: Sequence[str],
         shared: Sequence[Mapping[int, str]] = (),
+        unread: Sequence[str] = (),
     ) -> None:
         self.stages, self.shared = stages, shared
-        self.inputs, self.labels = inputs, labels
+        self.inputs, self.labels, self.unread = inputs, labels, unread
 
     def build(
         self,
@@ -120,7 +122,7 @@ class Pipeline:
         Raises:
             TypeError: They are others than the stages were written for.
         """
-        check_names(inputs, {*self.inputs, *self.labels})
+        check_names(inputs.keys() - {*self.unread}, {*self.inputs, *self.labels})
         given, labels = (
             inputs[names[0]] if len(names) == 1 else tuple(inputs[n] for n in names)
             for names in (self.inputs, self.labels)

@@ -1,0 +1,63 @@
+"""Where else two stages may meet, where they cannot between layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from slapo_rewrite.model.tree import is_container
+
+MOST = 6  # each of them is tried, which takes a training step of a small model
+
+
+def other_ends(model: nn.Module, small: nn.Module, step: Callable[[], Any]) -> list[str]:
+    """The modules after which two stages may meet, those first that divide it most evenly.
+
+    A training step calls them once, they are no layers of a list, and parameters are used before
+    their end and behind it.
+
+    Args:
+        model: The model.
+        small: A small one of the same modules.
+        step: Runs that.
+
+    Returns:
+        The first few paths. Of several that divide the parameters alike, the one nearest the root.
+    """
+    returned = returns_of(small, step)
+    counts = Counter(returned)
+    modules = dict(model.named_modules())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    used: dict[int, int] = {}
+    found: dict[int, str] = {}
+    for path in (path for path in returned if path in modules):
+        own = modules[path].parameters(recurse=False)
+        used |= {id(parameter): parameter.numel() for parameter in own}
+        before = sum(used.values())
+        is_layer = any(step.isdigit() for step in path.split("."))
+        if counts[path] > 1 or is_layer or is_container(type(modules[path])):
+            continue
+        nearest = found.get(before)
+        if nearest is None or path.count(".") < nearest.count("."):
+            found[before] = path
+    even = sorted(found.keys() - {0, total}, key=lambda before: abs(2 * before - total))
+    return [found[before] for before in even[:MOST]]
+
+
+def returns_of(model: nn.Module, step: Callable[[], Any]) -> Sequence[str]:
+    """The paths of the modules that a step calls, in the order in which they return."""
+    returned: list[str] = []
+    hooks = [
+        module.register_forward_hook(lambda *_, path=path: returned.append(path))
+        for path, module in model.named_modules()
+        if path
+    ]
+    try:
+        step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return returned
