@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import groupby, pairwise, zip_longest
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.model.small_model import training_inputs
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Example, Refusal, signature_of
@@ -32,6 +34,9 @@ class CutEvenly(CutPipelineStage):
     backward, as predicted for the arguments that the schedule's `inputs` give, on one GPU of the
     sort that `simulate/hardware.toml` calls h200. A table that is looked up costs next to nothing
     then, and a head much: it can have a stage for itself, behind the last layer.
+
+    Where two stages cannot meet between layers, they meet behind another module, one that divides
+    the parameters as evenly as can be; a warning says where and why.
 
     `target` says what runs the stages: `"deepspeed"`, or `"torch"`, its `distributed.pipelining`.
 
@@ -98,6 +103,12 @@ class CutEvenly(CutPipelineStage):
         def cut_evenly(n: int, by: str = "parameters", target: str = "deepspeed") -> None: ...
 
         return signature_of(cut_evenly)
+
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
+        """Marks the layer."""
+        found = super().apply(call, node, state)
+        assert found.cut is not None
+        return replace(found, cut=replace(found.cut, may_move=call.arguments["n"] == 2))
 
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
         """The last layer of each stage but the last one."""
