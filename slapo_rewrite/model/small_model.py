@@ -206,7 +206,8 @@ def build_deep(
 ) -> nn.Module:
     """A twin with all layers of the full model: `verify_model`'s if it has them, else a made one.
 
-    Every pipeline stage has layers then, as it has in the full model. Else `build_small`'s.
+    Every pipeline stage has layers then, as it has in the full model. What is made has the config
+    of `verify_model`'s but for the layers, or is made smaller by itself. Else `build_small`'s.
 
     Args:
         schedule: The schedule's module.
@@ -218,12 +219,40 @@ def build_deep(
         small = build_small(schedule, module)
         if _paths(small) == _paths(full):
             return small
+        if hasattr(getattr(small, "config", None), "to_dict"):
+            with contextlib.suppress(Exception), _scaled(module):
+                deep: nn.Module = type(small)(_deepened(small.config, full.config, kept or {}))
+                if kept or _paths(deep) == _paths(full):
+                    return deep
     config: Any = getattr(full, "config", None)
     if hasattr(config, "to_dict"):
         # What the schedule says may fit it better.
         with contextlib.suppress(Exception), _scaled(module):
             return shrunk(full, None, kept)
     return build_small(schedule, module)
+
+
+def _deepened(small: Any, full: Any, kept: Mapping[int, Sequence[int]]) -> Any:
+    """A copy of a config with as many layers as another one, of the same kinds.
+
+    Args:
+        small: The config.
+        full: The other one.
+        kept: Of lists with so many layers, which of them it is to have.
+    """
+    found = copy.deepcopy(small)
+    mapped = getattr(full, "attribute_map", {}).get("num_hidden_layers")
+    counts = {n: v for n, v in vars(full).items() if (n in _LAYERS or n == mapped) and v}
+    for name, value in vars(full).items():
+        own = getattr(found, name, None)
+        if hasattr(value, "to_dict") and hasattr(own, "to_dict"):
+            setattr(found, name, _deepened(own, value, kept))
+        elif name in counts:
+            setattr(found, name, len(kept.get(value, range(value))))
+        elif isinstance(value, (list, tuple)) and len(value) > 2 and len(value) in counts.values():
+            picked = (value[i] for i in kept.get(len(value), range(len(value))))
+            setattr(found, name, type(value)(picked))
+    return found
 
 
 def _paths(model: nn.Module) -> set[str]:

@@ -122,19 +122,45 @@ def test_homegrown_model_is_its_own_twin():
         small_model.build_small(large, None)
 
 
-def test_a_deep_twin_is_the_schedules_own_where_that_is_as_deep():
-    """It may know sizes that hang together; one with fewer layers gives way to a made one."""
+def test_a_deep_twin_is_the_schedules_own_with_all_layers():
+    """It may know sizes that hang together; one that says no layers gives way to a made one."""
 
     def made(depth):
         sizes = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 30}
         config = transformers.BertConfig(vocab_size=50, num_hidden_layers=depth, **sizes)
         return transformers.BertForMaskedLM(config)
 
-    for depth, width in ((3, 24), (2, None)):
-        schedule = scheduled("BertForMaskedLM", num_hidden_layers=3)
-        schedule.verify_model = lambda m, depth=depth: made(depth)
-        with torch.device("meta"):
-            full = schedule.model(None)
+    schedule = scheduled("BertForMaskedLM", num_hidden_layers=4)
+    with torch.device("meta"):
+        full = schedule.model(None)
+    for own, kept, depth, is_own in (
+        (lambda m: made(4), None, 4, True),
+        (lambda m: made(2), None, 4, True),
+        (lambda m: made(2), {4: (0, 1, 3)}, 3, True),
+        (lambda m: nn.Linear(2, 2), None, 4, False),
+    ):
+        schedule.verify_model = own
+        model = small_model.build_deep(schedule, None, full, kept)
+        assert len(model.bert.encoder.layer) == depth
+        assert (model.config.hidden_size == 24) is is_own
+
+
+def test_a_deep_twin_has_the_kinds_of_the_layers_and_nothing_else_of_the_full_model():
+    def made(depth, text):
+        kinds = {"layer_types": ["full_attention", "sliding_attention"] * (depth // 2)}
+        text = transformers.Gemma3TextConfig(num_hidden_layers=depth, **kinds, **text)
+        vision = transformers.SiglipVisionConfig(num_hidden_layers=depth, image_size=16)
+        config = transformers.Gemma3Config(text_config=text, vision_config=vision)
+        return transformers.Gemma3ForConditionalGeneration(config)
+
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 16}
+    small = {**sizes, "vocab_size": 90, "num_key_value_heads": 1}
+    schedule = SimpleNamespace(model=lambda m: made(6, {}), verify_model=lambda m: made(2, small))
+    with torch.device("meta"):
+        full = schedule.model(None)
         model = small_model.build_deep(schedule, None, full)
-        assert len(model.bert.encoder.layer) == 3
-        assert (model.config.hidden_size == 24) is (width == 24)
+        few = small_model.build_deep(schedule, None, full, {6: (0, 3)})
+    text, vision = model.config.text_config, model.config.vision_config
+    assert text.layer_types == full.config.text_config.layer_types
+    assert (text.hidden_size, vision.image_size, vision.num_hidden_layers) == (32, 16, 6)
+    assert few.config.text_config.layer_types == ["full_attention", "sliding_attention"]
