@@ -16,13 +16,14 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.garbage import collector_paused
 
 if TYPE_CHECKING:
     from slapo_rewrite.emit.current import Asked
+    from slapo_rewrite.emit.merge import Merged
     from slapo_rewrite.emit.rewrite import Output
 
 DONE, NO, DEFECT = 0, 1, 3  # 2 is what errors say of themselves
@@ -196,7 +197,7 @@ def _rewrite(arguments: list[str]) -> int:
         _folder_name(options),
     )
     if options.check:
-        return _check(options, asked)
+        return _check(options.output, options.support, asked)
     if options.diff:
         return _diff(options, asked)
     warnings = current.up_to_date(options.output, asked, options.support)
@@ -242,7 +243,7 @@ def _diff(options: argparse.Namespace, asked: Asked) -> int:
     from slapo_rewrite.emit.diff_colours import coloured
 
     if (known := diff_cache.look_up(diff_cache.place(asked), asked)) is None:
-        output = _rewritten(options, asked)
+        output = _rewritten(asked)
         known = output.diff(), output.warnings
     diff, warnings = known
     _warn(warnings)
@@ -252,42 +253,58 @@ def _diff(options: argparse.Namespace, asked: Asked) -> int:
 
 def _written(options: argparse.Namespace, asked: Asked) -> int:
     """Rewrites, and writes the output folder."""
-    output = _rewritten(options, asked)
+    output = _rewritten(asked)
     _warn(output.warnings)
+    merge = _put(options.output, output, options.support, options.merge, options.force)
+    print(f"wrote {options.output}: {', '.join(merge.files)}")
+    if options.support is not None:
+        print(f"its helpers are in {options.support}")
+    return _merged(merge)
+
+
+def _put(out: Path, output: Output, support: Path | None, merges: bool, force: bool) -> Merged:
+    """Puts an output in its folder, with what was edited there by hand where that is asked for."""
+    from slapo_rewrite.emit import record
     from slapo_rewrite.emit.merge import Merged, merged
     from slapo_rewrite.emit.support_folder import write_both
     from slapo_rewrite.emit.write import write
 
     merge = Merged(output.files, [], {})
-    if options.merge and (options.output / "rewrite.json").is_file():
-        merge = merged(options.output, output.files)
-    how = {"force": options.force, "replacing": merge.replacing, "inputs": output.inputs}
-    if options.support is None:
-        write(options.output, merge.files, **how)
+    if merges and (out / record.NAME).is_file():
+        merge = merged(out, output.files)
+    how: dict[str, Any] = {
+        "force": force,
+        "replacing": merge.replacing,
+        "inputs": output.inputs,
+    }
+    if support is None:
+        write(out, merge.files, **how)
     else:
-        write_both(options.output, merge.files, options.support, output.uses, **how)
-    print(f"wrote {options.output}: {', '.join(merge.files)}")
-    if options.support is not None:
-        print(f"its helpers are in {options.support}")
+        write_both(out, merge.files, support, output.uses, **how)
+    return merge
+
+
+def _merged(merge: Merged) -> int:
+    """Says what is left to do by hand."""
     if merge.conflicts:
         print(f"conflicts to resolve by hand: {', '.join(merge.conflicts)}")
         return NO
     return DONE
 
 
-def _rewritten(options: argparse.Namespace, asked: Asked) -> Output:
-    """What the options ask for, in memory."""
+def _rewritten(asked: Asked) -> Output:
+    """What is asked for, in memory."""
     from slapo_rewrite.emit import diff_cache, record
     from slapo_rewrite.emit.rewrite import rewrite
 
     place = diff_cache.place(asked)
-    with _working(f"rewriting {options.source}"):
+    with _working(f"rewriting {asked.source}"):
         output = rewrite(
-            options.source,
-            options.schedule,
-            options.set,
-            single_file=options.single_file,
-            further=options.further,
+            asked.source,
+            asked.schedule,
+            asked.settings,
+            single_file=asked.single_file,
+            further=asked.further,
             support=asked.support,
         )
     if place is not None:
@@ -371,11 +388,10 @@ def _check_combination(options: argparse.Namespace) -> None:
     _check_worlds(options)
 
 
-def _check(options: argparse.Namespace, asked: Asked) -> int:
+def _check(out: Path, shared: Path | None, asked: Asked) -> int:
     """Answers from hashes where nothing changed, without importing torch."""
     from slapo_rewrite.emit import current, record
 
-    out, shared = options.output, options.support
     try:
         content = record.read(out)
     except errors.NotAnOutput as error:
@@ -387,7 +403,7 @@ def _check(options: argparse.Namespace, asked: Asked) -> int:
     from slapo_rewrite.emit import support_folder
     from slapo_rewrite.emit.write import matches
 
-    output = _rewritten(options, asked)
+    output = _rewritten(asked)
     wrong = matches(out, output.files)
     if shared is not None:
         wrong += support_folder.differing(out, shared, output.uses)
@@ -515,6 +531,55 @@ def _add_inputs(parser: _Parser) -> None:
         "--source", metavar="SOURCE", help="the original, if it is not where it was"
     )
     parser.add_argument("--schedule", metavar="S", help="the schedule, if it is not where it was")
+
+
+def _update(arguments: list[str]) -> int:
+    parser = _Parser(
+        "update",
+        "Rewrite an output with the source, schedule and knobs that its record names; say which of "
+        "them\nhas changed, and show what is new. Hand edits stay.",
+        "slapo-rewrite update out",
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
+    parser.add_argument(
+        "--check", action="store_true", help="exit 1 if OUT is not current, write nothing"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite hand edits in OUT")
+    _add_inputs(parser)
+    options = parser.parse_args(arguments)
+    if options.check and options.force:
+        raise errors.UsageError("`--check` writes nothing, `--force` overwrites: give one")
+    out = options.out
+    _tidy(out)
+    from slapo_rewrite.emit import current, record
+
+    content = record.read(out)
+    asked = current.asked_again(content, options.source, options.schedule)
+    shared = None if asked.support is None else out.absolute().parent / asked.support
+    if shared is not None:
+        _tidy(shared)
+    if options.check:
+        return _check(out, shared, asked)
+    if (warnings := current.up_to_date(out, asked, shared)) is not None:
+        _warn(warnings)
+        print(f"{out} is up to date")
+        return DONE
+    reasons = current.reasons(content, asked)
+    print("\n".join(reasons or ["none of its recorded inputs has changed"]))
+    output = _rewritten(asked)
+    _warn(output.warnings)
+    from slapo_rewrite.emit.diff_colours import coloured
+    from slapo_rewrite.emit.fresh_changes import fresh_in
+
+    new = "".join(each.render() for each in fresh_in(out, output))
+    merge = _put(out, output, shared, merges=not options.force, force=options.force)
+    print(coloured(new) if _shows_colours() else new, end="")
+    print(f"updated {out}" if new else f"{out} stays as it is: that makes no difference")
+    if kept := sorted(merge.replacing.keys() - set(merge.conflicts)):
+        print(f"hand edits carried over: {', '.join(kept)}")
+    if content.get("verification") and new:
+        print(f"what was verified has changed: slapo-rewrite verify {out}")
+    return _merged(merge)
 
 
 def _tree(arguments: list[str]) -> int:
@@ -842,6 +907,7 @@ def _working(what: str) -> Iterator[Callable[[str], None]]:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "explain": _explain,
     "tree": _tree,
+    "update": _update,
     "verify": _verify,
     "primitives": _primitives,
     "plan": _plan,

@@ -6,12 +6,13 @@ environment are not: where such code may look at them, only a rewrite tells.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slapo_rewrite import errors
+from slapo_rewrite import __version__, errors
 from slapo_rewrite.code.file import locate as locate_source
 from slapo_rewrite.emit import inputs, record
 from slapo_rewrite.schedule.load import locate as locate_schedule
@@ -65,6 +66,48 @@ class Asked:
     def knobs(self) -> dict[str, str]:
         """The values that are set, as text."""
         return dict(item.split("=", 1) for item in self.settings if "=" in item)
+
+
+def asked_again(
+    content: Mapping[str, Any], source: str | None = None, schedule: str | None = None
+) -> Asked:
+    """What was asked for when an output was written.
+
+    Args:
+        content: Its record.
+        source: The original, if it is not where it was.
+        schedule: The schedule, if it is not where it was.
+
+    Raises:
+        NotAnOutput: It was written by a newer version of the tool.
+        RewriteError: There is no such source or schedule.
+    """
+    written = content.get("tool", {}).get("version", "")
+    if _version(written) > _version(__version__):
+        raise errors.NotAnOutput(
+            f"this output was written by slapo-rewrite {written}, which is newer than this one, "
+            f"{__version__}",
+            hint="pip install --upgrade slapo-rewrite",
+        )
+    try:
+        return Asked.of(
+            source or content["source"]["name"],
+            schedule or content["schedule"]["name"],
+            [f"{name}={value}" for name, value in content.get("set", {}).items()],
+            content.get("single_file", False),
+            content.get("with", ()),
+            content.get("support", {}).get("folder"),
+        )
+    except errors.RewriteError as error:
+        error.hint = (
+            "run this in the folder in which the output was written, or give --source and "
+            "--schedule" + (f"; {error.hint}" if error.hint else "")
+        )
+        raise
+
+
+def _version(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def is_current(out: Path, content: Mapping[str, Any], asked: Asked, shared: Path | None) -> bool:

@@ -241,7 +241,7 @@ SHAPE: Any = {
     "schedule": {"name": str, "sha256": str},
     "files": {"*": str},
     "merged?": {"*": str},
-    "tool?": {"digest?": str},
+    "tool?": {"version?": str, "digest?": str},
     "set?": {"*": str},
     "single_file?": bool,
     "support?": {"folder": str, "uses": {"*": [str]}},
@@ -317,7 +317,8 @@ def read(out: Path, name: str = NAME) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise errors.NotAnOutput(
-            f"`{out}` holds no {name}: it was not written by slapo-rewrite"
+            f"`{out}` holds no {name}: it was not written by slapo-rewrite",
+            hint=f"slapo-rewrite SOURCE --schedule S -o {out} writes an output there",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise errors.NotAnOutput(f"`{path}` cannot be read: {error}") from None

@@ -749,13 +749,27 @@ def whole_diff(originals: Mapping[str, Original], files: Mapping[str, str], cont
     return text
 
 
-def unified_diff(before: str, after: str, name: str, context: int) -> str:
-    """The difference of two texts, empty where there is none."""
+def unified_diff(
+    before: str,
+    after: str,
+    name: str,
+    context: int,
+    sides: tuple[str, str] = ("original", "rewritten"),
+) -> str:
+    """The difference of two texts, empty where there is none.
+
+    Args:
+        before: One text.
+        after: The other.
+        name: The name of the file that they are of.
+        context: How many lines are shown around what differs.
+        sides: What the texts are called.
+    """
     lines = difflib.unified_diff(
         re.findall(r"[^\n]*\n|[^\n]+", before),
         re.findall(r"[^\n]*\n|[^\n]+", after),
-        f"original/{name}",
-        f"rewritten/{name}",
+        f"{sides[0]}/{name}",
+        f"{sides[1]}/{name}",
         n=context,
     )
     return "".join(

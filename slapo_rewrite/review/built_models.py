@@ -11,11 +11,11 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.emit.current import TOOL_CHANGED, Asked
+from slapo_rewrite.emit.current import TOOL_CHANGED, Asked, asked_again
 from slapo_rewrite.emit.rewrite import Project
 from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
 from slapo_rewrite.model.tree import Tree, build_model
-from slapo_rewrite.review.recorded_review import Recorded, asked_again
+from slapo_rewrite.review.recorded_review import Recorded
 
 
 class NotBuilt(Exception):
@@ -101,10 +101,7 @@ def _unchanged(recorded: Recorded, source: str | None, schedule: str | None) -> 
     try:
         asked = asked_again(recorded.content, source, schedule)
     except errors.RewriteError as error:
-        raise NotBuilt(
-            f"{error.message}; give --source and --schedule, or run this in the folder in which "
-            "the output was written"
-        ) from error
+        raise NotBuilt(f"{error.message}: {error.hint}") from error
     # Another version of the tool builds the same models.
     if changed := [words for words in recorded.changed if words != TOOL_CHANGED]:
         raise NotBuilt(f"{'; '.join(changed)}: `slapo-rewrite update {recorded.out}` rewrites it")

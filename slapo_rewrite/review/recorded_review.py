@@ -14,7 +14,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.code.file import lines_of
 from slapo_rewrite.emit import record
-from slapo_rewrite.emit.current import Asked, reasons
+from slapo_rewrite.emit.current import asked_again, reasons
 from slapo_rewrite.emit.diff_hunks import original_text
 from slapo_rewrite.emit.explanation import more_of, rule_words
 from slapo_rewrite.emit.write import hand_edited
@@ -325,29 +325,6 @@ def changed_inputs(
     except errors.RewriteError as error:
         return [error.message]
     return reasons(content, asked)
-
-
-def asked_again(
-    content: Mapping[str, Any], source: str | None = None, schedule: str | None = None
-) -> Asked:
-    """What was asked for when an output was written.
-
-    Args:
-        content: Its record.
-        source: The original, if it is not where it was.
-        schedule: The schedule, if it is not where it was.
-
-    Raises:
-        RewriteError: There is no such source or schedule.
-    """
-    return Asked.of(
-        source or content["source"]["name"],
-        schedule or content["schedule"]["name"],
-        [f"{name}={value}" for name, value in content.get("set", {}).items()],
-        content.get("single_file", False),
-        content.get("with", ()),
-        content.get("support", {}).get("folder"),
-    )
 
 
 def _check_whole(out: Path, content: Mapping[str, Any]) -> None:

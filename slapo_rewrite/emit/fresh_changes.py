@@ -1,0 +1,119 @@
+"""What is new in an output that was written again, beside what its source has changed itself."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slapo_rewrite.emit import record
+from slapo_rewrite.emit.diff_hunks import original_text
+from slapo_rewrite.emit.rewrite import Output, unified_diff
+
+SIDES = ("before", "now")
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """What is new in one file.
+
+    Attributes:
+        name: The file's name.
+        before: What it held, with what the source has changed itself; None where it is new.
+        now: What it is to hold; None where it is no longer written.
+        from_source: How many places the source has changed itself.
+    """
+
+    name: str
+    before: str | None
+    now: str | None
+    from_source: int = 0
+
+    def render(self, context: int = 1) -> str:
+        """The difference as a unified diff, with a remark on what it leaves out."""
+        if self.before is None:
+            return f"# {self.name}: new, {len((self.now or '').splitlines())} lines\n"
+        if self.now is None:
+            return f"# {self.name}: no longer written\n"
+        remark = ""
+        if self.from_source:
+            places = "place" if self.from_source == 1 else "places"
+            remark = f"# {self.name}: the source has changed in {self.from_source} {places}\n"
+        return remark + unified_diff(self.before, self.now, self.name, context, SIDES)
+
+
+def fresh_in(out: Path, output: Output) -> list[Fresh]:
+    """What is new in the Python files of a folder's output, which was not put there yet.
+
+    Raises:
+        NotAnOutput: The folder has no record.
+    """
+    before = record.written_files(out)
+    path = out / "rewrite.diff"
+    diff = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+    originals = {
+        name: text
+        for name in output.originals
+        if name in before and (text := original_text(diff, name, before[name])) is not None
+    }
+    now = {name: text for name, text in output.files.items() if name.endswith(".py")}
+    return fresh(before, now, originals, {n: o.absolute for n, o in output.originals.items()})
+
+
+def fresh(
+    before: Mapping[str, str],
+    now: Mapping[str, str],
+    originals_before: Mapping[str, str],
+    originals_now: Mapping[str, str],
+) -> list[Fresh]:
+    """What is new in the files of an output.
+
+    Args:
+        before: The files as they were written, by name.
+        now: As they are to be written.
+        originals_before: What those that are rewritten were made of.
+        originals_now: What they are made of.
+    """
+    found = []
+    for name in sorted({*before, *now}):
+        old, new = before.get(name), now.get(name)
+        if old == new:
+            continue
+        count = 0
+        if old is not None and new is not None and name in originals_before:
+            original = originals_before[name], originals_now.get(name, originals_before[name])
+            old, count = _with_sources_own(old, new, *original)
+        found.append(Fresh(name, old, new, count))
+    return found
+
+
+def _with_sources_own(old: str, new: str, source: str, source_now: str) -> tuple[str, int]:
+    """A file as it was, with the changes in it that its source has made alike, and how many."""
+    own = Counter(change for _, change in _changes(_lines(source), _lines(source_now)))
+    lines, count = _lines(old), 0
+    for start, change in reversed(_changes(lines, _lines(new))):
+        if own[change]:
+            own[change] -= 1
+            count += 1
+            lines[start : start + len(change[0])] = change[1]
+    return "".join(lines), count
+
+
+def _lines(text: str) -> list[str]:
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
+
+
+_Change = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def _changes(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, _Change]]:
+    """Where two texts differ: what stands there in one, and in the other."""
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    return [
+        (a, (tuple(old[a:b]), tuple(new[c:d])))
+        for tag, a, b, c, d in matcher.get_opcodes()
+        if tag != "equal"
+    ]
