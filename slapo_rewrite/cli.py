@@ -456,7 +456,8 @@ def _explain(arguments: list[str]) -> int:
         "explain",
         "Say which line of the schedule caused a line of the output, and why.",
         "slapo-rewrite explain out modeling_bert.py:120",
-        "the whole of it, to be reviewed:\n  slapo-rewrite explain out --html report.html",
+        "the whole of it, to be reviewed:\n  slapo-rewrite explain out --html report.html\n"
+        "  slapo-rewrite explain out --markdown",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
     parser.add_argument(
@@ -469,19 +470,23 @@ def _explain(arguments: list[str]) -> int:
         help="write a page for review: diff, module tree, rules, verification, prediction",
     )
     parser.add_argument(
-        "--world", type=int, metavar="N", help="ranks that the page tells the sizes on (default: 2)"
+        "--markdown", action="store_true", help="print it in short, for a pull request's comment"
+    )
+    parser.add_argument(
+        "--world", type=int, metavar="N", help="ranks that these tell the sizes on (default: 2)"
     )
     _add_inputs(parser)
     options = parser.parse_args(arguments)
-    if options.html is None:
+    whole = "--html" if options.html is not None else "--markdown" if options.markdown else None
+    if whole is None:
         for name in ("world", "source", "schedule"):
             if getattr(options, name) is not None:
-                raise errors.UsageError(f"`--{name}` belongs to `--html`")
+                raise errors.UsageError(f"`--{name}` belongs to `--html` and `--markdown`")
     elif options.place is not None:
-        raise errors.UsageError("`--html` tells of every line: give it without FILE:LINE")
+        raise errors.UsageError(f"`{whole}` tells of every line: give it without FILE:LINE")
     _check_worlds(options)
     _tidy(options.out)
-    if options.html is not None:
+    if whole is not None:
         return _reviewed(options)
     from slapo_rewrite.emit.explanation import explain
 
@@ -490,26 +495,33 @@ def _explain(arguments: list[str]) -> int:
 
 
 def _reviewed(options: argparse.Namespace) -> int:
-    """Writes the page for review."""
+    """Writes the page for review, and prints the comment."""
     from slapo_rewrite.emit import record
 
     record.read(options.out)
-    _check_installed("explain --html", "review", "matplotlib")
+    if options.html is not None:
+        _check_installed("explain --html", "review", "matplotlib")
     from slapo_rewrite.review.gathered import gathered
-    from slapo_rewrite.review.review_page import review_page
 
     with _working(f"reviewing {options.out}"):
         review = gathered(
             options.out, world=options.world, source=options.source, schedule=options.schedule
         )
-        page = review_page(review)
-    try:
-        options.html.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise errors.OutputUnwritable(
-            f"cannot write `{options.html}`: {error.strerror or error}"
-        ) from None
-    print("\n".join([*review.summary(), f"wrote {options.html}"]))
+    if options.html is not None:
+        from slapo_rewrite.review.review_page import review_page
+
+        try:
+            options.html.write_text(review_page(review), encoding="utf-8")
+        except OSError as error:
+            raise errors.OutputUnwritable(
+                f"cannot write `{options.html}`: {error.strerror or error}"
+            ) from None
+        if not options.markdown:
+            print("\n".join([*review.summary(), f"wrote {options.html}"]))
+    if options.markdown:
+        from slapo_rewrite.review.review_comment import review_comment
+
+        print(review_comment(review), end="")
     return DONE
 
 

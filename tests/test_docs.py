@@ -20,6 +20,7 @@ DOCUMENTS = (
     "README.md",
     "CHANGELOG.md",
     "benchmark/README.md",
+    "examples/review/README.md",
     "examples/train_gpt/README.md",
     "examples/trainer/README.md",
     "generated/README.md",

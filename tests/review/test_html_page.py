@@ -127,6 +127,15 @@ def test_every_link_leads_somewhere_and_every_name_is_one(page):
     assert links and links <= set(names)
 
 
+def test_the_five_lines_are_printed_too(net, capsys):
+    page = reported()
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-6:] == [
+        *(li.text for li in page.one(id="summary").all("li")),
+        "wrote report.html",
+    ]
+
+
 def test_five_lines_say_what_was_asked_and_what_came_of_it(page):
     asked, came, sizes, predicted, verified = [li.text for li in page.one(id="summary").all("li")]
     assert "gpt.py by the schedule s.py" in asked and "fuse=true" in asked
