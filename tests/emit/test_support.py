@@ -79,14 +79,21 @@ def test_is_imported_and_verified(tmp_path, monkeypatch, capsys):
     assert write("one", "s.py", "--verify", "--world", "2") == 0
     assert write("other", "up.py") == 0
     assert main(["verify", "models/one", "--world", "1", "2"]) == 0
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    # A package of that name in another test's folder would come first, this one having no __init__.
+    others = [path for path in sys.path if not Path(path, "models").is_dir()]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
+    forget_models()
     try:
         one, other = (importlib.import_module(f"models.{name}.net") for name in ("one", "other"))
         assert one.ColumnParallelLinear is other.ColumnParallelLinear
         assert one.ColumnParallelLinear.__module__ == "models.support.tensor_parallel"
     finally:
-        for name in [n for n in sys.modules if n.partition(".")[0] == "models"]:
-            del sys.modules[name]
+        forget_models()
+
+
+def forget_models() -> None:
+    for name in [n for n in sys.modules if n.partition(".")[0] == "models"]:
+        del sys.modules[name]
 
 
 def spoil_a_helper() -> None:
