@@ -454,6 +454,7 @@ def _hand_on(
                 note_even(run, inputs[0], axis)
     for tensor in inputs:
         made += run.made_with.get(id(tensor), ())
+    made = tuple({id(size): size for size in made}.values())  # each once: residuals double them
     origin = _origin(run, name, inputs)
     for number, tensor in enumerate(outputs):
         run.makers.setdefault(id(tensor), inputs)

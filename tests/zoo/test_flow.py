@@ -345,9 +345,33 @@ def test_a_function_that_remembers_its_results_is_run_again(function, tmp_path):
     head = f"import functools\n\nimport torch\nfrom torch import nn\n\n\n{function}"
     source = SOURCE.replace("import torch\nfrom torch import nn\n", head)
     source = source.replace("self.block(self.first(x))", "self.block(self.first(x) + places(8))")
+
+
+DEEP = """\
+class MLP(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = 4 * width
+        self.up = nn.Linear(width, self.inner)
+        self.down = nn.Linear(self.inner, width)
+
+    def forward(self, x):
+        x = self.up(x) + torch.ones(self.inner)
+        for _ in range(40):
+            x = x + torch.tanh(x)
+        return self.down(x)
+
+
+class Residual"""
+
+
+def test_what_values_are_made_of_is_not_counted_twice(tmp_path):
+    between = SOURCE[SOURCE.index("class MLP") : SOURCE.index("class Residual")]
+    source = SOURCE.replace(f"{between}class Residual", DEEP)
     schedule = SCHEDULE.partition("def schedule")[0] + (
         "def schedule(s):\n"
         '    s["block.mlp.up"].shard(["weight", "bias"], axis=0)\n'
         '    s["block.mlp.down"].shard("weight", axis=1)\n    s.infer_sync()\n'
     )
     assert "RowParallelLinear" in changed_lines(rewritten(tmp_path, source, schedule))
+    assert "part_size(self.inner)" in changed_lines(rewritten(tmp_path, source, schedule))
