@@ -22,6 +22,7 @@ from slapo_rewrite.model.tree import is_container
 
 # What gives a view without saying so, or memory that nothing has been written to yet.
 FREE = {"aten::_unsafe_view", "aten::empty", "aten::empty_like"}
+_OF_ALL = (torch.all, Tensor.all)
 # What reads no more than it gives.
 PICKING = {"aten::embedding", "aten::gather", "aten::index_select"}
 
@@ -251,11 +252,15 @@ class OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = with_values(func, args, kwargs or {})
-        if (answer := answer_to(func, args)) is not None:
+        says = bool(args) and getattr(args[0], "is_of_all", False)
+        if (answer := answer_to(func, args, says)) is not None:
             return answer
         if func in self.instead:
             return self.instead[func](*args, **kwargs)
-        return carry_out(func, args, kwargs)
+        result = carry_out(func, args, kwargs)
+        if func in _OF_ALL:  # data are ordinary: nothing is padded, no row holds several texts
+            result.is_of_all = True
+        return result
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

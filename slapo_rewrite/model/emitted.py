@@ -80,8 +80,11 @@ class Emitted:
 
     def helper(self, name: str) -> types.ModuleType | None:
         """A helper module of the output, wherever it lies, if there is one of that name."""
-        loaded = (m for n, m in sys.modules.items() if n.startswith(f"{PACKAGE}."))
-        return next((m for m in loaded if m.__name__.rpartition(".")[2] == name), None)
+        return next((m for m in self.modules() if m.__name__.rpartition(".")[2] == name), None)
+
+    def modules(self) -> list[types.ModuleType]:
+        """The modules of all of its files."""
+        return [m for n, m in sys.modules.items() if n.startswith(f"{PACKAGE}.")]
 
     def frames(self, error: BaseException | None) -> list[tuple[str, int]]:
         """The lines of the output that an error passed through, by file name."""

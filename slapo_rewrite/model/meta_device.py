@@ -256,8 +256,10 @@ def pretend_world(world: int) -> Iterator[None]:
     """A process group of `world` ranks of which this process is the first and only one."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    shown = sys.excepthook  # each group has what fails say its rank, once more
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = shown
