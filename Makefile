@@ -71,6 +71,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmark.traffic
 	$(BIN)/python -m benchmark.kernel_facts
 	$(BIN)/python -m benchmark.pipeline_simulation
+	$(BIN)/python -m benchmark.plan_memory
 	$(BIN)/python -m benchmark.collectives
 	$(BIN)/python -m benchmark.loading
 	$(BIN)/python -m benchmark.tensor_parallel

@@ -719,7 +719,7 @@ def _plan(arguments: list[str]) -> int:
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="how many there are")
     parser.add_argument(
         "--gpu", default="h100", metavar="NAME",
-        help="what they are: v100, a100, h100 (default), h200, b200",
+        help="what they are: v100, a100, h100 (default), h200, b200; or measure: this machine's",
     )  # fmt: skip
     parser.add_argument("--batch", type=int, required=True, metavar="B", help="rows of a step")
     parser.add_argument(
@@ -754,9 +754,15 @@ def _plan(arguments: list[str]) -> int:
     from slapo_rewrite.plan.planning import Wanted, memory_size, plan, unknown_gpu
     from slapo_rewrite.simulate.hardware import hardware, known_gpus
 
-    if options.gpu not in known_gpus():
+    if options.gpu == "measure":
+        from slapo_rewrite.plan.measured_machine import measured_machine
+
+        with _working("measuring this machine"):
+            gpu = measured_machine(min(options.nodes_of, options.gpus))
+    elif options.gpu in known_gpus():
+        gpu = hardware(options.gpu)
+    else:
         raise unknown_gpu(options.gpu, known_gpus())
-    gpu = hardware(options.gpu)
     memory = memory_size(options.memory) if options.memory else gpu.memory
     wanted = Wanted(
         options.source,

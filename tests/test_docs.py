@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from benchmark import pipeline_simulation, readability, report, rewrite_time
+from benchmark import pipeline_simulation, plan_memory, readability, report, rewrite_time
 from slapo_rewrite import cli
 from slapo_rewrite.emit.rewrite import Project, rewrite
 from slapo_rewrite.primitives import registry
@@ -133,7 +133,7 @@ def test_the_readme_is_short():
 
 
 @pytest.mark.parametrize(
-    "measured", [readability, rewrite_time, pipeline_simulation], ids=lambda m: m.NAME
+    "measured", [readability, rewrite_time, pipeline_simulation, plan_memory], ids=lambda m: m.NAME
 )
 def test_figures_are_those_of_the_result_files(measured):
     text = measured.table(report.read(measured.NAME))

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 
 from slapo_rewrite.plan.folded_model import Counted
-from slapo_rewrite.plan.memory import Runs, Unfolded, in_runs, most_held
+from slapo_rewrite.plan.memory import Runs, Unfolded, in_runs
 from slapo_rewrite.plan.step_profile import Part
-from slapo_rewrite.plan.training_state import States, states
+from slapo_rewrite.plan.training_state import states
 from slapo_rewrite.simulate.balance import stage_ends
 from slapo_rewrite.simulate.hardware import Hardware
 from slapo_rewrite.simulate.links import Link
@@ -90,7 +90,7 @@ class Predictor:
     """Predicts what ways of one rewrite on so many ranks take.
 
     Args:
-        counted: What was counted without recomputation and, if it can be, with all of it.
+        counted: What was counted without recomputation, and with all of it.
         hardware: The GPUs.
         precision: What is trained in.
         node: How many GPUs a node has.
@@ -99,7 +99,7 @@ class Predictor:
 
     def __init__(
         self,
-        counted: tuple[Counted, Counted | None],
+        counted: tuple[Counted, Counted],
         hardware: Hardware,
         precision: str,
         node: int,
@@ -139,10 +139,11 @@ class Predictor:
                 forward, backward = max(forward, gathered), max(backward, gathered)
             works.append(work)
             stages.append(Stage(forward, backward, sent * way.rows))
-            own = self._state_bytes(parameters, kept)
             live = live_micro_batches(number, way.pipeline, way.micro_batches)
-            outside = self.plain.profile.buffers + self.plain.profile.inputs.of(way.rows) * live
-            held = own + outside + most_held(runs, way.rows, live)
+            gathered_bytes = kept.layers * self._largest_layer * self._width
+            held = self.plain.profile.buffers + self.plain.profile.inputs.of(way.rows) * live
+            held += gathered_bytes + kept.most(runs, parameters, way.rows, live, way.micro_batches)
+            own = parameters * kept.each + kept.fixed + gathered_bytes
             if held > memory:
                 memory, state_bytes = held, own
         stride = way.tensor * way.data
@@ -150,7 +151,7 @@ class Predictor:
         seconds = pipelined_seconds(stages, way.micro_batches, pipe)
         slowest = max(range(len(stages)), key=lambda n: stages[n].forward + stages[n].backward)
         parameters = max(part[2] for part in parts)
-        reduced = self._replicas(way, parameters, kept, stages[slowest].backward)
+        reduced = self._replicas(way, parameters, stages[slowest].backward)
         optimizer = self._optimizer(way, parameters)
         total = seconds + reduced + optimizer
         shares = {k: v * way.micro_batches / total for k, v in works[slowest].items()}
@@ -166,12 +167,18 @@ class Predictor:
         return Predicted(way, total, memory, state_bytes, bubble, shares)
 
     @property
+    def can_be_cut(self) -> bool:
+        """Whether the layers that run are those that stages are cut between."""
+        called = sum(len(self.plain.stands_for[listed]) for listed in self.unfolded.lists)
+        return called == len(self.cut_sizes)
+
+    @property
     def _width(self) -> int:
         return 4 if self.precision == "fp32" else 2
 
-    def _state_bytes(self, parameters: float, kept: States) -> float:
-        largest = max(self.layer_parameters.values(), default=0.0)
-        return parameters * kept.each + kept.fixed + kept.layers * largest * self._width
+    @cached_property
+    def _largest_layer(self) -> float:
+        return max(self.layer_parameters.values(), default=0.0)
 
     @cached_property
     def layer_parameters(self) -> dict[tuple[str, int], float]:
@@ -202,7 +209,7 @@ class Predictor:
             sent += (part.calls - len(part.sent)) * link.latency
         return part.flops.of(rows) / device.flops, part.moved.of(rows) / device.bandwidth, sent
 
-    def _replicas(self, way: Way, parameters: float, kept: States, backward: float) -> float:
+    def _replicas(self, way: Way, parameters: float, backward: float) -> float:
         """Seconds in which replicas sum their gradients, and give one another new parameters.
 
         From stage 2 on that goes on beside the last micro-batch's way back.
@@ -272,7 +279,6 @@ class Predictor:
 def ways(
     gpus: int,
     batch: int,
-    node: int,
     tensors: Sequence[int],
     most_stages: int,
     ratios: Sequence[float],
@@ -284,7 +290,6 @@ def ways(
     Args:
         gpus: How many there are.
         batch: Rows of a step.
-        node: How many GPUs a node has.
         tensors: Numbers of ranks that can share a layer.
         most_stages: How many stages there can be.
         ratios: Shares of layers that can be recomputed.

@@ -8,12 +8,14 @@ say, and all but two layers of each kind are left out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import Output, rewrite
@@ -21,7 +23,7 @@ from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted, imported
 from slapo_rewrite.model.meta_device import pretend_world, without_dynamo
 from slapo_rewrite.model.tree import Tree, build_model
-from slapo_rewrite.plan.step_profile import ROWS, Profile, counted_step
+from slapo_rewrite.plan.step_profile import ROWS, NotLaunched, Profile, counted_step
 from slapo_rewrite.primitives.cut_evenly import ends_of_rounds, layers_in, sizes_of
 from slapo_rewrite.stages.fewer_layers import kinds_of
 
@@ -48,25 +50,23 @@ class DoesNotRun(Exception):
     """A model cannot be built on so many ranks, or its step does not run, in words."""
 
 
+@dataclass(frozen=True)
 class Rewritten:
     """One rewrite of the model, from which it is built for any number of ranks.
 
-    Args:
+    Attributes:
         schedule: The schedule's module.
         emitted: The rewrite, imported.
         files: The names of its files.
     """
 
-    def __init__(self, schedule: Any, emitted: Emitted, files: Sequence[str]) -> None:
-        self.schedule, self.emitted, self.files = schedule, emitted, files
+    schedule: Any
+    emitted: Emitted
+    files: Sequence[str]
 
     def counted(
-        self,
-        ranks: int,
-        sequence: int | None,
-        dtype: torch.dtype,
-        is_gpu: bool,
-    ) -> Counted:
+        self, ranks: int, sequence: int | None, dtype: torch.dtype, is_gpu: bool
+    ) -> tuple[Counted, Counted]:
         """Counts a step on one of several ranks that share each layer.
 
         Args:
@@ -74,6 +74,9 @@ class Rewritten:
             sequence: How many tokens a row has.
             dtype: Of parameters and activations.
             is_gpu: Whether it is to be counted as on a GPU.
+
+        Returns:
+            Without the recomputation that the rewrite has, and with it.
 
         Raises:
             DoesNotRun: The model cannot be built so, or does not run.
@@ -92,16 +95,55 @@ class Rewritten:
             stands_for, layers = folded(model, tree)
             try:
                 given = step_inputs(self.schedule, model, sequence)
-                profile = counted_step(
-                    model.to(dtype).train(),
-                    {k: _typed(v, dtype) for k, v in given.items()},
-                    lambda outputs: small_model.loss_of(self.schedule, outputs, given),
-                    layers,
-                    is_gpu=is_gpu,
-                )
+                model = model.to(dtype).train()
+                inputs = {name: _typed(value, dtype) for name, value in given.items()}
+
+                def loss(outputs: Any) -> Tensor:
+                    return small_model.loss_of(self.schedule, outputs, given)
+
+                with self._launching_nothing() if is_gpu else nullcontext():
+                    with self._keeping_all():
+                        plain = counted_step(model, inputs, loss, layers, is_gpu=is_gpu)
+                    again = counted_step(model, inputs, loss, layers, is_gpu=is_gpu)
             except Exception as error:  # the model's own code
                 raise DoesNotRun(_first_line(error)) from error
-        return Counted(profile, stands_for, sizes, cut_sizes)
+        return (
+            Counted(plain, stands_for, sizes, cut_sizes),
+            Counted(again, stands_for, sizes, cut_sizes),
+        )
+
+    @contextmanager
+    def _keeping_all(self) -> Iterator[None]:
+        """Nothing of the rewrite is recomputed meanwhile."""
+
+        def kept(function: Any, *args: Any, **kwargs: Any) -> Any:
+            own = {k: v for k, v in kwargs.items() if k not in _OF_CHECKPOINT}
+            return function(*args, **own)
+
+        with ExitStack() as stack:
+            for module in self.emitted.modules():
+                for name, value in vars(module).items():
+                    if value is checkpoint:
+                        stack.enter_context(patch.object(module, name, kept))
+            yield
+
+    @contextmanager
+    def _launching_nothing(self) -> Iterator[None]:
+        """Fused kernels are taken, as on a GPU, and count what they are given and give."""
+        with ExitStack() as stack:
+            # Autocast knows no meta device, and is off.
+            stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda *_: False))
+            for module in self.emitted.modules():
+                for name, value in vars(module).items():
+                    if name == "runs_triton" and getattr(module, "triton", True) is not None:
+                        stack.enter_context(patch.object(module, name, lambda *_: True))
+                    elif type(value).__name__ == "JITFunction":
+                        stack.enter_context(patch.object(module, name, NotLaunched()))
+            yield
+
+
+# Arguments of `checkpoint` itself.
+_OF_CHECKPOINT = {"use_reentrant", "context_fn", "preserve_rng_state", "determinism_check", "debug"}
 
 
 @contextmanager

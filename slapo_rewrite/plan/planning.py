@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.file import SourceFile, locate
+from slapo_rewrite.emit.rewrite import import_source
 from slapo_rewrite.plan.candidates import Predicted, Predictor, Way, ways
-from slapo_rewrite.plan.folded_model import Counted, DoesNotRun, Rewritten, rewritten
+from slapo_rewrite.plan.folded_model import Counted, DoesNotRun, rewritten
 from slapo_rewrite.schedule.choices import declared
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.simulate.hardware import Hardware
@@ -20,6 +26,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # The knobs that a plan sets, as far as the schedule has them.
 SEQUENCE, RATIO, FUSE, STAGES = "sequence_parallel", "ckpt_ratio", "fuse", "pipeline_stages"
+VARIED = {
+    SEQUENCE: "sequence parallelism",
+    RATIO: "recomputation",
+    FUSE: "fusion",
+    STAGES: "pipeline parallelism",
+}
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,7 @@ def plan(wanted: Wanted, progress: Callable[[str], None] = lambda text: None) ->
     schedule = ScheduleFile.load(wanted.schedule)
     knobs = set(schedule.knobs)
     schedule.settings(wanted.fixed)
+    import_source(SourceFile.read(*locate(wanted.source)))  # once, for all processes
     planner = _Planner(wanted, schedule, progress)
     best, others = planner.run()
     planned = Planned(wanted, best, others, planner.refused, planner.assumptions(), knobs)
@@ -137,111 +150,83 @@ class _Planner:
         self.free = set(schedule.knobs) - fixed.keys()
         self.values = schedule.settings(wanted.fixed)
         self.refused: dict[int, str] = {}
+        self.layers: Sequence[float] = ()
         self.ratios = [float(self.values.get(RATIO, 0.0))]
         if RATIO in self.free:
             choices = declared(schedule.module.schedule).get(RATIO)
             self.ratios = sorted(float(v) for v in choices.values) if choices else list(RATIOS)
-        self.layers: list[float] = []
 
     def run(self) -> tuple[list[Predicted], list[Predicted]]:
         """What fits and what does not."""
         fits: list[Predicted] = []
         others: list[Predicted] = []
-        for variant in self._variants():
-            for way, predictor in self._ways(variant):
-                self._predict(way, predictor, fits, others)
+        variants = list(self._variants())
+        jobs = [(self.wanted, self._settings(v), self._sizes(v)) for v in variants]
+        self.progress(f"counting a step of {len(jobs)} rewrites")
+        for variant, counted in zip(variants, in_processes(_count, jobs), strict=True):
+            self.progress(f"predicting{' with fusion' * variant.fused}")
+            for alike, predictor in self._ways(variant, counted):
+                _predict(alike, predictor, self.wanted.memory, fits, others)
         # Of what takes as long, the plainest.
         fits.sort(key=lambda p: (float(f"{p.seconds:.3g}"), p.way.zero, p.way.fused, p.seconds))
         others.sort(key=lambda p: p.memory)
         return fits, others
 
     def _variants(self) -> Iterator[Way]:
-        """The combinations of knobs that have to be rewritten for."""
-        fuse = (False, True) if FUSE in self.free else (bool(self.values.get(FUSE)),)
+        """The combinations of knobs that have to be rewritten for; what takes longest first."""
+        fuse = (True, False) if FUSE in self.free else (bool(self.values.get(FUSE)),)
         sliced = (False, True) if SEQUENCE in self.free else (bool(self.values.get(SEQUENCE)),)
         for fused in fuse:
             for sequence_parallel in sliced:
                 yield Way(fused=fused, sequence_parallel=sequence_parallel)
 
-    def _ways(self, variant: Way) -> Iterator[tuple[list[Way], Predictor]]:
+    def _settings(self, variant: Way) -> list[str]:
+        """What a variant is rewritten with: where layers can be recomputed, all are."""
+        values = {
+            FUSE: variant.fused,
+            SEQUENCE: variant.sequence_parallel,
+            RATIO: 1.0 if any(self.ratios) else 0.0,
+        }
+        own = [f"{name}={value}" for name, value in values.items() if name in self.free]
+        return [*self.wanted.fixed, *own]
+
+    def _sizes(self, variant: Way) -> list[int]:
+        """How many ranks may share a layer: a power of two, within a node."""
+        wanted = self.wanted
+        sizes = [1 << n for n in range(wanted.node.bit_length()) if 1 << n <= wanted.node]
+        sizes = [n for n in sizes if wanted.gpus % n == 0]
+        if variant.sequence_parallel and SEQUENCE in self.free:  # else it is as without
+            sizes = [n for n in sizes if n > 1 and (wanted.sequence or 0) % n == 0]
+        return sizes
+
+    def _ways(self, variant: Way, counted: _Found) -> Iterator[tuple[list[Way], Predictor]]:
         """The ways of a variant that differ in the share of recomputed layers alone, together."""
         wanted = self.wanted
-        own = [*wanted.fixed]
-        if FUSE in self.free:
-            own.append(f"{FUSE}={variant.fused}")
-        if SEQUENCE in self.free:
-            own.append(f"{SEQUENCE}={variant.sequence_parallel}")
-        predictors = self._predictors(own, variant)
-        most = len(self.layers) if STAGES in self.free else 1
+        predictors: dict[int, Predictor] = {}
+        for ranks, both in counted.items():
+            if isinstance(both, str):
+                if ranks == 1:
+                    raise errors.Unsupported(
+                        f"a step of {wanted.sequence or 'its'} tokens a row does not run: {both}",
+                        hint="the model of the schedule has to take them, and must not look at "
+                        "values",
+                    )
+                self.refused.setdefault(ranks, both)
+                continue
+            if not self.layers:  # the first one is of one rank: whole layers are cut between
+                self.layers = both[0].cut_sizes
+            predictors[ranks] = Predictor(
+                both, wanted.hardware, wanted.precision, wanted.node, self.layers
+            )
+        most = 1
+        if STAGES in self.free and all(p.can_be_cut for p in predictors.values()):
+            most = max(1, len(self.layers))
         grouped: dict[Way, list[Way]] = {}
-        for way in ways(
-            wanted.gpus, wanted.batch, wanted.node, list(predictors), most, self.ratios
-        ):
-            own_way = replace(way, fused=variant.fused, sequence_parallel=variant.sequence_parallel)
-            grouped.setdefault(replace(own_way, recomputed=0.0), []).append(own_way)
+        for way in ways(wanted.gpus, wanted.batch, list(predictors), most, self.ratios):
+            own = replace(way, fused=variant.fused, sequence_parallel=variant.sequence_parallel)
+            grouped.setdefault(replace(own, recomputed=0.0), []).append(own)
         for alike in grouped.values():
             yield alike, predictors[alike[0].tensor]
-
-    def _predictors(self, own: list[str], variant: Way) -> dict[int, Predictor]:
-        wanted = self.wanted
-        sizes = [n for n in range(1, wanted.node + 1) if wanted.gpus % n == 0]
-        sizes = [n for n in sizes if n & (n - 1) == 0]
-        if variant.sequence_parallel and SEQUENCE in self.free:
-            tokens = wanted.sequence or 0
-            sizes = [n for n in sizes if n > 1 and tokens % n == 0]
-        again = RATIO in self.free and any(self.ratios)
-        counted: dict[int, list[Counted]] = {}
-        for ratio in (0.0, 1.0) if again else (None,):
-            said = [*own, f"{RATIO}={ratio}"] if ratio is not None else own
-            self.progress(f"counting a step with {', '.join(said) or 'no knobs'}")
-            with rewritten(wanted.source, wanted.schedule, self.schedule.module, said) as model:
-                if not any(name.endswith("tensor_parallel.py") for name in model.files):
-                    sizes = [n for n in sizes if n == 1]
-                for ranks in sizes:
-                    if (one := self._counted(model, ranks)) is not None:
-                        counted.setdefault(ranks, []).append(one)
-        found = {}
-        for ranks, both in counted.items():
-            pair = (both[0], both[1] if len(both) > 1 else None)
-            self.layers = self.layers or list(pair[0].cut_sizes)
-            found[ranks] = Predictor(
-                pair, wanted.hardware, wanted.precision, wanted.node, self.layers
-            )
-        return found
-
-    def _counted(self, model: Rewritten, ranks: int) -> Counted | None:
-        wanted = self.wanted
-        if ranks in self.refused:
-            return None
-        try:
-            return model.counted(
-                ranks, wanted.sequence, DTYPES[wanted.precision], wanted.hardware.name != "cpu"
-            )
-        except DoesNotRun as error:
-            if ranks == 1:
-                raise errors.Unsupported(
-                    f"a step of {wanted.sequence or 'its'} tokens a row does not run: {error}",
-                    hint="the model of the schedule has to take them, without looking at values",
-                ) from error
-            self.refused[ranks] = str(error)
-            return None
-
-    def _predict(
-        self,
-        alike: list[Way],
-        predictor: Predictor,
-        fits: list[Predicted],
-        others: list[Predicted],
-    ) -> None:
-        """More recomputation takes longer: the least that fits is the best of those alike."""
-        predicted = None
-        for way in alike:
-            predicted = predictor.predicted(way)
-            if predicted.memory <= self.wanted.memory:
-                fits.append(predicted)
-                return
-        if predicted is not None:
-            others.append(predicted)
 
     def assumptions(self) -> list[str]:
         """What is assumed, in words."""
@@ -258,9 +243,75 @@ class _Planner:
             "cut_evenly cuts them",
             "work and memory are those of the rewritten model's operators, counted without data; "
             "attention runs in one kernel",
-            "gradients are summed after the last micro-batch, with ZeRO 2 and 3 beside it",
+            "gradients are summed after the last micro-batch, with ZeRO 2 and 3 beside it, where "
+            "ZeRO 3 gathers parameters beside the work on those before",
             "not counted: what CUDA, NCCL and fragments of the allocator take",
+            *(
+                f"not varied, since the schedule has no free knob `{knob}`: {what}"
+                for knob, what in VARIED.items()
+                if knob not in self.free
+            ),
         ]
+
+
+# By how many ranks share a layer, what was counted without recomputation and with it; or why not.
+_Found = dict[int, "tuple[Counted, Counted] | str"]
+
+
+def _count(wanted: Wanted, settings: list[str], sizes: list[int]) -> _Found:
+    """Rewrites once, and counts a step on each number of ranks."""
+    schedule = ScheduleFile.load(wanted.schedule)
+    found: _Found = {}
+    with rewritten(wanted.source, wanted.schedule, schedule.module, settings) as model:
+        is_split = any(name.endswith("tensor_parallel.py") for name in model.files)
+        for ranks in sizes if is_split else sizes[:1]:
+            try:
+                found[ranks] = model.counted(
+                    ranks,
+                    wanted.sequence,
+                    DTYPES[wanted.precision],
+                    wanted.hardware.name != "cpu",
+                )
+            except DoesNotRun as error:
+                found[ranks] = str(error)
+    return found
+
+
+def in_processes(
+    function: Callable[..., _Found], jobs: Sequence[tuple[Any, ...]]
+) -> Iterator[_Found]:
+    """The results of some calls, in order, of processes that go on from this one.
+
+    What fails there is called again here, where it can say how.
+    """
+    workers = min(len(jobs), os.cpu_count() or 1)
+    if workers == 1 or sys.platform != "linux":
+        yield from (function(*job) for job in jobs)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+        for job, future in [(job, pool.submit(function, *job)) for job in jobs]:
+            try:
+                yield future.result()
+            except Exception:  # also what no other process can be told
+                yield function(*job)
+
+
+def _predict(
+    alike: list[Way],
+    predictor: Predictor,
+    memory: float,
+    fits: list[Predicted],
+    others: list[Predicted],
+) -> None:
+    """More recomputation takes longer: the least that fits is the best of those alike."""
+    predicted = None
+    for way in alike:
+        predicted = predictor.predicted(way)
+        if predicted.memory <= memory:
+            fits.append(predicted)
+            return
+    if predicted is not None:
+        others.append(predicted)
 
 
 def _nothing(planned: Planned) -> errors.RewriteError:

@@ -15,7 +15,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -143,13 +143,16 @@ def counted_step(
     """
     counter = _Counter(model, inputs)
     with counter.follows(model, layers), OnMeta(is_gpu), counter:
-        found = loss(model(**inputs))
-        counter.turn()
-        _go_back(found)
-        del found
+        _Counter.active = counter
+        try:
+            found = loss(model(**inputs))
+            counter.turn()
+            _go_back(found)
+            del found
+        finally:
+            _Counter.active = None
         counter.end()
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     return counter.profile()
 
 
@@ -173,7 +176,20 @@ class _Event(NamedTuple):
     size: float
 
 
+class NotLaunched:
+    """Stands for a Triton kernel: called as one, it counts the memory that it would touch."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            if _Counter.active is not None:
+                _Counter.active.touches(list(tensors((args, options))))
+
+        return launch
+
+
 class _Counter(TorchDispatchMode):
+    active: ClassVar[_Counter | None] = None
+
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         super().__init__()
         self._events: list[_Event] = []
@@ -293,6 +309,13 @@ class _Counter(TorchDispatchMode):
             for tensor in written + (written if name in PICKING else read):
                 part.moved = part.moved.plus(Amount.counted(tensor.nbytes))
         return results
+
+    def touches(self, given: Sequence[Tensor]) -> None:
+        """One operator reads or writes tensors, each once."""
+        part = self._part
+        part.operators += 1
+        for tensor in given:
+            part.moved = part.moved.plus(Amount.counted(tensor.nbytes))
 
     def _made(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slapo_rewrite.plan.memory import Runs, most_held
+
 # Elements of a bucket of gradients, as the configuration says that is written.
 BUCKET = 50_000_000
 
@@ -16,6 +18,9 @@ class States:
         weight: The parameter itself, in the dtype of the activations.
         gradient: The sums of gradients.
         optimizer: Adam's two moments, and a float32 copy of the parameter.
+        is_lasting: Whether there is room for the gradients all the time; else, with one
+            micro-batch, they come into being on its way back.
+        update: What the optimizer's step takes beside these.
         fixed: Bytes whatever the parameters: buckets.
         layers: How many layers' parameters are there as a whole beside a rank's parts.
     """
@@ -23,33 +28,59 @@ class States:
     weight: float
     gradient: float
     optimizer: float
+    is_lasting: bool = True
+    update: float = 0.0
     fixed: float = 0.0
     layers: float = 0.0
 
     @property
     def each(self) -> float:
-        """Bytes for each parameter."""
+        """Bytes for each parameter, all together."""
         return self.weight + self.gradient + self.optimizer
 
+    def most(
+        self, runs: Runs, parameters: float, rows: int, live: int, micro_batches: int
+    ) -> float:
+        """The most bytes that a rank holds for parameters and activations.
 
-def states(precision: str, stage: int, replicas: int) -> States:
+        Args:
+            runs: The parts of the step that it runs.
+            parameters: How many it holds.
+            rows: Rows of a micro-batch.
+            live: How many micro-batches have gone there and not yet back, at most.
+            micro_batches: How many make up a step.
+        """
+        come = micro_batches == 1 and not self.is_lasting
+        own = parameters * (self.each - (self.gradient if come else 0.0))
+        step = own + most_held(runs, rows, live, gradients_stay=come)
+        return self.fixed + max(step, parameters * (self.each + self.update))
+
+
+def states(precision: str, stage: int, replicas: int, bucket: int = BUCKET) -> States:
     """What a parameter takes by the stage of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-    In half precision stage 1 sums gradients in float32, stages 2 and 3 in halves, by buckets.
+    In bfloat16 stage 1 sums gradients in float32. Other sums are of the parameters' dtype, from
+    stage 1 on by buckets, and are copied to float32 where the optimizer takes them.
 
     Args:
         precision: `bf16`, `fp16` or `fp32`.
         stage: 0 to 3: nothing, the optimizer's states, gradients too, parameters too are divided.
         replicas: By how many ranks.
+        bucket: Elements of a bucket of gradients.
     """
     width = 4 if precision == "fp32" else 2
     # In float32 the parameter needs no copy, but stages 1 and 2 make one of each rank's part.
     optimizer = 8.0 if precision == "fp32" and stage in (0, 3) else 12.0
-    gradient = {0: width, 1: 4 if precision == "bf16" else width}.get(stage, width / replicas)
+    if precision == "bf16" and stage == 1:
+        return States(width, 4, optimizer / replicas)
+    buckets = {0: 0.0, 1: 1.0}.get(stage, 2.0)  # two where they are summed beside the way back
     return States(
         width / (replicas if stage == 3 else 1),
-        gradient,
+        width / (replicas if stage > 1 else 1),
         optimizer / (replicas if stage else 1),
-        fixed=2.0 * width * BUCKET if stage > 1 else 0.0,
+        is_lasting=stage > 1,
+        # Each rank's part goes over into a copy, while the others' parts are let go.
+        update=max(0.0, 4 / replicas - width * (1 - 1 / replicas)) if stage == 1 else 0.0,
+        fixed=buckets * width * bucket,
         layers=2.0 if stage == 3 else 0.0,
     )

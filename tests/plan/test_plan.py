@@ -5,13 +5,10 @@ import random
 
 import pytest
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
 
+from benchmark.plan_memory import ALONE, SPLIT, ZERO, Case, measured, predicted
 from slapo_rewrite.cli import main
-from slapo_rewrite.emit.rewrite import rewrite
-from slapo_rewrite.model.emitted import imported
 from slapo_rewrite.plan.folded_model import rewritten
-from slapo_rewrite.plan.memory import Unfolded, in_runs, most_held
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.simulate.hardware import hardware, known_gpus
 from slapo_rewrite.simulate.links import Link
@@ -28,37 +25,34 @@ def planned(tmp_path, *more, name="gpt2"):
     return main(["plan", source_of(name), "--schedule", schedule, *ARGUMENTS, *map(str, more)])
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("counted")
-    file = written_schedule("bert", folder)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("bert", ALONE, 1.0, False, 1),
+        Case("t5", ALONE, 0.5, True, 2),
+        pytest.param(Case("llama", SPLIT, 0.5, True, 1), marks=pytest.mark.processes),
+        pytest.param(Case("gpt2", ZERO, 0.0, False, 2), marks=pytest.mark.processes),
+    ],
+    ids=lambda case: f"{case.model} {case.way}",
+)
+def test_the_memory_of_a_step_is_what_torch_counts_in_a_real_one(tmp_path, case):
+    """`python -m benchmark.plan_memory` does so for all of them."""
+    schedule = written_schedule(case.model, tmp_path)
+    assert predicted(case, schedule, {}) == pytest.approx(measured(case, schedule), rel=0.05)
+
+
+def test_fused_kernels_are_counted_as_on_a_gpu(tmp_path):
+    file = written_schedule("llama", tmp_path)
     schedule = ScheduleFile.load(file)
-    both = []
-    for ratio in ("0.0", "1.0"):
-        with rewritten(source_of("bert"), file, schedule.module, [f"ckpt_ratio={ratio}"]) as model:
-            both.append(model.counted(1, TOKENS, torch.float32, False))
-    return file, schedule, both
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
-def test_the_memory_of_a_step_is_what_torch_counts_in_a_real_one(counted, ratio):
-    file, schedule, (plain, recomputed) = counted
-    runs = in_runs(Unfolded(plain, recomputed).pieces(ratio))
-    profile = plain.profile
-    parameters = 4 * sum(plain.names.values())
-    predicted = parameters + profile.buffers + profile.inputs.of(ROWS)
-    predicted += most_held(runs, ROWS, gradients_stay=True)
-    output = rewrite(source_of("bert"), file, [f"ckpt_ratio={ratio}"], rehearses=False)
-    with imported(output.files, output.model_file) as emitted:
-        model = schedule.module.model(emitted.module).train()
-        ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
-        tracker = MemTracker()
-        tracker.track_external(model, ids, labels := ids.clone())
-        with tracker:
-            loss = model(input_ids=ids, labels=labels).loss
-            loss.backward()
-        measured = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    assert predicted == pytest.approx(measured, rel=0.001)
+    found = []
+    for fused in (False, True):
+        said = [f"fuse={fused}"]
+        with rewritten(source_of("llama"), file, schedule.module, said) as model:
+            plain, _ = model.counted(1, TOKENS, torch.bfloat16, True)
+            parts = [*plain.profile.forward.values(), *plain.profile.backward.values()]
+            found.append([sum(p.moved.of(ROWS) for p in parts), sum(p.operators for p in parts)])
+    (moved, operators), (less, fewer) = found
+    assert less < 0.8 * moved and fewer < operators, found
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -120,6 +114,12 @@ def test_what_cannot_be_planned_is_refused_in_words(tmp_path, capsys, more, said
     fixed = ["--set", "tensor_parallel=false", "--set", "pipeline_stages=1"]
     assert planned(tmp_path, *fixed, *more) == 2
     assert said in capsys.readouterr().err
+
+
+def test_this_machine_can_be_measured(tmp_path, capsys):
+    assert planned(tmp_path, "--gpu", "measure", "--gpus", "2") == 0
+    said = capsys.readouterr().out
+    assert "measured on this machine" in said and "send one another" in said
 
 
 def test_every_gpu_of_the_table_says_where_its_figures_are_from():

@@ -1,0 +1,112 @@
+"""What this machine does, measured in seconds: a product, a copy, a sum over two processes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from slapo_rewrite.simulate.hardware import Device, Hardware
+from slapo_rewrite.simulate.links import Link
+
+ROUNDS = 5
+SMALL, LARGE = 2**12, 2**24  # bytes that are summed
+WIDTH = {"cpu": 1024, "cuda": 8192}
+COPIED = {"cpu": 2**27, "cuda": 2**30}
+
+
+def measured_machine(node: int) -> Hardware:
+    """This machine as a row of the table: what models get here is what is measured.
+
+    Args:
+        node: How many ranks share the machine; on the CPU they share its memory, too.
+    """
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    width = WIDTH[kind]
+    one, other = (torch.randn(width, width, device=kind, dtype=dtype) for _ in range(2))
+    flops = 2 * width**3 / _seconds(lambda: one @ other)
+    source = torch.zeros(COPIED[kind], dtype=torch.uint8, device=kind)
+    target = torch.empty_like(source)
+    bandwidth = 2 * COPIED[kind] / _seconds(lambda: target.copy_(source))
+    link = _link(kind)
+    if kind == "cuda":
+        title = torch.cuda.get_device_name()
+        memory = float(torch.cuda.get_device_properties(0).total_memory)
+    else:
+        title = f"a rank of {node} on this machine's CPU of {torch.get_num_threads()} threads"
+        flops, bandwidth = flops / node, bandwidth / node
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / node
+    said = (
+        f"measured on this machine ({title}): {flops / 1e12:.3g} Tflop/s in {dtype}, "
+        f"{bandwidth / 1e9:.3g} GB/s",
+        f"two processes send one another {link.bandwidth / 1e9:.3g} GB/s after "
+        f"{link.latency * 1e6:.0f} us"
+        if link is not None
+        else "what connects ranks could not be measured with one GPU: taken to be as fast as it",
+        "nodes are taken to be connected as their ranks are",
+    )
+    link = link or Link(10e-6, bandwidth)
+    precision = "bf16" if kind == "cuda" else "fp32"
+    device = Device(flops, bandwidth)
+    return Hardware(
+        "cpu" if kind == "cpu" else "measure", title, device, memory, link, link, precision, said
+    )
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    """The least time of several rounds."""
+    least = float("inf")
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        least = min(least, time.perf_counter() - start)
+    return least
+
+
+def _link(kind: str) -> Link | None:
+    """What connects two processes; None where there is one GPU."""
+    if kind == "cuda" and torch.cuda.device_count() < 2:
+        return None
+    # CPU ranks are forked, which need not import torch again; CUDA does not outlast a fork.
+    context: Any = multiprocessing.get_context("spawn" if kind == "cuda" else "fork")
+    queue = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_summed, args=(rank, kind, f"{folder}/store", queue))
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+    if any(rank.exitcode for rank in ranks):
+        return None
+    small, large = queue.get()
+    latency = max(small, 1e-7)
+    # A sum over two ranks sends as many bytes as there are.
+    return Link(latency, LARGE / max(large - latency, 1e-9))
+
+
+def _summed(rank: int, kind: str, store: str, queue: Any) -> None:
+    torch.set_num_threads(1)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    found = []
+    for size in (SMALL, LARGE):
+        given = torch.zeros(size, dtype=torch.uint8, device=kind)
+        dist.all_reduce(given)  # connects
+        found.append(_seconds(lambda given=given: dist.all_reduce(given)))  # type: ignore[misc]
+    if rank == 0:
+        queue.put(tuple(found))
+    dist.destroy_process_group()
