@@ -804,13 +804,7 @@ def _check_planning(options: argparse.Namespace) -> None:
         return
     if options.plot.suffix not in (".png", ".svg"):
         raise errors.UsageError("`--plot` writes .png or .svg files")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise errors.MissingPackage(
-            f"`--plot` needs `{error.name}`, which is not installed",
-            hint="pip install 'slapo-rewrite[tune]'",
-        ) from None
+    _check_installed("plan --plot", "tune", "matplotlib")
 
 
 def _check_tuning(options: argparse.Namespace) -> None:
