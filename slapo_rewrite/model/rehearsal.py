@@ -431,7 +431,8 @@ def _worst(want: _Step, have: _Step) -> tuple[float, str, str]:
                 found.append((_error(a, b), name or "output", what))
     if want.loss is not None and have.loss is not None:
         found.append((_error(want.loss, have.loss), "loss", "the"))
-    floor = FLOOR * max((float(g.abs().max()) for g in want.gradients.values()), default=0.0)
+    sizes = (float(g.abs().max()) for g in want.gradients.values() if g.numel())
+    floor = FLOOR * max(sizes, default=0.0)
     for what, ours, theirs in (
         ("the gradient of", want.gradients, have.gradients),
         ("after a step the buffer", want.buffers, have.buffers),
