@@ -85,7 +85,7 @@ class Trial:
         """What a small model returns."""
         with small_model.drawing(0):
             self.model = build(schedule, *args)
-            self.inputs = apart(small_model.step_inputs(schedule, self.model))
+            self._inputs = apart(small_model.step_inputs(schedule, self.model))
             self.more_inputs = apart(small_model.step_inputs(schedule, self.model, seed=8))
         self.pristine = copy.deepcopy(self.model)
         self.model.train()
@@ -97,6 +97,11 @@ class Trial:
         with self.seeded():
             scene = self.scene()
             return self.model(**{name: scene[name] for name in self.given})
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The arguments of a step, anew each time: a `forward` may write into them."""
+        return copy.deepcopy(self._inputs)
 
     @contextlib.contextmanager
     def seeded(self) -> Iterator[None]:

@@ -206,6 +206,16 @@ def test_a_loss_of_the_schedule_and_a_forward_that_alters_its_target(tmp_path):
     assert "`y` gets another value here, and the loss in the schedule takes the one" in text
 
 
+def test_a_forward_that_writes_into_what_it_is_given(tmp_path):
+    source = written("x = self.inner(self.first(x))", "y.clamp_(0, 3)")
+    source = source.replace("F.mse_loss(self.last(x), y)", "F.cross_entropy(x, y)")
+    schedule = SCHEDULE.format(cut='s["inner"]["a"]').replace(
+        "torch.randn(2, 1)", "torch.randint(8, (2,))"
+    )
+    output = rewritten(tmp_path, source, schedule)
+    assert "y.clamp_(0, 3)" in output.files["pipeline.py"]
+
+
 @pytest.mark.filterwarnings("ignore:not for long")
 @pytest.mark.parametrize(
     ("said", "stopped"),
