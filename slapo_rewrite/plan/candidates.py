@@ -110,27 +110,16 @@ class Predictor:
         self.hardware, self.precision, self.node = hardware, precision, node
         self.cut_sizes = cut_sizes
         self._stages = cache(self._cut)
-        self._times = cache(self._part_seconds)
+        self._times = cache(self._stage_seconds)
 
     def predicted(self, way: Way) -> Predicted:
         """What a way takes."""
-        link = self._link(way.tensor, 1)
         parts, stages = self._stages(way.pipeline, way.recomputed), []
         kept = states(self.precision, way.zero, way.data)
         memory = state_bytes = 0.0
         works: list[dict[str, float]] = []
         for number, (runs, sent, parameters) in enumerate(parts):
-            work = dict.fromkeys((COMPUTE, TRAFFIC, TENSOR), 0.0)
-            forward = backward = 0.0
-            for piece, times in runs:
-                for part, is_forward in ((piece.forward, True), (piece.backward, False)):
-                    took = self._times(part, way.rows, link, way.tensor)
-                    for kind, value in zip(work, took, strict=True):
-                        work[kind] += times * value
-                    if is_forward:
-                        forward += times * sum(took)
-                    else:
-                        backward += times * sum(took)
+            forward, backward, work = self._times(runs, way.rows, way.tensor)
             if way.zero == 3:  # parameters are gathered for both passes, layer by layer
                 link_to_all = self._link(way.data, way.tensor * way.pipeline)
                 layers = sum(times for piece, times in runs if piece.is_layer)
@@ -194,6 +183,23 @@ class Predictor:
     def _link(self, ranks: int, stride: int) -> Link:
         """What connects ranks that are so far apart; the model's are next to one another."""
         return self.hardware.inside if ranks * stride <= self.node else self.hardware.outside
+
+    def _stage_seconds(
+        self, runs: Runs, rows: int, ranks: int
+    ) -> tuple[float, float, dict[str, float]]:
+        """Seconds of a micro-batch on its way there and back, and of each kind of work."""
+        link = self._link(ranks, 1)
+        work = dict.fromkeys((COMPUTE, TRAFFIC, TENSOR), 0.0)
+        both = []
+        for is_forward in (True, False):
+            both.append(0.0)
+            for piece, times in runs:
+                part = piece.forward if is_forward else piece.backward
+                took = self._part_seconds(part, rows, link, ranks)
+                both[-1] += times * sum(took)
+                for kind, value in zip(work, took, strict=True):
+                    work[kind] += times * value
+        return both[0], both[1], work
 
     def _part_seconds(
         self, part: Part, rows: int, link: Link, ranks: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 
 from slapo_rewrite.plan.folded_model import Counted
@@ -29,7 +30,7 @@ class Piece:
 
 
 # Pieces, and how many times each comes one after the other.
-Runs = Sequence[tuple[Piece, int]]
+Runs = tuple[tuple[Piece, int], ...]
 
 
 class Unfolded:
@@ -103,9 +104,9 @@ def joined(first: Part, second: Part) -> Part:
     )
 
 
-def in_runs(pieces: Sequence[Piece]) -> list[tuple[Piece, int]]:
+def in_runs(pieces: Sequence[Piece]) -> Runs:
     """Pieces that come several times one after the other, each with how often."""
-    return [(piece, sum(1 for _ in same)) for piece, same in groupby(pieces)]
+    return tuple((piece, sum(1 for _ in same)) for piece, same in groupby(pieces))
 
 
 def held_between(runs: Runs, rows: int) -> float:
@@ -113,6 +114,7 @@ def held_between(runs: Runs, rows: int) -> float:
     return sum(times * piece.forward.net.of(rows) for piece, times in runs)
 
 
+@lru_cache(maxsize=2**16)  # stages are alike, and ways differ in what this does not see
 def most_held(runs: Runs, rows: int, live: int = 1, *, gradients_stay: bool = False) -> float:
     """The most bytes that a step holds beside parameters and what outlasts it.
 
