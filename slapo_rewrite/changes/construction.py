@@ -379,7 +379,9 @@ def _counter(site: Site, text: ClassText, causes: Causes, level: int) -> str:
         UnfollowableConstruction: It cannot be.
     """
     loop = site.loops[level] if len(site.loops) >= -level else None
-    visible = loop is not None and (level == -1 or loop.frame is site.frame)
+    # An outer loop counts the outer list's elements where each loop stands for one list.
+    each = len(site.loops) == site.path.count("*")
+    visible = loop is not None and (level == -1 or (each and loop.frame is site.frame))
     if loop and visible and loop.index and loop.index != "_":
         return loop.index
     refusal = errors.UnfollowableConstruction(

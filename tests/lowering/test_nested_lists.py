@@ -110,6 +110,12 @@ def test_an_outer_loop_that_counts_nothing_is_refused(tmp_path):
     assert "nothing counts them" in text and "enumerate" in text
 
 
+def test_an_outer_loop_that_counts_from_one_is_refused(tmp_path):
+    loops = LOOPS["statements"].replace("range(stages)", "range(1, stages + 1)")
+    schedule = SCHEDULE + '    s["stages.1.*"].checkpoint()\n'
+    refused(tmp_path, HEAD + loops + TAIL, schedule, "SR103")
+
+
 def test_numbers_of_one_split_stage(tmp_path):
     body = (
         '    s["stages.2.*.up"].shard(["weight", "bias"], axis=0)\n'
