@@ -16,10 +16,11 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.garbage import collector_paused
+from slapo_rewrite.parsers import PARSERS
 
 if TYPE_CHECKING:
     from slapo_rewrite.emit.current import Asked
@@ -27,37 +28,6 @@ if TYPE_CHECKING:
     from slapo_rewrite.emit.rewrite import Output
 
 DONE, NO, DEFECT = 0, 1, 3  # 2 is what errors say of themselves
-
-
-BERT = "transformers.models.bert.modeling_bert --schedule bert"  # for examples
-EXIT_CODES = """\
-exit codes:
-  0  done
-  1  the answer is no: --check, verify, or a merge that leaves conflicts
-  2  the input is wrong
-  3  a defect of slapo-rewrite"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports what is wrong as the tool reports everything else.
-
-    Args:
-        command: The command's name behind the program's.
-        description: What it does.
-        example: What one types to call it.
-        more: Further words for its help.
-    """
-
-    def __init__(self, command: str, description: str, example: str, *more: str) -> None:
-        super().__init__(
-            prog=f"slapo-rewrite {command}".strip(),
-            description=description,
-            epilog="\n\n".join([f"example:\n  {example}", *more, EXIT_CODES]),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        raise errors.UsageError(message, hint=f"{self.prog} --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,9 +61,9 @@ def _end(code: int) -> None:
 
 def _code(arguments: list[str]) -> int:
     try:
-        if arguments and arguments[0] in COMMANDS:
-            return COMMANDS[arguments[0]](arguments[1:])
-        return _rewrite(arguments)
+        name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+        options = PARSERS[name]().parse_args(arguments[bool(name) :])
+        return COMMANDS.get(name, _rewrite)(options)
     except errors.RewriteError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
@@ -113,68 +83,7 @@ def _code(arguments: list[str]) -> int:
         return DEFECT
 
 
-def _rewrite(arguments: list[str]) -> int:
-    parser = _Parser(
-        "",
-        "Rewrite a PyTorch model file as a schedule says.",
-        f"slapo-rewrite {BERT} --set ckpt_ratio=0.5 -o out",
-        "other commands (each has a --help of its own):\n  "
-        + "\n  ".join(f"slapo-rewrite {name}" for name in COMMANDS),
-    )
-    parser.add_argument("source", metavar="SOURCE", help="a Python file or an importable module")
-    parser.add_argument(
-        "--schedule",
-        "-s",
-        required=True,
-        metavar="S",
-        help="a file, the name of a bundled one, or auto: worked out from the model (auto:CLASS, "
-        "or auto:FILE.py with model(m), inputs(model) and loss(outputs))",
-    )
-    parser.add_argument(
-        "--write-schedule",
-        type=Path,
-        metavar="FILE",
-        help="where `--schedule auto` writes what it works out (default: OUT_schedule.py)",
-    )
-    parser.add_argument("-o", "--output", type=Path, metavar="OUT", help="the output folder")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="K=V", help="set a knob (repeatable)"
-    )
-    parser.add_argument(
-        "--diff",
-        action="store_true",
-        help="print the unified diff, write nothing; it is kept in ~/.cache/slapo-rewrite for the "
-        "next time, but with SLAPO_REWRITE_CACHE=0",
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="exit 1 if OUT is not current, write nothing"
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="run original against rewritten afterwards"
-    )
-    _add_worlds(parser)
-    parser.add_argument(
-        "--single-file", action="store_true", help="one module instead of a package"
-    )
-    parser.add_argument(
-        "--support",
-        type=Path,
-        metavar="DIR",
-        help="a folder beside OUT for its helpers, which several outputs share",
-    )
-    parser.add_argument(
-        "--with",
-        dest="further",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="add a further helper: load_pretrained, save_pretrained, build_deferred, "
-        "add_adapters, sharded_state (repeatable)",
-    )
-    parser.add_argument("--merge", action="store_true", help="carry hand edits in OUT over")
-    parser.add_argument("--force", action="store_true", help="overwrite hand edits in OUT")
-    parser.add_argument("--version", action="version", version=f"slapo-rewrite {__version__}")
-    options = parser.parse_args(arguments)
+def _rewrite(options: argparse.Namespace) -> int:
     _check_combination(options)
     if _is_auto(options.schedule):
         _work_out(options)
@@ -331,23 +240,6 @@ def _tidy(out: Path) -> None:
         print(f"note: {words}", file=sys.stderr)
 
 
-def _add_worlds(parser: argparse.ArgumentParser) -> None:
-    """What to verify: the whole model, or its pipeline."""
-    parser.add_argument(
-        "--world",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="world sizes to verify the whole model at (default: 1 2)",
-    )
-    for name, what in (
-        ("--pp", "stages of the pipeline to verify (default: all that there are)"),
-        ("--tp", "ranks that share a stage's layers (default: 1)"),
-        ("--dp", "replicas of the pipeline (default: 1)"),
-    ):
-        parser.add_argument(name, type=int, metavar="N", help=what)
-
-
 def _asked(options: argparse.Namespace) -> list[str]:
     """Which of these options are given."""
     return [
@@ -436,47 +328,13 @@ def _verified(
     return DONE if report.ok else NO
 
 
-def _verify(arguments: list[str]) -> int:
-    parser = _Parser(
-        "verify",
-        "Run original against rewritten in real processes and compare their numbers.",
-        "slapo-rewrite verify out --world 2",
-    )
-    parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
-    _add_worlds(parser)
-    _add_inputs(parser)
-    options = parser.parse_args(arguments)
+def _verify(options: argparse.Namespace) -> int:
     _check_worlds(options)
     _tidy(options.out)
     return _verified(options.out, options, options.source, options.schedule)
 
 
-def _explain(arguments: list[str]) -> int:
-    parser = _Parser(
-        "explain",
-        "Say which line of the schedule caused a line of the output, and why.",
-        "slapo-rewrite explain out modeling_bert.py:120",
-        "the whole of it, to be reviewed:\n  slapo-rewrite explain out --html report.html\n"
-        "  slapo-rewrite explain out --markdown",
-    )
-    parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
-    parser.add_argument(
-        "place", metavar="FILE:LINE", nargs="?", help="one line; without it, every change"
-    )
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write a page for review: diff, module tree, rules, verification, prediction",
-    )
-    parser.add_argument(
-        "--markdown", action="store_true", help="print it in short, for a pull request's comment"
-    )
-    parser.add_argument(
-        "--world", type=int, metavar="N", help="ranks that these tell the sizes on (default: 2)"
-    )
-    _add_inputs(parser)
-    options = parser.parse_args(arguments)
+def _explain(options: argparse.Namespace) -> int:
     whole = "--html" if options.html is not None else "--markdown" if options.markdown else None
     if whole is None:
         for name in ("world", "source", "schedule"):
@@ -537,28 +395,7 @@ def _check_installed(command: str, extra: str, *packages: str) -> None:
             ) from None
 
 
-def _add_inputs(parser: _Parser) -> None:
-    """Where the original and the schedule of an output are."""
-    parser.add_argument(
-        "--source", metavar="SOURCE", help="the original, if it is not where it was"
-    )
-    parser.add_argument("--schedule", metavar="S", help="the schedule, if it is not where it was")
-
-
-def _update(arguments: list[str]) -> int:
-    parser = _Parser(
-        "update",
-        "Rewrite an output with the source, schedule and knobs that its record names; say which of "
-        "them\nhas changed, and show what is new. Hand edits stay.",
-        "slapo-rewrite update out",
-    )
-    parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
-    parser.add_argument(
-        "--check", action="store_true", help="exit 1 if OUT is not current, write nothing"
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite hand edits in OUT")
-    _add_inputs(parser)
-    options = parser.parse_args(arguments)
+def _update(options: argparse.Namespace) -> int:
     if options.check and options.force:
         raise errors.UsageError("`--check` writes nothing, `--force` overwrites: give one")
     out = options.out
@@ -594,17 +431,7 @@ def _update(arguments: list[str]) -> int:
     return _merged(merge)
 
 
-def _tree(arguments: list[str]) -> int:
-    parser = _Parser(
-        "tree",
-        "Print the module tree: path, class, parameters, construction site.",
-        f"slapo-rewrite tree {BERT}",
-    )
-    parser.add_argument("source", metavar="SOURCE", help="a Python file or an importable module")
-    parser.add_argument(
-        "--schedule", "-s", required=True, metavar="S", help="a file, or the name of a bundled one"
-    )
-    options = parser.parse_args(arguments)
+def _tree(options: argparse.Namespace) -> int:
     from slapo_rewrite.emit.rewrite import Project
     from slapo_rewrite.model.listing import render_tree
 
@@ -614,139 +441,21 @@ def _tree(arguments: list[str]) -> int:
     return DONE
 
 
-def _primitives(arguments: list[str]) -> int:
-    parser = _Parser(
-        "primitives",
-        "List the primitives, or show one with its worked example.",
-        "slapo-rewrite primitives shard",
-    )
-    parser.add_argument("name", metavar="NAME", nargs="?", help="a primitive")
-    options = parser.parse_args(arguments)
+def _primitives(options: argparse.Namespace) -> int:
     from slapo_rewrite.primitives.page import listing, page
 
     print(page(options.name) if options.name else listing())
     return DONE
 
 
-def _tune(arguments: list[str]) -> int:
-    parser = _Parser(
-        "tune",
-        "Search the knobs' space for the highest throughput, by running your training command.",
-        "slapo-rewrite tune gpt.py --schedule s.py -o tuned "
-        "--run 'torchrun --nproc-per-node 2 train.py {out} --batch {batch_size}'",
-        "the schedule says what knobs may be (`from slapo_rewrite import Choices, Range`):\n"
-        "  def schedule(s, ckpt_ratio: Annotated[float, Choices(0.0, 0.5, 1.0)] = 0.5): ...\n"
-        "and, in a function that is optional, knobs of the run, and which points may be tried:\n"
-        "  def space(knobs, batch_size: Annotated[int, Range(8, 64, 8)] = 8):\n"
-        "      return knobs.batch_size * (1 - knobs.ckpt_ratio) <= 32",
-        "in the command, {out} is the folder of the rewritten model, {NAME} a knob's value; it "
-        "prints\na line of JSON, and more is better:\n"
-        '  {"throughput": 123.4}\n'
-        "what runs out of memory, or of time, counts as slower than everything else; what fails "
-        "otherwise\nends the search. The same command goes on where it ended.",
-    )
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        nargs="?",
-        help="a Python file or an importable module; or the schedule, if it says SOURCE = ...",
-    )
-    parser.add_argument(
-        "--schedule", "-s", metavar="S", help="a file, or the name of a bundled one"
-    )
-    parser.add_argument("--run", metavar="COMMAND", help="trains for a while, for the shell")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("tuned"),
-        metavar="FOLDER",
-        help="for trials.jsonl, the rewritten models, logs and surface.png (default: tuned)",
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="K=V", help="fix a knob (repeatable)"
-    )
-    parser.add_argument(
-        "--strategy",
-        action="append",
-        metavar="NAME",
-        help="model: what a model of the trials so far expects most of (default); slapo: the "
-        "largest batch by bisection, then the ratio; random; exhaustive",
-    )
-    parser.add_argument(
-        "--trials", type=int, metavar="N", help="no more than N, those in the record among them"
-    )
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for each run")
-    parser.add_argument(
-        "--confidence",
-        type=float,
-        default=0.9,
-        metavar="P",
-        help="end when with this probability nothing is more than 1%% better (default: 0.9)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random numbers")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument(
-        "--replay",
-        type=Path,
-        metavar="GRID",
-        help="instead of running: how many trials the strategies need on measured throughputs, "
-        'a JSON file {"batch_size": [...], "ckpt_ratio": [...], "throughput": [[...], ...]}',
-    )
-    parser.add_argument("--seeds", type=int, metavar="N", help="how often to replay (default: 20)")
-    options = parser.parse_args(arguments)
+def _tune(options: argparse.Namespace) -> int:
     _check_tuning(options)
     drawn = ["matplotlib"] if options.replay is None else []
     _check_installed("tune", "tune", "sklearn", *drawn)
     return _replay(options) if options.replay is not None else _search(options)
 
 
-def _plan(arguments: list[str]) -> int:
-    parser = _Parser(
-        "plan",
-        "Predict the best ways to train a model on so many GPUs: time and memory, no GPU needed.",
-        "slapo-rewrite plan transformers.models.llama.modeling_llama --schedule llama "
-        "--gpus 64 --gpu h100 --batch 256 --sequence 4096",
-        "what is varied: tensor and data parallelism, micro-batches, the stage of ZeRO, and the "
-        "knobs\n`sequence_parallel`, `pipeline_stages`, `ckpt_ratio` and `fuse`, as far as the "
-        "schedule has them.",
-    )
-    parser.add_argument("source", metavar="SOURCE", help="a Python file or an importable module")
-    parser.add_argument(
-        "--schedule", "-s", required=True, metavar="S",
-        help="a file, the name of a bundled one, or auto",
-    )  # fmt: skip
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="how many there are")
-    parser.add_argument(
-        "--gpu", default="h100", metavar="NAME",
-        help="what they are: v100, a100, h100 (default), h200, b200; or measure: this machine's",
-    )  # fmt: skip
-    parser.add_argument("--batch", type=int, required=True, metavar="B", help="rows of a step")
-    parser.add_argument(
-        "--sequence", type=int, metavar="L",
-        help="tokens of a row (default: what the schedule's inputs give)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--memory", metavar="SIZE", help="what a rank may hold, 70GiB say (default: all)"
-    )
-    parser.add_argument(
-        "--nodes-of", type=int, default=8, metavar="N", help="GPUs of a node (default: 8)"
-    )
-    parser.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), help="default: bf16, on v100 fp16"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="K=V", help="fix a knob (repeatable)"
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="OUT",
-        help="a folder for the rewritten model, deepspeed.json, launch.sh and plan.json",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw time against memory (.png, .svg)"
-    )
-    options = parser.parse_args(arguments)
+def _plan(options: argparse.Namespace) -> int:
     _check_planning(options)
     if _is_auto(options.schedule):
         options.write_schedule = None
@@ -916,7 +625,7 @@ def _working(what: str) -> Iterator[Callable[[str], None]]:
             yield lambda text: status.update(f"{what}: {text}")
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "explain": _explain,
     "tree": _tree,
     "update": _update,
