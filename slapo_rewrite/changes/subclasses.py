@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import Recompute
@@ -15,7 +15,7 @@ from slapo_rewrite.changes.collective import through
 from slapo_rewrite.changes.imports import CHECKPOINT, Imports
 from slapo_rewrite.changes.save_policy import buffers_context, context
 from slapo_rewrite.code.arguments import Signature, all_arguments, parameters, passed_on
-from slapo_rewrite.code.build import code
+from slapo_rewrite.code.build import code, reindented
 from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.code.lines import Causes, Lines, changed, written
@@ -88,7 +88,12 @@ class SubclassWriter:
         passed = ", ".join(passed_on(constructor))
         call = fitted(f"super().__init__({passed})", 8, self.line_length)
         text = [header, " " * 8 + call]
-        known = {*parameters(constructor), *self.file.names, *dir(builtins)}
+        made = [s for s, change in lines.items() if change.inside or change.again]
+        text += [
+            " " * 8 + reindented(self.file.segment(local), local.col_offset, 8)
+            for local in self._locals(constructor, made)
+            if local not in lines
+        ]
         body: list[str] = []
         anew = changed(self.file, lines)
         for statement in sorted(lines, key=lambda s: s.lineno):
@@ -104,12 +109,6 @@ class SubclassWriter:
             indent = " " * depth
             block = [" " * (8 + 4 * n) + guard for n, guard in enumerate(guards)]
             if change.inside or change.again:
-                local = self._locals(constructor, statement, known)
-                block += [
-                    indent + fitted(self.file.segment(s), depth, self.line_length)
-                    for s in local
-                    if s not in lines
-                ]
                 again = anew[statement][2] if statement in anew else self.file.segment(statement)
                 again = self._reassigned(statement, again, relatives)
                 block.append(indent + fitted(again, depth, self.line_length))
@@ -132,13 +131,8 @@ class SubclassWriter:
 
     def _guards(self, constructor: ast.FunctionDef, statement: ast.stmt) -> list[str]:
         """The conditions under which the constructor comes to a statement, outermost first."""
-        found = []
-        for node in ast.walk(constructor):
-            if isinstance(node, ast.If) and within(node, statement) and node is not statement:
-                test = self.file.segment(node.test)
-                taken = any(within(inner, statement) for inner in node.body)
-                found.append(f"if {test}:" if taken else f"if not ({test}):")
-        return found
+        tests = [(self.file.segment(t), taken) for t, taken in _conditions(constructor, statement)]
+        return [f"if {test}:" if taken else f"if not ({test}):" for test, taken in tests]
 
     def _reassigned(self, statement: ast.stmt, text: str, relatives: Mapping[int, str]) -> str:
         """In a subclass, `self.layer[0] = X` takes the place of `self.layer.append(X)`."""
@@ -171,26 +165,36 @@ class SubclassWriter:
                 )
 
     def _locals(
-        self, constructor: ast.FunctionDef, statement: ast.stmt, known: set[str]
+        self, constructor: ast.FunctionDef, statements: Iterable[ast.stmt]
     ) -> list[ast.stmt]:
-        """The assignments of local variables that a statement uses, in order."""
+        """What binds the variables that some statements use, arguments bound anew among them.
+
+        Raises:
+            UnfollowableConstruction: A variable is bound once more after its use, or by what does
+                more than that.
+        """
+        known = {*parameters(constructor), *self.file.names, *dir(builtins)}
         needed: list[ast.stmt] = []
-        for name in sorted(read_in(statement) - bound_in(statement) - known):
-            assigned = [
-                s
-                for s in constructor.body
-                if isinstance(s, ast.Assign)
-                and any(isinstance(t, ast.Name) and t.id == name for t in s.targets)
-            ]
-            if len(assigned) != 1:
-                raise errors.UnfollowableConstruction(
-                    f"what is made here depends on the local variable `{name}`",
-                    at=self.file.at(statement),
-                    hint=f"keep `{name}` in an attribute of the module",
-                )
-            needed += [s for s in self._locals(constructor, assigned[0], known) if s not in needed]
-            needed.append(assigned[0])
-        return needed
+        left = list(statements)
+        while left:
+            statement = left.pop()
+            tests = [test for test, _ in _conditions(constructor, statement)]
+            for name in sorted(read_in(statement, *tests)):
+                bound = [s for s in constructor.body if name in _bound_beside(s, statement)]
+                late = [s for s in bound if s.lineno > statement.lineno]
+                if statement in needed:  # they come in order, those after it do not matter to it
+                    bound, late = [s for s in bound if s not in late], []
+                found = bound or name in known or name in bound_in(statement)
+                if late or not found or not all(map(_only_binds, bound)):
+                    raise errors.UnfollowableConstruction(
+                        f"what is made here depends on the local variable `{name}`",
+                        at=self.file.at(statement),
+                        hint=f"keep `{name}` in an attribute of the module",
+                    )
+                new = [s for s in bound if s not in needed]
+                needed += new
+                left += new
+        return sorted(needed, key=lambda s: s.lineno)
 
     def _override(
         self, class_name: str, method: ast.FunctionDef, lines: Mapping[ast.stmt, Lines]
@@ -308,3 +312,34 @@ class SubclassWriter:
             "        " + fitted(f"return {call}({arguments})", 8, self.line_length),
         ]
         return "\n".join(text) + "\n"
+
+
+def _conditions(function: ast.FunctionDef, statement: ast.stmt) -> list[tuple[ast.expr, bool]]:
+    """The tests of the `if`s around a statement, outermost first, and how they have to come out."""
+    return [
+        (node.test, any(within(inner, statement) for inner in node.body))
+        for node in ast.walk(function)
+        if isinstance(node, ast.If) and within(node, statement) and node is not statement
+    ]
+
+
+def _bound_beside(outer: ast.stmt, statement: ast.stmt) -> Set[str]:
+    """The names that a statement binds, but for what another one binds that may be part of it."""
+    if not within(outer, statement):
+        return bound_in(outer)
+    own = {*ast.walk(statement)}
+    return bound_in(*(n for n in ast.walk(outer) if isinstance(n, ast.Name) and n not in own))
+
+
+def _only_binds(statement: ast.stmt) -> bool:
+    """Whether a statement does nothing but bind names, which may be done again."""
+    if isinstance(statement, ast.If):
+        return all(map(_only_binds, (*statement.body, *statement.orelse)))
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
+        targets = [statement.target]
+    else:
+        return False
+    parts = (p for t in targets for p in (t.elts if isinstance(t, ast.Tuple) else [t]))
+    return all(isinstance(part, ast.Name) for part in parts)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 
 import pytest
+import torch
 
-from tests.rewriting import changed_lines, refused, rewritten
+from tests.rewriting import changed_lines, imported, refused, rewritten, written
 
 HEAD = "import torch\nfrom torch import nn\n\n\n"
 MLP = """\
@@ -162,6 +163,66 @@ class Block(nn.Module):
         "+        with same_weights(self):\n+            self.up = ColumnParallelLinear(d, d)\n"
         "+            if deep:\n+                self.more = ColumnParallelLinear(d, d)\n" in added
     )
+
+
+def of_a_variable(binding: str) -> str:
+    """A model of two, one of which is to differ; its width is bound by some lines."""
+    lines = "".join(f"        {line}\n" for line in binding.splitlines())
+    return (
+        HEAD
+        + MLP.replace("(self, d)", "(self, d, h=None)")
+        .replace("4 * d", "h")
+        .replace("        self.up =", f"{lines}        self.up =")
+        + model_of(
+            "        self.a = MLP(d)\n        self.b = MLP(d, 16)\n",
+            "        return self.b(self.a(x))\n",
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "binding",
+    [
+        "h = 4 * d",
+        "h = h or 4 * d\nh = h + 4",
+        "h = 4 * d if h is None else h",
+        "h: int = 4 * d\nh += 4",
+        "if h is None:\n    h = 4 * d\nelse:\n    h = h * 2\n    h += 4",
+        "n, m = 2, 4\nh = n * m * d",
+    ],
+)
+def test_what_binds_an_argument_anew_is_repeated_once(tmp_path, binding):
+    output = rewritten(tmp_path, of_a_variable(binding), SCHEDULE + '    split(s["b"])\n')
+    assert all(output.files[output.model_file].count(line) == 2 for line in binding.splitlines())
+    original = imported(tmp_path / "source_0.py").Model()
+    model = imported(written(tmp_path, output)).Model()
+    model.load_state_dict(original.state_dict())
+    x = torch.randn(2, 8)
+    assert torch.equal(model(x), original(x))
+
+
+@pytest.mark.parametrize(
+    "binding",
+    [
+        "h = d\nfor _ in range(2):\n    h = h * 2",
+        "h = d\nif d == 8:\n    self.wide, h = True, 4 * d",
+        "h = n = d\nwhile h < 32:\n    h += n",
+    ],
+)
+def test_what_cannot_be_repeated_by_itself_is_refused(tmp_path, binding):
+    source = of_a_variable(binding)
+    words = refused(tmp_path, source, SCHEDULE + '    split(s["b"])\n', "SR103")
+    assert "depends on the local variable `h`" in words
+    keeping = source.replace("        self.up", "        self.h = h\n        self.up", 1)
+    keeping = keeping.replace("(d, h)", "(d, self.h)").replace("(h, d)", "(self.h, d)")
+    rewritten(tmp_path, keeping, SCHEDULE + '    split(s["b"])\n')
+
+
+def test_a_variable_that_is_bound_again_after_its_use_is_refused(tmp_path):
+    source = of_a_variable("h = 4 * d")
+    source = source.replace("nn.Linear(h, d)", "nn.Linear(h, d)\n        h = d")
+    words = refused(tmp_path, source, SCHEDULE + '    split(s["b"])\n', "SR103")
+    assert "depends on the local variable `h`" in words
 
 
 INHERITED = (
