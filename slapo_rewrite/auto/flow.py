@@ -9,7 +9,7 @@ found does not grow with a model's depth.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,7 @@ class Flow:
         sources: For each layer, those whose results reach it with no other between.
         between: For each other module with parameters of its own, those whose results reach it.
         ends: The layers whose results are a part of what the model returns.
+        apart: The lists whose elements follow one another in a layer, by pattern: each is a node.
     """
 
     layers: dict[str, Passage] = field(default_factory=dict)
@@ -59,22 +60,25 @@ class Flow:
     sources: dict[str, set[str]] = field(default_factory=dict)
     between: dict[str, set[str]] = field(default_factory=dict)
     ends: set[str] = field(default_factory=set)
+    apart: frozenset[str] = frozenset()
 
 
-def pattern_of(model: nn.Module, path: str) -> str:
+def pattern_of(model: nn.Module, path: str, apart: Collection[str] = ()) -> str:
     """A path with `*` for the elements of lists whose elements are modules of several layers.
 
     Layers may be lists themselves, as in `nn.ModuleList([attention, feed_forward])`: their elements
-    keep their numbers.
+    keep their numbers, and so do those of the lists `apart`.
     """
-    module, segments, is_layer = model, [], False
+    segments: list[str] = []
+    module, is_layer = model, False
     for segment in path.split(".") if path else ():
         above, is_element = module, isinstance(module, CONTAINERS) and segment.isdigit()
         module = module.get_submodule(segment)
         if isinstance(module, CONTAINERS):
             whole = is_layer = is_element and are_layers(above)
         else:
-            whole = is_element and not is_layer and any(module.children())
+            known = is_layer or ".".join(segments) in apart
+            whole = is_element and not known and any(module.children())
             is_layer = False
         segments.append("*" if whole else segment)
     return ".".join(segments)
@@ -87,14 +91,38 @@ def are_layers(lists: nn.Module) -> bool:
     return alike and len({*map(len, kinds)}) == 1 and any(len({*each}) > 1 for each in kinds)
 
 
-def flow_of(model: nn.Module, inputs: Mapping[str, Any]) -> Flow:
+def flow_of(model: nn.Module, inputs: Mapping[str, Any], full: nn.Module) -> Flow:
     """Follows one training step.
 
     Args:
         model: A small model, with weights.
         inputs: Keyword arguments of the step.
+        full: The model that it stands for: only what has more elements there grows with depth.
     """
-    recorder = _Recorder(model)
+    flow = _followed(model, inputs, frozenset())
+    own = (_list_around(model, full, path) for p in flow.layers for path in _feeds_itself(flow, p))
+    apart = frozenset(filter(None, own))
+    return _followed(model, inputs, apart) if apart else flow
+
+
+def _feeds_itself(flow: Flow, pattern: str) -> list[str]:
+    """The modules of a pattern, where one of them is given the result of another one."""
+    return sorted(flow.layers[pattern].paths) if pattern in flow.sources[pattern] else []
+
+
+def _list_around(model: nn.Module, full: nn.Module, path: str) -> str | None:
+    """The pattern of the innermost list that a layer is in, where it is as long in both models."""
+    while path and not isinstance(model.get_submodule(path), CONTAINERS):
+        path = path.rpartition(".")[0]
+    try:
+        counts = {len([*m.get_submodule(path).children()]) for m in (model, full)}
+    except AttributeError:
+        return None
+    return pattern_of(model, path) if path and len(counts) == 1 else None
+
+
+def _followed(model: nn.Module, inputs: Mapping[str, Any], apart: frozenset[str]) -> Flow:
+    recorder = _Recorder(model, apart)
     with torch.enable_grad(), recorder.watching(), recorder:
         outputs = model(**inputs)
     for tensor in tensors(outputs):
@@ -105,9 +133,9 @@ def flow_of(model: nn.Module, inputs: Mapping[str, Any]) -> Flow:
 class _Recorder(TorchFunctionMode):
     """Notes of each tensor which layers' results it is made of."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, apart: frozenset[str]) -> None:
         super().__init__()
-        self.model, self.flow, self.depth = model, Flow(), 0
+        self.model, self.flow, self.depth = model, Flow(apart=apart), 0
         self._made: dict[int, frozenset[str]] = {}
         self._alive: list[torch.Tensor] = []
 
@@ -157,7 +185,7 @@ class _Recorder(TorchFunctionMode):
         handles = []
         for path, module in self.model.named_modules():
             if path and any(True for _ in module.parameters(recurse=False)):
-                pattern = pattern_of(self.model, path)
+                pattern = pattern_of(self.model, path, self.flow.apart)
                 if any(is_column(split) for split in (splits_of(module) or {}).values()):
                     enter, leave = self._of_layer(module, pattern, path)
                     handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))

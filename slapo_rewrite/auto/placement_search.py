@@ -139,7 +139,9 @@ class Search:
         self.modules: dict[str, list[nn.Module]] = {}
         tree = oracle.project.tree
         for path, node in tree.nodes.items():
-            self.modules.setdefault(pattern_of(tree.root.live, path), []).append(node.live)
+            self.modules.setdefault(pattern_of(tree.root.live, path, flow.apart), []).append(
+                node.live
+            )
         self._keep_alike()
         self.total = sum(p.numel() for p in oracle.project.tree.root.live.parameters())
         most = max((p.rows // max(1, len(p.paths)) for p in flow.layers.values()), default=1)

@@ -121,10 +121,8 @@ def _written(group: Group, main: str | None) -> list[str]:
     def alike(shard: Shard) -> tuple[str, str]:
         return shard.pattern.rpartition(".")[0], shard.arguments()
 
-    for (parent, arguments), shards in groupby(group.shards, alike):
-        names = [shard.pattern.rpartition(".")[2] for shard in shards]
-        last = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
-        path = f"{parent}.{last}" if parent else last
+    for (_, arguments), shards in groupby(group.shards, alike):
+        (path,) = _joined(shard.pattern for shard in shards)
         lines.append(f"{_selected(path, main)}.shard({arguments})")
     for path in group.summed:
         lines.append(f'{_selected(path, main)}.sync("bwd_post", "all_reduce")')
@@ -161,11 +159,30 @@ def _left(found: Found) -> list[str]:
     """A comment for what stays whole."""
     by_reason: dict[str, list[str]] = {}
     for pattern, reason in found.whole.items():
-        by_reason.setdefault(reason, []).append(f"`{pattern}`")
+        by_reason.setdefault(reason, []).append(pattern)
     lines: list[str] = []
     for reason, patterns in by_reason.items():
-        lines += _comment(f"Left whole: {', '.join(patterns)}: {reason}.", LINE_LENGTH - 8)
+        said = ", ".join(f"`{path}`" for path in _joined(patterns))
+        lines += _comment(f"Left whole: {said}: {reason}.", LINE_LENGTH - 8)
     return lines
+
+
+def _joined(paths: Iterable[str]) -> list[str]:
+    """The same modules in fewer patterns: `{q,k}` stands for what differs in one name alone."""
+    found = [path.split(".") for path in paths]
+    for place in range(-1, -1 - max(map(len, found), default=0), -1):
+        alike: dict[tuple[str, ...], list[list[str]]] = {}
+        for path in found:
+            others = (*path[:place], "", *path[len(path) + place + 1 :])
+            alike.setdefault(others if len(path) >= -place else tuple(path), []).append(path)
+        found = []
+        for same in alike.values():
+            first = same[0]
+            if len(same) > 1:
+                names = ",".join(path[place] for path in same)
+                first = [*first[:place], f"{{{names}}}", *first[len(first) + place + 1 :]]
+            found.append(first)
+    return [".".join(path) for path in found]
 
 
 def _comment(text: str, width: int = LINE_LENGTH - 4) -> list[str]:

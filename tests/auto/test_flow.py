@@ -61,7 +61,7 @@ class Stack(nn.Module):
 
 
 def found(model):
-    flow = flow_of(model, {"x": torch.randn(2, 5, 8)})
+    flow = flow_of(model, {"x": torch.randn(2, 5, 8)}, model)
     return flow, {(" ".join(sorted(p)), " ".join(sorted(c))) for p, c in components(flow)}
 
 
@@ -88,6 +88,35 @@ def test_elements_of_a_list_are_one(depth):
     stream = {("layers.*.down", "layers.*.gate layers.*.up")} if depth > 1 else set()
     assert pairs == {("layers.*.gate layers.*.up", "layers.*.down")} | stream
     assert len(flow.layers["layers.*.down"].paths) == depth
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(self.linear(x)).relu()
+
+
+class Bottleneck(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Sequential(Convolution(), Convolution(), Convolution())
+
+    def forward(self, x):
+        return self.parts(x)
+
+
+def test_elements_that_feed_one_another_are_not_one_where_depth_does_not_count_them():
+    deep = Stack(*(Bottleneck() for _ in range(7)))
+    flow = flow_of(Stack(Bottleneck(), Bottleneck()), {"x": torch.randn(2, 5, 8)}, deep)
+    assert flow.apart == {"layers.*.parts"}
+    assert "layers.*.parts.0.linear" in flow.sources["layers.*.parts.1.linear"]
+    assert pattern_of(deep, "layers.6.parts.1.linear", flow.apart) == "layers.*.parts.1.linear"
+    shallow = Stack(Convolution(), Convolution())
+    plain = flow_of(shallow, {"x": torch.randn(2, 8)}, Stack(*(Convolution() for _ in range(7))))
+    assert not plain.apart and set(plain.layers) == {"layers.*.linear"}
 
 
 def test_layers_in_a_sequence_are_not_one():

@@ -112,7 +112,6 @@ def check_compiled(folder: Path, names: tuple[str, ...], variant: str, backend: 
         (2, "split", "aot_eager"),
         long(2, "fused", "aot_eager"),
         long(2, "recomputed", "aot_eager"),
-        long(1, "split", "inductor"),
         long(1, "fused", "inductor"),
         long(2, "split", "inductor"),
     ],
