@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.installed
 BERT = transformers.models.bert.modeling_bert --schedule bert --set ckpt_ratio=0.5
 
-.PHONY: help demo example test test-long test-all fuzz lint check generated bench
+.PHONY: help demo example test test-long test-all fuzz lint check docs generated bench
 
 help:
 	@echo 'make demo       rewrite BERT, show the diff, verify it in two processes'
@@ -15,6 +15,7 @@ help:
 	@echo 'make test-all   run them, and the long ones: further models, world sizes and random pairs'
 	@echo 'make fuzz       run random models and schedules against their originals, for SECONDS=600'
 	@echo 'make check      lint, types and tests'
+	@echo 'make docs       build the documentation into site/; a broken link is an error'
 	@echo 'make generated  make the outputs in generated/ again'
 	@echo 'make bench      measure, and write benchmark/results/'
 
@@ -61,6 +62,10 @@ lint: $(READY)
 
 # That `generated/` is current is one of the tests.
 check: lint test-all
+
+# The variable leaves out what the theme says of a successor of MkDocs.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 generated: $(READY)
 	$(BIN)/python -m tests.golden

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from dataclasses import dataclass
 
 from slapo_rewrite import errors
 from slapo_rewrite.bundle import rules_folder
@@ -40,31 +41,60 @@ def rules() -> list[str]:
     return sorted(path.stem for path in files if path.stem != "__init__")
 
 
-def page(name: str) -> str:
-    """One primitive or rule: its documentation, a worked example.
+@dataclass(frozen=True)
+class Page:
+    """What there is to say of a primitive or a rule.
+
+    Attributes:
+        call: How a schedule calls it.
+        doc: Its documentation.
+        facts: What else is known of a rule, a line each.
+        examples: Worked examples.
+    """
+
+    call: str
+    doc: str
+    facts: tuple[str, ...]
+    examples: tuple[Example, ...]
+
+
+def described(name: str) -> Page:
+    """One primitive or rule.
 
     Raises:
         UnknownPrimitive: There is none of this name.
     """
     found, known = registry(), rules()
     if name in known:
-        return _rule_page(name)
+        rule = _rule(name)
+        examples = rule.get("examples", ())
+        return Page(f'apply("{name}")', rule.doc, tuple(_facts(name, rule)), examples)
     if name not in found:
         raise errors.UnknownPrimitive(
             f"there is no primitive `{name}`", hint=errors.did_you_mean(name, (*found, *known))
         )
     primitive = _primitive(name)
-    return _joined([f"{name}{primitive.stub('signature')}", primitive.doc], primitive)
+    call = f"{name}{primitive.stub('signature')}"
+    return Page(call, primitive.doc, (), primitive.get("examples", ()))
 
 
-def _rule_page(name: str) -> str:
-    rule = _rule(name)
+def page(name: str) -> str:
+    """The same as text: its documentation, a worked example.
+
+    Raises:
+        UnknownPrimitive: There is none of this name.
+    """
+    found = described(name)
+    facts = ["\n".join(found.facts)] if found.facts else []
+    return _joined([found.call, found.doc, *facts], found.examples)
+
+
+def _facts(name: str, rule: Class) -> list[str]:
     facts = [f"numerics: {rule.get('numerics').value}", *rule.get("conditions").lines()]
     if kernels := kernels_of(name):
         facts.append(f"kernels: {', '.join(kernels)}")
     pays = rule.get("pays")
-    facts.append(f"apply_all: takes it: {pays}" if pays else "apply_all: leaves it: ask for it")
-    return _joined([f'apply("{name}")', rule.doc, "\n".join(facts)], rule)
+    return [*facts, f"apply_all: takes it: {pays}" if pays else "apply_all: leaves it: ask for it"]
 
 
 def kernels_of(name: str) -> list[str]:
@@ -85,8 +115,7 @@ def _rule(name: str) -> Class:
     return Class.named(f"{RULES}.{name}", name)
 
 
-def _joined(parts: list[str], of: Class) -> str:
-    examples: tuple[Example, ...] = of.get("examples", ())
+def _joined(parts: list[str], examples: tuple[Example, ...]) -> str:
     source = None
     for example in examples:
         shown = f"Example, {example.about}" if example.about else "Example"
