@@ -11,6 +11,7 @@ collectives take; whether it is legal, sharding propagation says.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,8 @@ TOUCHED = 32
 LEAST_SHARE = 0.5
 # How often it may be asked whether something is legal; what is found by then counts.
 MOST_ASKED = 60
+# How many ways to split one component are tried.
+MOST_WAYS = 24
 # How many components are tried in every combination.
 MOST_TOGETHER = 14
 
@@ -147,6 +150,7 @@ class Search:
         most = max((p.rows // max(1, len(p.paths)) for p in flow.layers.values()), default=1)
         self.scale = TOKENS / max(1, most)
         self.refusals: dict[str, str] = {}
+        self._way: dict[tuple[str, ...], int | None] = {}  # which was legal, by what it looks like
         known = [p for p in flow.layers if p in self.modules]
         self.step = sum(map(self._saved, known)) / (1 - 1 / RANKS)
 
@@ -230,19 +234,32 @@ class Search:
         """Adds what does not pay, the largest first, while little of the model is split."""
         known = {pattern for group in groups for pattern in group.patterns}
         left = [pair for pair in self._components() if self._worth(*pair) <= 0]
-        for producers, consumers in sorted(left, key=lambda pair: -self._size(pair[0] | pair[1])):
-            if sum(g.parameters for g in groups) >= LEAST_SHARE * self.total:
-                break
-            group = None if known & (producers | consumers) else self._first(producers, consumers)
+        left.sort(key=lambda pair: self._size(pair[0] | pair[1]))
+        while left and sum(g.parameters for g in groups) < LEAST_SHARE * self.total:
+            # What was refused elsewhere in the model is tried last.
+            hopeful = [pair for pair in left if self._way.get(_shape(*pair), 0) is not None]
+            producers, consumers = pair = (hopeful or left)[-1]
+            left.remove(pair)
+            group = None if known & (producers | consumers) else self._first(*pair)
             if group is not None and self._fits([*groups, group]):
                 groups = [*groups, replace(group, pays=False)]
                 known.update(group.patterns)
         return groups
 
     def _first(self, producers: frozenset[str], consumers: frozenset[str]) -> Group | None:
-        """The fullest way to split a component that is legal."""
-        group = next(self._legal_of(producers, consumers), None)
-        return group and replace(group, parameters=self._size(group.patterns))
+        """The fullest way to split a component that is legal; of those like it, the same first."""
+        ways = [*itertools.islice(self._ways_of(producers, consumers), MOST_WAYS)]
+        shape = _shape(producers, consumers)
+        likely = self._way.get(shape)
+        order = sorted(range(len(ways)), key=lambda number: number != likely)
+        for number in order:
+            group = ways[number]
+            if self._legal(group):
+                self._way[shape] = number
+                group = self._summed_once(group, producers & {*group.patterns})
+                return replace(group, parameters=self._size(group.patterns))
+        self._way.setdefault(shape, None)
+        return None
 
     def _heads(self) -> set[str]:
         """The layers that give a number for each word of a table."""
@@ -293,21 +310,17 @@ class Search:
         """What the memory is worth that is not held any more: as large a share of a step's time."""
         return self.step * self._size(patterns) / max(1, self.total) * (1 - 1 / RANKS)
 
-    def _legal_of(self, producers: frozenset[str], consumers: frozenset[str]) -> Iterator[Group]:
-        """Ways to split a component that are legal, the fullest first."""
+    def _ways_of(self, producers: frozenset[str], consumers: frozenset[str]) -> Iterator[Group]:
+        """Ways to split a component, the fullest first; which of them are legal is not known."""
         between = [
             pattern
             for pattern, sources in self.flow.between.items()
             if sources and sources <= producers and pattern in self.modules
         ]
-        for group in self._ways(producers, consumers, between):
-            if self._legal(group):
-                yield self._summed_once(group, producers)
+        yield from self._ways(producers, consumers, between)
         if len(producers) > 2:  # one of them may be what does not fit
             for one in sorted(producers, key=lambda p: self._size([p])):
-                for group in self._ways(producers - {one}, consumers, between):
-                    if self._legal(group):
-                        yield self._summed_once(group, producers - {one})
+                yield from self._ways(producers - {one}, consumers, between)
 
     def _ways(
         self, producers: frozenset[str], consumers: frozenset[str], between: Sequence[str]
@@ -341,18 +354,20 @@ class Search:
 
     def _packings(self, columns: list[tuple[Shard, ...]]) -> Iterator[tuple[Shard, ...]]:
         """The producers, as one block each, and as packed as what takes them apart says."""
+        # Where several producers meet, none of them stands for two unless it is seen to.
+        guesses = (3, 2) if len(columns) == 1 else ()
         options = [
-            [column, *(_packed(column, parts) for parts in self._parts(column[0].pattern))]
+            [column, *(_packed(column, parts) for parts in self._parts(column[0].pattern, guesses))]
             for column in columns
         ]
         for way in itertools.islice(itertools.product(*options), 8):
             yield tuple(shard for column in way for shard in column)
 
-    def _parts(self, pattern: str) -> Iterator[tuple[int, ...]]:
+    def _parts(self, pattern: str, guesses: Iterable[int]) -> Iterator[tuple[int, ...]]:
         pieces = self.flow.layers[pattern].pieces
         size = self._sizes(pattern)[1]
         counts = dict.fromkeys(len(sizes) for sizes in pieces if len(set(sizes)) == 1)
-        for count in (*counts, *(n for n in (3, 2) if n not in counts)):
+        for count in dict.fromkeys((*counts, *guesses)):
             if 1 < count < 8 and size % count == 0:
                 yield (size // count,) * count
 
@@ -516,6 +531,12 @@ def _has_column(module: nn.Module) -> bool:
 
 def _packed(column: tuple[Shard, ...], parts: tuple[int, ...]) -> tuple[Shard, ...]:
     return tuple(replace(shard, parts=parts) for shard in column)
+
+
+def _shape(producers: Iterable[str], consumers: Iterable[str]) -> tuple[str, ...]:
+    """What a component has in common with those in other lists of the same kind."""
+    names = (*sorted(producers), ">", *sorted(consumers))
+    return tuple(re.sub(r"\d+", "0", name) for name in names)
 
 
 def _independent(
