@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.garbage import collector_paused
-from slapo_rewrite.parsers import PARSERS
+from slapo_rewrite.parsers import PARSERS, complete
 
 if TYPE_CHECKING:
     from slapo_rewrite.emit.current import Asked
@@ -60,12 +60,17 @@ def _end(code: int) -> None:
 
 
 def _code(arguments: list[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ:
+        complete()
+    for_programs = "--json" in arguments
     try:
         name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
         options = PARSERS[name]().parse_args(arguments[bool(name) :])
         return COMMANDS.get(name, _rewrite)(options)
     except errors.RewriteError as error:
         print(error.render(), file=sys.stderr)
+        if for_programs:
+            _tell(error.exit_code, **error.record())
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -80,7 +85,17 @@ def _code(arguments: list[str]) -> int:
             f"internal error: this is a defect of slapo-rewrite {__version__}, not of your input",
             file=sys.stderr,
         )
+        if for_programs:
+            _tell(DEFECT, reason="defect")
         return DEFECT
+
+
+def _tell(code: int, **facts: Any) -> int:
+    """Prints what programs read, and returns the exit code."""
+    import json
+
+    print(json.dumps({"exit": code, **facts}, indent=1))
+    return code
 
 
 def _rewrite(options: argparse.Namespace) -> int:
@@ -106,7 +121,7 @@ def _rewrite(options: argparse.Namespace) -> int:
         _folder_name(options),
     )
     if options.check:
-        return _check(options.output, options.support, asked)
+        return _check(options, options.output, options.support, asked)
     if options.diff:
         return _diff(options, asked)
     warnings = current.up_to_date(options.output, asked, options.support)
@@ -115,7 +130,10 @@ def _rewrite(options: argparse.Namespace) -> int:
     else:
         code = DONE
         _warn(warnings)
-        print(f"{options.output} is up to date")
+        if options.json:
+            _tell(DONE, reason="up to date", files=[])
+        else:
+            print(f"{options.output} is up to date")
     if options.verify and code == DONE:
         return _verified(options.output, options, options.source, options.schedule)
     return code
@@ -165,6 +183,8 @@ def _written(options: argparse.Namespace, asked: Asked) -> int:
     output = _rewritten(asked)
     _warn(output.warnings)
     merge = _put(options.output, output, options.support, options.merge, options.force)
+    if options.json:
+        return _told_merge("written", merge)
     print(f"wrote {options.output}: {', '.join(merge.files)}")
     if options.support is not None:
         print(f"its helpers are in {options.support}")
@@ -191,6 +211,17 @@ def _put(out: Path, output: Output, support: Path | None, merges: bool, force: b
     else:
         write_both(out, merge.files, support, output.uses, **how)
     return merge
+
+
+def _told_merge(reason: str, merge: Merged, **facts: Any) -> int:
+    """The same for programs."""
+    return _tell(
+        NO if merge.conflicts else DONE,
+        reason="conflicts" if merge.conflicts else reason,
+        files=sorted(merge.files),
+        conflicts=sorted(merge.conflicts),
+        **facts,
+    )
 
 
 def _merged(merge: Merged) -> int:
@@ -273,6 +304,11 @@ def _check_combination(options: argparse.Namespace) -> None:
             "`--single-file` puts the helpers into the model file, `--support` into a folder: "
             "give one"
         )
+    if options.json and (options.diff or options.verify):
+        raise errors.UsageError(
+            "`--json` tells what was written, or what `--check` found",
+            hint="`slapo-rewrite verify OUT --json` tells of a verification",
+        )
     if options.merge and options.force:
         raise errors.UsageError("`--merge` keeps hand edits, `--force` overwrites them: give one")
     if (asked := _asked(options)) and not options.verify:
@@ -280,16 +316,20 @@ def _check_combination(options: argparse.Namespace) -> None:
     _check_worlds(options)
 
 
-def _check(out: Path, shared: Path | None, asked: Asked) -> int:
+def _check(options: argparse.Namespace, out: Path, shared: Path | None, asked: Asked) -> int:
     """Answers from hashes where nothing changed, without importing torch."""
     from slapo_rewrite.emit import current, record
 
     try:
         content = record.read(out)
     except errors.NotAnOutput as error:
+        if options.json:
+            return _tell(NO, **error.record())
         print(f"not current: {error.message}")
         return NO
     if current.is_current(out, content, asked, shared):
+        if options.json:
+            return _tell(DONE, reason="current")
         print(f"{out} is current")
         return DONE
     from slapo_rewrite.emit import support_folder
@@ -299,7 +339,12 @@ def _check(out: Path, shared: Path | None, asked: Asked) -> int:
     wrong = matches(out, output.files)
     if shared is not None:
         wrong += support_folder.differing(out, shared, output.uses)
-    for reason in current.reasons(content, asked) if wrong else ():
+    reasons = list(current.reasons(content, asked)) if wrong else []
+    if options.json and wrong:
+        return _tell(NO, reason="not current", files=wrong, inputs=reasons)
+    if options.json:
+        return _tell(DONE, reason="current")
+    for reason in reasons:
         print(reason)
     print(f"not current: {', '.join(wrong)}" if wrong else f"{out} is current")
     return NO if wrong else DONE
@@ -320,12 +365,16 @@ def _verified(
         report = verify(
             out, worlds, source=source, schedule=schedule, progress=progress, checked=_say
         )
-    print(report.render())
+    code = DONE if report.ok else NO
+    if options.json:
+        _tell(code, reason=report.verdict, **report.record(), warnings=report.warnings)
+    else:
+        print(report.render())
     if not note_verification(out, report.record(), verified):
         print(
             f"note: {out} was written again meanwhile: this is not in its record", file=sys.stderr
         )
-    return DONE if report.ok else NO
+    return code
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -336,6 +385,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     whole = "--html" if options.html is not None else "--markdown" if options.markdown else None
+    if whole is not None and options.json:
+        raise errors.UsageError(f"`{whole}` and `--json` are two forms: give one")
     if whole is None:
         for name in ("world", "source", "schedule"):
             if getattr(options, name) is not None:
@@ -346,8 +397,10 @@ def _explain(options: argparse.Namespace) -> int:
     _tidy(options.out)
     if whole is not None:
         return _reviewed(options)
-    from slapo_rewrite.emit.explanation import explain
+    from slapo_rewrite.emit.explanation import explain, explained
 
+    if options.json:
+        return _tell(DONE, reason="done", **explained(options.out, options.place))
     print(explain(options.out, options.place))
     return DONE
 
@@ -408,13 +461,16 @@ def _update(options: argparse.Namespace) -> int:
     if shared is not None:
         _tidy(shared)
     if options.check:
-        return _check(out, shared, asked)
+        return _check(options, out, shared, asked)
     if (warnings := current.up_to_date(out, asked, shared)) is not None:
         _warn(warnings)
+        if options.json:
+            return _tell(DONE, reason="up to date", files=[])
         print(f"{out} is up to date")
         return DONE
-    reasons = current.reasons(content, asked)
-    print("\n".join(reasons or ["none of its recorded inputs has changed"]))
+    reasons = list(current.reasons(content, asked))
+    if not options.json:
+        print("\n".join(reasons or ["none of its recorded inputs has changed"]))
     output = _rewritten(asked)
     _warn(output.warnings)
     from slapo_rewrite.emit.diff_colours import coloured
@@ -422,6 +478,8 @@ def _update(options: argparse.Namespace) -> int:
 
     new = "".join(each.render() for each in fresh_in(out, output))
     merge = _put(out, output, shared, merges=not options.force, force=options.force)
+    if options.json:
+        return _told_merge("updated" if new else "no difference", merge, inputs=reasons, diff=new)
     print(coloured(new) if _shows_colours() else new, end="")
     print(f"updated {out}" if new else f"{out} stays as it is: that makes no difference")
     if kept := sorted(merge.replacing.keys() - set(merge.conflicts)):
@@ -433,10 +491,12 @@ def _update(options: argparse.Namespace) -> int:
 
 def _tree(options: argparse.Namespace) -> int:
     from slapo_rewrite.emit.rewrite import Project
-    from slapo_rewrite.model.listing import render_tree
+    from slapo_rewrite.model.listing import render_tree, tree_record
 
     with _working(f"building {options.source}"):
         project = Project(options.source, options.schedule)
+    if options.json:
+        return _tell(DONE, reason="done", **tree_record(project.tree, project.sources))
     print(render_tree(project.tree, project.sources))
     return DONE
 

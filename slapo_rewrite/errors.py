@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,21 @@ class RewriteError(Exception):
         asked = [cause] if cause is not None and not isinstance(cause, Sequence) else cause or ()
         self.also = tuple(p for p in (*also, *(c.at for c in asked[:1])) if p is not None)
         self.hint = hint
+
+    def record(self) -> dict[str, Any]:
+        """The same for programs: the code as the reason, the message, the places, the hint."""
+        places = [self.at, *self.also] if self.at else self.also
+        return {
+            "reason": self.code,
+            "error": type(self).__name__,
+            "message": self.message,
+            "places": [
+                {"path": p.path, "line": p.line, "column": p.column}
+                for p in places
+                if p is not None
+            ],
+            "hint": self.hint,
+        }
 
     def render(self) -> str:
         """The diagnostic: a headline, each place with its line and a caret, the hint."""

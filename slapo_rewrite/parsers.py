@@ -6,11 +6,13 @@ Nothing here imports what costs seconds: help and completion are printed at once
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from slapo_rewrite import __version__, errors
+from slapo_rewrite.bundle import rules_folder
 
 BERT = "transformers.models.bert.modeling_bert --schedule bert"  # for examples
 EXIT_CODES = """\
@@ -105,6 +107,7 @@ def _rewrite() -> Parser:
     parser.add_argument("--merge", action="store_true", help="carry hand edits in OUT over")
     parser.add_argument("--force", action="store_true", help="overwrite hand edits in OUT")
     parser.add_argument("--version", action="version", version=f"slapo-rewrite {__version__}")
+    _add_json(parser, "what --check found, or what was written")
     return parser
 
 
@@ -117,6 +120,7 @@ def _verify() -> Parser:
     parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
     _add_worlds(parser)
     _add_inputs(parser)
+    _add_json(parser, "the checks")
     return parser
 
 
@@ -145,6 +149,7 @@ def _explain() -> Parser:
         "--world", type=int, metavar="N", help="ranks that these tell the sizes on (default: 2)"
     )
     _add_inputs(parser)
+    _add_json(parser, "the changes")
     return parser
 
 
@@ -161,6 +166,7 @@ def _update() -> Parser:
     )
     parser.add_argument("--force", action="store_true", help="overwrite hand edits in OUT")
     _add_inputs(parser)
+    _add_json(parser, "what was done")
     return parser
 
 
@@ -174,6 +180,7 @@ def _tree() -> Parser:
     parser.add_argument(
         "--schedule", "-s", required=True, metavar="S", help="a file, or the name of a bundled one"
     )
+    _add_json(parser, "the modules")
     return parser
 
 
@@ -321,6 +328,15 @@ def _add_worlds(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=int, metavar="N", help=what)
 
 
+def _add_json(parser: Parser, what: str) -> None:
+    """An answer for programs."""
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help=f"print {what} as one JSON object, with the exit code and its reason",
+    )
+
+
 def _add_inputs(parser: Parser) -> None:
     """Where the original and the schedule of an output are."""
     parser.add_argument(
@@ -339,3 +355,39 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "plan": _plan,
     "tune": _tune,
 }
+
+
+def complete() -> None:
+    """Answers a shell that wants to know what may stand at a place of the command line.
+
+    It is asked by argcomplete's protocol: the line is in `COMP_LINE`, and `_ARGCOMPLETE` says how
+    many of its words are the program.
+    """
+    import argcomplete
+    from argcomplete.completers import DirectoriesCompleter, FilesCompleter
+
+    words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
+    name = words[1] if len(words) > 2 and words[1] in PARSERS else ""
+    if name:
+        os.environ["_ARGCOMPLETE"] = "2"
+    files = FilesCompleter()
+
+    def source(prefix: str, **_: object) -> list[str]:
+        return [*filter(None, PARSERS), *files(prefix)] if not name else list(files(prefix))
+
+    def schedule(prefix: str, **_: object) -> list[str]:
+        bundled = (rules_folder() / "schedules").glob("[!_]*.py")
+        return ["auto", *(path.stem for path in bundled), *files(prefix)]
+
+    def primitive(**_: object) -> list[str]:
+        from slapo_rewrite.primitives import registry
+        from slapo_rewrite.primitives.page import rules
+
+        return [*registry(), *rules()]
+
+    parser = PARSERS[name]()
+    known = {"source": source, "schedule": schedule, "name": primitive}
+    for action in parser._actions:
+        folder = DirectoriesCompleter() if action.dest in ("out", "output", "support") else files
+        action.completer = known.get(action.dest, folder)  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser, always_complete_options=False)

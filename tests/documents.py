@@ -35,7 +35,7 @@ BLOCK = re.compile(
     re.S | re.M,
 )
 READERS = {"python": ast.parse, "json": json.loads, "yaml": yaml.safe_load, "toml": tomllib.loads}
-SHOWN_ALONE = {"text", "mermaid"}
+SHOWN_ALONE = {"text", "bash"}
 BERT = "transformers.models.bert.modeling_bert"
 TARGETS = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

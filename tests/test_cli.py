@@ -99,6 +99,8 @@ def test_a_size_that_does_not_fit_is_told_before_its_ranks_start(capsys, monkeyp
     [
         ("my-out", "`my-out` cannot be imported", "`-o my_out`"),
         ("../of it/2 x/", "`2 x` cannot be imported", "`-o ../of it/out_2_x`"),
+        ("\ufb01le", "`\ufb01le` cannot be imported", "`-o file`"),  # a ligature
+        ("__main__", "`__main__` cannot be imported", "`-o main`"),
         ("class", "`class` cannot be imported", "`-o class_`"),
         ("torch", "called `torch` hides the module `torch`", "`-o torch_rewritten`"),
         ("sub/transformers", "hides the module `transformers`", "`-o sub/transformers_rewritten`"),

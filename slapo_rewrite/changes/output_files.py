@@ -10,6 +10,7 @@ from __future__ import annotations
 import keyword
 import os
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,7 +228,8 @@ class OutputFiles:
 
 def _identifier(stem: str) -> str:
     """What a file is called where its own name could not be imported."""
-    name = re.sub(r"\W", "_", stem.strip("_") if stem.startswith("__") else stem)
+    plain = unicodedata.normalize("NFKC", stem)  # as Python reads names
+    name = re.sub(r"\W", "_", plain.strip("_") if plain.startswith("__") else plain)
     name = name if name.isidentifier() else f"model_{name}"
     return f"{name}_model" if keyword.iskeyword(name) else name
 

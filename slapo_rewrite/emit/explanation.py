@@ -36,14 +36,8 @@ def explain(out: Path, place: str | None) -> str:
         return "\n".join(lines) or "nothing was changed"
     name, number = _place(out, content, place)
     text = _line(out, name, number)
-    added = _added(out, name)
-    blank = not text.strip() and number in added  # around what was put in
-    for change in content.get("changes", ()):
-        first, last = change["lines"] or (1, number)
-        if change["file"] == name and first - 2 * blank <= number <= last + 2 * blank:
-            return "\n".join(
-                [*lines, f"{name}:{number}: {text.strip()}", *_causes(content, change)]
-            )
+    if change := _change_at(out, content, name, number, text):
+        return "\n".join([*lines, f"{name}:{number}: {text.strip()}", *_causes(content, change)])
     if name == content["source"]["file"] or name in content.get("copies", {}):
         why = (
             "an import made absolute, since the file left its package"
@@ -52,6 +46,45 @@ def explain(out: Path, place: str | None) -> str:
         )
         return "\n".join([*lines, f"{name}:{number}: {text.strip()}", f"    {why}"])
     return "\n".join([*lines, f"{name}: written beside the model file"])
+
+
+def explained(out: Path, place: str | None) -> dict[str, Any]:
+    """The same for programs: changes with the schedule's lines that ask for them.
+
+    Args:
+        out: The output folder.
+        place: `FILE:LINE`, or a line of the model file; None for everything.
+
+    Raises:
+        NotAnOutput: The folder has no record.
+        UsageError: There is no such file or line.
+    """
+    content = record.read(out)
+    changes, rules = content.get("changes", []), content.get("rules", [])
+    if place is not None:
+        name, number = _place(out, content, place)
+        found = _change_at(out, content, name, number, _line(out, name, number))
+        changes, rules = [found] if found else [], []
+    lines = content["directives"]
+    return {
+        "schedule": content["schedule"]["name"],
+        "edited": sorted(hand_edited(out)),
+        "changes": [{**c, "directives": [lines[n] for n in c["directives"]]} for c in changes],
+        "rules": [{**rule, "directive": lines[rule["directive"]]} for rule in rules],
+    }
+
+
+def _change_at(
+    out: Path, content: dict[str, Any], name: str, number: int, text: str
+) -> dict[str, Any] | None:
+    """The change that a line of an output is part of, by the record."""
+    blank = not text.strip() and number in _added(out, name)  # around what was put in
+    for change in content.get("changes", ()):
+        first, last = change["lines"] or (1, number)
+        if change["file"] == name and first - 2 * blank <= number <= last + 2 * blank:
+            found: dict[str, Any] = change
+            return found
+    return None
 
 
 def _place(out: Path, content: dict[str, Any], place: str) -> tuple[str, int]:

@@ -7,6 +7,7 @@ import keyword
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def check_name(
         )
     if single_file or not path.name:
         return
-    if not path.name.isidentifier() or keyword.iskeyword(path.name):
+    if not _importable(path.name):
         raise errors.UsageError(
             f"`{path.name}` cannot be imported: an output is a package, and its name a word of "
             "letters, digits and underscores that Python has no other use for",
@@ -76,7 +77,7 @@ def _check_beside(out: Path, support: Path, module: str, files: Iterable[Path]) 
             hint=f"give `--support {another}`",
         )
     for each in (its.name, path.parent.name):
-        if not each.isidentifier() or keyword.iskeyword(each):
+        if not _importable(each):
             raise errors.UsageError(
                 f"`{each}` cannot be imported: output and support folder are packages, and lie in "
                 "one",
@@ -88,6 +89,15 @@ def _check_beside(out: Path, support: Path, module: str, files: Iterable[Path]) 
             "imports it",
             hint=f"give `-o models/{path.name} --support models/{its.name}`, say",
         )
+
+
+def _importable(name: str) -> bool:
+    """Whether `import NAME` looks for a folder of just this name.
+
+    Python reads identifiers in Unicode's normal form KC, so that a ligature is two letters to it.
+    """
+    plain = unicodedata.normalize("NFKC", name) == name and name != "__main__"
+    return plain and name.isidentifier() and not keyword.iskeyword(name)
 
 
 def _hides(package: Path, module: str, files: Iterable[Path]) -> bool:
@@ -125,7 +135,7 @@ def _another(out: Path, wanted: str) -> str:
         out: The folder, as the user gave it.
         wanted: What it is to be called, but for what no name can have.
     """
-    name = re.sub(r"\W", "_", wanted)
+    name = re.sub(r"\W", "_", unicodedata.normalize("NFKC", wanted)).replace("__main__", "main")
     name = f"out_{name}" if not name.isidentifier() else name
     name = f"{name}_" if keyword.iskeyword(name) else name
     if out.name != os.path.basename(os.path.abspath(out)):  # `.`, say

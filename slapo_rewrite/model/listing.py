@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.model.join import Sources, find_site
@@ -38,6 +39,22 @@ def render_tree(tree: Tree, sources: Sources) -> str:
     ties = dict.fromkeys(tree.ties.values())
     lines += ["", *(f"tied: {' = '.join(names)}" for names in ties)] if ties else []
     return "\n".join(_coloured(lines, len(rows), widths) if sys.stdout.isatty() else lines)
+
+
+def tree_record(tree: Tree, sources: Sources) -> dict[str, Any]:
+    """The same for programs: every module, its parameters' shapes, and what is tied."""
+    return {
+        "modules": [
+            {
+                "path": node.path,
+                "class": f"{node.cls.__module__}.{node.cls.__qualname__}",
+                "parameters": {name: list(p.shape) for name, p in node.parameters.items()},
+                "made": _place(node, sources) or None,
+            }
+            for node in tree.root.walk()
+        ],
+        "tied": [list(names) for names in dict.fromkeys(tree.ties.values())],
+    }
 
 
 def _rows(node: Node, shown: str, shapes: dict[int, _Shape]) -> Iterator[_Row]:

@@ -42,6 +42,7 @@ NAMES = {
     "class.py": "class_model.py",
     "net.v2.py": "net_v2.py",
     "größe.py": "größe.py",
+    "\ufb01le.py": "file.py",  # which Python would look for by letters, not by their ligature
     "__main__.py": "main.py",
     "pkg/__init__.py": "pkg.py",
     "pkg/loading.py": "pkg_loading.py",
@@ -198,3 +199,11 @@ def test_tabs_where_lines_are_put_in(command, tmp_path, capsys):
     source = source.replace("torch.relu(self.up(x))", "torch.relu(self.up(x)).view(-1, self.n)")
     assert main(command("net.py", source)) == 2
     assert "net.py is indented by tabs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["match", "_", "__x__", "größe", "模型", "type"])
+def test_an_output_of_any_name_that_python_allows(command, tmp_path, folder):
+    assert main([*command("net.py")[:-1], f"a b-c/{folder}"]) == 0
+    sys.path.insert(0, str(tmp_path / "a b-c"))
+    assert importlib.import_module(f"{folder}.net").MLP is not None
+    exec(f"from {folder} import net", {})
