@@ -7,7 +7,7 @@ files in memory.
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # What schedules import from here, and where it is; most of it needs torch.
 _FOR_SCHEDULES = {

@@ -3,17 +3,24 @@
 import email
 import importlib
 import json
+import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import textwrap
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from slapo_rewrite import __version__
 from slapo_rewrite.cli import COMMANDS
+from tests.documents import read, shows
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "slapo_rewrite", "rules")
@@ -24,20 +31,24 @@ HEAVY = ("torch", "transformers", "libcst", "black")
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of this checkout, built where nothing else lies."""
-    folder = tmp_path_factory.mktemp("wheel")
+    return built(tmp_path_factory.mktemp("wheel"), "--wheel")
+
+
+def built(folder: Path, *what: str) -> Path:
+    """The wheel of a copy of this checkout; of the source distribution where `what` is nothing."""
     for name in SOURCES:
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, folder / name, ignore=ignored)
         else:
             shutil.copy(ROOT / name, folder / name)
-    command = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder / "dist")]
+    command = ["-m", "build", *what, "--no-isolation", "--outdir", str(folder / "dist")]
     done = subprocess.run(
         [sys.executable, *command, str(folder)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (built,) = (folder / "dist").glob("*.whl")
-    return built
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return wheel
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +103,53 @@ def test_the_console_script_leads_to_a_function(wheel, names):
     assert callable(getattr(importlib.import_module(module), function))
 
 
+def test_the_release_is_called_alike_everywhere():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## (.*)$", changes, re.M)[0] in (__version__, "Unreleased")
+    assert f"\n## {__version__}\n" in changes
+    hook = (ROOT / "docs/commands.md").read_text()
+    assert f"rev: v{__version__}\n" in hook
+
+
+@pytest.mark.long
+def test_a_source_distribution_installed_in_an_empty_environment_does_the_tutorial(tmp_path):
+    """What it depends on is found where the tests have it, since torch takes minutes to install."""
+    (tmp_path / "source").mkdir()
+    wheel = built(tmp_path / "source")
+    assert len(list(wheel.parent.glob("*.tar.gz"))) == 1
+    venv.create(tmp_path / "venv", symlinks=True)
+    own = tmp_path / "venv/bin/python"
+    pip = [sys.executable, "-m", "pip", "--python", str(own), "install", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(wheel)], check=True, capture_output=True, timeout=300)
+    (packages,) = (tmp_path / "venv/lib").glob("python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    place = python("import slapo_rewrite; print(slapo_rewrite.__file__)", program=str(own))
+    assert Path(place.strip()).is_relative_to(packages)
+    folder = tmp_path / "user"
+    folder.mkdir()
+    did = []
+    for block in read(ROOT / "docs/tutorial.md"):
+        if block.title:
+            (folder / block.title).write_text(block.text)
+        for command, shown in block.sessions() if block.language == "console" else ():
+            program, *arguments = shlex.split(command)
+            if program in ("pip", "torchrun") or "staged" in arguments:
+                continue
+            done = subprocess.run(
+                [str(own.with_name(program)), *arguments],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            assert done.returncode == 0, done.stderr
+            assert shows(shown, done.stdout), done.stdout
+            did.append(arguments[0])
+    assert did == ["tree", "gpt.py", "explain", "verify", "train.py"]
+
+
 def test_bundled_schedules_are_found_in_a_wheel(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
@@ -133,10 +191,10 @@ def test_help_is_whole_and_needs_nothing_that_costs_seconds(command):
     assert [line.split()[0] for line in shown.splitlines()[-5:-1]] == ["0", "1", "2", "3"]
 
 
-def python(script: str, *arguments: str) -> str:
+def python(script: str, *arguments: str, program: str = sys.executable) -> str:
     """What a script prints in a fresh interpreter, outside the checkout."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        [program, "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
         timeout=120,

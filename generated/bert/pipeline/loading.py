@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_bert.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_bert.py; rewrite.json says from what.
 """Between the original's full tensors and the parts that this rank holds."""
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_bert.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_bert.py; rewrite.json says from what.
 """`BertForMaskedLM` in 2 stages, for DeepSpeed's pipeline engine."""
 
 from torch.nn import CrossEntropyLoss

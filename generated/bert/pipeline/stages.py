@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_bert.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_bert.py; rewrite.json says from what.
 """Stages of a model: what each holds, and its weights under the original names."""
 
 import re

@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for gpt.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for gpt.py; rewrite.json says from what.
 """Axes along which several blocks lie packed, `[q | k | v]` say: a rank has a part of each."""
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for gpt.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for gpt.py; rewrite.json says from what.
 """Cross entropy of logits that are split over the vocabulary: no rank holds all of them.
 
 Shapes: B batch, T tokens, N predictions, V vocabulary, V' the part that this rank holds.

@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_gpt2.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_gpt2.py; rewrite.json says from what.
 """Layers that every rank has whole, and runs on its own part of the input.
 
 A rank's gradient of the parameters is a summand of the true one: they are summed over

@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_gpt2.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_gpt2.py; rewrite.json says from what.
 """Tensor-parallel forms of GPT-2's Conv1D, a linear layer with its weight transposed.
 
 Shapes: D features in, F features out. A prime (F') marks the part that this rank holds.

@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_gpt_neo.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_gpt_neo.py; rewrite.json says from what.
 """Stages run by `torch.distributed.pipelining`: building, loading, training."""
 
 from collections.abc import Callable, Mapping, Sequence

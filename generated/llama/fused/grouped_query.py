@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_llama.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_llama.py; rewrite.json says from what.
 """Keys and values of grouped-query attention, on more ranks than there are heads of them.
 
 Shapes: D features in, F features out. A prime (F') marks the part that this rank holds.

@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_llama.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_llama.py; rewrite.json says from what.
 """What a checkpoint keeps, where it computes everything else again."""
 
 from typing import Any

@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_llama.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_llama.py; rewrite.json says from what.
 """Refuses, in words, what would train other weights than the model's."""
 
 from functools import cache, partial

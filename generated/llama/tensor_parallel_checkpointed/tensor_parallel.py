@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_llama.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_llama.py; rewrite.json says from what.
 """Tensor-parallel layers: each rank holds a part, the group behaves like the whole.
 
 Shapes: B batch, T tokens, D features in, F features out, V vocabulary. A prime (F')

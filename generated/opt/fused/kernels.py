@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_opt.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_opt.py; rewrite.json says from what.
 """Kernels that the model uses, each with its reference in PyTorch.
 
 Shapes: M rows, D features.

@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_roberta.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_roberta.py; rewrite.json says from what.
 """The tensor-parallel group, and how tensors are divided over its ranks."""
 
 from collections.abc import Callable, Iterator

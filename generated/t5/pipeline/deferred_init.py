@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_t5.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_t5.py; rewrite.json says from what.
 """Building a model of whose parameters only some, or parts, are kept, with their right values.
 
 `build_deferred` does what `loading.build` does, in less memory.

@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_t5.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_t5.py; rewrite.json says from what.
 """`T5ForConditionalGeneration` in 2 stages, for DeepSpeed's pipeline engine."""
 
 from torch.nn import CrossEntropyLoss

@@ -1,4 +1,4 @@
-# Written by slapo-rewrite 0.1.0 for modeling_t5.py; rewrite.json says from what.
+# Written by slapo-rewrite 0.2.0 for modeling_t5.py; rewrite.json says from what.
 """What transformers does for its own models: initial weights, checkpoints."""
 
 
