@@ -446,7 +446,9 @@ def rehearsed(
         OtherNumbers: It computes something else.
     """
     try:
-        rehearse(project.schedule.module, original, emitted, sizes, depth_of(plan.shares))
+        brought = [path for path, state in plan.states.items() if state.replacement]
+        depth = depth_of(plan.shares)
+        rehearse(project.schedule.module, original, emitted, sizes, depth, brought)
     except OtherNumbersError as error:
         inside = [path for path in plan.states if path and error.name.startswith(f"{path}.")]
         near = [plan.states[path].causes() for path in sorted(inside, key=len, reverse=True)]
@@ -456,8 +458,7 @@ def rehearsed(
             f"what comes of this schedule is not the model any more: {error}",
             at=places[0] if places else None,
             also=places[1:3],
-            hint="nothing was written; leave out one line of the schedule after the other to find "
-            "the one that does it, and please report it",
+            hint=error.hint,
         ) from error
 
 

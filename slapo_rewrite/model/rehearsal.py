@@ -15,7 +15,7 @@ import math
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -53,11 +53,25 @@ class OtherNumbersError(Exception):
         error: How far, relative to the largest number in it.
     """
 
+    hint = (
+        "nothing was written; leave out one line of the schedule after the other to find the one "
+        "that does it, and please report it"
+    )
+
     def __init__(self, world: int, name: str, error: float, what: str) -> None:
         ranks = "in one process" if world == 1 else f"on {world} ranks"
         off = f" `{name}` is off by {error:.1%}" if name else ""
         super().__init__(f"{ranks} {what}{off}")
         self.world, self.name, self.error = world, name, error
+
+
+class OtherStartError(OtherNumbersError):
+    """The output's constructor draws other weights."""
+
+    hint = (
+        "nothing was written; a constructor that asks for a layer's very class, as with `type(m) "
+        "is nn.Linear`, does not find the split one: ask with `isinstance(m, nn.Linear)`"
+    )
 
 
 @dataclass
@@ -80,6 +94,7 @@ def rehearse(
     output: Emitted,
     sizes: tuple[int, ...],
     depth: int = 2,
+    brought: Collection[str] = (),
 ) -> None:
     """Runs the output's small model against the original's.
 
@@ -92,6 +107,7 @@ def rehearse(
         output: The output, imported.
         sizes: The world sizes, as `worlds` gives them.
         depth: How many layers a small model has that nobody else defines, at least.
+        brought: The paths of modules that the schedule brings along, which draw their own weights.
 
     Raises:
         OtherNumbersError: They differ.
@@ -100,6 +116,7 @@ def rehearse(
         reference = _reference(schedule, original, depth) if sizes else None
         if reference is None:
             return
+        _check_start(reference, schedule, original, output, brought)
         parallel = _helper(output, "to_full") is not None
         for world in sizes if parallel else (1,):
             try:
@@ -161,9 +178,15 @@ def not_run(
 
 @dataclass
 class _Reference:
-    """The original's small model, its weights and inputs, and what it computes."""
+    """The original's small model, its weights and inputs, and what it computes.
+
+    Attributes:
+        drawn: The weights that its constructor drew.
+        weights: Those that it computes with.
+    """
 
     model: nn.Module
+    drawn: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
     inputs: dict[str, Any]
     dtype: torch.dtype
@@ -223,8 +246,8 @@ def _reference(schedule: Any, original: types.ModuleType, depth: int = 2) -> _Re
     """The original's small model; None where it cannot be run."""
     for dtype in LIMIT:
         try:
-            torch.manual_seed(0)
-            model = small_model.build_small(schedule, original, depth).to(dtype)
+            model, drawn = _drawn(schedule, original, depth)
+            model = model.to(dtype)
             inputs = {
                 name: value.to(dtype) if _is_floating(value) else value
                 for name, value in small_model.training_inputs(schedule, model).items()
@@ -240,10 +263,47 @@ def _reference(schedule: Any, original: types.ModuleType, depth: int = 2) -> _Re
             want = _step(schedule, model, inputs, None)
             if not torch.equal(numbers, torch.random.get_rng_state()):
                 return None  # threads would share the random numbers that processes draw alike
-            return _Reference(model, weights, inputs, dtype, want, depth)
+            return _Reference(model, drawn, weights, inputs, dtype, want, depth)
         except Exception:  # whatever the user's model does
             continue
     return None
+
+
+def _drawn(
+    schedule: Any, module: types.ModuleType, depth: int
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A small model, and the weights that its constructor draws from a seed."""
+    torch.manual_seed(0)
+    model = small_model.build_small(schedule, module, depth)
+    return model, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def _check_start(
+    reference: _Reference,
+    schedule: Any,
+    original: types.ModuleType,
+    output: Emitted,
+    brought: Collection[str],
+) -> None:
+    """In one process the output draws the weights that the original draws.
+
+    Raises:
+        OtherStartError: It draws others, as where a constructor asks for a module's very class.
+    """
+    try:
+        model, drawn = _drawn(schedule, output.module, reference.depth)
+    except Exception:  # it may be made for several ranks alone; what fails there is told there
+        return
+    maps = _helper(output, "weight_maps")
+    own = tuple(f"{path}." for path in brought) + (tuple(maps(model)) if maps else ())
+    for name, want in reference.drawn.items():
+        have = drawn.get(name)
+        if have is None or have.shape != want.shape or name.startswith(own):
+            continue
+        if not torch.equal(have, want) and _error(want, have):
+            again = _drawn(schedule, original, reference.depth)[1]
+            if torch.equal(again[name], want):
+                raise OtherStartError(1, name, _error(want, have), "it starts otherwise:")
 
 
 def _size(model: nn.Module) -> int:

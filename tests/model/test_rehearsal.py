@@ -4,11 +4,82 @@ import threading
 import time
 import types
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from slapo_rewrite.model.rehearsal import _on_ranks, _reference, _worst
+from tests.rewriting import refused, rewritten
+
+DRAWING = """\
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        gain = {nn.Linear: 3.0}
+        for m in self.modules():
+            if ASKED:
+                nn.init.constant_(m.weight, 0.5)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+"""
+SPLIT = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["up"].shard(["weight", "bias"], axis=0)
+    s["up"].sync("bwd_post", "all_reduce")
+    s["down"].shard("weight", axis=1)
+    s["down"].sync("fwd_post", "all_reduce")
+"""
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "type(m) is nn.Linear",
+        "m.__class__ == nn.Linear",
+        "m.__class__.__name__.startswith('Lin')",
+        "type(m) in gain",
+        "str(m).startswith('Linear(')",
+    ],
+)
+def test_a_constructor_that_asks_for_a_very_class_is_refused_and_the_advice_works(asked, tmp_path):
+    words = refused(tmp_path, DRAWING.replace("ASKED", asked), SPLIT, "SR106")
+    assert "in one process it starts otherwise: `up.weight` is off by" in words
+    assert "ask with `isinstance(m, nn.Linear)`" in words
+    rewritten(tmp_path, DRAWING.replace("ASKED", "isinstance(m, nn.Linear)"), SPLIT)
+    rewritten(tmp_path, DRAWING.replace("ASKED", "'Linear' in type(m).__name__"), SPLIT)
+
+
+def test_a_module_that_the_schedule_brings_along_draws_its_own_weights(tmp_path):
+    lines = "    s['up'].replace(Other)\n"
+    brought = "class Other(nn.Linear):\n    def __init__(self, *sizes):\n"
+    brought += "        super().__init__(*sizes)\n        nn.init.ones_(self.weight)\n"
+    schedule = SPLIT.partition("def schedule(s):\n")
+    text = schedule[0].replace("import torch\n", "import torch\nfrom torch import nn\n")
+    source = DRAWING.replace("ASKED", "False")
+    rewritten(tmp_path, source, f"{text}{brought}\n\n{schedule[1]}{lines}")
 
 
 def test_a_schedules_loss_that_fails_leaves_outputs_and_gradients_to_compare():
