@@ -147,7 +147,7 @@ def test_a_source_distribution_installed_in_an_empty_environment_does_the_tutori
             assert done.returncode == 0, done.stderr
             assert shows(shown, done.stdout), done.stdout
             did.append(arguments[0])
-    assert did == ["tree", "gpt.py", "explain", "verify", "train.py"]
+    assert did == ["tree", "gpt.py", "explain", "verify", "explain", "train.py"]
 
 
 def test_bundled_schedules_are_found_in_a_wheel(wheel, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import inspect
 import types
@@ -100,12 +101,14 @@ def pattern_of(value: Any, facts: Facts | None, at: errors.Span | None) -> Patte
     if not isinstance(value, types.FunctionType):
         name = type(value).__name__
     _check(file, node, at)
+    known = names_around(function)
+    _check_names(file, node, known, at)
     graph = graph_of(
         file,
         node,
         facts or NoFacts(),
         method=facts is not None,
-        resolve=live_names(names_around(function)),
+        resolve=live_names(known),
         pattern=True,
     )
     return _checked(name, file, node, graph, facts is not None, at)
@@ -200,6 +203,23 @@ def _check(file: SourceFile, function: ast.FunctionDef, at: errors.Span | None) 
     for inner in (node for statement in function.body for node in ast.walk(statement)):
         if type(inner) in _REFUSED:
             raise refuse(inner, _REFUSED[type(inner)])
+
+
+def _check_names(
+    file: SourceFile, function: ast.FunctionDef, known: dict[str, Any], at: errors.Span | None
+) -> None:
+    """Refuses a name that means nothing: no model has what it would be."""
+    names = [n for part in function.body for n in ast.walk(part) if isinstance(n, ast.Name)]
+    own = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    own |= {argument.arg for argument in all_arguments(function)}
+    for name in names:
+        if name.id not in own and name.id not in known and not hasattr(builtins, name.id):
+            raise errors.BadPattern(
+                f"`{name.id}` is not defined where the pattern stands",
+                at=file.at(name),
+                also=[at] if at else [],
+                hint="import it in the schedule",
+            )
 
 
 def _is_local(target: ast.expr) -> bool:

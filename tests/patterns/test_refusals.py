@@ -26,6 +26,10 @@ REFUSED = {
     "def wanted(x):\n    return F.gelu(*x)": ("a star-argument", "return F.gelu(*x)"),
     "def wanted(x):\n    return [v + 1 for v in x]": ("a comprehension", "for v in x"),
     "def wanted(x):\n    return (y := x + 1) * y": ("an assignment inside", "y := x"),
+    "def wanted(x):\n    return functional.gelu(x)": (
+        "`functional` is not defined",
+        "functional.gelu",
+    ),
     "def wanted(x):\n    -x": ("without a result", "-x"),
     "wanted = eval('lambda x: -x')": ("is not a file", "s.find(wanted)"),
     "class wanted(torch.nn.Module):\n    def __init__(self, n):\n        super().__init__()": (
