@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 from slapo_rewrite.primitives import registry
@@ -52,6 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
             if not uri.startswith(OTHERS) or files.get_file_from_path(uri) or not source.is_file():
                 continue  # MkDocs says of what is missing
             added = File.generated(config, uri, abs_src_path=str(source))
+            added.inclusion = InclusionLevel.NOT_IN_NAV
             files.append(added)
             if uri.endswith(".md"):
                 wanted.append(added)
