@@ -36,7 +36,7 @@ from slapo_rewrite.emit.helpers import (
     optional_helpers,
 )
 from slapo_rewrite.emit.inputs import is_own, own_modules
-from slapo_rewrite.emit.shard_check import check_parts
+from slapo_rewrite.emit.shard_check import check_parts, check_subclasses
 from slapo_rewrite.emit.sibling_files import SiblingFiles, absolute_imports
 from slapo_rewrite.emit.support_folder import as_recorded, use_support
 from slapo_rewrite.garbage import collector_paused
@@ -386,6 +386,9 @@ def carry_out(
         is_split = any(state.shards for state in plan.states.values())
         built = emitted.tree(project.schedule.module.model, 2 if is_split else 1)
         copies.check_built(built, project.tree, project.changes)
+        for file in copies.files.values():
+            own_name = copies.name(file)
+            check_subclasses(file, texts[own_name], changes[own_name], built)
         check_parts(emitted, built, project.tree, plan.states, project.sources)
         if sizes and rehearses:
             with project.timed("rehearse"):

@@ -1,17 +1,49 @@
-"""Whether the output, as a rank builds it, has the parts that were asked for."""
+"""Whether the output, as a rank builds it, has the classes and the parts that were asked for."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import is_torch
 from slapo_rewrite.changes.state import ModuleRequests, Shard
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.splice import Change
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.join import Sources, find_parameter_site
 from slapo_rewrite.model.tree import Node, Tree
+
+
+def check_subclasses(file: SourceFile, text: str, changes: Sequence[Change], built: Tree) -> None:
+    """A class that was written for some of a class's instances must be made.
+
+    Args:
+        file: The original.
+        text: What it became.
+        changes: What was written into it.
+        built: The output's module tree.
+
+    Raises:
+        Unsupported: No module is of it: what was to make it makes other modules too.
+    """
+    known = {node.name for node in file.tree.body if isinstance(node, ast.ClassDef)}
+    made = {cls.__name__ for node in built.nodes.values() for cls in type(node.live).__mro__}
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.ClassDef) or node.name in known | made:
+            continue
+        of = next((base.id for base in node.bases if isinstance(base, ast.Name)), "")
+        here = (each for each in changes if each.first <= node.lineno <= each.last)
+        causes = [cause for each in here for cause in each.causes]
+        if of in known and causes:
+            raise errors.Unsupported(
+                f"of the modules that are a `{of}` some were to be made otherwise, by what makes "
+                "others too",
+                at=causes[0].at,
+                hint="schedule all of them alike, or give some a class of their own",
+            )
 
 
 def check_parts(

@@ -225,6 +225,36 @@ def test_a_variable_that_is_bound_again_after_its_use_is_refused(tmp_path):
     assert "depends on the local variable `h`" in words
 
 
+RECURSIVE = (
+    HEAD
+    + """\
+class MLP(nn.Module):
+    def __init__(self, d, depth=2):
+        super().__init__()
+        self.up = nn.Linear(d, 4 * d)
+        self.down = nn.Linear(4 * d, d)
+        self.next = MLP(d, depth - 1) if depth else None
+
+    def forward(self, x):
+        x = self.down(self.up(x).relu())
+        return x if self.next is None else self.next(x)
+
+
+"""
+    + model_of("        self.a = MLP(d)\n", "        return self.a(x)\n")
+)
+
+
+@pytest.mark.parametrize("line", ['split(s["a.next"])', 's["a.next"].checkpoint()'])
+def test_one_of_a_class_that_makes_itself_is_refused_and_the_advice_works(tmp_path, line):
+    words = refused(tmp_path, RECURSIVE, f"{SCHEDULE}    {line}\n", "SR305")
+    assert "of the modules that are a `MLP` some were to be made otherwise" in words
+    all_of_them = "".join(
+        f"    {line.replace('.next', end)}\n" for end in ("", ".next", ".next.next")
+    )
+    rewritten(tmp_path, RECURSIVE, SCHEDULE + all_of_them)
+
+
 INHERITED = (
     HEAD
     + MLP.replace("class MLP", "class Base")
