@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model.rehearsal import _on_ranks, _reference, _worst
 from tests.rewriting import refused, rewritten
 
@@ -128,3 +129,18 @@ def test_one_rank_computes_at_a_time():
         return total
 
     assert _on_ranks(3, run) == [torch.tensor([243.0])] * 3
+
+
+def test_a_class_that_transformers_initialises_by_its_package_is_given_back(tmp_path):
+    """Where nothing changes it is of no package of transformers', and draws other weights there."""
+    schedule = tmp_path / "s.py"
+    schedule.write_text(
+        "import torch\nfrom transformers import Wav2Vec2BertConfig\n\n\ndef model(m):\n"
+        "    return m.Wav2Vec2BertModel(Wav2Vec2BertConfig(num_hidden_layers=2))\n\n\n"
+        "def inputs(model):\n    return {'input_features': torch.randn(2, 16, 160)}\n\n\n"
+        "def schedule(s, again=False):\n    if again:\n"
+        "        s['encoder.layers'][:].checkpoint()\n"
+    )
+    source = "transformers.models.wav2vec2_bert.modeling_wav2vec2_bert"
+    assert "LibraryModel" not in rewrite(source, str(schedule)).diff(0)
+    assert "LibraryModel" in rewrite(source, str(schedule), ["again=true"]).diff(0)
