@@ -67,11 +67,11 @@ def derive(source: str, wanted: str = "") -> Derived:
     model, inputs = oracle.small()
     flow = flow_of(model.train(), inputs, oracle.project.tree.root.live)
     found = Search(oracle, flow, step.has_loss).run()
-    lists, why = _lists(oracle, flow)
+    lists, uncounted, why = _lists(oracle, flow, found)
     cuts = bool(lists) and oracle.refusal(["s.cut_evenly(2)"]) is None
     head, title = step.text(), step.title
     while True:
-        text = schedule_text(title, head, found, lists, cuts, why)
+        text = schedule_text(title, head, found, lists, uncounted, cuts, why)
         refused = _refused(source, text)
         if refused is None:
             return Derived(text, head, title, found.share, why)
@@ -139,10 +139,11 @@ def _attempts(
         yield cls, plain_model.steps_of(cls, module)
 
 
-def _lists(oracle: Oracle, flow: Flow) -> tuple[dict[str, str], str]:
+def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], set[str], str]:
     """The lists whose elements may be checkpointed, or why there are none.
 
-    By their paths, with what selects the modules in an element that is a list itself.
+    By their paths, with what selects the modules in an element that is a list itself; and those of
+    them of which all elements are alike, or none is, since what makes them does not count them.
     """
     found = {
         path: parts
@@ -153,14 +154,17 @@ def _lists(oracle: Oracle, flow: Flow) -> tuple[dict[str, str], str]:
         and (parts := _checkpointed(node)) is not None
     }
     why = "" if found else "Nothing is checkpointed: there is no list of layers."
-    kept = {}
+    kept, uncounted = {}, set()
     for path in shared(found):
-        refused = oracle.refusal([f's["{path}"][:1.0]{found[path]}.checkpoint()'])
+        whole, half = (f's["{path}"][:{part}]{found[path]}.checkpoint()' for part in (1.0, 0.5))
+        refused = oracle.refusal([whole])
         if refused is None:
             kept[path] = found[path]
+            if oracle.refusal([*split.lines(), half]) is not None:
+                uncounted.add(path)
         else:
             why = f"`{path}` is not checkpointed: {refused.message}."
-    return kept, why
+    return kept, uncounted, why
 
 
 def _checkpointed(node: Node) -> str | None:

@@ -124,6 +124,11 @@ class Found:
         """The share of the model's parameters that is split."""
         return sum(group.parameters for group in self.groups) / max(1, self.total)
 
+    def lines(self) -> list[str]:
+        """The lines of a schedule for all of it."""
+        lines = [line for group in self.groups for line in group.lines()]
+        return [*lines, INFER] if lines else []
+
 
 INFER = "s.infer_sync()"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import groupby
 
 from slapo_rewrite import __version__
@@ -19,7 +19,13 @@ collectives that `infer_sync` adds. It is an ordinary schedule: edit it, and giv
 
 
 def schedule_text(
-    title: str, head: str, found: Found, lists: Mapping[str, str], cuts: bool, why: str
+    title: str,
+    head: str,
+    found: Found,
+    lists: Mapping[str, str],
+    uncounted: Collection[str],
+    cuts: bool,
+    why: str,
 ) -> str:
     """All of the file.
 
@@ -29,6 +35,7 @@ def schedule_text(
         found: What is split.
         lists: The paths of the lists whose elements can be checkpointed, with what selects the
             modules in an element.
+        uncounted: Those of them that are checkpointed as a whole, or not at all.
         cuts: Whether the model can be cut into stages.
         why: What is said where none is.
     """
@@ -61,8 +68,17 @@ def schedule_text(
     else:
         body += [*_left(found)]
     body += [
-        f"{_selected(path, main)}[:ckpt_ratio]{parts}.checkpoint()" for path, parts in lists.items()
+        f"{_selected(path, main)}[:ckpt_ratio]{parts}.checkpoint()"
+        for path, parts in lists.items()
+        if path not in uncounted
     ]
+    if uncounted:
+        body.append("if ckpt_ratio >= 0.5:  # what makes these does not count them: all, or none")
+        body += [
+            f"    {_selected(path, main)}[:]{parts}.checkpoint()"
+            for path, parts in lists.items()
+            if path in uncounted
+        ]
     if not lists:
         body += _comment(why)
     if cuts:

@@ -289,3 +289,36 @@ def test_what_does_not_pay_is_split_where_little_else_is(tmp_path):
     assert "It takes longer than it saves, and is for memory." in " ".join(
         found.text.replace("#", " ").split()
     )
+
+
+NESTED = (
+    MLP
+    + """
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        self.last = nn.ModuleList()
+        for _ in range(2):
+            for _ in range(2):
+                self.blocks.append(MLP(width))
+        for _ in range(4):
+            self.last.append(MLP(width))
+
+    def forward(self, x):
+        for block in (*self.blocks, *self.last):
+            x = x + block(x)
+        return x
+"""
+)
+
+
+def test_what_is_not_counted_is_checkpointed_as_a_whole(tmp_path):
+    step = STEP.replace("m.Model(WIDTH, 8)", "m.Model(32)").replace("m.Model(32, 4)", "m.Model(16)")
+    step = step.replace("model.attention.query.in_features", "model.blocks[0].up.in_features")
+    found = derived(tmp_path, NESTED, step)
+    assert 's["last"][:ckpt_ratio].checkpoint()\n    if ckpt_ratio >= 0.5:' in found.text
+    assert '        s["blocks"][:].checkpoint()\n' in found.text
+    (tmp_path / "s.py").write_text(found.text)
+    rewrite(str(tmp_path / "source.py"), str(tmp_path / "s.py"), ["ckpt_ratio=0.5"])
