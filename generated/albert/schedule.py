@@ -1,7 +1,7 @@
 """AlbertForMaskedLM in its default configuration.
 
 What is split, whether it may be, and what its collectives take was worked out by slapo-rewrite
-0.1.0 from the model itself, for one layer of each kind. `slapo-rewrite explain` shows the
+0.2.0 from the model itself, for one layer of each kind. `slapo-rewrite explain` shows the
 collectives that `infer_sync` adds. It is an ordinary schedule: edit it, and give it by its name.
 """
 
@@ -61,4 +61,4 @@ def schedule(s, tensor_parallel: bool = True, parallel_loss: bool = True, fuse: 
         s.infer_sync()
     # Nothing is checkpointed: there is no list of layers.
 
-# slapo-rewrite 0.1.0: worked out of 1034ec3b85c14da1, bea0095c8a989beb
+# slapo-rewrite 0.2.0: worked out of 1034ec3b85c14da1, 2d581856f169be5d

@@ -1,7 +1,7 @@
 """GPTNeoForCausalLM in its default configuration.
 
 What is split, whether it may be, and what its collectives take was worked out by slapo-rewrite
-0.1.0 from the model itself, for one layer of each kind. `slapo-rewrite explain` shows the
+0.2.0 from the model itself, for one layer of each kind. `slapo-rewrite explain` shows the
 collectives that `infer_sync` adds. It is an ordinary schedule: edit it, and give it by its name.
 """
 
@@ -71,4 +71,4 @@ def schedule(
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)
 
-# slapo-rewrite 0.1.0: worked out of 6aea8e959ebdffa7, 4d3256853ec45fd0
+# slapo-rewrite 0.2.0: worked out of 6aea8e959ebdffa7, 3a40749f7ccba8f9

@@ -1,7 +1,7 @@
 """RobertaForMaskedLM in its default configuration.
 
 What is split, whether it may be, and what its collectives take was worked out by slapo-rewrite
-0.1.0 from the model itself, for one layer of each kind. `slapo-rewrite explain` shows the
+0.2.0 from the model itself, for one layer of each kind. `slapo-rewrite explain` shows the
 collectives that `infer_sync` adds. It is an ordinary schedule: edit it, and give it by its name.
 """
 
@@ -70,4 +70,4 @@ def schedule(
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)
 
-# slapo-rewrite 0.1.0: worked out of b528c92fa1f0fc37, 4ed748a10105e21d
+# slapo-rewrite 0.2.0: worked out of b528c92fa1f0fc37, 3f30383462ddacbc
