@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
 import shutil
@@ -21,6 +22,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
 
@@ -166,7 +168,9 @@ class Reader:
             if block.long and not self.patient:
                 return
             self.capsys.readouterr()
-            code = cli.main(arguments)
+            bin_first = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
+            with mock.patch.dict(os.environ, PATH=bin_first):  # as where the environment is active
+                code = cli.main(arguments)
             printed = self.capsys.readouterr()
             assert code == exits, command + printed.err
             said = printed.out + (printed.err if exits == 2 else "")

@@ -150,7 +150,10 @@ def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], se
         for path, node in oracle.project.tree.nodes.items()
         if isinstance(node.live, (nn.ModuleList, nn.Sequential))
         and len(node.children) > 1
-        and any(p.startswith(f"{path}.*.") for p in (*flow.layers, *flow.between))
+        and (
+            path in flow.apart
+            or any(p.startswith(f"{path}.*.") for p in (*flow.layers, *flow.between))
+        )
         and (parts := _checkpointed(node)) is not None
     }
     why = "" if found else "Nothing is checkpointed: there is no list of layers."

@@ -450,9 +450,9 @@ def rehearsed(
         OtherNumbers: It computes something else.
     """
     try:
-        brought = [path for path, state in plan.states.items() if state.replacement]
+        draws_alike = not any(state.replacement for state in plan.states.values())
         depth = depth_of(plan.shares)
-        rehearse(project.schedule.module, original, emitted, sizes, depth, brought)
+        rehearse(project.schedule.module, original, emitted, sizes, depth, draws_alike)
     except OtherNumbersError as error:
         inside = [path for path in plan.states if path and error.name.startswith(f"{path}.")]
         near = [plan.states[path].causes() for path in sorted(inside, key=len, reverse=True)]

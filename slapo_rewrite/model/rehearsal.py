@@ -15,7 +15,7 @@ import math
 import threading
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -94,7 +94,7 @@ def rehearse(
     output: Emitted,
     sizes: tuple[int, ...],
     depth: int = 2,
-    brought: Collection[str] = (),
+    draws_alike: bool = True,
 ) -> None:
     """Runs the output's small model against the original's.
 
@@ -107,7 +107,8 @@ def rehearse(
         output: The output, imported.
         sizes: The world sizes, as `worlds` gives them.
         depth: How many layers a small model has that nobody else defines, at least.
-        brought: The paths of modules that the schedule brings along, which draw their own weights.
+        draws_alike: Whether the constructors draw the same numbers: not so where the schedule
+            brings modules along, which draw more or fewer, so that those after them differ.
 
     Raises:
         OtherNumbersError: They differ.
@@ -116,7 +117,8 @@ def rehearse(
         reference = _reference(schedule, original, depth) if sizes else None
         if reference is None:
             return
-        _check_start(reference, schedule, original, output, brought)
+        if draws_alike:
+            _check_start(reference, schedule, original, output)
         parallel = _helper(output, "to_full") is not None
         for world in sizes if parallel else (1,):
             try:
@@ -283,7 +285,6 @@ def _check_start(
     schedule: Any,
     original: types.ModuleType,
     output: Emitted,
-    brought: Collection[str],
 ) -> None:
     """In one process the output draws the weights that the original draws.
 
@@ -295,7 +296,7 @@ def _check_start(
     except Exception:  # it may be made for several ranks alone; what fails there is told there
         return
     maps = _helper(output, "weight_maps")
-    own = tuple(f"{path}." for path in brought) + (tuple(maps(model)) if maps else ())
+    own = tuple(maps(model)) if maps else ()
     for name, want in reference.drawn.items():
         have = drawn.get(name)
         if have is None or have.shape != want.shape or name.startswith(own):
