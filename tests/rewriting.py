@@ -12,6 +12,34 @@ import pytest
 from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import Output, rewrite
 
+# The head of a schedule with `split(s[PATH])`, for two linear layers `up` and `down`.
+SPLITTING = """\
+import torch
+from torch import nn
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def split(mlp):
+    mlp["up"].shard(["weight", "bias"], axis=0)
+    mlp["up"].sync("bwd_post", "all_reduce")
+    mlp["down"].shard("weight", axis=1)
+    mlp["down"].sync("fwd_post", "all_reduce")
+
+
+def schedule(s):
+"""
+
 
 def rewritten(
     folder: Path, source: str, schedule: str, settings: tuple[str, ...] = (), newline: str = "\n"

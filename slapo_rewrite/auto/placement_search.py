@@ -126,11 +126,16 @@ class Found:
 
     def lines(self) -> list[str]:
         """The lines of a schedule for all of it."""
-        lines = [line for group in self.groups for line in group.lines()]
-        return [*lines, INFER] if lines else []
+        return lines_of(self.groups)
 
 
 INFER = "s.infer_sync()"
+
+
+def lines_of(groups: Iterable[Group]) -> list[str]:
+    """The lines of a schedule for some groups, with the collectives that they need."""
+    lines = [line for group in groups for line in group.lines()]
+    return [*lines, INFER] if lines else []
 
 
 class Search:
@@ -199,7 +204,7 @@ class Search:
             for pattern in group.patterns:
                 self.refusals.setdefault(pattern, f"not tried, since {MOST_ASKED} others were")
             return False
-        refused = self.oracle.refusal([*group.lines(), INFER])
+        refused = self.oracle.refusal(lines_of([group]))
         if refused is not None:
             for pattern in group.patterns:
                 self.refusals.setdefault(pattern, refused.message)
@@ -514,8 +519,7 @@ class Search:
         return [group for group in groups if group in kept]
 
     def _fits(self, groups: Sequence[Group]) -> bool:
-        lines = [line for group in groups for line in group.lines()]
-        refused = self.oracle.refusal([*lines, INFER])
+        refused = self.oracle.refusal(lines_of(groups))
         if refused is not None:
             for pattern in groups[-1].patterns:
                 self.refusals.setdefault(pattern, refused.message)

@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model.rehearsal import _on_ranks, _reference, _worst
-from tests.rewriting import refused, rewritten
+from tests.rewriting import SPLITTING, refused, rewritten
 
 DRAWING = """\
 import torch
@@ -31,28 +31,7 @@ class Model(nn.Module):
     def forward(self, x):
         return self.down(self.up(x).relu())
 """
-SPLIT = """\
-import torch
-
-
-def model(m):
-    return m.Model()
-
-
-def inputs(model):
-    return {"x": torch.randn(2, 8)}
-
-
-def loss(outputs):
-    return outputs.square().mean()
-
-
-def schedule(s):
-    s["up"].shard(["weight", "bias"], axis=0)
-    s["up"].sync("bwd_post", "all_reduce")
-    s["down"].shard("weight", axis=1)
-    s["down"].sync("fwd_post", "all_reduce")
-"""
+SPLIT = f"{SPLITTING}    split(s)\n"
 
 
 @pytest.mark.parametrize(
@@ -77,10 +56,9 @@ def test_a_module_that_the_schedule_brings_along_draws_its_own_weights(tmp_path)
     lines = "    s['up'].replace(Other)\n"
     brought = "class Other(nn.Linear):\n    def __init__(self, *sizes):\n"
     brought += "        super().__init__(*sizes)\n        nn.init.ones_(self.weight)\n"
-    schedule = SPLIT.partition("def schedule(s):\n")
-    text = schedule[0].replace("import torch\n", "import torch\nfrom torch import nn\n")
-    source = DRAWING.replace("ASKED", "False")
-    rewritten(tmp_path, source, f"{text}{brought}\n\n{schedule[1]}{lines}")
+    brought += "        torch.rand(5)\n\n\n"
+    schedule = SPLITTING.replace("def schedule(s):", f"{brought}def schedule(s):")
+    rewritten(tmp_path, DRAWING.replace("ASKED", "False"), schedule + lines)
 
 
 def test_a_schedules_loss_that_fails_leaves_outputs_and_gradients_to_compare():

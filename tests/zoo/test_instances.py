@@ -7,6 +7,7 @@ import ast
 import pytest
 import torch
 
+from tests.rewriting import SPLITTING as SCHEDULE
 from tests.rewriting import changed_lines, imported, refused, rewritten, written
 
 HEAD = "import torch\nfrom torch import nn\n\n\n"
@@ -21,32 +22,6 @@ class MLP(nn.Module):
         return self.down(self.up(x).relu())
 
 
-"""
-SCHEDULE = """\
-import torch
-from torch import nn
-
-
-def model(m):
-    return m.Model()
-
-
-def inputs(model):
-    return {"x": torch.randn(2, 8)}
-
-
-def loss(outputs):
-    return outputs.square().mean()
-
-
-def split(mlp):
-    mlp["up"].shard(["weight", "bias"], axis=0)
-    mlp["up"].sync("bwd_post", "all_reduce")
-    mlp["down"].shard("weight", axis=1)
-    mlp["down"].sync("fwd_post", "all_reduce")
-
-
-def schedule(s):
 """
 
 
