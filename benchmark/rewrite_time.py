@@ -80,8 +80,7 @@ def measure_floor(model: str) -> dict[str, float]:
     import black
     import libcst
 
-    from slapo_rewrite.code.file import locate
-    from slapo_rewrite.emit.rewrite import line_length
+    from slapo_rewrite.code.file import line_length, locate
 
     text = locate(source(model))[0].read_text(encoding="utf-8")
     start = time.process_time()

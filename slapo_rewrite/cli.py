@@ -490,8 +490,8 @@ def _update(options: argparse.Namespace) -> int:
 
 
 def _tree(options: argparse.Namespace) -> int:
-    from slapo_rewrite.emit.rewrite import Project
     from slapo_rewrite.model.listing import render_tree, tree_record
+    from slapo_rewrite.project import Project
 
     with _working(f"building {options.source}"):
         project = Project(options.source, options.schedule)

@@ -21,6 +21,7 @@ LAYERS = (
     {"review"},
     {"auto", "plan", "tune"},
     {"verify", "emit"},
+    {"project"},
     {"stages"},
     {"schedule"},
     {"primitives"},

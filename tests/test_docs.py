@@ -8,8 +8,8 @@ import pytest
 
 from benchmark import pipeline_simulation, plan_memory, readability, report, rewrite_time
 from slapo_rewrite import cli
-from slapo_rewrite.emit.rewrite import Project
 from slapo_rewrite.primitives import registry
+from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.load import bundled
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection

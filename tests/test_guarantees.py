@@ -16,7 +16,8 @@ import transformers
 from slapo_rewrite.cli import main
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import apply_edits
-from slapo_rewrite.emit.rewrite import Output, check_text, rewrite
+from slapo_rewrite.emit.rewrite import Output, rewrite
+from slapo_rewrite.emit.rewritten_text import check_text
 from slapo_rewrite.emit.sibling_files import absolute_imports
 from tests.marks import long
 

@@ -19,9 +19,10 @@ from slapo_rewrite.auto.placement_search import Found, Search
 from slapo_rewrite.auto.schedule_text import schedule_text, shared
 from slapo_rewrite.auto.step import DoesNotRun, Given, Step, first_that_runs, tried
 from slapo_rewrite.code.file import SourceFile, locate
-from slapo_rewrite.emit.rewrite import import_source, rewrite
+from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.garbage import collector_paused
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.schedule.source_module import import_source
 
 ADVICE = (
     "write model(m), inputs(model) and, if the model computes no loss, loss(outputs) into a file, "

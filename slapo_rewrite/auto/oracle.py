@@ -11,10 +11,11 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.auto.step import Step
-from slapo_rewrite.emit.rewrite import Project, line_length
+from slapo_rewrite.code.file import line_length
 from slapo_rewrite.lowering.lower import lower
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.meta_device import without_dynamo
+from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection

@@ -388,6 +388,14 @@ def _without_bom(text: str) -> tuple[str, str]:
     return ("\ufeff", text[1:]) if text.startswith("\ufeff") else ("", text)
 
 
+def line_length(text: str) -> int:
+    """The length a file's lines keep to: the least usual limit that holds its code."""
+    longest = max(
+        (len(line) for line in lines_of(text) if "#" not in line and '"' not in line), default=0
+    )
+    return next((limit for limit in (88, 100, 119, 120) if longest <= limit), 120)
+
+
 def lines_of(text: str) -> list[str]:
     """The lines of a text as Python counts them: form feeds and the like end none."""
     return [line.rstrip("\r") for line in text.split("\n")]

@@ -14,6 +14,7 @@ from typing import Any
 
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.code.file import locate as locate_source
+from slapo_rewrite.code.own_files import is_own
 from slapo_rewrite.emit import inputs, record
 from slapo_rewrite.schedule.load import locate as locate_schedule
 
@@ -158,9 +159,9 @@ def is_certain(content: Mapping[str, Any], asked: Asked) -> bool:
     found = [asked.source_file, asked.schedule_file]
     found += [file for name in modules if (file := _file(name, asked)) is not None]
     hiding = [file for n in packages if n not in modules and (file := _file(n, asked)) is not None]
-    if any(inputs.is_own(str(file)) for file in hiding):
+    if any(is_own(str(file)) for file in hiding):
         return False
-    own = [file for file in found if inputs.is_own(str(file))]
+    own = [file for file in found if is_own(str(file))]
     known = {*modules, *packages, asked.source_file.stem}
     return not any(inputs.may_change(file, known) for file in own)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.diff_hunks import original_text
-from slapo_rewrite.emit.rewrite import Output, unified_diff
+from slapo_rewrite.emit.rewrite import Output
+from slapo_rewrite.emit.source_diff import unified_diff
 
 SIDES = ("before", "now")
 

@@ -8,45 +8,16 @@ makes no code run.
 from __future__ import annotations
 
 import ast
-import functools
 import importlib.util
 import os
 import sys
-import sysconfig
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slapo_rewrite import errors
-from slapo_rewrite.bundle import rules_folder
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.own_files import is_own
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
-
-if TYPE_CHECKING:
-    from slapo_rewrite.emit.rewrite import Project
-
-INSTALLED = {"site-packages", "dist-packages"}
-
-
-def is_own(path: str) -> bool:
-    """Whether a file is the user's, and neither installed nor Python's nor the tool's."""
-    return path.endswith(".py") and _is_own_folder(os.path.dirname(path))
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_own_folder(folder: str) -> bool:
-    parts = os.path.realpath(folder).split(os.sep)
-    if INSTALLED.intersection(parts):
-        return False
-    return not any(parts[: len(other)] == other for other in _others())
-
-
-@functools.cache
-def _others() -> list[list[str]]:
-    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
-    paths += [str(Path(__file__).parents[1]), str(rules_folder())]
-    return [os.path.realpath(path).split(os.sep) for path in paths]
-
 
 # Of Python's own modules those that give the same whenever, and wherever, they are asked.
 _STEADY = frozenset({
@@ -93,25 +64,27 @@ def may_change(path: Path, known: Collection[str]) -> bool:
     return False
 
 
-def own_modules(project: Project, loaded: Collection[str]) -> dict[str, Path]:
+def own_modules(
+    source: SourceFile, schedule: ast.Module, loaded: Collection[str]
+) -> dict[str, Path]:
     """The user's own modules that source and schedule import, however indirectly.
 
     Args:
-        project: The source and the schedule.
-        loaded: The modules that were imported for the first time while the project was.
+        source: The source.
+        schedule: The schedule's file, as parsed.
+        loaded: The modules that were imported for the first time while both were.
 
     Returns:
         Their files by their dotted names.
     """
     found: dict[str, Path] = {}
-    waiting = [*loaded, *_prefixes(project.original.name)]
-    waiting += imported(project.schedule.tree, None)
-    if is_own(str(project.original.path)):
-        waiting += imported(project.original.tree, project.original)
+    waiting = [*loaded, *_prefixes(source.name), *imported(schedule, None)]
+    if is_own(str(source.path)):
+        waiting += imported(source.tree, source)
     while waiting:
         name = waiting.pop()
         path = getattr(sys.modules.get(name), "__file__", None)
-        if name in found or name in (SCHEDULE, project.original.name, "__main__"):
+        if name in found or name in (SCHEDULE, source.name, "__main__"):
             continue
         if isinstance(path, str) and is_own(path) and os.path.isfile(path):
             found[name] = Path(path)

@@ -9,9 +9,9 @@ from slapo_rewrite import errors
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.emitted import imported
 from slapo_rewrite.model.small_model import one_thread
+from slapo_rewrite.project import Project
 
 if TYPE_CHECKING:
-    from slapo_rewrite.emit.rewrite import Project
     from slapo_rewrite.stages.pipeline_module import PipelineText
     from slapo_rewrite.stages.program import Cut
 

@@ -8,23 +8,13 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from slapo_rewrite import __version__, errors
+from slapo_rewrite import errors
 from slapo_rewrite.bundle import rules_folder
-from slapo_rewrite.code.splice import Change
-from slapo_rewrite.code.text import with_wildcards
-from slapo_rewrite.directive import Directive, depth_of
-from slapo_rewrite.schedule.load import MODULE as SCHEDULE
-
-if TYPE_CHECKING:
-    from slapo_rewrite.code.file import SourceFile
-    from slapo_rewrite.emit.rewrite import Project
 
 NAME = "rewrite.json"
 SUPPORT = "support.json"  # that of a folder of helpers for several outputs
@@ -33,11 +23,6 @@ SUPPORT = "support.json"  # that of a folder of helpers for several outputs
 def digest(data: str | bytes) -> str:
     """The SHA-256 of a text."""
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
-
-
-def stored(file: SourceFile) -> str:
-    """The SHA-256 of a source file."""
-    return digest(file.as_stored(file.text))
 
 
 @functools.cache
@@ -58,132 +43,12 @@ def tool_digest() -> str:
     return total.hexdigest()
 
 
-def written(
-    project: Project,
-    model_file: str,
-    directives: Sequence[Directive],
-    knobs: Mapping[str, Any],
-    given: Mapping[str, str],
-    files: Mapping[str, str],
-    changes: Mapping[str, Iterable[Change]],
-    helpers: Mapping[str, Iterable[Directive]],
-    single_file: bool,
-    further: Iterable[str],
-    absolute: Mapping[str, Iterable[int]],
-    copies: Mapping[str, SourceFile],
-    rules: Mapping[int, Iterable[Mapping[str, object]]],
-    own: Mapping[str, Path],
-    support: Mapping[str, Any] | None,
-    warnings: Iterable[str],
-) -> str:
-    """The text of `rewrite.json`.
-
-    Args:
-        project: The source and the schedule.
-        model_file: The name of the rewritten model file.
-        directives: The primitive calls, and what was inferred.
-        knobs: Every knob's value.
-        given: The knobs that the command line set, as text.
-        files: The output's other files.
-        changes: Lines of the rewritten files, with what caused them.
-        helpers: Helper files, with what caused them.
-        single_file: Whether the helpers are part of the model file.
-        further: The further helpers that were asked for.
-        absolute: The lines of rewritten files with imports that were made absolute.
-        copies: The other files that are rewritten, by their names in the output.
-        rules: What became of the rules that a directive asked for, by its number.
-        own: The user's modules that source and schedule import, by their names.
-        support: The folder beside the output that holds its helpers, and what it uses of them.
-        warnings: What could not be checked.
-    """
-    depth = depth_of(share for d in directives if d.paths for share in d.shares)
-    applied = [{"directive": n, **note} for n, notes in rules.items() for note in notes]
-    content = {
-        "tool": {"name": "slapo-rewrite", "version": __version__, "digest": tool_digest()},
-        "source": {
-            "name": project.source_name,
-            "file": model_file,
-            "sha256": stored(project.original),
-        },
-        "schedule": {
-            "name": project.schedule.name,
-            "sha256": _read_digest(project.schedule.path, project.started),
-        },
-        "knobs": {name: knobs[name] for name in sorted(knobs)},
-        "set": dict(sorted(given.items())),
-        "single_file": single_file,
-        **({"support": support} if support is not None else {}),
-        **({"with": sorted(further)} if further else {}),
-        **({"depth": depth} if depth > 2 else {}),
-        "packages": packages(project, own),
-        **({"copies": copied(copies)} if copies else {}),
-        "depends": depends(project, copies, own),
-        "files": {name: digest(text) for name, text in sorted(files.items())},
-        "directives": [directive(d) for d in directives],
-        "changes": [
-            {
-                "file": name,
-                "lines": [change.first, change.last],
-                "directives": [d.number for d in change.causes],
-                "why": change.why,
-            }
-            for name, own in changes.items()
-            for change in own
-        ]
-        + [
-            {
-                "file": name,
-                "lines": None,
-                "directives": sorted({d.number for d in causes}),
-                "why": "what the model file calls",
-            }
-            for name, causes in sorted(helpers.items())
-        ],
-        **({"absolute": {n: [*lines] for n, lines in absolute.items()}} if absolute else {}),
-        **({"rules": applied} if applied else {}),
-        **({"warnings": told} if (told := [without_folder(w) for w in warnings]) else {}),
-        "verification": None,
-        "written": {n: packed(t) for n, t in sorted(files.items()) if n.endswith(".py")},
-    }
-    return dumped(content)
-
-
-def without_folder(warning: str) -> str:
-    """`/home/me/net.py:3: ...` -> `net.py:3: ...`: a record holds no path of one machine."""
-    return re.sub(r"^[^:`\n]*[/\\]([^/\\:]+:\d+: )", r"\1", warning)
-
-
 def dumped(content: Mapping[str, Any]) -> str:
     """JSON with a line for each entry of the long lists."""
     text = json.dumps(content, indent=1, ensure_ascii=False, default=repr)
     # Number lists, and what holds nothing else, on one line.
     text = re.sub(r"\[\s+((?:-?\d+,?\s+)+)\]", lambda m: "[" + " ".join(m[1].split()) + "]", text)
     return text + "\n"
-
-
-def directive(item: Directive) -> dict[str, Any]:
-    """One primitive call, with its module paths in short: numeric segments are written as `*`."""
-    content = {
-        "primitive": item.primitive,
-        "line": item.at.line if item.at else None,
-        "text": item.text,
-        "paths": list(dict.fromkeys(with_wildcards(p) for p in item.paths)),
-    }
-    if item.inferred:
-        return {**content, "inferred": item.inferred}
-    shares = [str(share) for share in item.shares if item.paths]
-    return {**content, "shares": shares} if shares else content
-
-
-def packages(project: Project, own: Mapping[str, Path]) -> dict[str, str]:
-    """Versions of torch, and of the packages that the source and the user's own modules import."""
-    tops = {project.original.name.partition(".")[0]}
-    tops |= {name.partition(".")[0] for name in project.original.imports.values()}
-    for name in (SCHEDULE, *own):
-        file = project.sources.file_named(name)
-        tops |= {n.partition(".")[0] for n in file.imports.values()} if file is not None else set()
-    tops -= {*sys.stdlib_module_names, *(name.partition(".")[0] for name in own), "torch"}
-    return {name: version for name in ("torch", *sorted(tops)) if (version := installed(name))}
 
 
 def installed(package: str) -> str | None:
@@ -195,43 +60,6 @@ def installed(package: str) -> str | None:
         return importlib.metadata.version(package).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def copied(copies: Mapping[str, SourceFile]) -> dict[str, dict[str, str]]:
-    """The other files that are rewritten: the modules that they are, and their hashes."""
-    return {
-        name: {"module": file.name, "sha256": stored(file)} for name, file in sorted(copies.items())
-    }
-
-
-def depends(
-    project: Project, copies: Mapping[str, SourceFile], own: Mapping[str, Path]
-) -> dict[str, str]:
-    """Hashes of the other files that go into an output.
-
-    Those that the model's classes come from, torch's own apart, and the user's own modules.
-    """
-    modules = {node.cls.__module__ for node in project.tree.nodes.values()}
-    config = getattr(project.tree.root.live, "config", None)
-    if config is not None:
-        modules.add(type(config).__module__)
-    modules -= {file.name for file in copies.values()} | {project.file.name, SCHEDULE}
-    found = {}
-    for name in sorted(modules - own.keys()):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file and name.split(".")[0] not in ("torch", "builtins"):
-            found[name] = digest(Path(file).read_bytes())
-    names = own.keys() - {file.name for file in copies.values()}
-    found |= {name: _read_digest(own[name], project.started) for name in names}
-    return dict(sorted(found.items()))
-
-
-def _read_digest(path: Path, started: float) -> str:
-    """The hash of a user's file that was read in a run which began at a time, in seconds.
-
-    None that a file could have where it was written to since: it may have been read before.
-    """
-    return digest(path.read_bytes()) if os.stat(path).st_mtime <= started else "changed meanwhile"
 
 
 # What of a record is read again: a list of one shape, a mapping to one (`*`), alternatives in a

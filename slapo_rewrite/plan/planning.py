@@ -15,11 +15,11 @@ import torch
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.file import SourceFile, locate
-from slapo_rewrite.emit.rewrite import import_source
 from slapo_rewrite.plan.candidates import Predicted, Predictor, Way, ways
 from slapo_rewrite.plan.folded_model import Counted, DoesNotRun, rewritten
 from slapo_rewrite.schedule.choices import declared
 from slapo_rewrite.schedule.load import ScheduleFile
+from slapo_rewrite.schedule.source_module import import_source
 from slapo_rewrite.simulate.hardware import Hardware
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -12,9 +12,9 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit.current import TOOL_CHANGED, Asked, asked_again
-from slapo_rewrite.emit.rewrite import Project
 from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
 from slapo_rewrite.model.tree import Tree, build_model
+from slapo_rewrite.project import Project
 from slapo_rewrite.review.recorded_review import Recorded
 
 

@@ -14,7 +14,8 @@ import torch
 from slapo_rewrite import errors
 from slapo_rewrite.cli import main
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.emit.rewrite import Original, Output, rewrite
+from slapo_rewrite.emit.rewrite import Output, rewrite
+from slapo_rewrite.emit.source_diff import Original
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.verify.run import verify
 

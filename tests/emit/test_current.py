@@ -13,7 +13,7 @@ from slapo_rewrite.cli import main
 from slapo_rewrite.emit import diff_cache
 from slapo_rewrite.emit import rewrite as module
 from slapo_rewrite.emit.inputs import may_change
-from slapo_rewrite.emit.record import without_folder
+from slapo_rewrite.emit.new_record import without_folder
 from slapo_rewrite.primitives.shard import MLP, MODEL
 
 SCHEDULE = """\

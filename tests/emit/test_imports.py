@@ -9,7 +9,7 @@ import pytest
 
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import Edit, apply_edits
-from slapo_rewrite.emit.rewrite import idle_imports
+from slapo_rewrite.emit.rewritten_text import idle_imports
 from slapo_rewrite.primitives.shard import MLP, MODEL
 from tests.rewriting import changed_lines, rewritten
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from slapo_rewrite.cli import main
+from slapo_rewrite.code.own_files import is_own
 from slapo_rewrite.emit import inputs
 from slapo_rewrite.primitives.shard import MLP, MODEL
 
@@ -121,4 +122,4 @@ def test_a_record_that_was_tampered_with_imports_nothing(command, tmp_path, caps
 @pytest.mark.parametrize("path", ["json", "torch", "slapo_rewrite.cli", "slapo_rewrite"])
 def test_what_is_installed_is_not_the_user_s(path):
     __import__(path)
-    assert not inputs.is_own(str(sys.modules[path].__file__))
+    assert not is_own(str(sys.modules[path].__file__))

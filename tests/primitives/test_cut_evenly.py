@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from slapo_rewrite.emit.rewrite import Project
 from slapo_rewrite.model.costs import costs_of, elements_of
 from slapo_rewrite.model.small_model import training_inputs
+from slapo_rewrite.project import Project
 from slapo_rewrite.simulate.hardware import hardware
 from slapo_rewrite.simulate.stage_costs import step_seconds
 from tests.rewriting import refused, rewritten

@@ -1,0 +1,84 @@
+"""What is done with an output before it is written: it is imported, built, and run."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+
+from slapo_rewrite import errors
+from slapo_rewrite.directive import depth_of
+from slapo_rewrite.emit.draft import Draft
+from slapo_rewrite.emit.shard_check import check_parts, check_subclasses
+from slapo_rewrite.emit.sibling_files import SiblingFiles
+from slapo_rewrite.model.emitted import Emitted, imported
+from slapo_rewrite.model.rehearsal import OtherNumbersError, rehearse
+from slapo_rewrite.project import Project
+from slapo_rewrite.schedule.plan import Plan
+
+
+def construct(
+    draft: Draft,
+    project: Project,
+    plan: Plan,
+    copies: SiblingFiles,
+    original: types.ModuleType,
+    anew: Sequence[str],
+    sizes: tuple[int, ...],
+) -> None:
+    """Builds the output's model, and runs a small one against the original's.
+
+    Args:
+        draft: The output.
+        project: The source, the schedule and the model.
+        plan: What was scheduled.
+        copies: Which files are rewritten.
+        original: The module of the source as it was before the schedule ran.
+        anew: Modules that the output imports for itself, by name.
+        sizes: The world sizes to run on; none where it is not run.
+
+    Raises:
+        RewriteError: It fails, or is not what was scheduled, or not the model any more.
+    """
+    told = draft.who_wrote().told()
+    whole = imported(draft.files, draft.model_file, anew)
+    with project.timed("construct"), told, whole as emitted:
+        is_split = any(state.shards for state in plan.states.values())
+        built = emitted.tree(project.schedule.module.model, 2 if is_split else 1)
+        copies.check_built(built, project.tree, project.changes)
+        for file in copies.files.values():
+            name = copies.name(file)
+            check_subclasses(file, draft.texts[name], draft.changes[name], built)
+        check_parts(emitted, built, project.tree, plan.states, project.sources)
+        # Where nothing changes, a class of transformers only is in another package, and draws so.
+        if sizes and any(draft.changes.values()):
+            with project.timed("rehearse"):
+                _rehearse(project, original, plan, emitted, sizes)
+
+
+def _rehearse(
+    project: Project,
+    original: types.ModuleType,
+    plan: Plan,
+    emitted: Emitted,
+    sizes: tuple[int, ...],
+) -> None:
+    """Runs a small model of the output against the original's.
+
+    Raises:
+        OtherNumbers: It computes something else.
+    """
+    try:
+        draws_alike = not any(state.replacement for state in plan.states.values())
+        depth = depth_of(plan.shares)
+        rehearse(project.schedule.module, original, emitted, sizes, depth, draws_alike)
+    except OtherNumbersError as error:
+        inside = [path for path in plan.states if path and error.name.startswith(f"{path}.")]
+        near = [plan.states[path].causes() for path in sorted(inside, key=len, reverse=True)]
+        causes = [*(c for found in near for c in found), *plan.directives]
+        places = list(dict.fromkeys(c.at for c in causes if c.at is not None))
+        raise errors.OtherNumbers(
+            f"what comes of this schedule is not the model any more: {error}",
+            at=places[0] if places else None,
+            also=places[1:3],
+            hint=error.hint,
+        ) from error

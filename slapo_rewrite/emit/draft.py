@@ -1,0 +1,82 @@
+"""An output in the making: its files, who wrote their lines, and what they use of helpers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slapo_rewrite.code.splice import Change
+from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.emit.failures import Causes
+
+Directives = tuple[Directive, ...]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an output is to be written.
+
+    Attributes:
+        settings: Knobs, as `name=value`.
+        single_file: Whether the helpers go into the model file, instead of a package around it.
+        further: Helpers that were asked for beside those in use, by the module that has them.
+        support: The name of the folder beside the output that is to hold its helpers.
+        rehearses: Whether a small model of the output is run against the original's.
+    """
+
+    settings: Sequence[str] = ()
+    single_file: bool = False
+    further: Mapping[str, set[str]] = field(default_factory=dict)
+    support: str | None = None
+    rehearses: bool = True
+
+
+@dataclass
+class Draft:
+    """The files of an output, as far as they are made.
+
+    Attributes:
+        model_file: The name of the rewritten model file.
+        texts: The rewritten files, by name.
+        lengths: The length that the lines of each keep to.
+        changes: Lines of files that the schedule caused, by the file's name.
+        used: The names that the output uses of each helper module.
+        helpers: The other files, by name.
+        causes: The directives for which there is a helper module.
+        uses: The names that it uses of its support folder, by helper module; None without one.
+        warnings: What could not be checked, in words.
+    """
+
+    model_file: str
+    texts: dict[str, str] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+    changes: dict[str, list[Change]] = field(default_factory=dict)
+    used: dict[str, set[str]] = field(default_factory=dict)
+    helpers: dict[str, str] = field(default_factory=dict)
+    causes: dict[str, Directives] = field(default_factory=dict)
+    uses: dict[str, set[str]] | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """All of them."""
+        return {**self.texts, **self.helpers}
+
+    def use(self, names: Mapping[str, set[str]]) -> None:
+        """Further names of helper modules are used."""
+        for module, own in names.items():
+            self.used.setdefault(module, set()).update(own)
+
+    def because(self, module: str, causes: Directives) -> None:
+        """Further directives need a helper module."""
+        self.causes[module] = merged_causes(self.causes.get(module, ()), causes)
+
+    def helper_causes(self) -> dict[str, Directives]:
+        """The directives for which there is each helper file; some are there for others' sake."""
+        parallel = self.causes.get("tensor_parallel", ())
+        return {name: self.causes.get(Path(name).stem) or parallel for name in self.helpers}
+
+    def who_wrote(self) -> Causes:
+        """Tells of a failing line which directives it goes back to."""
+        return Causes(self.files, self.changes, self.helper_causes())

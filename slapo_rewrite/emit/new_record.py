@@ -1,0 +1,177 @@
+"""The record of a new output: what went into it, what came out, and why each line changed."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite import __version__
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.directive import Directive, depth_of
+from slapo_rewrite.emit.draft import Draft, Options
+from slapo_rewrite.emit.record import digest, dumped, installed, packed, tool_digest
+from slapo_rewrite.emit.support_folder import as_recorded
+from slapo_rewrite.project import Project
+from slapo_rewrite.schedule.load import MODULE as SCHEDULE
+from slapo_rewrite.schedule.plan import Plan
+
+
+def record_text(
+    project: Project,
+    draft: Draft,
+    options: Options,
+    plan: Plan,
+    inferred: Iterable[Directive],
+    knobs: Mapping[str, Any],
+    files: Mapping[str, str],
+    absolute: Mapping[str, Iterable[int]],
+    copies: Mapping[str, SourceFile],
+    own: Mapping[str, Path],
+) -> str:
+    """The text of `rewrite.json`.
+
+    Args:
+        project: The source and the schedule.
+        draft: The output.
+        options: How it is written.
+        plan: The primitive calls, and what became of the rules that they asked for.
+        inferred: Further directives: the collectives that were inferred.
+        knobs: Every knob's value.
+        files: The other files as they are written.
+        absolute: The lines of rewritten files with imports that were made absolute.
+        copies: The other files that are rewritten, by their names in the output.
+        own: The user's modules that source and schedule import, by their names.
+    """
+    directives = [*plan.directives, *inferred]
+    depth = depth_of(share for d in directives if d.paths for share in d.shares)
+    rules = [{"directive": n, **note} for n, notes in plan.notes.items() for note in notes]
+    given = dict(item.split("=", 1) for item in options.settings)
+    further = sorted(name for names in options.further.values() for name in names)
+    support = {"folder": options.support, "uses": as_recorded(draft.uses or {})}
+    warnings = [without_folder(warning) for warning in draft.warnings]
+    content = {
+        "tool": {"name": "slapo-rewrite", "version": __version__, "digest": tool_digest()},
+        "source": {
+            "name": project.source_name,
+            "file": draft.model_file,
+            "sha256": stored(project.original),
+        },
+        "schedule": {
+            "name": project.schedule.name,
+            "sha256": _read_digest(project.schedule.path, project.started),
+        },
+        "knobs": {name: knobs[name] for name in sorted(knobs)},
+        "set": dict(sorted(given.items())),
+        "single_file": options.single_file,
+        **({"support": support} if options.support is not None else {}),
+        **({"with": further} if further else {}),
+        **({"depth": depth} if depth > 2 else {}),
+        "packages": packages(project, own),
+        **({"copies": copied(copies)} if copies else {}),
+        "depends": depends(project, copies, own),
+        "files": {name: digest(text) for name, text in sorted(files.items())},
+        "directives": [directive(d) for d in directives],
+        "changes": [*_changes(draft)],
+        **({"absolute": {n: [*lines] for n, lines in absolute.items()}} if absolute else {}),
+        **({"rules": rules} if rules else {}),
+        **({"warnings": warnings} if warnings else {}),
+        "verification": None,
+        "written": {n: packed(t) for n, t in sorted(files.items()) if n.endswith(".py")},
+    }
+    return dumped(content)
+
+
+def _changes(draft: Draft) -> Iterator[dict[str, Any]]:
+    """Which directives wrote which lines, and which helper files are there for them."""
+    for name, own in draft.changes.items():
+        for change in own:
+            yield {
+                "file": name,
+                "lines": [change.first, change.last],
+                "directives": [d.number for d in change.causes],
+                "why": change.why,
+            }
+    for name, causes in sorted(draft.helper_causes().items()):
+        yield {
+            "file": name,
+            "lines": None,
+            "directives": sorted({d.number for d in causes}),
+            "why": "what the model file calls",
+        }
+
+
+def stored(file: SourceFile) -> str:
+    """The SHA-256 of a source file."""
+    return digest(file.as_stored(file.text))
+
+
+def without_folder(warning: str) -> str:
+    """`/home/me/net.py:3: ...` -> `net.py:3: ...`: a record holds no path of one machine."""
+    return re.sub(r"^[^:`\n]*[/\\]([^/\\:]+:\d+: )", r"\1", warning)
+
+
+def directive(item: Directive) -> dict[str, Any]:
+    """One primitive call, with its module paths in short: numeric segments are written as `*`."""
+    content = {
+        "primitive": item.primitive,
+        "line": item.at.line if item.at else None,
+        "text": item.text,
+        "paths": list(dict.fromkeys(with_wildcards(p) for p in item.paths)),
+    }
+    if item.inferred:
+        return {**content, "inferred": item.inferred}
+    shares = [str(share) for share in item.shares if item.paths]
+    return {**content, "shares": shares} if shares else content
+
+
+def packages(project: Project, own: Mapping[str, Path]) -> dict[str, str]:
+    """Versions of torch, and of the packages that the source and the user's own modules import."""
+    tops = {project.original.name.partition(".")[0]}
+    tops |= {name.partition(".")[0] for name in project.original.imports.values()}
+    for name in (SCHEDULE, *own):
+        file = project.sources.file_named(name)
+        tops |= {n.partition(".")[0] for n in file.imports.values()} if file is not None else set()
+    tops -= {*sys.stdlib_module_names, *(name.partition(".")[0] for name in own), "torch"}
+    return {name: version for name in ("torch", *sorted(tops)) if (version := installed(name))}
+
+
+def copied(copies: Mapping[str, SourceFile]) -> dict[str, dict[str, str]]:
+    """The other files that are rewritten: the modules that they are, and their hashes."""
+    return {
+        name: {"module": file.name, "sha256": stored(file)} for name, file in sorted(copies.items())
+    }
+
+
+def depends(
+    project: Project, copies: Mapping[str, SourceFile], own: Mapping[str, Path]
+) -> dict[str, str]:
+    """Hashes of the other files that go into an output.
+
+    Those that the model's classes come from, torch's own apart, and the user's own modules.
+    """
+    modules = {node.cls.__module__ for node in project.tree.nodes.values()}
+    config = getattr(project.tree.root.live, "config", None)
+    if config is not None:
+        modules.add(type(config).__module__)
+    modules -= {file.name for file in copies.values()} | {project.file.name, SCHEDULE}
+    found = {}
+    for name in sorted(modules - own.keys()):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and name.split(".")[0] not in ("torch", "builtins"):
+            found[name] = digest(Path(file).read_bytes())
+    names = own.keys() - {file.name for file in copies.values()}
+    found |= {name: _read_digest(own[name], project.started) for name in names}
+    return dict(sorted(found.items()))
+
+
+def _read_digest(path: Path, started: float) -> str:
+    """The hash of a user's file that was read in a run which began at a time, in seconds.
+
+    None that a file could have where it was written to since: it may have been read before.
+    """
+    return digest(path.read_bytes()) if os.stat(path).st_mtime <= started else "changed meanwhile"

@@ -1,0 +1,157 @@
+"""The text of a rewritten file: with its edits, and without the imports that they leave idle."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import re
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.code import import_lines
+from slapo_rewrite.code.file import SourceFile, lines_of
+from slapo_rewrite.code.splice import Change, Edit, apply_edits
+from slapo_rewrite.directive import merged_causes
+
+
+def rewritten(
+    file: SourceFile,
+    edits: Sequence[Edit],
+    own: Sequence[Edit],
+    line_length: int,
+    earlier: Sequence[Change] = (),
+    original: SourceFile | None = None,
+) -> tuple[str, list[Change]]:
+    """The text of a file with its edits, and without the imports that they leave idle.
+
+    Args:
+        file: The file as it is before the last edits.
+        edits: Every edit of it.
+        own: What changed in its classes and functions.
+        line_length: The file's own.
+        earlier: Lines that edits before these wrote.
+        original: The file before all edits, where that is another one.
+    """
+    text, _ = apply_edits(file.text, edits)
+    idle = idle_imports(file, text, [*own, *earlier], line_length, original)
+    # What stands inside a statement that is written anew is part of that.
+    kept = [e for e in edits if not any(i.start < e.start and e.end < i.end for i in idle)]
+    # Where an import is redirected, idle names are left out there.
+    idle = [i for i in idle if not any(e.start <= i.start < e.end for e in kept)]
+    return apply_edits(file.text, [*kept, *idle], earlier)
+
+
+def idle_names(file: SourceFile, text: str) -> Set[str]:
+    """The imported names that a file uses, and that its rewritten text uses no more."""
+    return (file.imports.keys() & used_in(file.tree)) - used_in(parsed(text, file))
+
+
+def idle_imports(
+    file: SourceFile,
+    text: str,
+    edits: Sequence[Edit | Change],
+    line_length: int,
+    original: SourceFile | None = None,
+) -> list[Edit]:
+    """Takes out imported names that the original uses and the rewritten text no longer does.
+
+    Args:
+        file: The file as it is before the last edits.
+        text: The rewritten text.
+        edits: What changed in it.
+        line_length: The file's own.
+        original: The file before all edits, where that is another one.
+    """
+    idle = idle_names(original or file, text) & file.imports.keys()
+    causes = merged_causes(*(e.causes for e in edits))
+    removed = []
+    for node in file.tree.body if idle else ():
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        kept = [a for a in node.names if (a.asname or a.name) not in idle]
+        if len(kept) == len(node.names) or import_lines.is_remarked(file, node):
+            continue  # a comment there may be about the import: leave both
+        placed = import_lines.without(file, node)
+        if kept:
+            names = ast.unparse(ast.Import(kept)).removeprefix("import ")
+            lead = "import"
+            if isinstance(node, ast.ImportFrom):
+                lead = f"from {file.resolve_import(node)} import"
+            placed = import_lines.instead(file, node, [f"{lead} {names}"], line_length)
+        removed.append(placed.caused_by(causes, "import what is used, no more"))
+    return removed
+
+
+def used_in(tree: ast.Module) -> set[str]:
+    """Names that a file uses, those in strings (`__all__`, quoted annotations) included."""
+    used: set[str] = set()
+    waiting: list[Any] = [tree]
+    while waiting:  # twice as fast as `ast.walk`, and whole files are walked
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, ast.Name):
+            used.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            used.update(re.findall(r"\w+", node.value))
+        elif isinstance(node, ast.AST):
+            waiting += [getattr(node, name, None) for name in node._fields]
+    return used
+
+
+def check_text(text: str, file: SourceFile) -> None:
+    """The result must parse, and define every class and function that the original defines."""
+
+    def defined(tree: ast.Module) -> set[str]:
+        return {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
+
+    lost = defined(file.tree) - defined(parsed(text, file))
+    if lost:
+        raise AssertionError(f"the rewritten file no longer defines {sorted(lost)}")
+
+
+@functools.lru_cache(maxsize=2)
+def parsed(text: str, file: SourceFile) -> ast.Module:
+    """The syntax tree of a file as it was rewritten.
+
+    Raises:
+        Unsupported: It is indented by tabs, and new lines are not.
+        BrokenOutput: It does not parse: a defect.
+    """
+    try:
+        return ast.parse(text)
+    except SyntaxError as error:
+        line = lines_of(text)[(error.lineno or 1) - 1]
+        at = errors.Span(f"rewritten/{file.path.name}", error.lineno or 1, 1, len(line) or 1, line)
+        if tab := re.search(r"^ *\t", file.text, re.M):
+            number = file.text.count("\n", 0, tab.start()) + 1
+            raise errors.Unsupported(
+                f"{file.path.name} is indented by tabs, and a line that is put into it cannot be",
+                at=errors.Span(file.display, number, 1, 1, file.line(number)),
+                hint="indent the file by spaces",
+            ) from None
+        raise errors.BrokenOutput(
+            f"what was to be written does not parse: {error.msg}",
+            at=at,
+            hint="this is a defect of slapo-rewrite, not of your input; nothing was written",
+        ) from error
+
+
+def carried(changes: Sequence[Change], before: str, after: str) -> list[Change]:
+    """The lines that edits wrote, in a text of which definitions were taken and laid out anew."""
+    matcher = difflib.SequenceMatcher(None, lines_of(before), lines_of(after), False)
+    found = []
+    for change in changes:
+        lines = [
+            (first + max(change.first - 1 - a, 0), last - max(b - change.last, 0))
+            if tag == "equal"
+            else (first, last)
+            for tag, a, b, first, last in matcher.get_opcodes()
+            if a < change.last and b > change.first - 1
+        ]
+        if lines:
+            found.append(replace(change, first=lines[0][0] + 1, last=max(lines[-1][1], 1)))
+    return found

@@ -1,0 +1,99 @@
+"""The source as a module: imported from its file, or run from a text that is not on disk."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterable
+from contextlib import chdir
+from pathlib import Path
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.imports import Reference
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.own_files import is_own
+from slapo_rewrite.model.tree import uncompiled
+
+
+def import_source(file: SourceFile) -> types.ModuleType:
+    """The module of a source file, imported the way its own package imports it.
+
+    What lies beside it can be imported too, as where it is run in its own folder.
+
+    Raises:
+        SourceError: The import fails.
+    """
+    folder = file.path.absolute().parents[file.package.count(".") + 1 if file.package else 0]
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # at the end, so that it hides nothing
+    try:
+        if file.package or not is_own(str(file.path)):
+            with chdir("."):
+                module = importlib.import_module(file.name)
+            if Path(str(module.__file__)).resolve() == file.path.resolve():
+                return module
+        spec = importlib.util.spec_from_file_location(file.name, file.path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[file.name] = module
+        with chdir("."):
+            spec.loader.exec_module(module)
+        return module
+    except (errors.RewriteError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a file that calls sys.exit() as well
+        here = os.path.realpath(file.path)
+        line = next(
+            (
+                f.tb_lineno
+                for f in _frames(error)
+                if os.path.realpath(f.tb_frame.f_code.co_filename) == here
+            ),
+            None,
+        )
+        if isinstance(error, SyntaxError) and os.path.realpath(error.filename or "") == here:
+            line = error.lineno  # what parses need not compile
+        at = errors.Span(file.display, line, 1, 1, file.line(line)) if line else None
+        raise errors.SourceError(
+            f"`{file.display}` cannot be imported: {type(error).__name__}: {error}",
+            at=at,
+            hint="a file of a package is imported as part of it: give its dotted module name",
+        ) from error
+
+
+def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.ModuleType:
+    """The module of a file whose text is not the one on disk.
+
+    Args:
+        file: The file.
+        references: What it uses from elsewhere, and imports only when it is written.
+    """
+    module = types.ModuleType(file.name)
+    module.__file__, module.__package__ = str(file.path), file.package
+    for reference in references:
+        home, _, name = reference.origin.rpartition(".")
+        value = getattr(importlib.import_module(home), name) if home else None
+        owner, _, written = reference.written.rpartition(".")
+        if owner:
+            setattr(module.__dict__.setdefault(owner, types.SimpleNamespace()), written, value)
+        else:
+            setattr(module, written, value)
+    if "." not in file.name:
+        sys.modules[file.name] = module
+    with uncompiled():
+        exec(
+            compile(file.text, str(file.path), "exec", dont_inherit=True),
+            module.__dict__,
+        )
+    return module
+
+
+def _frames(error: BaseException) -> list[types.TracebackType]:
+    found, traceback = [], error.__traceback__
+    while traceback is not None:
+        found.append(traceback)
+        traceback = traceback.tb_next
+    return found
