@@ -101,13 +101,27 @@ def flow_of(model: nn.Module, inputs: Mapping[str, Any], full: nn.Module) -> Flo
     """
     flow = _followed(model, inputs, frozenset())
     own = (_list_around(model, full, path) for p in flow.layers for path in _feeds_itself(flow, p))
-    apart = frozenset(filter(None, own))
+    # A stack of whole layers is split inside of each; that its routers and gates reach those of the
+    # next one along the residual stream says nothing.
+    apart = frozenset(each for each in own if each and not _has_pairs(flow, model, each))
     return _followed(model, inputs, apart) if apart else flow
 
 
 def _feeds_itself(flow: Flow, pattern: str) -> list[str]:
     """The modules of a pattern, where one of them is given the result of another one."""
     return sorted(flow.layers[pattern].paths) if pattern in flow.sources[pattern] else []
+
+
+def _has_pairs(flow: Flow, model: nn.Module, listed: str) -> bool:
+    """Whether each element of a list holds layers that feed one that could be split with them."""
+    inside = f"{listed}.*."
+    for consumer, sources in flow.sources.items():
+        module = model.get_submodule(min(flow.layers[consumer].paths))
+        is_fed_inside = consumer not in sources and all(s.startswith(inside) for s in sources)
+        takes_parts = any(map(is_row, (splits_of(module) or {}).values()))
+        if consumer.startswith(inside) and sources and is_fed_inside and takes_parts:
+            return True
+    return False
 
 
 def _list_around(model: nn.Module, full: nn.Module, path: str) -> str | None:

@@ -119,6 +119,22 @@ def test_elements_that_feed_one_another_are_not_one_where_depth_does_not_count_t
     assert not plain.apart and set(plain.layers) == {"layers.*.linear"}
 
 
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.mlp = nn.Linear(8, 1), MLP()
+
+    def forward(self, x):
+        return self.router(x).sigmoid() * self.mlp(x)
+
+
+def test_layers_whose_routers_reach_one_another_along_the_stream_stay_one():
+    """In a small model, where nothing is deeper than what is followed."""
+    flow, pairs = found(Stack(Routed(), Routed(), Routed()))
+    assert "layers.*.router" in flow.sources["layers.*.router"] and not flow.apart
+    assert ("layers.*.mlp.gate layers.*.mlp.up", "layers.*.mlp.down") in pairs
+
+
 def test_layers_in_a_sequence_are_not_one():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     assert [pattern_of(model, path) for path, _ in model.named_modules()] == ["", "0", "1", "2"]
