@@ -20,7 +20,7 @@ from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.code.lines import Causes, Lines, changed, written
 from slapo_rewrite.code.runs import definition_text, header_text
-from slapo_rewrite.code.text import accessor, docstring, within
+from slapo_rewrite.code.text import accessor, docstring, with_article, within
 from slapo_rewrite.hugging_face import CACHES
 
 
@@ -282,13 +282,14 @@ class SubclassWriter:
         own = class_name in self.file.classes
         forward = self.classes.method(class_name, "forward") if own else None
         call = self.imports.outside(CHECKPOINT, "checkpoint", causes)
-        doc = f"A `{shown}` that recomputes its activations in the backward pass."
+        of_it = with_article(shown)
+        doc = f"{of_it} that recomputes its activations in the backward pass."
         options = ["use_reentrant=False"]
         if what.updates_buffers:
             options.append(f"context_fn={buffers_context(self.imports, causes)}")
         if what.kept is not None:
             options.append(f"context_fn={context(self.imports, what.kept, causes)}")
-            doc = f"A `{shown}` that recomputes most of its activations in the backward pass."
+            doc = f"{of_it} that recomputes most of its activations in the backward pass."
         text = [f"class {new_name}({mixed}{shown}):", *docstring(doc, 4, self.line_length), ""]
         names = parameters(forward) if forward else []
         caches = [name for name in names if name in CACHES]

@@ -30,6 +30,12 @@ def with_wildcards(path: str) -> str:
     return ".".join("*" if segment.isdigit() else segment for segment in path.split("."))
 
 
+def with_article(name: str) -> str:
+    """A class at the head of a sentence: "A `Block`", "An `Expert`", "An `MLP`" (M is spelled)."""
+    vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIO"
+    return f"{'An' if name[:1] in vowels else 'A'} `{name}`"
+
+
 def docstring(text: str, indent: int, line_length: int) -> list[str]:
     """A docstring of one line, or broken over several where it does not fit."""
     pad = " " * indent

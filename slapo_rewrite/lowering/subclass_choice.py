@@ -26,6 +26,7 @@ from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.code.runs import above, apart, behind
 from slapo_rewrite.code.splice import Edit
+from slapo_rewrite.code.text import with_article
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.join import find_site
@@ -93,7 +94,7 @@ class SubclassChoice:
                     beyond,
                     self.changes.indices,
                     *self._relatives(definition),
-                    f"A `{cls.__name__}` {doc}.",
+                    f"{with_article(cls.__name__)} {doc}.",
                 )
                 edits += self._class_after(
                     cls.__name__, text, causes, f"`{name}`, for some instances"
