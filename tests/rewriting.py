@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import chdir
 from pathlib import Path
 from types import ModuleType
 
@@ -44,12 +45,13 @@ def schedule(s):
 def rewritten(
     folder: Path, source: str, schedule: str, settings: tuple[str, ...] = (), newline: str = "\n"
 ) -> Output:
-    """The output for the text of a source file and of a schedule."""
+    """The output for the text of a source file, named as users name it, and of a schedule."""
     number = len(list(folder.glob("source_*.py")))
-    path = folder / f"source_{number}.py"
-    path.write_text(source, encoding="utf-8", newline=newline)
+    name = f"source_{number}.py"
+    (folder / name).write_text(source, encoding="utf-8", newline=newline)
     (folder / "s.py").write_text(schedule, encoding="utf-8")
-    return rewrite(str(path), str(folder / "s.py"), settings)
+    with chdir(folder):
+        return rewrite(name, str(folder / "s.py"), settings)
 
 
 def written(folder: Path, output: Output) -> Path:

@@ -102,7 +102,7 @@ def forget() -> None:
 def depth(file: SourceFile, value: ast.expr, stack: Stack) -> int | None:
     """Which of the calls of a stack an expression is; None where it is none of them."""
     begin, end = (value.lineno, value.col_offset), (value.end_lineno, value.end_col_offset)
-    path = _real(str(file.path))
+    path = _real(os.path.abspath(file.path))
     for number, (name, at) in enumerate(stack):
         # A method call over several lines begins, for CPython, at the line of the method's name.
         if at[2:] == end and at[:2] >= begin and _real(name) == path:
@@ -123,7 +123,7 @@ def place(stack: Stack) -> errors.Span | None:
 
 def passes_through(file: SourceFile, stack: Stack) -> bool:
     """Whether any of the calls stands in a file."""
-    path = _real(str(file.path))
+    path = _real(os.path.abspath(file.path))
     return any(_real(name) == path for name, _ in stack)
 
 

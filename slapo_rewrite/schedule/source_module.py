@@ -72,7 +72,8 @@ def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.
         references: What it uses from elsewhere, and imports only when it is written.
     """
     module = types.ModuleType(file.name)
-    module.__file__, module.__package__ = str(file.path), file.package
+    path = os.path.abspath(file.path)  # as an import names the file to its code
+    module.__file__, module.__package__ = path, file.package
     for reference in references:
         home, _, name = reference.origin.rpartition(".")
         value = getattr(importlib.import_module(home), name) if home else None
@@ -85,7 +86,7 @@ def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.
         sys.modules[file.name] = module
     with uncompiled():
         exec(
-            compile(file.text, str(file.path), "exec", dont_inherit=True),
+            compile(file.text, path, "exec", dont_inherit=True),
             module.__dict__,
         )
     return module

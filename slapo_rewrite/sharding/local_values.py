@@ -11,6 +11,7 @@ import ast
 import copy
 import functools
 import inspect
+import os
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -105,7 +106,7 @@ def install_values(
         function.__globals__[name] = functools.partial(_crossed, cross, list(wanted.values()))
         undo.append(functools.partial(function.__globals__.__delitem__, name))
         undo.append(functools.partial(setattr, function, "__code__", function.__code__))
-        tree = run.asked.texts[function.__code__.co_filename]
+        tree = run.asked.texts[next(iter(wanted)).statement.filename]
         function.__code__ = _code(tree, function.__code__, _Calls(name, list(wanted)))
 
 
@@ -126,13 +127,14 @@ def _crossed(
 def _function_at(node: Node, value: LocalValue) -> types.FunctionType:
     """The method of a module in which a statement stands."""
     place = value.statement
+    file = os.path.realpath(place.filename)  # the user's word for it may be relative
     for base in node.cls.__mro__:
         for found in filter(inspect.isfunction, vars(base).values()):
             function = inspect.unwrap(found)
             assert isinstance(function, types.FunctionType)
             code = function.__code__
             lines = {line for _, _, line in code.co_lines()}
-            if code.co_filename == place.filename and place.line in lines:
+            if os.path.realpath(code.co_filename) == file and place.line in lines:
                 return function
     raise PlacementError(
         f"no method of `{node.path}` that can be followed has line {place.line}",
