@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, GPT2Config, LlamaConfig
 
 from slapo_rewrite.emit.write import write
-from tests.marks import long
+from tests.marks import all_but, long
 from tests.processes import run
 
 # What torch says of the original as well.
@@ -108,9 +108,9 @@ def check_compiled(folder: Path, names: tuple[str, ...], variant: str, backend: 
 @pytest.mark.parametrize(
     ("world", "variant", "backend"),
     [
-        (1, "fused", "aot_eager"),
-        (2, "split", "aot_eager"),
-        long(2, "fused", "aot_eager"),
+        long(1, "fused", "aot_eager"),
+        (2, "fused", "aot_eager"),
+        long(2, "split", "aot_eager"),
         long(2, "recomputed", "aot_eager"),
         long(1, "fused", "inductor"),
         long(2, "split", "inductor"),
@@ -122,8 +122,8 @@ def test_compiled_as_a_whole(folder, world, variant, backend):
     run(check_compiled, world, folder, names, variant, backend, timeout_s=500)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("variant", all_but(["split"], VARIANTS))
+@pytest.mark.parametrize("name", all_but(["bert"], MODELS))
 def test_no_more_graphs_than_the_original(folder, name, variant):
     counts = []
     for model in pair(folder, name, variant)[:2]:

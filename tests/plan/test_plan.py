@@ -29,7 +29,7 @@ def planned(tmp_path, *more, name="gpt2"):
     "case",
     [
         Case("bert", ALONE, 1.0, False, 1),
-        Case("t5", ALONE, 0.5, True, 2),
+        pytest.param(Case("t5", ALONE, 0.5, True, 2), marks=pytest.mark.long),
         pytest.param(Case("llama", SPLIT, 0.5, True, 1), marks=pytest.mark.processes),
         pytest.param(Case("gpt2", ZERO, 0.0, False, 2), marks=pytest.mark.processes),
     ],
