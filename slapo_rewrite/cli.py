@@ -65,7 +65,7 @@ def _code(arguments: list[str]) -> int:
     for_programs = "--json" in arguments
     try:
         name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
-        options = PARSERS[name]().parse_args(arguments[bool(name) :])
+        options = _parsed(name, arguments)
         return COMMANDS.get(name, _rewrite)(options)
     except errors.RewriteError as error:
         print(error.render(), file=sys.stderr)
@@ -88,6 +88,24 @@ def _code(arguments: list[str]) -> int:
         if for_programs:
             _tell(DEFECT, reason="defect")
         return DEFECT
+
+
+def _parsed(name: str, arguments: list[str]) -> argparse.Namespace:
+    """The options; what reads like a command that there is not is answered with those there are.
+
+    Raises:
+        UsageError: They cannot be read.
+    """
+    try:
+        return PARSERS[name]().parse_args(arguments[bool(name) :])
+    except errors.UsageError:
+        meant = errors.nearest(arguments[0], COMMANDS) if arguments and not name else []
+        if not meant or os.path.exists(arguments[0]) or not arguments[0].isalpha():
+            raise
+        raise errors.UsageError(
+            f"there is no command `{arguments[0]}`",
+            hint=f"did you mean `slapo-rewrite {meant[0]}`?",
+        ) from None
 
 
 def _tell(code: int, **facts: Any) -> int:

@@ -43,7 +43,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises it: what a command line lacks is a mistake as others are."""
-        raise errors.UsageError(message, hint=f"{self.prog} --help")
+        hint = f"{self.prog} --help"
+        if message.endswith("required: --schedule/-s"):
+            hint = "give --schedule FILE, one that ships with the tool, or auto: " + hint
+        raise errors.UsageError(message, hint=hint)
 
 
 def _rewrite() -> Parser:

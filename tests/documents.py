@@ -150,7 +150,8 @@ class Reader:
         """Rewrites the document's source by a schedule that goes on from its `schedule.py`."""
         given = self.folder / "schedule.py"
         path = self.folder / "shown.py"
-        path.write_text((given.read_text() if given.exists() else "") + "\n\n" + text)
+        before = "from schedule import *\n\n\n" if given.exists() else ""
+        path.write_text(before + text)
         output = rewrite(self.source or BERT, str(path))
         assert output.diff() or "pipeline.py" in output.files, "it changes nothing"
 

@@ -101,6 +101,7 @@ def line_of(text: str, part: str = MODEL) -> int:
 
 
 FIRST = line_of("")
+TWICE = "\n\ndef schedule(s):\n    pass\n"
 
 
 def test_source_does_not_parse(run: Run):
@@ -108,7 +109,7 @@ def test_source_does_not_parse(run: Run):
     text = run("pass")
     assert "net.py:2:16" in text
     assert "2 |     def f(self)" in text
-    assert "expected ':'" in text
+    assert "error[SR101]: the source does not parse: expected ':'" in text
 
 
 def test_schedule_does_not_parse(run: Run):
@@ -116,9 +117,38 @@ def test_schedule_does_not_parse(run: Run):
     assert "s.py:2" in text and "'(' was never closed" in text
 
 
+def test_a_function_of_the_schedule_that_is_defined_twice(run: Run):
+    text = run("pass\n\ndef schedule(s):\n    pass", schedule=MODEL + "    pass\n" + TWICE)
+    assert "`schedule` is defined twice" in text
+    assert text.index(f"s.py:{FIRST + 3}:1") < text.index(f"s.py:{FIRST - 1}:1")
+    decorated = TWICE.replace("def", "@functools.cache\ndef").replace("pass", "s.chekpoint()")
+    text = run("", schedule="import functools\n" + MODEL + "    pass\n" + decorated)
+    assert "twice" not in text and "did you mean `checkpoint`?" in text
+
+
+def test_a_command_that_there_is_not(run: Run, capsys):
+    assert main(["tre", "net.py", "--schedule", "s.py"]) == 2
+    assert "did you mean `slapo-rewrite tree`?" in capsys.readouterr().err
+    assert main(["net.py", "--diff"]) == 2
+    assert "or auto: slapo-rewrite --help" in capsys.readouterr().err
+
+
+def test_an_output_that_is_a_file(run: Run, capsys):
+    run.folder.joinpath("taken").write_text("mine")
+    run.folder.joinpath("s.py").write_text(MODEL + "    s['layers.*'].checkpoint()\n")
+    assert main(["net.py", "--schedule", "s.py", "-o", "taken"]) == 2
+    assert "such as `-o taken_parallel`" in capsys.readouterr().err
+
+
 def test_no_such_source_or_schedule(run: Run, capsys):
+    (run.folder / "s.py").write_text("")
     assert main(["nte.py", "--schedule", "s.py", "-o", "out"]) == 2
     assert "did you mean `net.py`?" in capsys.readouterr().err
+    assert main(["net.py", "--schedule", "./schedul.py", "-o", "out"]) == 2
+    assert "there is no schedule file `./schedul.py`\n" in capsys.readouterr().err
+    (run.folder / "schedule.py").write_text("")
+    assert main(["net.py", "--schedule", "shedule.py", "-o", "out"]) == 2
+    assert "did you mean `schedule.py`?" in capsys.readouterr().err
     assert main(["net.py", "--schedule", "brt", "-o", "out"]) == 2
     assert "did you mean `bert`?" in capsys.readouterr().err
     assert main(["transformers.models.bert.modeling_brt", "--schedule", "bert", "-o", "out"]) == 2
@@ -128,6 +158,7 @@ def test_no_such_source_or_schedule(run: Run, capsys):
 def test_unknown_path(run: Run):
     text = run('s["layers.*.qvk"].shard("weight", axis=0)')
     assert "error[SR202]: no module `layers.*.qvk`" in text
+    assert "did you mean `layers.*.qkv`" in text
     assert f"s.py:{FIRST}:5" in text
     assert "| " + '    s["layers.*.qvk"]' in text and "^" * 10 in text
     assert ".qkv`" in text
@@ -156,6 +187,7 @@ def test_unknown_knob(run: Run):
 
 
 def test_knob_of_another_type(run: Run):
+    assert "s.py:16:17\n" in run("pass", "--set", "ratio=much")
     assert "`much` is not a value for knob `ratio`: it must be a number" in run(
         "pass", "--set", "ratio=much"
     )
@@ -345,6 +377,7 @@ def test_what_the_user_s_files_print_is_no_output(run: Run, capsys):
 def test_the_meta_device_is_blamed_for_what_it_does_alone(run: Run):
     text = run("", schedule="def model(m):\n    return m.Modle()\ndef schedule(s): pass\n")
     assert "meta device" not in text
+    assert "its classes: Attention, Model" in text
     source = SOURCE.replace("self.embed = ", "float(torch.zeros(1))\n        self.embed = ")
     (run.folder / "net.py").write_text(source)
     assert "must not read the values of tensors" in run("pass")
@@ -355,6 +388,24 @@ def test_a_model_that_runs_nowhere(run: Run):
     (run.folder / "net.py").write_text(source)
     text = run('s["layers.*.out"].shard("weight", axis=1)\ns.infer_sync()')
     assert "the model does not run: " in text and "meta device" not in text
+    assert "has no attribute 'missing'; nor does a small one\n" in text
+    assert f"net.py:{line_of('', SOURCE) - 1}:9" in text and "it stops here" in text
+
+
+def test_inputs_that_the_model_does_not_take(run: Run):
+    schedule = (
+        MODEL.replace('"ids"', '"tokens"') + "    s['layers.*.out'].shard('weight', axis=1)\n"
+    )
+    text = run("", schedule=schedule + "    s.infer_sync()\n")
+    assert "unexpected keyword argument 'tokens'" in text
+    assert "see that the model runs with what `inputs(model)`" in text and "net.py" not in text
+
+
+def test_a_package_that_the_source_imports_and_that_is_not_there(run: Run):
+    (run.folder / "net.py").write_text("import nothere.at_all\n" + SOURCE)
+    text = run("pass")
+    assert "1 | import nothere.at_all\n  | ^^^^^^^^^^^^^^^^^^^^^" in text
+    assert "install `nothere` where slapo-rewrite is" in text
 
 
 LIBRARY = """\

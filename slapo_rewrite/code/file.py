@@ -81,7 +81,7 @@ class SourceFile:
         except OSError as error:
             raise errors.SourceError(
                 f"cannot read `{path}`: {error.strerror or error}",
-                hint=_near_files(path),
+                hint=near_files(path),
             ) from error
         bom, text = _without_bom(_decode(data, path))
         ends = set(_LINE_END.findall(text))
@@ -306,17 +306,17 @@ def locate(source: str) -> tuple[Path, str]:
         )
     if source.endswith(".py"):
         if not path.is_file():
-            raise errors.SourceError(f"there is no file `{source}`", hint=_near_files(path))
+            raise errors.SourceError(f"there is no file `{source}`", hint=near_files(path))
         return path, module_name(path)
     if not all(part.isidentifier() for part in source.split(".")):
         raise errors.SourceError(
             f"`{source}` is neither a Python file nor the dotted name of a module",
-            hint=_near_files(path),
+            hint=near_files(path),
         )
     found = _find_module(source)
     if found is None:
         raise errors.SourceError(
-            f"there is no module `{source}`", hint=_near_modules(source) or _near_files(path)
+            f"there is no module `{source}`", hint=_near_modules(source) or near_files(path)
         )
     return found, source
 
@@ -348,12 +348,12 @@ def _find_module(name: str) -> Path | None:
     return Path(origin) if origin and origin.endswith(".py") else None
 
 
-def _near_files(path: Path) -> str | None:
+def near_files(path: Path) -> str | None:
+    """A hint that offers the Python files beside one that is missing, those with a like name."""
     folder = path.parent if path.parent.is_dir() else Path()
-    names = [p.name for p in folder.glob("*.py")]
-    near = errors.nearest(path.name.removesuffix(".py") + ".py", names)
-    prefix = "" if path.parent == Path() else f"{folder}/"
-    return "did you mean " + " or ".join(f"`{prefix}{n}`" for n in near) + "?" if near else None
+    names = {p.stem: str(p) for p in folder.glob("*.py")}
+    near = errors.nearest(path.name.removesuffix(".py"), names)
+    return "did you mean " + " or ".join(f"`{names[n]}`" for n in near) + "?" if near else None
 
 
 def _near_modules(name: str) -> str | None:
@@ -438,7 +438,9 @@ def _parse(text: str, path: Path) -> ast.Module:
             warnings.simplefilter("ignore")  # an invalid escape is the source's own affair
             return ast.parse(text, str(path))
     except SyntaxError as error:
-        raise errors.SourceError(error.msg, at=_syntax_place(error, path)) from error
+        raise errors.SourceError(
+            f"the source does not parse: {error.msg}", at=_syntax_place(error, path)
+        ) from error
     except (RecursionError, MemoryError) as error:
         raise errors.SourceError(f"`{path}` is nested too deeply to parse") from error
 

@@ -369,7 +369,10 @@ def made(out: Path) -> Iterator[None]:
     new = []
     try:
         if os.path.exists(out) and not out.is_dir():
-            raise errors.OutputUnwritable(f"`{out}` is a file, not a folder")
+            raise errors.OutputUnwritable(
+                f"`{out}` is a file, not a folder",
+                hint=f"give another name, such as `-o {out}_parallel`",
+            )
         folder = out.absolute()
         missing = [folder, *folder.parents]
         missing = missing[: next(n for n, p in enumerate(missing) if os.path.lexists(p))]

@@ -8,7 +8,7 @@ the last layer is not what it seemed, the check is asked for each of them instea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from slapo_rewrite import errors
@@ -35,8 +35,12 @@ class Inference:
         self.tree = tree
         self.causes = {p: s.infer_sync.cause for p, s in states.items() if s.infer_sync}
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, why: str, also: Sequence[errors.Span] = ()) -> None:
         """Refuses to infer anything, if something is to be inferred.
+
+        Args:
+            why: The reason: the model does not run.
+            also: Where it stops.
 
         Raises:
             Unsupported: With the reason.
@@ -45,7 +49,9 @@ class Inference:
             raise errors.Unsupported(
                 f"the syncs cannot be inferred: {why}",
                 at=cause.at,
-                hint="write them: `slapo-rewrite primitives sync` shows how",
+                also=also,
+                hint="see that the model runs with what `inputs(model)` in the schedule gives; "
+                "where it cannot, write the syncs: `slapo-rewrite primitives sync` shows how",
             )
 
     def starts(self, states: States, layers: Mapping[str, Layer]) -> Iterator[States]:

@@ -8,6 +8,8 @@ calls the module, and the changes of a class become edits (`specialize`).
 from __future__ import annotations
 
 import itertools
+import os
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -390,15 +392,29 @@ class _Lowering:
             )
         except CannotRun as why:
             lead = "the model does not run"
-            instead = f"nor does a small one: {str(why).splitlines()[0]}"
+            same = str(why) == str(error)
+            instead = "nor does a small one" + ("" if same else f": {str(why).splitlines()[0]}")
         self.states = before
         reason = f"{str(error).splitlines()[0]}; {instead}"
-        self.inference.refuse(f"{lead}: {reason}")
+        self.inference.refuse(f"{lead}: {reason}", self._raised_at(error))
         self.warnings.append(
             f"{lead}, so sizes inside `forward` were not followed ({reason}); `--verify` tells "
             "whether they had to be"
         )
         return ShardingResult()
+
+    def _raised_at(self, error: CannotRun) -> list[errors.Span]:
+        """The model's own line at which it stopped; none where it was called wrongly."""
+        file = self.files.main.file
+        home = os.path.realpath(file.path)
+        frames = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
+        lines = [f.lineno for f in frames if f.lineno and os.path.realpath(f.filename) == home]
+        if not lines:
+            return []
+        text = file.line(lines[-1])
+        indent = len(text) - len(text.lstrip())
+        width = max(1, len(text) - indent)
+        return [errors.Span(file.display, lines[-1], indent + 1, width, text, "it stops here")]
 
     def _warn_of(self, draw: Draw, world: int) -> None:
         """Says which random numbers bring the ranks out of step, unless they are forked."""

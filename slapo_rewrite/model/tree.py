@@ -22,6 +22,7 @@ from slapo_rewrite.model.meta_device import WithoutFills, without_dynamo
 # How many of the calls that led to a module tell where it was made.
 CALLS = 2
 
+FEW_CLASSES = 6  # which an error can list
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
 
@@ -52,9 +53,7 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
             f"`model` fails: {type(error).__name__}: {error}".rstrip(": "),
             at=_place_raised(make, error),
             also=_deepest_place(make, error),
-            hint="`model(m)` is called on the meta device: it must not read the values of tensors"
-            if "meta" in str(error)
-            else None,
+            hint=_hint(error, module),
         ) from error
     if not isinstance(model, nn.Module):
         raise errors.ModelError(
@@ -264,8 +263,20 @@ def is_container(cls: type) -> bool:
     return own in CONTAINERS
 
 
+def _hint(error: Exception, module: ModuleType) -> str | None:
+    if isinstance(error, AttributeError) and error.obj is module:
+        classes = [n for n, v in vars(module).items() if isinstance(v, type)]
+        own = [n for n in classes if getattr(module, n).__module__ == module.__name__]
+        listed = f"its classes: {', '.join(own)}" if own else "it defines no class"
+        return listed if len(own) <= FEW_CLASSES else errors.did_you_mean(error.name or "", own)
+    if "meta" in str(error):
+        return "`model(m)` is called on the meta device: it must not read the values of tensors"
+    return None
+
+
 def _described(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _place_defined(make: Callable[[ModuleType], nn.Module]) -> errors.Span | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.bundle import rules_folder
-from slapo_rewrite.code.file import lines_of
+from slapo_rewrite.code.file import lines_of, near_files
 from slapo_rewrite.code.text import positions
 from slapo_rewrite.errors import Span
 
@@ -43,7 +43,7 @@ def locate(name: str) -> Path:
     path = Path(name)
     if path.suffix == ".py" or "/" in name:
         if not path.is_file():
-            raise errors.ScheduleError(f"there is no schedule file `{name}`")
+            raise errors.ScheduleError(f"there is no schedule file `{name}`", hint=near_files(path))
         return path
     known = bundled()
     if name in known:
@@ -113,6 +113,7 @@ class ScheduleFile:
             ) from None
         except (OSError, ValueError) as error:
             raise errors.ScheduleError(f"cannot read `{path}`: {error}") from None
+        _defined_once(text, path)
         module = types.ModuleType(MODULE)
         module.__file__ = str(path)
         sys.modules[module.__name__] = module
@@ -223,6 +224,15 @@ class ScheduleFile:
             found[parameter.name] = Knob(parameter.name, annotation, default)
         return found
 
+    def _parameter(self, name: str) -> Span | None:
+        """A parameter of `schedule`, with its annotation."""
+        for node in self.tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name == "schedule":
+                for each in (*node.args.args, *node.args.kwonlyargs):
+                    if each.arg == name:
+                        return _span(each, str(self.path), self.lines)
+        return self.definition("schedule")
+
     def definition(self, name: str) -> Span | None:
         """The head of a function of the file."""
         for node in self.tree.body:
@@ -262,8 +272,40 @@ class ScheduleFile:
         except ValueError as error:
             raise errors.BadKnob(
                 f"`{text}` is not a value for knob `{knob.name}`: {error}",
-                at=self.definition("schedule"),
+                at=self._parameter(knob.name),
             ) from None
+
+
+def _defined_once(text: str, path: Path) -> None:
+    """Refuses a second function of one name, which takes the place of the first unseen.
+
+    Raises:
+        ScheduleError: There is one.
+    """
+    lines, first = lines_of(text), dict[str, ast.FunctionDef]()
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+            continue  # decorators may gather functions of one name
+        before = first.setdefault(node.name, node)
+        if before is not node:
+            heads = [
+                Span(str(path), n.lineno, 1, len(lines[n.lineno - 1]), lines[n.lineno - 1], note)
+                for n, note in ((node, ""), (before, "first defined here"))
+            ]
+            raise errors.ScheduleError(
+                f"`{node.name}` is defined twice, and the first would not be run",
+                at=heads[0],
+                also=heads[1:],
+                hint="give one another name, or make one of them a knob's choice",
+            )
+
+
+def _span(node: ast.expr | ast.arg, path: str, lines: Sequence[str]) -> Span:
+    text = lines[node.lineno - 1]
+    ends_here = node.end_lineno == node.lineno and node.end_col_offset is not None
+    end = node.end_col_offset if ends_here else len(text)
+    assert end is not None
+    return Span(path, node.lineno, node.col_offset + 1, max(1, end - node.col_offset), text)
 
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from typing import Any
 
 from slapo_rewrite import errors, primitives
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Share
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.schedule.plan import Plan
@@ -76,7 +77,9 @@ class Selection:
         return Selection(self._plan, nodes, said, self._shares)
 
     def _unknown(self, pattern: str) -> errors.RewriteError:
-        known = self._below()
+        known: Iterable[str] = self._below()
+        if "*" in pattern:  # answered in kind: one path for all layers, not each layer's own
+            known = [with_wildcards(path) for path in known]
         return errors.UnknownPath(
             f"no module `{pattern}` below `{self._said}`",
             at=self._plan.schedule.caller(),

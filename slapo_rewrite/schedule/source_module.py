@@ -56,12 +56,23 @@ def import_source(file: SourceFile) -> types.ModuleType:
         )
         if isinstance(error, SyntaxError) and os.path.realpath(error.filename or "") == here:
             line = error.lineno  # what parses need not compile
-        at = errors.Span(file.display, line, 1, 1, file.line(line)) if line else None
+        text = file.line(line) if line else ""
+        indent = len(text) - len(text.lstrip())
+        width = max(1, len(text) - indent)
+        at = errors.Span(file.display, line, indent + 1, width, text) if line else None
         raise errors.SourceError(
             f"`{file.display}` cannot be imported: {type(error).__name__}: {error}",
             at=at,
-            hint="a file of a package is imported as part of it: give its dotted module name",
+            hint=_import_hint(error),
         ) from error
+
+
+def _import_hint(error: BaseException) -> str | None:
+    if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
+        return f"the source is run as it stands: install `{error.name}` where slapo-rewrite is"
+    if isinstance(error, ImportError):
+        return "a file of a package is imported as part of it: give its dotted module name"
+    return None
 
 
 def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.ModuleType:
