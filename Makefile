@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.installed
 BERT = transformers.models.bert.modeling_bert --schedule bert --set ckpt_ratio=0.5
 
-.PHONY: help demo example test test-long test-all fuzz lint check docs generated bench
+.PHONY: help demo example test test-long test-all fuzz lint check check-all docs generated bench
 
 help:
 	@echo 'make demo       rewrite BERT, show the diff, verify it in two processes'
@@ -14,7 +14,8 @@ help:
 	@echo 'make test       run the tests'
 	@echo 'make test-all   run them, and the long ones: further models, world sizes and random pairs'
 	@echo 'make fuzz       run random models and schedules against their originals, for SECONDS=600'
-	@echo 'make check      lint, types and tests'
+	@echo 'make check      before a commit: lint, types and tests; of a part by TESTS=tests/rules'
+	@echo 'make check-all  before a release: the long tests too'
 	@echo 'make docs       build the documentation into site/; a broken link is an error'
 	@echo 'make generated  make the outputs in generated/ again'
 	@echo 'make bench      measure, and write benchmark/results/'
@@ -43,8 +44,9 @@ example: $(READY)
 # torch would only wait for those of the other one.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# TESTS="tests/rules tests/test_docs.py" runs these alone.
 test: $(READY)
-	$(PYTEST) -m 'not long'
+	$(PYTEST) -m 'not long' $(TESTS)
 
 test-long: $(READY)
 	$(PYTEST) -m long
@@ -61,7 +63,9 @@ lint: $(READY)
 	$(BIN)/mypy
 
 # That `generated/` is current is one of the tests.
-check: lint test-all
+check: lint test
+
+check-all: lint test-all
 
 # The variable leaves out what the theme says of a successor of MkDocs.
 docs: $(READY)

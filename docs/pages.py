@@ -9,6 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,20 @@ LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)]*)?\)")
 
 def on_config(config: MkDocsConfig) -> None:
     """Fills the menu."""
-    for entry in config.nav:
-        for title, kind in entry.items() if isinstance(entry, dict) else ():
-            entry[title] = [f"{kind}/index.md", *(f"{kind}/{name}.md" for name in KINDS[kind])]
+    for entry in in_menu(config.nav):
+        for title, kind in entry.items():
+            if isinstance(kind, str) and kind in KINDS:
+                pages = (f"{kind}/{name}.md" for name in KINDS[kind])
+                entry[title] = [f"{kind}/index.md", *pages]
+
+
+def in_menu(entries: list[Any]) -> Iterator[dict[str, Any]]:
+    """What has a title in the menu, sections and what is in them."""
+    for entry in entries:
+        if isinstance(entry, dict):
+            yield entry
+            for inside in entry.values():
+                yield from in_menu(inside) if isinstance(inside, list) else ()
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
