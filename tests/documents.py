@@ -99,6 +99,15 @@ def without_figures(text: str) -> list[str]:
     return [" ".join(re.sub(r"\S*\d\S*", "", line).split()) for line in text.strip().splitlines()]
 
 
+def without_schedule(text: str) -> str:
+    """A schedule file without its `schedule`, for another to take its place."""
+    lines = text.splitlines(keepends=True)
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name == "schedule":
+            lines[node.lineno - 1 : node.end_lineno] = []
+    return "".join(lines) + "\n\n"
+
+
 def shows(shown: str, printed: str) -> bool:
     """Whether what is shown was printed, figures apart."""
     lines = [re.escape(each).replace(r"\.\.\.", "[^\0]*") for each in without_figures(shown)]
@@ -150,8 +159,7 @@ class Reader:
         """Rewrites the document's source by a schedule that goes on from its `schedule.py`."""
         given = self.folder / "schedule.py"
         path = self.folder / "shown.py"
-        before = "from schedule import *\n\n\n" if given.exists() else ""
-        path.write_text(before + text)
+        path.write_text((without_schedule(given.read_text()) if given.exists() else "") + text)
         output = rewrite(self.source or BERT, str(path))
         assert output.diff() or "pipeline.py" in output.files, "it changes nothing"
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -202,3 +203,13 @@ def python(script: str, *arguments: str, program: str = sys.executable) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_pythons_that_are_named_are_those_that_the_documents_name():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [each.rpartition(" ")[2] for each in project["classifiers"] if "Python :: 3" in each]
+    assert project["requires-python"] == f">={named[0]}"
+    for document in ("README.md", "docs/tutorial.md"):
+        assert f"Python {named[0]} to {named[-1]}" in (ROOT / document).read_text()
+    limits = (ROOT / "docs/limits.md").read_text()
+    assert f"On Python {', '.join(named[1:-1])} and {named[-1]} the wheel was installed" in limits
