@@ -10,6 +10,7 @@ import argparse
 import atexit
 import importlib
 import os
+import re
 import sys
 import threading
 import traceback
@@ -462,8 +463,16 @@ def _check_installed(command: str, extra: str, *packages: str) -> None:
         except ImportError:
             raise errors.MissingPackage(
                 f"`slapo-rewrite {command}` needs `{package}`, which is not installed",
-                hint=f"pip install 'slapo-rewrite[{extra}]'",
+                hint=f"pip install {' '.join(_packages_of(extra))}",
             ) from None
+
+
+def _packages_of(extra: str) -> list[str]:
+    """What one of the package's extras installs, by name."""
+    from importlib.metadata import requires
+
+    wanted = [line for line in requires("slapo-rewrite") or () if f'extra == "{extra}"' in line]
+    return [re.split(r"[^\w-]", line, maxsplit=1)[0] for line in wanted]
 
 
 def _update(options: argparse.Namespace) -> int:

@@ -117,13 +117,10 @@ def test_schedule_does_not_parse(run: Run):
     assert "s.py:2" in text and "'(' was never closed" in text
 
 
-def test_a_function_of_the_schedule_that_is_defined_twice(run: Run):
+def test_two_schedules_in_one_file(run: Run):
     text = run("pass\n\ndef schedule(s):\n    pass", schedule=MODEL + "    pass\n" + TWICE)
     assert "`schedule` is defined twice" in text
     assert text.index(f"s.py:{FIRST + 3}:1") < text.index(f"s.py:{FIRST - 1}:1")
-    decorated = TWICE.replace("def", "@functools.cache\ndef").replace("pass", "s.chekpoint()")
-    text = run("", schedule="import functools\n" + MODEL + "    pass\n" + decorated)
-    assert "twice" not in text and "did you mean `checkpoint`?" in text
 
 
 def test_a_command_that_there_is_not(run: Run, capsys):

@@ -88,7 +88,8 @@ def asked_again(
         raise errors.NotAnOutput(
             f"this output was written by slapo-rewrite {written}, which is newer than this one, "
             f"{__version__}",
-            hint="pip install --upgrade slapo-rewrite",
+            hint=f"install slapo-rewrite {written}, or write the output again with this one: "
+            "slapo-rewrite SOURCE --schedule S -o OUT --force",
         )
     try:
         return Asked.of(

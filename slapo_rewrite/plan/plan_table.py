@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -33,6 +34,7 @@ def rendered(planned: Planned, width: int = 118) -> str:
                    "bubble", "memory", "bound by"):  # fmt: skip
         table.add_column(column, justify="left" if column == "bound by" else "right")
     best = planned.best[0].seconds
+    decimals = max(0, 2 - math.floor(math.log10(best * 1e3)))  # three digits of it
     for number, each in enumerate(planned.best[:SHOWN], 1):
         way = each.way
         knobs = "seq" * way.sequence_parallel + " fused" * way.fused
@@ -42,7 +44,7 @@ def rendered(planned: Planned, width: int = 118) -> str:
             f"{way.micro_batches}x{way.rows}",
             f"{way.recomputed:.0%}",
             knobs.strip(),
-            f"{each.seconds * 1e3:,.0f}",
+            f"{each.seconds * 1e3:,.{decimals}f}",
             f"{each.seconds / best:.2f}x",
             f"{each.bubble:.0%}",
             gib(each.memory),

@@ -113,7 +113,7 @@ class ScheduleFile:
             ) from None
         except (OSError, ValueError) as error:
             raise errors.ScheduleError(f"cannot read `{path}`: {error}") from None
-        _defined_once(text, path)
+        _scheduled_once(text, path)
         module = types.ModuleType(MODULE)
         module.__file__ = str(path)
         sys.modules[module.__name__] = module
@@ -276,28 +276,25 @@ class ScheduleFile:
             ) from None
 
 
-def _defined_once(text: str, path: Path) -> None:
-    """Refuses a second function of one name, which takes the place of the first unseen.
+def _scheduled_once(text: str, path: Path) -> None:
+    """Refuses a second `schedule`, which would take the place of the first unseen.
 
     Raises:
         ScheduleError: There is one.
     """
-    lines, first = lines_of(text), dict[str, ast.FunctionDef]()
-    for node in ast.parse(text).body:
-        if not isinstance(node, ast.FunctionDef) or node.decorator_list:
-            continue  # decorators may gather functions of one name
-        before = first.setdefault(node.name, node)
-        if before is not node:
-            heads = [
-                Span(str(path), n.lineno, 1, len(lines[n.lineno - 1]), lines[n.lineno - 1], note)
-                for n, note in ((node, ""), (before, "first defined here"))
-            ]
-            raise errors.ScheduleError(
-                f"`{node.name}` is defined twice, and the first would not be run",
-                at=heads[0],
-                also=heads[1:],
-                hint="give one another name, or make one of them a knob's choice",
-            )
+    lines = lines_of(text)
+    heads = [
+        Span(str(path), node.lineno, 1, len(lines[node.lineno - 1]), lines[node.lineno - 1])
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name == "schedule"
+    ]
+    if len(heads) > 1:
+        raise errors.ScheduleError(
+            "`schedule` is defined twice, and the first would not be run",
+            at=heads[-1],
+            also=heads[:-1],
+            hint="make one of what they do a knob's choice, or put each into a file of its own",
+        )
 
 
 def _span(node: ast.expr | ast.arg, path: str, lines: Sequence[str]) -> Span:

@@ -303,6 +303,6 @@ def test_what_is_no_output_of_this_tool_is_refused(capsys):
     path.write_text(json.dumps({**content, "tool": {**content["tool"], "version": "99.0.1"}}))
     error = update(capsys, code=2)
     assert "written by slapo-rewrite 99.0.1, which is newer" in error
-    assert "pip install --upgrade slapo-rewrite" in error
+    assert "install slapo-rewrite 99.0.1, or" in error
     path.write_text(json.dumps({**content, "source": "net.py"}))
     assert "is not a record of slapo-rewrite: its `source`" in update(capsys, code=2)

@@ -213,7 +213,7 @@ def test_command_lines_that_make_no_sense(arguments, words, capsys):
 def test_what_is_missing_is_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     error = refused(capsys, *SEARCH)
-    assert "sklearn" in error and "pip install 'slapo-rewrite[tune]'" in error
+    assert "sklearn" in error and "pip install matplotlib scikit-learn\n" in error
 
 
 def test_the_last_line_of_json_counts():
