@@ -34,6 +34,12 @@ class Span:
     text: str = ""
     note: str = ""
 
+    @classmethod
+    def of_line(cls, path: str, line: int, text: str, note: str = "") -> Span:
+        """All that stands in a line, its indentation apart."""
+        indent = len(text) - len(text.lstrip())
+        return cls(path, line, indent + 1, max(1, len(text) - indent), text, note)
+
     def __str__(self) -> str:
         return f"{self.path}:{self.line}:{self.column}"
 

@@ -45,9 +45,7 @@ class Causes:
         name, line = failed.frames[-1]
         lines = lines_of(self.files[name]) if name in self.files else []
         text = lines[line - 1] if line <= len(lines) else ""
-        indent = len(text) - len(text.lstrip())
-        width = max(1, len(text) - indent)
-        at = errors.Span(f"rewritten/{name}", line, indent + 1, width, text)
+        at = errors.Span.of_line(f"rewritten/{name}", line, text)
         words = f"{type(failed.error).__name__}: {failed.error}".rstrip(": ")
         caused = [self._causes(*frame) for frame in reversed(failed.frames)]
         also = [c.at for found in caused for c in found[:1] if c.at is not None][:1]

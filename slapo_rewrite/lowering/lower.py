@@ -411,10 +411,8 @@ class _Lowering:
         lines = [f.lineno for f in frames if f.lineno and os.path.realpath(f.filename) == home]
         if not lines:
             return []
-        text = file.line(lines[-1])
-        indent = len(text) - len(text.lstrip())
-        width = max(1, len(text) - indent)
-        return [errors.Span(file.display, lines[-1], indent + 1, width, text, "it stops here")]
+        line = lines[-1]
+        return [errors.Span.of_line(file.display, line, file.line(line), "it stops here")]
 
     def _warn_of(self, draw: Draw, world: int) -> None:
         """Says which random numbers bring the ranks out of step, unless they are forked."""

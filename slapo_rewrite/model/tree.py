@@ -306,5 +306,4 @@ def _deepest_place(make: Callable[[ModuleType], nn.Module], error: Exception) ->
 
 def _span(path: str, number: int, note: str = "") -> errors.Span:
     text = linecache.getline(path, number).rstrip("\r\n")
-    indent = len(text) - len(text.lstrip())
-    return errors.Span(path, number, indent + 1, max(1, len(text) - indent), text, note)
+    return errors.Span.of_line(path, number, text, note)

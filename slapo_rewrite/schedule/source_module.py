@@ -56,10 +56,7 @@ def import_source(file: SourceFile) -> types.ModuleType:
         )
         if isinstance(error, SyntaxError) and os.path.realpath(error.filename or "") == here:
             line = error.lineno  # what parses need not compile
-        text = file.line(line) if line else ""
-        indent = len(text) - len(text.lstrip())
-        width = max(1, len(text) - indent)
-        at = errors.Span(file.display, line, indent + 1, width, text) if line else None
+        at = errors.Span.of_line(file.display, line, file.line(line)) if line else None
         raise errors.SourceError(
             f"`{file.display}` cannot be imported: {type(error).__name__}: {error}",
             at=at,
