@@ -442,7 +442,7 @@ def test_every_refusal_has_a_place(run: Run, monkeypatch, message, line):
     assert f"--> s.py:{line}:" in text
     monkeypatch.setattr("slapo_rewrite.schedule.plan.Plan.call", refusing)
     assert f"--> s.py:{FIRST}:5" in run('s["head"].checkpoint()')
-    monkeypatch.setattr("slapo_rewrite.emit.rewrite.Tree", refusing)
+    monkeypatch.setattr("slapo_rewrite.project.Tree", refusing)
     assert "s.py:4:1" in run("pass")
 
 
