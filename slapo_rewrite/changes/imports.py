@@ -41,12 +41,14 @@ class Reference:
         module: A helper module of the output, with a dot before it, or an installed one.
         name: What is used of it.
         written: How the text refers to it: the name, as a rule.
+        backend: Of a function that rules call: what it is carried out by, where that is no kernel.
     """
 
     origin: str
     module: str
     name: str
     written: str
+    backend: str = ""
 
 
 class Imports:
@@ -69,10 +71,14 @@ class Imports:
 
     def helper(self, module: str, name: str, causes: tuple[Directive, ...]) -> str:
         """The reference to a name of a helper module that lies beside the model file."""
+        if self._taken(name):
+            return self.within(module, name, causes)
         self.helpers.setdefault(module, set()).add(name)
         self._causes.setdefault(f".{module}", []).extend(causes)
-        if not self._taken(name):
-            return name
+        return name
+
+    def within(self, module: str, name: str, causes: tuple[Directive, ...]) -> str:
+        """The reference to a name of a helper module through that module."""
         if self._taken(module):
             raise errors.NameTaken(
                 f"both `{name}` and `{module}` mean something else in {self.file.path.name}",
@@ -80,8 +86,8 @@ class Imports:
                 hint="rename one of them in the source",
             )
         self._modules.add(module)
-        self.helpers[module].discard(name)
-        self.helpers[module].add(f"{module}.{name}")
+        self.helpers.setdefault(module, set()).add(f"{module}.{name}")
+        self._causes.setdefault(f".{module}", []).extend(causes)
         return f"{module}.{name}"
 
     def keywords(self, layer: Layer, causes: tuple[Directive, ...]) -> list[tuple[str, str]]:

@@ -146,6 +146,8 @@ def rule_words(note: Mapping[str, Any]) -> list[str]:
     if "applied" in note:
         paths = [path or "the model itself" for path in note["applied"]]
         found.append(f"applied in {', '.join(paths)}")
+    chosen = note.get("chosen", {}).items()
+    found += [f"in {path or 'the model itself'} by {why}" for path, why in chosen]
     found += [f"left {path}: {why}" for path, why in note.get("left", {}).items()]
     if "nearest" in note:
         found.append(f"matches nothing; nearest is {note['nearest']}")

@@ -17,8 +17,6 @@ from slapo_rewrite.schedule.load import ScheduleFile
 
 # Where the schedule's own classes and functions go.
 MODULES = "modules"
-# Where the Triton kernels go, from all files of `runtime/kernels`.
-KERNELS = "kernels"
 # Each module after those that it needs.
 RUNTIME_ORDER = (
     "annotations",
@@ -113,8 +111,9 @@ def library_files(uses: Mapping[str, Iterable[str]], header: str) -> dict[str, s
     """
     known: dict[str, set[str]] = {}
     for module, names in uses.items():
-        if module == KERNELS:
-            libraries = [*kernels.libraries().values()]
+        if kernels.is_of_kernels(module):
+            files = kernels.eager_libraries() if "." in module else kernels.libraries()
+            libraries = [*files.values()]
         else:
             libraries = [runtime_library(module)] if module in RUNTIME_ORDER else []
         defined = {n for library in libraries for n in library.defined.keys() | library.handed_on}
@@ -146,8 +145,14 @@ def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: 
         NameTaken: The model file has another meaning for a name that the helpers need.
         ScheduleError: The schedule's own code cannot be copied.
     """
+    apart = [m.partition(".")[0] for m in used if kernels.is_of_kernels(m)]
+    if len(set(apart)) > 1:
+        raise errors.Unsupported(
+            f"one function of {', '.join(sorted(set(apart)))} is carried out by two backends",
+            hint="leave out --single-file: helpers then keep to files of their own",
+        )
     picked = _picked(used, schedule)
-    order = [m for m in (*RUNTIME_ORDER, KERNELS, MODULES) if m in picked]
+    order = [m for m in (*RUNTIME_ORDER, kernels.KERNELS, MODULES) if m in picked]
     imports: dict[str, set[str]] = {}
     for module in order:
         for line in (line for group in picked[module].imports for line in group):
@@ -215,6 +220,7 @@ def _library(uses: Mapping[str, set[str]]) -> dict[str, Picked]:
     """Names of helper modules, and what these need."""
     wanted = {module: set(names) for module, names in uses.items()}
     found: dict[str, Picked] = {}
+    called = [module for module in wanted if kernels.is_of_kernels(module)]
     _close(wanted)
     if {"weights", "loading"} & wanted.keys() or _shards_something(
         wanted.get("tensor_parallel", set())
@@ -226,8 +232,7 @@ def _library(uses: Mapping[str, set[str]]) -> dict[str, Picked]:
     if "shards" in wanted:  # users name the group by `tensor_parallel.set_group`
         wanted.setdefault("tensor_parallel", set(SURFACE["tensor_parallel"]))
         _close(wanted)
-    if KERNELS in wanted:
-        found[KERNELS] = kernels.picked(wanted.pop(KERNELS))
+    found |= kernels.picked_files({m: wanted.pop(m) for m in called})
     for module in sorted(wanted):
         found[module] = runtime_library(module).pick(wanted[module])
     return found
@@ -241,7 +246,7 @@ def runtime_library(module: str) -> Definitions:
 
 def _close(wanted: dict[str, set[str]]) -> None:
     """Adds what the wanted names need of other runtime modules."""
-    waiting = [m for m in wanted if m != KERNELS]
+    waiting = [m for m in wanted if not kernels.is_of_kernels(m)]
     for module in waiting:
         wanted[module] |= SURFACE.get(module, set())
     while waiting:

@@ -1,4 +1,4 @@
-"""`kernels.py` of an output: the kernels in use, each with its PyTorch reference, in one file."""
+"""`kernels.py` of an output: what rules call, by Triton kernels or in PyTorch's operations alone."""
 
 from __future__ import annotations
 
@@ -6,20 +6,31 @@ import ast
 import functools
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from slapo_rewrite.emit.used_definitions import LINE_LENGTH, Definitions, Picked, import_groups
+from slapo_rewrite import errors
+from slapo_rewrite.changes.imports import Reference
+from slapo_rewrite.emit.used_definitions import (
+    LINE_LENGTH,
+    Definitions,
+    Picked,
+    bound_names,
+    import_groups,
+)
+from slapo_rewrite.fusion.kernel_forms import EAGER, INDUCTOR
 
-FOLDER = Path(__file__).resolve().parents[1] / "runtime" / "kernels"
+RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
+# Where what rules call goes; `kernels_eager` has what `kernels` has by another backend.
+KERNELS = "kernels"
+WITH_KERNELS = "Kernels that the model uses, each with its reference in PyTorch."
+WITHOUT = "What the model calls in the place of kernels, in PyTorch's operations."
 
 
 @functools.cache
 def libraries() -> dict[str, Definitions]:
     """The files of kernels by name, each after those that it needs."""
-    found = {
-        p.stem: Definitions(p.read_text(encoding="utf-8")) for p in sorted(FOLDER.glob("*.py"))
-    }
+    found = _read("kernels")
     ordered: dict[str, Definitions] = {}
 
     def place(name: str) -> None:
@@ -28,10 +39,23 @@ def libraries() -> dict[str, Definitions]:
                 place(needed)
             ordered[name] = found[name]
 
-    found.pop("__init__", None)
     for name in found:
         place(name)
     return ordered
+
+
+@functools.cache
+def eager_libraries() -> dict[str, Definitions]:
+    """The files of the same functions in PyTorch's operations, by name, in the kernels' order."""
+    found = _read("eager")
+    return {name: found[name] for name in libraries() if name in found}
+
+
+def _read(folder: str) -> dict[str, Definitions]:
+    paths = sorted((RUNTIME / folder).glob("*.py"))
+    return {
+        p.stem: Definitions(p.read_text(encoding="utf-8")) for p in paths if p.stem != "__init__"
+    }
 
 
 def _needed(tree: ast.Module) -> list[str]:
@@ -39,38 +63,140 @@ def _needed(tree: ast.Module) -> list[str]:
     return [n.module for n in tree.body if isinstance(n, ast.ImportFrom) and n.level and n.module]
 
 
-def picked(names: Iterable[str]) -> Picked:
+def is_of_kernels(module: str) -> bool:
+    """Whether names of a helper module are functions that rules call."""
+    return re.fullmatch(rf"{KERNELS}(_\w+)?(\.\w+)?", module) is not None
+
+
+def by_backend(
+    used: Mapping[str, set[str]], references: Iterable[Reference]
+) -> dict[str, set[str]]:
+    """The names that are used of each helper module, those of `kernels` apart by their backend.
+
+    Args:
+        used: Names by helper module.
+        references: Which of them have which backend.
+
+    Returns:
+        The names, with keys such as `kernels.eager` for those that are no Triton kernels.
+    """
+    known = {(r.module[1:], r.written): r.backend for r in references if r.module.startswith(".")}
+    found: dict[str, set[str]] = {}
+    for module, names in used.items():
+        for name in names:
+            backend = known.get((module, name), "")
+            found.setdefault(f"{module}.{backend}".rstrip("."), set()).add(name)
+    return found
+
+
+def picked_files(uses: Mapping[str, Iterable[str]]) -> dict[str, Picked]:
+    """The files that hold what rules call, by name.
+
+    Args:
+        uses: Names by helper module and backend, as `by_backend` gives them.
+
+    Raises:
+        KeyError: There is no function of one of the names.
+        Unsupported: One file would hold two of one name.
+    """
+    files: dict[str, dict[str, Iterable[str]]] = {}
+    for module, names in uses.items():
+        file, _, backend = module.partition(".")
+        files.setdefault(file, {})[backend] = names
+    return {
+        file: picked(own.get("", ()), own.get(EAGER, ()), own.get(INDUCTOR, ()))
+        for file, own in sorted(files.items())
+    }
+
+
+def picked(
+    names: Iterable[str], eager: Iterable[str] = (), compiled: Collection[str] = ()
+) -> Picked:
     """The public functions of these names and all that they need, as one file.
+
+    Args:
+        names: Those that launch kernels.
+        eager: Those in PyTorch's operations alone.
+        compiled: Those in these operations that `torch.compile` compiles.
 
     Raises:
         KeyError: There is none of one of the names.
+        Unsupported: There would be two of one name.
     """
-    files, wanted = libraries(), dict[str, set[str]]()
+    names = [*names]
+    plain = _eager_parts([*eager, *compiled], compiled)
+    parts = _kernel_parts(names, plain.values())
+    _check_apart(parts.values(), plain.values())
+    every = [(name, part[name]) for name in libraries() for part in (parts, plain) if name in part]
+    imports: dict[str, set[str]] = {}
+    legend: dict[str, str] = {}
+    bodies, last = [], ""
+    for name, part in every:
+        for line in (line for group in part.imports for line in group):
+            _add(line, imports)
+        # Where nothing is launched, references stand below the heading of what calls them.
+        shown = part if names else plain.get(name)
+        body = part.body.strip("\n")
+        if shown is not None and (heading := (shown.docstring or "").partition("\n")[0]) != last:
+            body, last = f"# {heading}\n\n\n{body}", heading
+            legend |= legend_of(shown.docstring or "")
+        bodies.append(body)
+    docstring = f"{WITH_KERNELS if names else WITHOUT}\n"
+    if legend:
+        shapes = ", ".join(f"{letter} {meaning}" for letter, meaning in legend.items())
+        docstring += "\n" + textwrap.fill(f"Shapes: {shapes}.", LINE_LENGTH) + "\n"
+    groups = [group.splitlines() for group in import_groups(imports)]
+    gap = "\n\n" if bodies[0].startswith("#") else "\n\n\n"
+    return Picked(groups, gap + "\n\n\n".join(bodies), docstring)
+
+
+def _eager_parts(names: Iterable[str], compiled: Collection[str]) -> dict[str, Picked]:
+    """What is taken of each file in `runtime/eager`."""
+    wanted = _by_file(names, eager_libraries())
+    return {m: eager_libraries()[m].pick(own, compiled) for m, own in wanted.items()}
+
+
+def _kernel_parts(names: Iterable[str], callers: Iterable[Picked]) -> dict[str, Picked]:
+    """What is taken of each file in `runtime/kernels`: functions, and what others call of it."""
+    files = libraries()
+    wanted = _by_file(names, files)
+    for module, used in (item for caller in callers for item in caller.helpers.items()):
+        wanted.setdefault(module.removeprefix(f"{KERNELS}."), set()).update(used)
+    found: dict[str, Picked] = {}
+    for module in reversed(files):
+        if module in wanted:
+            found[module] = files[module].pick(wanted[module])
+            for other, used in found[module].helpers.items():
+                wanted.setdefault(other, set()).update(used)
+    return found
+
+
+def _by_file(names: Iterable[str], files: Mapping[str, Definitions]) -> dict[str, set[str]]:
+    wanted: dict[str, set[str]] = {}
     for name in names:
         home = next((m for m, library in files.items() if name in library.defined), None)
         if home is None:
             raise KeyError(name)
         wanted.setdefault(home, set()).add(name)
-    bodies: list[str] = []
-    imports: dict[str, set[str]] = {}
-    legend: dict[str, str] = {}
-    for module in reversed(files):
-        if module not in wanted:
-            continue
-        part = files[module].pick(wanted[module])
-        for other, used in part.helpers.items():
-            wanted.setdefault(other, set()).update(used)
-        for line in (line for group in part.imports for line in group):
-            _add(line, imports)
-        heading = (part.docstring or "").partition("\n")[0]
-        bodies.insert(0, f"# {heading}\n\n\n" + part.body.strip("\n"))
-        legend = {**legend_of(part.docstring or ""), **legend}
-    docstring = "Kernels that the model uses, each with its reference in PyTorch.\n"
-    if legend:
-        shapes = ", ".join(f"{letter} {meaning}" for letter, meaning in legend.items())
-        docstring += "\n" + textwrap.fill(f"Shapes: {shapes}.", LINE_LENGTH) + "\n"
-    groups = [group.splitlines() for group in import_groups(imports)]
-    return Picked(groups, "\n\n" + "\n\n\n".join(bodies), docstring)
+    return wanted
+
+
+def _check_apart(kernels: Iterable[Picked], others: Iterable[Picked]) -> None:
+    """Refuses two functions of one name in one file.
+
+    Raises:
+        Unsupported: There are some.
+    """
+    one, other = (
+        {n for part in parts for node in ast.parse(part.body).body for n in bound_names(node)}
+        for parts in (kernels, others)
+    )
+    if both := sorted(one & other):
+        raise errors.Unsupported(
+            f"`{both[0]}` would be in one file both as a Triton kernel and without one",
+            hint="give the outputs that share a folder of helpers one backend, or leave out "
+            "--support",
+        )
 
 
 def _add(line: str, imports: dict[str, set[str]]) -> None:

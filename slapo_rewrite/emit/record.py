@@ -97,6 +97,7 @@ SHAPE: Any = {
             "directive": int,
             "rule": str,
             "applied?": [str],
+            "chosen?": {"*": str},
             "left?": {"*": str},
             "nearest?": str,
             "lacking?": [str],

@@ -26,6 +26,7 @@ from slapo_rewrite.emit.helpers import (
     optional_helpers,
 )
 from slapo_rewrite.emit.inputs import own_modules
+from slapo_rewrite.emit.kernels import by_backend
 from slapo_rewrite.emit.new_record import record_text
 from slapo_rewrite.emit.rewritten_text import (
     carried,
@@ -206,7 +207,7 @@ class _Emission:
         project, draft, copies = self.project, self.draft, self.copies
         if self.options.single_file:
             check_single(copies, self.lowered.edits)
-        draft.use(used_helpers(copies, self.outputs))
+        draft.use(by_backend(used_helpers(copies, self.outputs), project.references))
         draft.use(self.options.further)
         inlined = None
         if self.options.single_file and draft.used:

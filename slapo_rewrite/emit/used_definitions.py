@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from slapo_rewrite.code.dataflow import names_in
@@ -55,10 +55,14 @@ class Definitions:
         self.handed_on = {a.name for s in imports for a in s.names if a.asname == a.name}
         self._used: dict[int, set[str]] = {}
 
-    def pick(self, names: Iterable[str]) -> Picked:
+    def pick(self, names: Iterable[str], compiled: Collection[str] = ()) -> Picked:
         """The definitions of `names`, and of what they refer to, in the file's order.
 
         Names that the file hands on (`import name as name`) are imported.
+
+        Args:
+            names: The names.
+            compiled: The functions among them that `torch.compile` is to compile.
 
         Raises:
             KeyError: The file neither defines nor hands on one of the names.
@@ -68,8 +72,10 @@ class Definitions:
         ordered = [s for s in self.tree.body if id(s) in statements]
         used = names | {name for s in ordered for name in self._names_in(s)}
         groups, helpers = _imports(self.tree, used)
+        if compiled:
+            groups.insert(0, ["import torch"])
         body = "".join(
-            self._gap(before, statement) + self._block(statement)
+            self._gap(before, statement) + self._block(statement, compiled)
             for before, statement in zip([None, *ordered], ordered, strict=False)
         )
         return Picked(groups, body, ast.get_docstring(self.tree, clean=False), helpers)
@@ -91,9 +97,12 @@ class Definitions:
             self._used[id(statement)] = _names_in(statement)
         return self._used[id(statement)]
 
-    def _block(self, statement: ast.stmt) -> str:
+    def _block(self, statement: ast.stmt, compiled: Collection[str]) -> str:
         first = _first_line(self.lines, statement)
-        return "\n".join(self.lines[first - 1 : statement.end_lineno])
+        lines = self.lines[first - 1 : statement.end_lineno]
+        if isinstance(statement, ast.FunctionDef) and statement.name in compiled:
+            lines.insert(statement.lineno - first, "@torch.compile")
+        return "\n".join(lines)
 
     def _gap(self, before: ast.stmt | None, statement: ast.stmt) -> str:
         """Blank lines as black sets them: two around functions and classes, one around a guard."""

@@ -1,0 +1,63 @@
+"""The forms of a function that rules call: the kernel, and the same in PyTorch's operations."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+TRITON, INDUCTOR, EAGER, MEASURED = "triton", "inductor", "eager", "measured"
+# Those whose functions stand in the output; any other backend is a module that it imports.
+WRITTEN = (TRITON, INDUCTOR, EAGER)
+KERNELS, IN_TORCH = "slapo_rewrite.runtime.kernels.", "slapo_rewrite.runtime.eager."
+
+
+@functools.cache
+def in_torch(kernel: str) -> Callable[..., Any] | None:
+    """The same function in PyTorch's operations; None of a helper, which has no other form.
+
+    Args:
+        kernel: A dotted name, `slapo_rewrite.runtime.kernels.rms_norm.rms_norm` say.
+    """
+    home, _, name = kernel.removeprefix(KERNELS).rpartition(".")
+    if not kernel.startswith(KERNELS):
+        return None
+    try:
+        module = importlib.import_module(f"{IN_TORCH}{home}")
+    except ModuleNotFoundError:
+        return None
+    found: Callable[..., Any] | None = vars(module).get(name)
+    return found if getattr(found, "__module__", None) == module.__name__ else None
+
+
+def kernel_function(kernel: str) -> Callable[..., Any]:
+    """The kernel's own function by its dotted name."""
+    home, _, name = kernel.rpartition(".")
+    found: Callable[..., Any] = getattr(importlib.import_module(home), name)
+    return found
+
+
+@functools.cache
+def names_with(kernel: str, backend: str) -> frozenset[str]:
+    """The names under which a function, and those that it calls, stand in a file of the output.
+
+    Args:
+        kernel: The dotted name of the kernel.
+        backend: One of `WRITTEN`.
+    """
+    found = kernel_function(kernel) if backend == TRITON else in_torch(kernel)
+    return frozenset(_names(found))
+
+
+def _names(function: Any) -> set[str]:
+    called = (function.__globals__.get(name) for name in function.__code__.co_names)
+    inner = [f for f in called if isinstance(f, types.FunctionType) and _has_both(f)]
+    return {function.__name__}.union(*map(_names, inner))
+
+
+def _has_both(function: types.FunctionType) -> bool:
+    """Whether a function is a kernel that has another form, or is that form."""
+    home = function.__module__.replace(IN_TORCH, KERNELS)
+    return in_torch(f"{home}.{function.__name__}") is not None
