@@ -18,6 +18,7 @@ from slapo_rewrite.fusion import (
     Renamed,
     Rule,
     RuleMatch,
+    last_axis,
     loss_of,
 )
 from slapo_rewrite.patterns.search import CallSite
@@ -281,6 +282,14 @@ class CrossEntropy(Rule):
         more = tuple(n for n, default in DEFAULTS.items() if given[n] != default)
         more += ("upcast",) if found.alternative.pattern in UPCAST else ()
         return Calling.of(cross_entropy, ("logits", "labels"), more, self.operands(found))
+
+    def width(self, found: RuleMatch) -> int | None:
+        """The vocabulary, of a model's own loss, whose pattern has no operands."""
+        if found.alternative not in self.calls:
+            return None
+        given = dict(found.match.root.arguments)
+        logits = given.get("logits", given.get("0"))
+        return last_axis(logits, found) if logits is not None else None
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
         """Logits and labels as rows, as they are written."""

@@ -325,6 +325,11 @@ class LinearCrossEntropy(Rule):
         """None: they stand in the call."""
         return {}
 
+    def width(self, found: RuleMatch) -> int:
+        """The vocabulary."""
+        classes: int = found.attribute(fork(found).head.path).out_features
+        return classes
+
     def spread(self, found: RuleMatch) -> MultiSiteRewrite | None:
         """The fork between training and all else."""
         return fork(found)

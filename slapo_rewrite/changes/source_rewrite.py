@@ -52,13 +52,16 @@ class Rewrite:
         """The same, with what else the call changed before, for the record."""
         if earlier is None:
             return self
-        before: dict[object, Any] = {n["rule"]: n.get("applied", ()) for n in earlier.notes}
+        before: dict[object, Any] = {n["rule"]: n for n in earlier.notes}
         notes: list[Mapping[str, object]] = []
         for note in self.notes:
-            own: Any = note.get("applied", ())
-            if applied := (*before.get(note["rule"], ()), *own):
+            both = [before.get(note["rule"], {}), note]
+            if applied := [path for each in both for path in each.get("applied", ())]:
                 left = {"left": note["left"]} if "left" in note else {}
-                note = {"rule": note["rule"], "applied": list(dict.fromkeys(applied)), **left}
+                why = {path: why for each in both for path, why in each.get("chosen", {}).items()}
+                chosen = {"chosen": why} if why else {}
+                applied = list(dict.fromkeys(applied))
+                note = {"rule": note["rule"], "applied": applied, **chosen, **left}
             notes.append(note)
         return replace(
             self,

@@ -11,6 +11,7 @@ from slapo_rewrite.examples import (
 )
 from slapo_rewrite.fusion.engine import Calling, MultiSiteRewrite, Renamed
 from slapo_rewrite.fusion.horizontal_fusion import Packing
+from slapo_rewrite.fusion.last_axis import last_axis
 from slapo_rewrite.fusion.lm_head import SHIFTS, Declined, head_of, labels_of, loss_of
 from slapo_rewrite.fusion.logits_free_loss import Fork, fork_of
 from slapo_rewrite.fusion.rule import Alternative, Rule, RuleMatch, share_dropped
@@ -36,6 +37,7 @@ __all__ = [
     "fork_of",
     "head_of",
     "labels_of",
+    "last_axis",
     "loss_of",
     "share_dropped",
 ]

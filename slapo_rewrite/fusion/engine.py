@@ -9,6 +9,7 @@ from typing import Protocol
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change_set import ChangeSet
+from slapo_rewrite.changes.imports import Reference
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
@@ -165,6 +166,8 @@ class Claim:
         values: What stands for each parameter; the match's own values where None.
         linear: The linear layer of the match, which the expression hands over to be called.
         spread: How it is written where one place is not enough.
+        backend: What the rule's function is carried out by; a kernel where it is empty.
+        why: What that was chosen for, in words.
     """
 
     match: Match
@@ -179,6 +182,8 @@ class Claim:
     values: Mapping[str, Value] | None = None
     linear: str | None = None
     spread: MultiSiteRewrite | None = None
+    backend: str = ""
+    why: str = ""
 
     def called(self) -> list[str]:
         """The paths of the modules that are called in the match."""
@@ -230,6 +235,7 @@ class Engine:
         states: What was asked of modules so far.
         cause: Who asks.
         line_length: The file's own.
+        earlier: What earlier changes of the source use from elsewhere.
     """
 
     def __init__(
@@ -239,11 +245,13 @@ class Engine:
         states: Mapping[str, ModuleRequests],
         cause: Directive,
         line_length: int,
+        earlier: Sequence[Reference] = (),
     ) -> None:
         self.tree, self.sources, self.states = tree, sources, states
         self.cause, self.line_length = cause, line_length
         self.file: SourceFile = sources.main
-        self.speller = Spelling(self.file, cause)
+        self.earlier = earlier
+        self.speller = Spelling(self.file, cause, earlier)
         self.sharing = Sharing(tree, sources)
         self._texts: dict[tuple[object, ...], str] = {}
 
@@ -386,7 +394,7 @@ class Engine:
         groups = [g for g in _by_text(claims) if not all(_is_below(c, absorbed) for c in g)]
         live = [claim for group in groups for claim in group]
         if len(live) < len(claims):
-            self.speller = Spelling(self.file, self.cause)
+            self.speller = Spelling(self.file, self.cause, self.earlier)
             self._texts.clear()
             edits, absorbed = self._carried_out(live)
         idle = tuple(dict.fromkeys(path for c in live for path in c.idle()))
@@ -468,9 +476,10 @@ class Engine:
             changes.add(claim.node.path, place, write, (self.cause,))
 
     def _text(self, claim: Claim) -> str:
-        key = (claim.expression, tuple(claim.operands.items()))
+        key = (claim.expression, tuple(claim.operands.items()), claim.backend)
         if key not in self._texts:
-            self._texts[key] = claim.expression.written(claim.operands, self.speller)
+            spell = self.speller.by(claim.backend)
+            self._texts[key] = claim.expression.written(claim.operands, spell)
         return self._texts[key]
 
     def _changes(self, claims: Sequence[Claim]) -> dict[ast.stmt, ReplaceStatement]:
@@ -543,7 +552,8 @@ class Engine:
         written = claim.expression
         if isinstance(written, Renamed):  # the arguments stand there already
             written = replace(written, arguments="()")
-        text = written.written(dict.fromkeys(claim.operands, "None"), self.speller)
+        given = dict.fromkeys(claim.operands, "None")
+        text = written.written(given, self.speller.by(claim.backend))
         used = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
         if taken := (used - {"self"}) & bound:
             raise errors.NameTaken(
@@ -604,7 +614,7 @@ def _by_text(claims: Sequence[Claim]) -> list[list[Claim]]:
     groups: dict[tuple[object, ...], list[Claim]] = {}
     for claim in claims:
         operands = tuple(sorted(claim.operands.items()))
-        key = (id(claim.match.replaced.node), claim.what, operands)
+        key = (id(claim.match.replaced.node), claim.what, operands, claim.backend)
         groups.setdefault(key, []).append(claim)
     return list(groups.values())
 

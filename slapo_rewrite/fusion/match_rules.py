@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
+from slapo_rewrite.fusion.backends import Always, Backends, Choice
 from slapo_rewrite.fusion.engine import Calling, Claim, Renamed, Skipped
+from slapo_rewrite.fusion.kernel_forms import in_torch
 from slapo_rewrite.fusion.known_branches import NOTHING, ConcreteArgs, find
 from slapo_rewrite.fusion.rule import Alternative, Rule, RuleMatch
-from slapo_rewrite.fusion.template import template_of
+from slapo_rewrite.fusion.template import Template, template_of
 from slapo_rewrite.model.node_facts import NodeFacts
 from slapo_rewrite.model.pattern_classes import as_module, facts_of_pattern
 from slapo_rewrite.model.sources import Sources
@@ -19,6 +21,9 @@ from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.pattern import Pattern, pattern_of
 from slapo_rewrite.patterns.pattern_ops import named_operations
 from slapo_rewrite.patterns.search import Match, Matches, Miss, Scope, find_calls, scopes_of
+
+
+KERNELS = Always()
 
 
 def pattern_for(wanted: object, sources: Sources, at: errors.Span | None) -> Pattern:
@@ -89,9 +94,13 @@ def below(nodes: Iterable[Node]) -> list[Node]:
 
 
 def look(
-    rule: Rule, nodes: Iterable[Node], sources: Sources, given: ConcreteArgs = NOTHING
+    rule: Rule,
+    nodes: Iterable[Node],
+    sources: Sources,
+    given: ConcreteArgs = NOTHING,
+    backends: Backends = KERNELS,
 ) -> Looked:
-    """Where a rule may be applied."""
+    """Where a rule may be applied, and what carries its function out there."""
     looked = Looked()
     known: dict[int, list[tuple[Match, Alternative]]] = {}
     for node in nodes:
@@ -100,7 +109,7 @@ def look(
             known[number] = list(_matches(rule, node, sources, looked, given))
         for match, alternative in known[number]:
             here = match if match.path == node.path else replace(match, path=node.path)
-            _take(rule, RuleMatch(here, node, alternative, sources), looked)
+            _take(rule, RuleMatch(here, node, alternative, sources), looked, backends)
     return looked
 
 
@@ -152,7 +161,7 @@ def _find(
     return find(pattern, looked.able(able, pattern.needs), {node.path: node}, sources, given)
 
 
-def _take(rule: Rule, found: RuleMatch, looked: Looked) -> None:
+def _take(rule: Rule, found: RuleMatch, looked: Looked, backends: Backends) -> None:
     if (name := rule.after_linear(found)) is not None:
         found = found.with_linear(name)
     reason = rule.refuses(found)
@@ -161,6 +170,8 @@ def _take(rule: Rule, found: RuleMatch, looked: Looked) -> None:
         looked.left.append(Skipped(Claim(found.match, found.node, nothing, {}, rule.name), reason))
         return
     expression = rule.expression(found) or read(rule.replacement(found))
+    kernel = kernel_of(expression)
+    choice = backends.choose(rule, kernel, found) if kernel is not None else Choice()
     claim = Claim(
         found.match,
         found.node,
@@ -170,8 +181,16 @@ def _take(rule: Rule, found: RuleMatch, looked: Looked) -> None:
         values={} if isinstance(expression, Renamed) else None,
         linear=found.linear,
         spread=rule.spread(found),
+        backend=choice.backend,
+        why=choice.why,
     )
     looked.claims.append(claim)
+
+
+def kernel_of(expression: Calling | Renamed | Template) -> str | None:
+    """The dotted name of the function that an expression calls and that has several forms."""
+    names = expression.names() if isinstance(expression, Template) else [expression.origin]
+    return next((name for name in names if in_torch(name) is not None), None)
 
 
 @functools.cache

@@ -263,6 +263,10 @@ class Rule:
         """
         return None
 
+    def width(self, found: RuleMatch) -> int | None:
+        """How long the rows are that it works on, where `last_axis` does not see it by itself."""
+        return None
+
     def spread(self, found: RuleMatch) -> MultiSiteRewrite | None:
         """How it is written where one place is not enough."""
         return None

@@ -10,11 +10,15 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.fusion.backends import Always, Backends
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import packed
 from slapo_rewrite.fusion.horizontal_fusion import Packing, beside
+from slapo_rewrite.fusion.kernel_forms import MEASURED, TRITON, WRITTEN
 from slapo_rewrite.fusion.known_branches import given_for
 from slapo_rewrite.fusion.match_rules import below, look, nearest_miss
+from slapo_rewrite.fusion.measured_kernels import measured
+from slapo_rewrite.fusion.plugged_kernels import plugged
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.fusion.rule import Rule
 from slapo_rewrite.model.tree import Node
@@ -53,6 +57,15 @@ class Apply(Rebuilding, Rewriting):
     module later counts for linear layers alone: a norm, a dropout or an activation that is not
     called runs no hooks. `concrete_args` is as for `find`.
 
+    The function that a rule calls has several backends, and its call is written alike for each:
+    `"triton"`, a kernel, whose PyTorch reference runs where there is no GPU; `"eager"`, the
+    reference alone; `"inductor"`, the reference compiled by `torch.compile`; a module that can be
+    imported, `"mypackage.my_kernels"`, with a function of the same name and parameters, which is
+    compared with the reference on a CPU first and imported by the output. `"measured"` takes for
+    each match what was fastest on `device` (the GPU at hand without it) at the nearest size that
+    was measured, at most twice or half as large, in `dtype` (that of the parameters without it);
+    the reference where nothing was measured. `slapo-rewrite explain OUT` gives the figures.
+
     Rewrite:
         gated = F.silu(self.gate(x))
         return self.down(gated * self.up(x))
@@ -69,8 +82,10 @@ class Apply(Rebuilding, Rewriting):
         Unchanged: modules stay where they are made, also those that are no longer called.
 
     Raises:
-        SR206 there is no such rule; SR309 the rule matches nothing, or modules that share the text
-        are not selected or differ.
+        SR206 there is no such rule or backend, or the rule has none, or a module lacks the
+        function; SR105 one function is imported from two modules; SR309 the rule matches nothing,
+        or modules that share the text are not selected or differ; SR106 a module's function
+        computes something else.
 
     Source: Slapo, arXiv 2302.08005, section 3.3 (`replace` of a subgraph by an efficient kernel).
     """
@@ -95,9 +110,16 @@ class Apply(Rebuilding, Rewriting):
     )
 
     def signature(self) -> inspect.Signature:
-        """`apply(rule, *, concrete_args=None)`."""
+        """`apply(rule, *, backend="triton", device=None, dtype=None, concrete_args=None)`."""
 
-        def apply(rule: str, *, concrete_args: Mapping[str, object] | None = None) -> None: ...
+        def apply(
+            rule: str,
+            *,
+            backend: str = TRITON,
+            device: str | None = None,
+            dtype: str | None = None,
+            concrete_args: Mapping[str, object] | None = None,
+        ) -> None: ...
 
         return signature_of(apply)
 
@@ -111,11 +133,19 @@ class Apply(Rebuilding, Rewriting):
         """The rule's own replacement at each of its matches."""
         rule, at = rule_named(call), call.directive.at
         inner = below(nodes)
-        engine = Engine(call.tree, call.sources, states, call.directive, line_length)
+        earlier = call.references
+        engine = Engine(call.tree, call.sources, states, call.directive, line_length, earlier)
         given = given_for(call.arguments["concrete_args"], inner, at)
+        backends = backends_of(call)
+        if not rule.kernels and backends != Always():
+            raise errors.BadArgument(
+                f"`{rule.name}` writes operations of torch, which have no other backend",
+                at=at,
+                hint="leave out `backend`",
+            )
         if isinstance(rule, Packing):
             return _packed(rule, engine, inner)
-        looked = look(rule, inner, call.sources, given)
+        looked = look(rule, inner, call.sources, given, backends)
         if call.done is not None and not looked.claims:
             return Rewrite([])
         if not looked.claims and not looked.left:
@@ -175,3 +205,29 @@ def rule_named(call: Call) -> Rule:
             hint=errors.did_you_mean(str(name), known) or "the rules are " + ", ".join(known),
         )
     return known[name]
+
+
+def backends_of(call: Call) -> Backends:
+    """What is to carry out the functions that rules call.
+
+    Raises:
+        BadArgument: There is no such backend.
+    """
+    backend, at = call.arguments["backend"], call.directive.at
+    if backend == MEASURED:
+        return measured(call.arguments["device"], call.arguments["dtype"], at)
+    for name in ("device", "dtype"):
+        if call.arguments[name] is not None:
+            raise errors.BadArgument(f'`{name}` is for backend="{MEASURED}"', at=at)
+    if backend in WRITTEN:
+        return Always(backend)
+    known = (*WRITTEN, MEASURED)
+    found = plugged(backend, at) if isinstance(backend, str) and backend else None
+    if found is None:
+        raise errors.BadArgument(
+            f"there is no backend {backend!r}",
+            at=at,
+            hint=errors.did_you_mean(str(backend), known)
+            or f"there are {', '.join(known)}, and any module that can be imported",
+        )
+    return found

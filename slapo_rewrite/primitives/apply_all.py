@@ -9,11 +9,12 @@ from dataclasses import replace
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.fusion.engine import Claim, Engine, Skipped
+from slapo_rewrite.fusion.kernel_forms import TRITON
 from slapo_rewrite.fusion.known_branches import given_for
 from slapo_rewrite.fusion.match_rules import Looked, below, look
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.apply import GATED, MODEL
+from slapo_rewrite.primitives.apply import GATED, MODEL, backends_of
 from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
 from slapo_rewrite.primitives.matched import noted
 
@@ -23,7 +24,8 @@ class ApplyAll(Rewriting):
 
     Rules are tried in a fixed order, those that save more first; of two that want the same text,
     the first has it. A rule that matches nothing, or that may not be applied somewhere, is left
-    out there: `slapo-rewrite explain OUT` says why. `concrete_args` is as for `find`.
+    out there: `slapo-rewrite explain OUT` says why. `concrete_args` is as for `find`; `backend`,
+    `device` and `dtype` are as for `apply`, for the rules that call a function.
 
     Rewrite:
         gated = F.silu(self.gate(x))
@@ -41,7 +43,8 @@ class ApplyAll(Rewriting):
         Unchanged.
 
     Raises:
-        SR105 a name that a rule needs means something else in the source.
+        SR105 a name that a rule needs means something else in the source; SR206 there is no such
+        backend, or a module lacks a function; SR106 a module's function computes something else.
 
     Source: Slapo, arXiv 2302.08005, section 3.3.
     """
@@ -63,9 +66,15 @@ class ApplyAll(Rewriting):
     refusals = (Refusal(GATED, MODEL + 'def schedule(s):\n    s.apply_all("swiglu")\n', "SR206"),)
 
     def signature(self) -> inspect.Signature:
-        """`apply_all(*, concrete_args=None)`."""
+        """`apply_all(*, backend="triton", device=None, dtype=None, concrete_args=None)`."""
 
-        def apply_all(*, concrete_args: Mapping[str, object] | None = None) -> None: ...
+        def apply_all(
+            *,
+            backend: str = TRITON,
+            device: str | None = None,
+            dtype: str | None = None,
+            concrete_args: Mapping[str, object] | None = None,
+        ) -> None: ...
 
         return signature_of(apply_all)
 
@@ -78,14 +87,15 @@ class ApplyAll(Rewriting):
     ) -> Rewrite:
         """What all rules give."""
         inner = below(nodes)
-        engine = Engine(call.tree, call.sources, states, call.directive, line_length)
+        earlier, backends = call.references, backends_of(call)
+        engine = Engine(call.tree, call.sources, states, call.directive, line_length, earlier)
         given = given_for(call.arguments["concrete_args"], inner, call.directive.at)
         claims: list[Claim] = []
         left: list[Skipped] = []
         every: list[tuple[str, Looked]] = []
         for rule in rules().values():
             if rule.pays:
-                looked = look(rule, inner, call.sources, given)
+                looked = look(rule, inner, call.sources, given, backends)
                 every.append((rule.name, looked))
                 claims += looked.claims
                 left += looked.left

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.imports import Function
+from slapo_rewrite.changes.imports import Function, Reference
 from slapo_rewrite.changes.placement import Subgraph
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
@@ -36,6 +36,7 @@ class Call:
         sources: The files that the model's classes come from.
         tree: The module tree.
         done: What it changed in the source, once that is done.
+        references: What earlier changes of the source use from elsewhere.
     """
 
     directive: Directive
@@ -44,6 +45,7 @@ class Call:
     sources: Sources
     tree: Tree
     done: Rewrite | None = None
+    references: tuple[Reference, ...] = ()
 
 
 class Primitive:

@@ -212,7 +212,8 @@ class Fuse(Rewriting):
         matches = found(call, nodes, states)
         if not matches:
             raise nothing_found(name, matches.nearest, at)
-        engine = Engine(call.tree, call.sources, states, call.directive, line_length)
+        earlier = call.references
+        engine = Engine(call.tree, call.sources, states, call.directive, line_length, earlier)
         if any(match.drawn is not None for match in matches):
             claims = [opening(engine, match, name) for match in matches]
         elif compiler == "triton":

@@ -64,6 +64,8 @@ def noted(
         note: dict[str, object] = {"rule": name}
         if paths:
             note["applied"] = list(dict.fromkeys(paths))
+        if chosen := {with_wildcards(c.node.path): c.why for c in kept if c.what == name and c.why}:
+            note["chosen"] = chosen
         spread = [claim.spread for claim in kept if claim.what == name and claim.spread]
         if absent := list(dict.fromkeys(output for each in spread for output in each.absent)):
             note["none in training"] = absent

@@ -8,6 +8,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import WrapForward
+from slapo_rewrite.changes.imports import Reference
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import EMPTY, ModuleRequests
 from slapo_rewrite.directive import Directive, Share
@@ -35,6 +36,7 @@ class Plan:
         seldom: Modules that are only called in eval mode, likewise; what they hold may be.
         notes: What became of the rules that a directive asked for, by its number.
         warnings: What other numbers of layers will not be treated as meant, in words.
+        references: What changes of the source use from elsewhere.
 
     Args:
         tree: The module tree.
@@ -60,6 +62,7 @@ class Plan:
         self.seldom: dict[str, Directive] = {}
         self.notes: dict[int, tuple[Mapping[str, object], ...]] = {}
         self.warnings: list[str] = []
+        self.references: tuple[Reference, ...] = ()
         self.order = {path: number for number, path in enumerate(tree.nodes)}
         # What put other modules into the tree, to be done again where that is built anew.
         self._grafted: list[tuple[Primitive, Call, list[str]]] = []
@@ -92,7 +95,8 @@ class Plan:
             shares,
         )
         arguments = primitive.bind(args, kwargs, at)
-        call = Call(directive, self.schedule.module, arguments, self.sources, self.tree)
+        sources, tree, earlier = self.sources, self.tree, self.references
+        call = Call(directive, self.schedule.module, arguments, sources, tree, None, earlier)
         if isinstance(primitive, Question):
             return primitive.answer(call, nodes, self.states)
         call, nodes = self._rewritten(primitive, call, nodes)
@@ -161,13 +165,15 @@ class Plan:
                 return replace(call, done=rewrite), nodes
             assert self.change is not None
             self.tree, self.sources = self.change(call.directive, rewrite)
+            self.references = tuple(dict.fromkeys((*self.references, *rewrite.references)))
             for grafting, earlier, paths in self._grafted:
                 again = replace(earlier, sources=self.sources, tree=self.tree)
                 pairs = ((p, grafting.replacement(again, self.tree.nodes[p])) for p in paths)
                 self._graft({path: module for path, module in pairs if module is not None})
             self.order = {path: number for number, path in enumerate(self.tree.nodes)}
             self._check_there(call.directive)
-            call = replace(call, sources=self.sources, tree=self.tree)
+            earlier = self.references
+            call = replace(call, sources=self.sources, tree=self.tree, references=earlier)
             nodes = [self.tree.nodes[n.path] for n in nodes if n.path in self.tree.nodes]
             if not rewrite.again:
                 return replace(call, done=rewrite), nodes
