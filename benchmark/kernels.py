@@ -2,6 +2,7 @@
 
     python -m benchmark.kernels [--only rms_norm] [--seconds 480]
     python -m benchmark.kernels --tiny --output FILE     tries this script out on a CPU
+    python -m benchmark.kernels --choose [--device-name h100]
 
 Needs torch, triton and transformers; measures Liger where it is installed. In one process and for
 each kernel: eager, `torch.compile`, Liger, ours and eager once more, the last being the control:
@@ -13,7 +14,9 @@ product of 8192; where the two differ by more than 3%, the run is called unstead
 Before timing, outputs and gradients are compared with float32, beside eager's own error, and ours
 run once with every wait for the device turned into an error.
 
-Writes `benchmark/results/kernels.json`.
+Writes `benchmark/results/kernels.json`. With `--choose` it measures every backend of the functions
+that rules call instead, by the same clock, and writes `rules/measured/DEVICE.json`, by which
+`s.apply_all(backend="measured")` chooses, unless the run was unsteady.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmark import report
+from benchmark import kernel_choice, report
 from benchmark.kernel_cases import KERNELS, Kernel
 
 NAME = "kernels"
@@ -275,12 +278,40 @@ def table(results: dict[str, Any]) -> str:
     return f"{text}\nOn {on}: copies {copy:.2f} TB/s, products {product:.0f} TFLOP/s, {steady}.\n"
 
 
+def is_steady(first: dict[str, float], last: dict[str, float]) -> bool:
+    """Whether the machine was as fast at the end as at the beginning."""
+    return all(abs(last[name] / value - 1) <= STEADY for name, value in first.items())
+
+
+def choose(options: argparse.Namespace, clock: Clock) -> None:
+    """Measures the backends of what rules call, and writes the table."""
+    first = roofline(clock, options.tiny)
+    rows = kernel_choice.measurements(
+        options.only, options.tiny, clock, CACHE_BYTES, options.deadline
+    )
+    found, last = [*rows], roofline(clock, options.tiny)
+    on = machine(clock.device)
+    device = on["gpu"]["name"] if on["gpu"] else "a CPU, to try the script out"
+    text = kernel_choice.table(device, on["versions"], found)
+    name = options.device_name or kernel_choice.short_name(device)
+    if options.tiny and not options.output:
+        print(text, end="")
+    elif not options.tiny and not is_steady(first, last):
+        sys.exit(f"benchmark.kernels: nothing is written: {first} at first, {last} at last")
+    else:
+        path = options.output or kernel_choice.FOLDER / f"{name}.json"
+        path.write_text(text)
+        print(f"wrote {path}: {len(found)} measurements", file=sys.stderr)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and writes down."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="kernels whose names begin so")
     parser.add_argument("--seconds", type=float, default=480, help="no peer begins after this")
     parser.add_argument("--tiny", action="store_true", help="small sizes, on the CPU")
+    parser.add_argument("--choose", action="store_true", help="measure backends, for schedules")
+    parser.add_argument("--device-name", help="what schedules are to call this device")
     parser.add_argument("--output", type=Path, help="the result file, instead of the usual one")
     options = parser.parse_args(arguments)
     device = "cpu" if options.tiny else "cuda"
@@ -288,6 +319,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit("benchmark.kernels: there is no GPU here; --tiny tries the script out on the CPU")
     options.deadline = time.monotonic() + options.seconds
     clock = Clock(device, 2 if options.tiny else 20)
+    if options.choose:
+        choose(options, clock)
+        return
     results: dict[str, Any] = {"machine": machine(device), "tiny": options.tiny}
     results["roofline"] = {"first": roofline(clock, options.tiny)}
     results["kernels"] = {}
@@ -298,11 +332,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results["kernels"][kernel.name] = measure(kernel, clock, limits, options)
             if device == "cuda":
                 torch.cuda.empty_cache()
-    last = results["roofline"]["last"] = roofline(clock, options.tiny)
-    results["steady"] = all(
-        abs(last[name] / value - 1) <= STEADY
-        for name, value in results["roofline"]["first"].items()
-    )
+    results["roofline"]["last"] = roofline(clock, options.tiny)
+    results["steady"] = is_steady(**results["roofline"])
     if options.output or options.tiny or options.only:
         if options.output:
             options.output.write_text(json.dumps(results, indent=1) + "\n")

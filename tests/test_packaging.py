@@ -75,6 +75,12 @@ def test_a_wheel_holds_the_rules_inside_the_package(names):
     assert not any(name.startswith("rules/") for name in names)
 
 
+def test_a_wheel_holds_what_was_measured(names):
+    tables = {path.name for path in (ROOT / "rules/measured").iterdir()}
+    assert "README.md" in tables
+    assert {f"slapo_rewrite/rules/measured/{name}" for name in tables} <= names
+
+
 def test_a_wheel_holds_no_tests_and_no_outputs(names):
     assert {name.split("/")[0] for name in names} == {
         "slapo_rewrite",

@@ -147,6 +147,11 @@ class LinearEach(Rule):
         layers = {f"{role}_layer": f"self.{self._layer(found, role)}" for role in _ROLES}
         return {"x": found.operands["x"], **layers}
 
+    def width(self, found: RuleMatch) -> int:
+        """What the layer for the query gives."""
+        features: int = found.live("query_weight").shape[0]
+        return features
+
     def _layer(self, found: RuleMatch, role: str) -> str | None:
         """The name of the layer, of the module itself, that a weight belongs to."""
         called = {n.called for n in found.match.nodes}

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule
+from slapo_rewrite.fusion import BY_KERNEL, Alternative, Example, Numerics, Refusal, Rule, RuleMatch
 from slapo_rewrite.runtime.kernels.rotary import rotary
 
 
@@ -192,3 +192,8 @@ class Rotary(Rule):
             "SR309",
         ),
     )
+
+    def width(self, found: RuleMatch) -> int | None:
+        """The size of a head, as the module that turns its queries and keys calls it."""
+        size = found.attribute("head_dim")
+        return size if isinstance(size, int) else None

@@ -1,4 +1,4 @@
-"""`kernels.py` of an output: what rules call, by Triton kernels or in PyTorch's operations alone."""
+"""`kernels.py` of an output: what rules call, as Triton kernels or in PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def picked_files(uses: Mapping[str, Iterable[str]]) -> dict[str, Picked]:
         KeyError: There is no function of one of the names.
         Unsupported: One file would hold two of one name.
     """
-    files: dict[str, dict[str, Iterable[str]]] = {}
+    files: dict[str, dict[str, set[str]]] = {}
     for module, names in uses.items():
         file, _, backend = module.partition(".")
-        files.setdefault(file, {})[backend] = names
+        files.setdefault(file, {})[backend] = set(names)
     return {
         file: picked(own.get("", ()), own.get(EAGER, ()), own.get(INDUCTOR, ()))
         for file, own in sorted(files.items())

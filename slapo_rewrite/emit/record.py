@@ -36,6 +36,7 @@ def tool_digest() -> str:
     own = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     files = {name: path for name, path in own.items() if not name.startswith("rules/")}
     files |= {f"rules/{path.stem}": path for path in (rules / "fusions").glob("*.py")}
+    files |= {f"measured/{path.stem}": path for path in (rules / "measured").glob("*.json")}
     total = hashlib.sha256()
     for name, path in sorted(files.items()):
         total.update(name.encode())

@@ -8,6 +8,7 @@ from typing import Protocol
 from slapo_rewrite.fusion.kernel_forms import TRITON
 from slapo_rewrite.fusion.rule import Rule, RuleMatch
 
+
 @dataclass(frozen=True)
 class Choice:
     """What a function is carried out by at one place.

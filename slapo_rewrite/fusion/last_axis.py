@@ -1,14 +1,15 @@
-"""How many features a match works on: the length of its operands' last axis, where that is known."""
+"""How many features a match works on: the length of its operands' last axis, where it is known."""
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 from slapo_rewrite.fusion.rule import RuleMatch
 from slapo_rewrite.patterns.value_graph import Value
 
 # What gives as many features as its first argument has.
-KEEPING = ("to", "contiguous", "dropout", "item", "layer_norm", "rms_norm", "silu", "gelu", "relu")
+KEEPING = ("to", "contiguous", "dropout", "layer_norm", "rms_norm", "silu", "gelu", "relu")
 # What layers call the number of features that they give.
 GIVEN_BY = ("out_features", "nf", "embedding_dim")
 
@@ -20,7 +21,8 @@ def features_of(found: RuleMatch) -> int | None:
     """
     if found.linear is not None:
         return _of_layer(found.attribute(found.linear))
-    vectors = [v for name in found.match.values if (v := _vector(found.live(name))) is not None]
+    shapes = (getattr(found.live(name), "shape", None) for name in found.match.values)
+    vectors = [int(shape[0]) for shape in shapes if shape is not None and len(shape) == 1]
     if vectors:
         return vectors[0]
     every = (last_axis(value, found) for value in found.match.values.values())
@@ -31,23 +33,28 @@ def last_axis(value: Value, found: RuleMatch) -> int | None:
     """The length of a value's last axis, as far as it can be followed back in its function."""
     while True:
         given = [argument for _, argument in value.arguments]
-        if value.called is not None:
-            size = _of_layer(found.attribute(value.called))
-            if size is not None or not given or value.stateful:
-                return size
-        elif value.operation in ("view", "reshape"):
+        size = _of_layer(found.attribute(value.called)) if value.called is not None else None
+        if size is not None:
+            return size
+        if value.operation in ("view", "reshape"):
             return _number(_last_of(given[-1]), found)
-        elif value.operation == "transpose" and not _is_at_front(given[1:]):
+        if value.called is not None and value.inner is not None:
+            value = value.inner
+        elif _keeps_last(value, given):
+            value = given[0]
+        else:
             return None
-        elif value.operation not in (*KEEPING, "transpose"):
-            return None
-        value = given[0]
 
 
-def _vector(live: Any) -> int | None:
-    """How many numbers a weight or bias holds that is one for each feature."""
-    shape = getattr(live, "shape", ())
-    return int(shape[0]) if len(shape) == 1 else None
+def _keeps_last(value: Value, given: list[Value]) -> bool:
+    """Whether a value has the last axis of its first argument."""
+    match value.node:
+        case ast.Subscript(slice=ast.Tuple(elts=[*_, ast.Slice(None, None, None)])):
+            return value.operation == "item"
+    if value.operation == "transpose":  # of heads and tokens, once the former are an axis
+        axes = [axis.literal for axis in given[1:]]
+        return given[0].operation in ("view", "reshape") and axes == [1, 2]
+    return value.operation in KEEPING
 
 
 def _of_layer(layer: Any) -> int | None:
@@ -65,12 +72,8 @@ def _last_of(shape: Value) -> Value | int | None:
 
 
 def _number(size: Value | int | None, found: RuleMatch) -> int | None:
+    known: Any = size
     if isinstance(size, Value):
-        read = size.operation == "attribute"
-        size = found.attribute(str(size.literal)) if read else size.literal  # type: ignore[assignment]
-    return size if isinstance(size, int) and size > 0 else None
-
-
-def _is_at_front(axes: list[Value]) -> bool:
-    """Whether axes are counted from the front, and are not the last of four."""
-    return all(isinstance(a.literal, int) and 0 <= a.literal < 3 for a in axes)
+        is_read = size.operation == "attribute"
+        known = found.attribute(str(size.literal)) if is_read else size.literal
+    return known if isinstance(known, int) and known > 0 else None

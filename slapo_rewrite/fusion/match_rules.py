@@ -22,7 +22,6 @@ from slapo_rewrite.patterns.pattern import Pattern, pattern_of
 from slapo_rewrite.patterns.pattern_ops import named_operations
 from slapo_rewrite.patterns.search import Match, Matches, Miss, Scope, find_calls, scopes_of
 
-
 KERNELS = Always()
 
 

@@ -73,7 +73,7 @@ class Maker:
 
     def linear(self, inputs: int) -> nn.Linear:
         """A layer of D outputs."""
-        return nn.Linear(inputs, self.width, device=self.device, dtype=self.dtype)
+        return nn.Linear(inputs, self.width, device=self.device).to(self.dtype)
 
     def labels(self, *shape: int) -> Tensor:
         """Classes below D, of which the first does not count."""

@@ -14,7 +14,7 @@ from slapo_rewrite.fusion.backends import Always, Backends
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import packed
 from slapo_rewrite.fusion.horizontal_fusion import Packing, beside
-from slapo_rewrite.fusion.kernel_forms import MEASURED, TRITON, WRITTEN
+from slapo_rewrite.fusion.kernel_forms import MEASURED, WRITTEN
 from slapo_rewrite.fusion.known_branches import given_for
 from slapo_rewrite.fusion.match_rules import below, look, nearest_miss
 from slapo_rewrite.fusion.measured_kernels import measured
@@ -115,7 +115,7 @@ class Apply(Rebuilding, Rewriting):
         def apply(
             rule: str,
             *,
-            backend: str = TRITON,
+            backend: str = "triton",
             device: str | None = None,
             dtype: str | None = None,
             concrete_args: Mapping[str, object] | None = None,

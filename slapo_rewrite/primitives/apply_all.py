@@ -9,7 +9,6 @@ from dataclasses import replace
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.fusion.engine import Claim, Engine, Skipped
-from slapo_rewrite.fusion.kernel_forms import TRITON
 from slapo_rewrite.fusion.known_branches import given_for
 from slapo_rewrite.fusion.match_rules import Looked, below, look
 from slapo_rewrite.fusion.registry import rules
@@ -70,7 +69,7 @@ class ApplyAll(Rewriting):
 
         def apply_all(
             *,
-            backend: str = TRITON,
+            backend: str = "triton",
             device: str | None = None,
             dtype: str | None = None,
             concrete_args: Mapping[str, object] | None = None,

@@ -172,8 +172,8 @@ class Plan:
                 self._graft({path: module for path, module in pairs if module is not None})
             self.order = {path: number for number, path in enumerate(self.tree.nodes)}
             self._check_there(call.directive)
-            earlier = self.references
-            call = replace(call, sources=self.sources, tree=self.tree, references=earlier)
+            known = self.references
+            call = replace(call, sources=self.sources, tree=self.tree, references=known)
             nodes = [self.tree.nodes[n.path] for n in nodes if n.path in self.tree.nodes]
             if not rewrite.again:
                 return replace(call, done=rewrite), nodes
