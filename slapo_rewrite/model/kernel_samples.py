@@ -31,7 +31,7 @@ class Sample:
 
     def leaves(self) -> dict[str, Tensor]:
         """The tensors that get a gradient, those of modules among them, by a name."""
-        given = {**{str(n): value for n, value in enumerate(self.args)}, **self.kwargs}
+        given = {f"argument {n}": value for n, value in enumerate(self.args, 1)} | {**self.kwargs}
         return {name: t for key, value in given.items() for name, t in _leaves(key, value)}
 
 

@@ -222,12 +222,13 @@ def backends_of(call: Call) -> Backends:
     if backend in WRITTEN:
         return Always(backend)
     known = (*WRITTEN, MEASURED)
-    found = plugged(backend, at) if isinstance(backend, str) and backend else None
+    named = isinstance(backend, str) and backend
+    found = plugged(backend, at) if named else None
     if found is None:
         raise errors.BadArgument(
             f"there is no backend {backend!r}",
             at=at,
-            hint=errors.did_you_mean(str(backend), known)
+            hint=(errors.did_you_mean(backend, known) if named else None)
             or f"there are {', '.join(known)}, and any module that can be imported",
         )
     return found
