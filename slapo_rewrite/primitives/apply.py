@@ -14,7 +14,7 @@ from slapo_rewrite.fusion.backends import Always, Backends
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import packed
 from slapo_rewrite.fusion.horizontal_fusion import Packing, beside
-from slapo_rewrite.fusion.kernel_forms import MEASURED, WRITTEN
+from slapo_rewrite.fusion.kernel_forms import KERNELS, MEASURED, WRITTEN, in_torch
 from slapo_rewrite.fusion.known_branches import given_for
 from slapo_rewrite.fusion.match_rules import below, look, nearest_miss
 from slapo_rewrite.fusion.measured_kernels import measured
@@ -137,7 +137,7 @@ class Apply(Rebuilding, Rewriting):
         engine = Engine(call.tree, call.sources, states, call.directive, line_length, earlier)
         given = given_for(call.arguments["concrete_args"], inner, at)
         backends = backends_of(call)
-        if not rule.kernels and backends != Always():
+        if backends != Always() and not any(in_torch(f"{KERNELS}{k}") for k in rule.kernels):
             raise errors.BadArgument(
                 f"`{rule.name}` writes operations of torch, which have no other backend",
                 at=at,
