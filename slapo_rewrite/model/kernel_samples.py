@@ -185,8 +185,9 @@ def _model_losses(m: Maker) -> list[Sample]:
 
 
 def _linear_losses(m: Maker) -> list[Sample]:
-    hidden, weight = m.tensor(1, m.rows, m.inner), m.tensor(m.width, m.inner)
-    layer = m.linear(m.inner)
+    inputs = min(m.inner, 4096)
+    hidden, weight = m.tensor(1, m.rows, inputs), m.tensor(m.width, inputs)
+    layer = m.linear(inputs)
     return [
         Sample((hidden, weight, m.labels(1, m.rows))),
         Sample((hidden, layer.weight, m.labels(1, m.rows)), {"bias": layer.bias, "layer": layer}),
@@ -240,7 +241,7 @@ def results(function: Callable[..., Any], sample: Sample) -> dict[str, Tensor]:
     """What a function gives, and the gradients of all that gets one, by name."""
     outputs = function(*sample.args, **sample.kwargs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    found = {f"output {number}": output for number, output in enumerate(outputs)}
+    found = {f"output {number}": output.detach() for number, output in enumerate(outputs)}
     seeds = [torch.linspace(-1, 1, o.numel()).view_as(o).to(o) + 1.5 for o in outputs]
     leaves = sample.leaves()
     gradients = torch.autograd.grad(outputs, [*leaves.values()], seeds, allow_unused=True)
@@ -261,8 +262,7 @@ def largest_error(
         one, other = have.get(name), want.get(name)
         error = float("inf")
         if one is not None and other is not None and one.shape == other.shape:
-            scale = float(other.detach().abs().max()) or 1.0
-            error = float((one - other).detach().abs().max()) / scale
+            error = float((one - other).abs().max()) / (float(other.abs().max()) or 1.0)
             error = error if one.dtype == other.dtype and error == error else float("inf")
         worst = max(worst, (error, name))
     return worst

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.cli import main
 from slapo_rewrite.emit.explanation import explain
 from slapo_rewrite.emit.rewrite import rewrite
@@ -293,6 +294,15 @@ def test_what_was_chosen_is_explained(tmp_path, table):
     assert "s.py:17: in first by triton: of triton 3, eager 4 us measured on h100" in shown
     lacking = "by eager: no measurement of `swiglu` for h100 at 64 wide in float32"
     assert f"in the model itself {lacking}" in shown
+
+
+def test_of_a_rule_that_is_applied_in_several_turns_all_choices_are_kept():
+    turns = [
+        Rewrite([], notes=({"rule": "swiglu", "applied": [path], "chosen": {path: why}},))
+        for path, why in (("first", "eager: slow"), ("last", "triton: fast"))
+    ]
+    (note,) = turns[1].after(turns[0]).notes
+    assert note["chosen"] == {"first": "eager: slow", "last": "triton: fast"}
 
 
 def test_the_reference_is_taken_where_nothing_was_measured(tmp_path, table):

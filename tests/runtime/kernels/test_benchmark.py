@@ -1,15 +1,19 @@
 """The benchmark of the kernels, tried out where there is no GPU."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
 
-from benchmark import kernels, report
+from benchmark import kernel_choice, kernels, report
 from benchmark.kernel_cases import KERNELS
+from slapo_rewrite.fusion.measured_kernels import Table
+from slapo_rewrite.model.kernel_samples import sampled
 from tests.golden import ROOT
 from tests.runtime.kernels.picked import PUBLIC
 
@@ -95,3 +99,74 @@ def test_figures_are_those_of_the_result_file():
     path = ROOT / "benchmark/results/kernels.json"
     text = kernels.table(json.loads(path.read_text())) if path.exists() else ""
     assert report.marked(kernels.NAME, text) in report.README.read_text()
+
+
+def test_a_table_to_choose_by_is_made_and_read(tmp_path, capsys):
+    path = tmp_path / "gpu.json"
+    kernels.main(["--choose", "--tiny", "--only", "residual", "--output", str(path)])
+    table = Table.read(path)
+    assert table.name == "gpu" and table.device and table.measured
+    functions = {name for name in sampled() if name.startswith("residual")}
+    dtypes = ("bfloat16", "float32")
+    assert {(row.kernel, row.dtype) for row in table.rows} == set(product(functions, dtypes))
+    for row in table.rows:
+        assert row.microseconds.keys() == {"triton", "eager"}
+        assert all(figure > 0 for figure in row.microseconds.values())
+        assert table.nearest(row.kernel, row.width, row.dtype) == row
+    assert f"wrote {path}: {len(table.rows)} measurements" in capsys.readouterr().err
+    kernels.main(["--choose", "--tiny", "--only", "swiglu"])
+    assert json.loads(capsys.readouterr().out)["measurements"][0]["kernel"] == "swiglu"
+
+
+def test_every_function_is_measured_at_some_width():
+    for function in sampled():
+        assert all(width > 0 for width in kernel_choice.widths(function, tiny=False))
+        assert kernel_choice.backends(function, compiled=False).keys() == {"triton", "eager"}
+    assert kernel_choice.widths("causal_lm_linear_cross_entropy", tiny=False)[0] == 30522
+    assert kernel_choice.widths("rotary", tiny=False) == (64, 128)
+
+
+def test_what_fails_or_is_not_exact_enough_gets_no_figure(monkeypatch, capsys):
+    _, reference = kernel_choice.forms("swiglu")
+
+    def wrong(gate, up):
+        return reference(gate, up) * 1.01
+
+    def failing(gate, up):
+        raise RuntimeError("no such kernel")
+
+    given = {"triton": wrong, "inductor": failing, "eager": reference}
+    monkeypatch.setattr(kernel_choice, "backends", lambda *_: given)
+    kernels.main(["--choose", "--tiny", "--only", "swiglu"])
+    shown = capsys.readouterr()
+    rows = json.loads(shown.out)["measurements"]
+    assert [row["microseconds"].keys() for row in rows] == [{"eager"}, {"eager"}]
+    assert "swiglu 8 by inductor: RuntimeError: no such kernel" in shown.err
+    assert "swiglu 8 by triton: its error is 1.0e-02" in shown.err
+
+
+def test_an_unsteady_machine_makes_no_table(tmp_path, monkeypatch):
+    found = iter([1.0, 1.04])
+    monkeypatch.setattr(
+        kernels, "roofline", lambda *a: {"copy_bytes_per_s": next(found), "product_flops": 1.0}
+    )
+    monkeypatch.setattr(kernels, "machine", lambda device: {"gpu": {"name": "X"}, "versions": {}})
+    monkeypatch.setattr(kernel_choice, "measurements", lambda *a: [])
+    options = argparse.Namespace(tiny=False, only="", deadline=0, device_name=None)
+    options.output = tmp_path / "x.json"
+    with pytest.raises(SystemExit, match="nothing is written"):
+        kernels.choose(options, kernels.Clock("cpu", 1))
+    assert not options.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA GeForce RTX 4090", "nvidia_geforce_rtx_4090"),
+    ],
+)
+def test_a_device_is_called_as_plans_call_it(device, name):
+    assert kernel_choice.short_name(device) == name
