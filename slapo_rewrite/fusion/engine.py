@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -266,8 +266,11 @@ class Engine:
         taken: dict[int, tuple[set[int], dict[str, Claim]]] = {}
         kept: list[Claim] = []
         left: list[Skipped] = []
+        claiming: dict[int, set[str]] = {}
+        for claim in claims:
+            claiming.setdefault(id(claim.match.replaced.node), set()).add(claim.node.path)
         for group in _by_text(claims):
-            stop = self._stop(group)
+            stop = self._stop(group, claiming[id(group[0].match.replaced.node)])
             if stop is not None:
                 left.append(stop)
                 continue
@@ -289,8 +292,13 @@ class Engine:
                 kept.append(claim)
         return kept, left
 
-    def _stop(self, group: list[Claim]) -> Skipped | None:
-        """Why a text cannot be changed for those modules that claim it."""
+    def _stop(self, group: list[Claim], claiming: Collection[str]) -> Skipped | None:
+        """Why a text cannot be changed for those modules that claim it.
+
+        Args:
+            group: The claims that would have it alike.
+            claiming: The modules that would have it changed in any way.
+        """
         first = group[0]
         match = first.match
         if match.file is not self.file:
@@ -323,12 +331,11 @@ class Engine:
             claimed = {claim.node.path for claim in group}
             other = next((n for n in self.sharing.sharers(function) if n.path not in claimed), None)
             if other is not None:
-                return Skipped(
-                    first,
-                    f"`{other.path or 'the model'}` calls `{function.name}` too, and would not "
-                    "have it so",
-                    "select all modules that call it",
-                )
+                calls = f"`{other.path or 'the model'}` calls `{function.name}` too, and would"
+                if other.path in claiming:
+                    hint = 'name one for both: backend="triton"'
+                    return Skipped(first, f"{calls} have it by another backend", hint)
+                return Skipped(first, f"{calls} not have it so", "select all modules that call it")
         return None
 
     def _scheduled(self, path: str) -> ModuleRequests | None:

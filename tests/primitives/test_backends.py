@@ -170,22 +170,30 @@ NORMED = """\
 from torch import nn
 
 
-class Block(nn.Module):
+class Opening(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.one, self.two = nn.Linear(width, width), nn.Linear(width, width)
-        self.pre, self.post = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(width)
 
     def forward(self, x):
-        x = x + self.one(self.pre(x))
-        y = self.two(x)
-        return self.post(y + x)
+        x = x + self.one(x)
+        return x + self.two(self.norm(x))
+
+
+class Closing(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, x):
+        return self.norm(self.one(x) + x)
 
 
 class Net(nn.Module):
     def __init__(self, narrow, wide):
         super().__init__()
-        self.one, self.two = Block(narrow), Block(narrow)
+        self.one, self.two = Opening(narrow), Closing(narrow)
 
     def forward(self, x):
         return self.two(self.one(x))
@@ -199,8 +207,9 @@ def test_what_a_function_calls_is_of_its_own_backend(tmp_path):
         's["two"].apply("residual_layer_norm")',
     )
     output = rewritten(tmp_path, NORMED, scheduled(*lines))
-    assert "triton" not in helpers(output)
+    assert "triton" not in helpers(output) and "def add_layer_norm(" not in helpers(output)
     assert "def layer_norm_forward_kernel(" in output.files["kernels_triton.py"]
+    assert "return kernels_triton.add_layer_norm(" in output.files["source_0.py"]
     compare(rules()["residual_layer_norm"], tmp_path, output)
 
 
@@ -326,6 +335,59 @@ def test_it_is_looked_up_in_what_is_trained_in(tmp_path, table):
     cast = scheduled(MEASURED).replace("m.Net(16, 64)", "m.Net(16, 64).to(torch.bfloat16)")
     output = rewritten(tmp_path, NET, cast)
     assert chosen(output, "rms_norm")["first"].startswith("triton: ")
+
+
+TURNED = (
+    rules()["rotary"].examples[0].source
+    + """\
+
+
+class Net(nn.Module):
+    def __init__(self, narrow, wide):
+        super().__init__()
+        self.one, self.two = Scores(narrow, 2), Scores(narrow, 8)
+
+    def forward(self, x):
+        small, large = x[:, :1, :2].detach(), x[:1, :, :8].detach()
+        return self.one(x, large, large).sum() + self.two(x, small, small).sum()
+"""
+)
+
+
+def test_a_function_that_modules_share_has_one_backend(tmp_path, table):
+    """Heads of 8 are turned fastest by another backend than heads of 2, in one function."""
+    table(
+        measurement("rotary", 8, triton=3, eager=4),
+        measurement("rotary", 2, triton=4, eager=3),
+    )
+    schedule = scheduled(MEASURED.replace("_all(", '("rotary", '))
+    text = refused(tmp_path, TURNED, schedule, "SR309")
+    assert "calls `apply_rotary_pos_emb` too, and would have it by another backend" in text
+    assert 'name one for both: backend="triton"' in text
+    output = rewritten(tmp_path, TURNED, scheduled(MEASURED))
+    (note,) = (
+        n for n in json.loads(output.files["rewrite.json"])["rules"] if n["rule"] == "rotary"
+    )
+    assert "applied" not in note and len(note["left"]) == 2
+
+
+WIDTHS = {
+    **dict.fromkeys(("rms_norm", "residual_rms_norm", "residual_layer_norm"), 8),
+    **dict.fromkeys(("rotary", "dropout_residual", "linear_each"), 8),
+    **dict.fromkeys(("cross_entropy", "linear_cross_entropy"), 11),
+    **dict.fromkeys(("swiglu", "geglu", "reglu", "bias_gelu", "activation_dropout"), 32),
+    "quick_gelu": 32,
+    "masked_softmax": None,
+}
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_how_wide_a_match_is(name, tmp_path, table):
+    table()
+    output = rewritten(tmp_path, *by('measured", device="a100', rules()[name]))
+    width = WIDTHS[name]
+    words = "is not known here" if width is None else f"for a100 at {width} wide in float32"
+    assert any(why.endswith(words) for why in chosen(output, name).values()), chosen(output, name)
 
 
 def test_no_table_ships_that_was_not_measured():
