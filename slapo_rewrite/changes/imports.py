@@ -17,6 +17,12 @@ from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.layers import Layer
 
 CHECKPOINT = "torch.utils.checkpoint"
+# What carries out the functions that rules call, where they stand in the output.
+TRITON, INDUCTOR, EAGER = "triton", "inductor", "eager"
+WRITTEN = (TRITON, INDUCTOR, EAGER)
+# Where they stand; those of another backend than a function of the same name are in a file apart.
+KERNELS = "kernels"
+KERNEL_FILES = (KERNELS, *(f"{KERNELS}_{backend}" for backend in WRITTEN))
 
 
 @dataclass(frozen=True)

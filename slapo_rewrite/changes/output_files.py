@@ -18,7 +18,7 @@ from pathlib import Path
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change_set import ChangeSet
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
-from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.changes.imports import EAGER, KERNEL_FILES, Imports
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Directive
@@ -27,8 +27,8 @@ from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding import Place
 
 # The names of helper modules, which lie in the output folder as well.
-_RESERVED = {p.stem for p in (Path(__file__).parents[1] / "runtime").glob("*")}
-_RESERVED |= {"modules", "pipeline"}
+_RESERVED = {p.stem for p in (Path(__file__).parents[1] / "runtime").glob("*")} - {EAGER}
+_RESERVED |= {"modules", "pipeline", *KERNEL_FILES}
 
 
 @dataclass

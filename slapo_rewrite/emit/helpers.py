@@ -10,6 +10,7 @@ from pathlib import Path
 import black
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.imports import KERNELS
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.emit import kernels
 from slapo_rewrite.emit.used_definitions import Definitions, Picked, bound_names, import_groups
@@ -152,7 +153,7 @@ def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: 
             hint="leave out --single-file: helpers then keep to files of their own",
         )
     picked = _picked(used, schedule)
-    order = [m for m in (*RUNTIME_ORDER, kernels.KERNELS, MODULES) if m in picked]
+    order = [m for m in (*RUNTIME_ORDER, KERNELS, MODULES) if m in picked]
     imports: dict[str, set[str]] = {}
     for module in order:
         for line in (line for group in picked[module].imports for line in group):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.imports import Reference
+from slapo_rewrite.changes.imports import EAGER, INDUCTOR, KERNEL_FILES, KERNELS, Reference
 from slapo_rewrite.emit.used_definitions import (
     LINE_LENGTH,
     Definitions,
@@ -18,11 +18,8 @@ from slapo_rewrite.emit.used_definitions import (
     bound_names,
     import_groups,
 )
-from slapo_rewrite.fusion.kernel_forms import EAGER, INDUCTOR
 
 RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
-# Where what rules call goes; `kernels_eager` has what `kernels` has by another backend.
-KERNELS = "kernels"
 WITH_KERNELS = "Kernels that the model uses, each with its reference in PyTorch."
 WITHOUT = "What the model calls in the place of kernels, in PyTorch's operations."
 
@@ -65,7 +62,7 @@ def _needed(tree: ast.Module) -> list[str]:
 
 def is_of_kernels(module: str) -> bool:
     """Whether names of a helper module are functions that rules call."""
-    return re.fullmatch(rf"{KERNELS}(_\w+)?(\.\w+)?", module) is not None
+    return module.partition(".")[0] in KERNEL_FILES
 
 
 def by_backend(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from slapo_rewrite.fusion.kernel_forms import TRITON
+from slapo_rewrite.changes.imports import TRITON
 from slapo_rewrite.fusion.rule import Rule, RuleMatch
 
 
@@ -14,7 +14,7 @@ class Choice:
     """What a function is carried out by at one place.
 
     Attributes:
-        backend: One of `WRITTEN`, or the name of a module.
+        backend: One of `imports.WRITTEN`, or the name of a module that the output imports.
         why: What it was chosen for, in words; empty where it was asked for.
     """
 

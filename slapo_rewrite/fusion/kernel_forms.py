@@ -8,10 +8,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-TRITON, INDUCTOR, EAGER, MEASURED = "triton", "inductor", "eager", "measured"
-# Those whose functions stand in the output; any other backend is a module that it imports.
-WRITTEN = (TRITON, INDUCTOR, EAGER)
-KERNELS, IN_TORCH = "slapo_rewrite.runtime.kernels.", "slapo_rewrite.runtime.eager."
+from slapo_rewrite.changes.imports import TRITON
+
+OF_KERNELS, IN_TORCH = "slapo_rewrite.runtime.kernels.", "slapo_rewrite.runtime.eager."
 
 
 @functools.cache
@@ -21,8 +20,8 @@ def in_torch(kernel: str) -> Callable[..., Any] | None:
     Args:
         kernel: A dotted name, `slapo_rewrite.runtime.kernels.rms_norm.rms_norm` say.
     """
-    home, _, name = kernel.removeprefix(KERNELS).rpartition(".")
-    if not kernel.startswith(KERNELS):
+    home, _, name = kernel.removeprefix(OF_KERNELS).rpartition(".")
+    if not kernel.startswith(OF_KERNELS):
         return None
     try:
         module = importlib.import_module(f"{IN_TORCH}{home}")
@@ -45,7 +44,7 @@ def names_with(kernel: str, backend: str) -> frozenset[str]:
 
     Args:
         kernel: The dotted name of the kernel.
-        backend: One of `WRITTEN`.
+        backend: One whose functions stand in the output.
     """
     found = kernel_function(kernel) if backend == TRITON else in_torch(kernel)
     return frozenset(_names(found))
@@ -59,5 +58,5 @@ def _names(function: Any) -> set[str]:
 
 def _has_both(function: types.FunctionType) -> bool:
     """Whether a function is a kernel that has another form, or is that form."""
-    home = function.__module__.replace(IN_TORCH, KERNELS)
+    home = function.__module__.replace(IN_TORCH, OF_KERNELS)
     return in_torch(f"{home}.{function.__name__}") is not None

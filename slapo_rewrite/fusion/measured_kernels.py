@@ -11,17 +11,17 @@ from pathlib import Path
 
 from slapo_rewrite import errors
 from slapo_rewrite.bundle import rules_folder
+from slapo_rewrite.changes.imports import EAGER, WRITTEN
 from slapo_rewrite.fusion.backends import Choice
-from slapo_rewrite.fusion.kernel_forms import EAGER, WRITTEN
 from slapo_rewrite.fusion.last_axis import features_of
 from slapo_rewrite.fusion.rule import Rule, RuleMatch
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.simulate.hardware import known_gpus
 
+MEASURED = "measured"
 # A measurement says something of sizes up to twice and down to half of its own.
 REACH = 2.0
 DTYPES = ("float32", "bfloat16", "float16")
-TRAINED = 'say what is trained on: backend="measured", device="h100"'
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,11 @@ def _at_hand(known: Mapping[str, Table], at: errors.Span | None) -> Table:
     import torch
 
     if not torch.cuda.is_available():
-        raise errors.BadArgument("there is no GPU here to choose for", at=at, hint=TRAINED)
+        raise errors.BadArgument(
+            "there is no GPU here to choose for",
+            at=at,
+            hint=f'say what is trained on: backend="{MEASURED}", device="h100"',
+        )
     name = torch.cuda.get_device_name()
     return next((t for t in known.values() if t.device == name), Table(name))
 

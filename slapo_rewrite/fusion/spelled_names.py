@@ -6,16 +6,14 @@ import functools
 from collections.abc import Callable, Iterable
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.imports import Imports, Reference
+from slapo_rewrite.changes.imports import KERNELS, TRITON, WRITTEN, Imports, Reference
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.fusion.kernel_forms import TRITON, WRITTEN, in_torch, names_with
+from slapo_rewrite.fusion.kernel_forms import in_torch, names_with
 
 RUNTIME = "slapo_rewrite.runtime."
 # What a schedule file is called as a module, and where what it defines goes.
 SCHEDULE, MODULES = "schedule_file", "modules"
-# Where what rules call goes.
-KERNELS = "kernels"
 
 
 class Spelling:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.imports import WRITTEN
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.text import with_wildcards
@@ -14,10 +15,10 @@ from slapo_rewrite.fusion.backends import Always, Backends
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import packed
 from slapo_rewrite.fusion.horizontal_fusion import Packing, beside
-from slapo_rewrite.fusion.kernel_forms import KERNELS, MEASURED, WRITTEN, in_torch
+from slapo_rewrite.fusion.kernel_forms import OF_KERNELS, in_torch
 from slapo_rewrite.fusion.known_branches import given_for
 from slapo_rewrite.fusion.match_rules import below, look, nearest_miss
-from slapo_rewrite.fusion.measured_kernels import measured
+from slapo_rewrite.fusion.measured_kernels import MEASURED, measured
 from slapo_rewrite.fusion.plugged_kernels import plugged
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.fusion.rule import Rule
@@ -137,7 +138,7 @@ class Apply(Rebuilding, Rewriting):
         engine = Engine(call.tree, call.sources, states, call.directive, line_length, earlier)
         given = given_for(call.arguments["concrete_args"], inner, at)
         backends = backends_of(call)
-        if backends != Always() and not any(in_torch(f"{KERNELS}{k}") for k in rule.kernels):
+        if backends != Always() and not any(in_torch(f"{OF_KERNELS}{k}") for k in rule.kernels):
             raise errors.BadArgument(
                 f"`{rule.name}` writes operations of torch, which have no other backend",
                 at=at,

@@ -283,7 +283,7 @@ def _described(inputs: Mapping[str, Any]) -> str:
 
 
 def _remarks(models: Models, ends: Sequence[int], step: Step | None) -> Iterator[str]:
-    if models.emitted.helper("kernels") is not None:
+    if any(hasattr(module, "runs_triton") for module in models.emitted.modules()):
         yield "fused kernels are counted as the operators that they stand for"
     partly = [
         d.text

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from slapo_rewrite.changes.imports import KERNEL_FILES
 from slapo_rewrite.changes.output_files import _RESERVED
 from slapo_rewrite.cli import main
 from slapo_rewrite.code.file import free_name
-from slapo_rewrite.emit.helpers import KERNELS, MODULES, RUNTIME_ORDER
+from slapo_rewrite.emit.helpers import MODULES, RUNTIME_ORDER
 from slapo_rewrite.primitives.shard import MLP, MODEL
 
 SHARDED = """\
@@ -28,6 +29,8 @@ NAMES = {
     "tensor_parallel.py": "tensor_parallel_model.py",
     "modules.py": "modules_model.py",
     "kernels.py": "kernels_model.py",
+    "kernels_eager.py": "kernels_eager_model.py",
+    "eager.py": "eager.py",
     "pipeline.py": "pipeline_model.py",
     "typing.py": "typing.py",
     "torch.py": "torch.py",
@@ -98,7 +101,7 @@ def test_a_model_file_of_any_name(command, tmp_path, name, written, capsys):
 
 
 def test_every_helper_has_a_name_of_its_own():
-    assert {*RUNTIME_ORDER, KERNELS, MODULES, "pipeline"} <= _RESERVED
+    assert {*RUNTIME_ORDER, *KERNEL_FILES, MODULES, "pipeline"} <= _RESERVED
     assert free_name("net") == "net"
     assert free_name("typing") == "typing_"
 
