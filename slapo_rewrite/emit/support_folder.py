@@ -229,7 +229,7 @@ def write_both(
         others = _outputs(folder, name)
         if not force:
             _check_tool(folder, others)
-        both = _files({**others, name: _union([_used_before(out, folder), uses])})
+        both = _meanwhile(others, name, _used_before(out, folder), uses)
         wrong = in_the_way(folder, both, record.SUPPORT)
         if wrong and not force:
             hint = "--force overwrites them; what the model alone needs goes into its own folder"
@@ -244,6 +244,18 @@ def write_both(
             put(folder, before, both.keys())
             raise
         put(folder, _encoded(_files({**others, name: uses})), both.keys())
+
+
+def _meanwhile(others: Mapping[str, Uses], name: str, before: Uses, uses: Uses) -> dict[str, str]:
+    """The files while an output is written: for what it used, and for what it will use.
+
+    For the latter alone where one function gets another backend: a file holds only one of them,
+    and what was written before can call either.
+    """
+    try:
+        return _files({**others, name: _union([before, uses])})
+    except errors.Unsupported:
+        return _files({**others, name: uses})
 
 
 def _encoded(files: Mapping[str, str]) -> dict[str, bytes]:

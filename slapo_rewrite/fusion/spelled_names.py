@@ -114,7 +114,7 @@ class Spelling:
             homes = {r for r in (other.module, backend) if r not in WRITTEN and r[0] != "."}
             if other.name == name and homes and other.module != backend:
                 raise errors.NameTaken(
-                    f"`{name}` is imported from `{other.module}` already, and would be from "
+                    f"`{name}` is imported from `{other.module.lstrip('.')}`, and would be from "
                     f"`{backend if backend not in WRITTEN else KERNELS}`, too",
                     at=self.cause.at,
                     hint="have one backend carry it out everywhere",

@@ -108,6 +108,9 @@ class Apply(Rebuilding, Rewriting):
     refusals = (
         Refusal(GATED, MODEL + 'def schedule(s):\n    s.apply("swilu")\n', "SR206"),
         Refusal(GATED, MODEL + 'def schedule(s):\n    s["down"].apply("swiglu")\n', "SR309"),
+        Refusal(
+            GATED, MODEL + 'def schedule(s):\n    s.apply("swiglu", backend="cuda")\n', "SR206"
+        ),
     )
 
     def signature(self) -> inspect.Signature:

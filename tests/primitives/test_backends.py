@@ -242,6 +242,10 @@ def test_outputs_that_share_helpers_have_one_backend_for_a_function(tmp_path, mo
     assert "leave out --support" in shown
     assert not (tmp_path / "models/three").exists()
     assert (tmp_path / "models/support/kernels.py").read_text() == text
+    # An output that shares a function with no other may have it by another backend.
+    assert wrote("one", 's.apply("swiglu", backend="inductor")') == 0
+    text = (tmp_path / "models/support/kernels.py").read_text()
+    assert "@torch.compile\ndef swiglu(" in text and "triton" not in text
 
 
 # What was measured --------------------------------------------------------------------------------
@@ -547,4 +551,6 @@ def test_one_function_is_not_imported_from_two_places(turned, tmp_path, plugged)
     plugged(RIGHT)
     lines = [PLUGGED.replace("s.", 's["first"].', 1), 's["last"].apply("rms_norm")']
     shown = refused(tmp_path, NET, scheduled(*(lines[::-1] if turned else lines)), "SR105")
-    assert "`rms_norm` is imported from `" in shown and "have one backend carry it out" in shown
+    homes = ("kernels", "my_kernels.norms") if turned else ("my_kernels.norms", "kernels")
+    words = "`rms_norm` is imported from `{}`, and would be from `{}`, too"
+    assert words.format(*homes) in shown and "have one backend carry it out" in shown
