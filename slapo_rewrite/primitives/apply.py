@@ -60,12 +60,13 @@ class Apply(Rebuilding, Rewriting):
 
     The function that a rule calls has several backends, and its call is written alike for each:
     `"triton"`, a kernel, whose PyTorch reference runs where there is no GPU; `"eager"`, the
-    reference alone; `"inductor"`, the reference compiled by `torch.compile`; a module that can be
-    imported, `"mypackage.my_kernels"`, with a function of the same name and parameters, which is
-    compared with the reference on a CPU first and imported by the output. `"measured"` takes for
-    each match what was fastest on `device` (the GPU at hand without it) at the nearest size that
-    was measured, at most twice or half as large, in `dtype` (that of the parameters without it);
-    the reference where nothing was measured. `slapo-rewrite explain OUT` gives the figures.
+    reference alone; `"inductor"`, the reference compiled by `torch.compile`, which draws other
+    numbers for dropout; a module that can be imported, `"mypackage.my_kernels"`, with a function of
+    the same name and parameters, which is compared with the reference on a CPU first and imported
+    by the output. `"measured"` takes for each match what was fastest on `device` (the GPU at hand
+    without it) at the nearest size that was measured, at most twice or half as large, in `dtype`
+    (that of the parameters without it); the reference where nothing was measured.
+    `slapo-rewrite explain OUT` gives the figures.
 
     Rewrite:
         gated = F.silu(self.gate(x))
