@@ -13,3 +13,6 @@ CACHES = (
 
 # Functions of a module that read nothing of what it holds, but what it is wrapped in.
 ASKS_WHAT_WRAPS = ("is_fsdp_managed_module",)
+
+# Files of transformers that keep values in the precision in which they are given.
+KEEPS_PRECISION = ("transformers/cache_utils.py",)

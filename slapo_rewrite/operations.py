@@ -567,6 +567,48 @@ def _all_but_first(call: Call) -> Treatment:
     return Treatment((set(range(1, call.ranks[0])),), aligned=0)
 
 
+PRODUCT, FLOAT32, EITHER = "product", "float32", "either"
+# What mixed precision computes in half precision: torch.autocast's list for CUDA.
+_PRODUCTS = """
+linear matmul mm bmm mv linalg_matmul __rmatmul__ addmm addmv baddbmm addbmm einsum linalg_vecdot
+chain_matmul linalg_multi_dot scaled_dot_product_attention conv1d conv2d conv3d conv_transpose1d
+conv_transpose2d conv_transpose3d
+"""
+# And what it computes in float32, by the same list.
+_IN_FLOAT32 = """
+acos arccos asin arcsin cosh erfinv exp expm1 log log10 log1p log2 pow float_power reciprocal rsqrt
+sinh tan __rpow__ softplus softmax log_softmax softmin gumbel_softmax layer_norm rms_norm group_norm
+local_response_norm lp_pool1d lp_pool2d lp_pool3d norm linalg_norm linalg_vector_norm
+linalg_matrix_norm normalize renorm cosine_similarity pairwise_distance dist cdist cumsum cumprod
+sum prod trapezoid logsumexp interpolate special_erfinv special_exp2 special_expm1 special_log1p
+special_logsumexp special_softmax special_log_softmax
+"""
+# What stands on no list of torch's, and is kept from losing digits as well: other sums and means,
+# and what torch has in float32 and float64 alone.
+_IN_FLOAT32_TOO = """
+mean nansum nanmean var std var_mean std_mean logcumsumexp batch_norm instance_norm special_softplus
+exp2 erfc cov corrcoef quantile nanquantile linalg_inv linalg_cholesky linalg_det linalg_matrix_rank
+linalg_solve_triangular fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2
+fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn view_as_complex complex polar histc
+"""
+
+
+@functools.cache
+def _precisions() -> dict[str, str]:
+    known = dict.fromkeys(rows(), EITHER)
+    in_float32 = f"{_IN_FLOAT32} {_IN_FLOAT32_TOO} {_LOSSES}".split()
+    return known | dict.fromkeys(in_float32, FLOAT32) | dict.fromkeys(_PRODUCTS.split(), PRODUCT)
+
+
+def precision_of(name: str) -> str | None:
+    """How an operation is computed under mixed precision; None where it is not known.
+
+    `PRODUCT` in half precision, `FLOAT32` in float32, `EITHER` in what its operands are in. What
+    works in place keeps the precision of what it changes.
+    """
+    return _precisions().get(name)
+
+
 def treatment(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
 ) -> Treatment | None:

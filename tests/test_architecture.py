@@ -29,6 +29,7 @@ LAYERS = (
     {"lowering"},
     {"changes"},
     {"simulate"},
+    {"precision"},
     {"sharding"},
     {"model"},
     {"patterns"},
@@ -39,7 +40,8 @@ LAYERS = (
     {"runtime"},
 )
 MAY_IMPORT_TORCH = {
-    *("auto", "model", "plan", "review", "runtime", "sharding", "stages", "tune", "verify"),
+    *("auto", "model", "plan", "precision", "review", "runtime", "sharding", "stages", "tune"),
+    "verify",
 }
 HEAVY = {"torch", "transformers"}
 

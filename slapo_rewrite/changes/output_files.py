@@ -203,6 +203,15 @@ class OutputFiles:
         """The file that a place stands in."""
         return self._by_path.get(place.filename, self.main)
 
+    def span(self, place: Place) -> errors.Span:
+        """A place as it is shown to the user."""
+        file = self.at(place).file
+        text = file.line(place.line)
+        start = len(text.encode()[: place.column].decode(errors="ignore"))
+        end = len(text.encode()[: place.end_column].decode(errors="ignore"))
+        last = end if place.end_line == place.line else len(text)
+        return errors.Span(file.display, place.line, start + 1, max(1, last - start), text)
+
     def siblings(self, known: Mapping[str, tuple[str, ...]]) -> None:
         """Says which elements modules stand for."""
         self._siblings.update(known)

@@ -6,6 +6,7 @@ import types
 from collections.abc import Sequence
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.mixed_precision import HalfPrecision
 from slapo_rewrite.directive import depth_of
 from slapo_rewrite.emit.draft import Draft
 from slapo_rewrite.emit.shard_check import check_parts, check_subclasses
@@ -70,7 +71,9 @@ def _rehearse(
     try:
         draws_alike = not any(state.replacement for state in plan.states.values())
         depth = depth_of(plan.shares)
-        rehearse(project.schedule.module, original, emitted, sizes, depth, draws_alike)
+        is_mixed = any(state.asks(HalfPrecision) for state in plan.states.values())
+        schedule = project.schedule.module
+        rehearse(schedule, original, emitted, sizes, depth, draws_alike, is_mixed)
     except OtherNumbersError as error:
         inside = [path for path in plan.states if path and error.name.startswith(f"{path}.")]
         near = [plan.states[path].causes() for path in sorted(inside, key=len, reverse=True)]

@@ -38,6 +38,7 @@ from slapo_rewrite.directive import Directive
 from slapo_rewrite.lowering.inferred_syncs import Inference, named
 from slapo_rewrite.lowering.inner_layers import join_inner_layers
 from slapo_rewrite.lowering.layer_choice import choose_layer, done_inside
+from slapo_rewrite.lowering.mixed_precision import Mixed, Mixing, mark_kept
 from slapo_rewrite.lowering.specialize import specialize
 from slapo_rewrite.lowering.tied_parameters import annotate_ties, follow_ties
 from slapo_rewrite.model.join import Sources, find_parameter_site
@@ -139,10 +140,12 @@ class _Lowering:
         """Everything, in order."""
         join_inner_layers(self.tree, self.states)
         follow_ties(self.tree, self.states)
+        mark_kept(self.tree, self.states)
         annotate_ties(self.tree, self.states)
         alike, every = Representatives(self.tree, self.states), self.states
         self.inference = Inference(self.tree, every)
         self.files.siblings(alike.siblings)
+        precision = Mixing(self.tree, every, self.files)
         self.files.asked_alike(every)
 
         def followed_itself(asked: ShardingRequest, records: Records) -> ShardingResult:
@@ -172,7 +175,9 @@ class _Lowering:
         self.states, inferred = named(self.states, self.number)
         with reduced():
             asked = self._asked()
-            self._place(asked, followed)
+            shortened = alike.shortened if reduced == alike.reduced else nullcontext
+            mixed = precision.follow(alike.siblings, shortened, step_inputs, small)
+            self._place(asked, followed, mixed)
             for draw, world in out_of_step(self.tree, asked, followed):
                 self._warn_of(draw, world)
             for way, place in followed.unfollowed:
@@ -183,15 +188,18 @@ class _Lowering:
             self.warnings += dict.fromkeys(notes)
         return Lowered(self.files, edits, inferred, self.warnings)
 
-    def _place(self, asked: ShardingRequest, followed: ShardingResult) -> None:
+    def _place(
+        self, asked: ShardingRequest, followed: ShardingResult, mixed: Mixed | None
+    ) -> None:
         """Has each change placed, those that were asked for and those that follow from them."""
         to = Placement(self.tree, self.states, self.files, followed)
         layers, parameters = asked.layers, asked.parameters
+        in_half = mixed.parallel(layers) if mixed is not None else {}
         for path, state in self.states.items():
             node = self.tree.nodes[path]
             _check_called(path, state)
             if path in layers:
-                place_layer(to, node, layers[path])
+                place_layer(to, node, in_half.get(path, layers[path]))
             if state.replacement:
                 place_replacement(to, node, layers.get(path))
             for shard in state.shards if path in parameters else ():
@@ -208,6 +216,8 @@ class _Lowering:
         place_losses(to, followed.losses.values())
         for statistic in followed.statistics:
             place_statistic(to, statistic)
+        if mixed is not None:
+            mixed.place(to, layers)
         for head in followed.tied_heads:
             place_tied_head(to, head)
         for path, layer in layers.items():
@@ -361,15 +371,7 @@ class _Lowering:
 
     def _unfollowable(self, error: CannotFollow) -> errors.UnfollowableSize:
         """The error as a user sees it."""
-        at = None
-        if error.place is not None:
-            place = error.place
-            file = self.files.at(place).file
-            text = file.line(place.line)
-            start = len(text.encode()[: place.column].decode(errors="ignore"))
-            end = len(text.encode()[: place.end_column].decode(errors="ignore"))
-            last = end if place.end_line == place.line else len(text)
-            at = errors.Span(file.display, place.line, start + 1, max(1, last - start), text)
+        at = self.files.span(error.place) if error.place is not None else None
         shares = [share.cause.at for state in self.states.values() for share in state.shares]
         causes = (self._sync_line(error.sync), self._a_cause(error.path), *shares)
         places = list(dict.fromkeys(p for p in (at, *causes) if p is not None))

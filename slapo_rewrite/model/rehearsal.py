@@ -15,7 +15,7 @@ import math
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -95,6 +95,7 @@ def rehearse(
     sizes: tuple[int, ...],
     depth: int = 2,
     draws_alike: bool = True,
+    is_mixed: bool = False,
 ) -> None:
     """Runs the output's small model against the original's.
 
@@ -109,11 +110,20 @@ def rehearse(
         depth: How many layers a small model has that nobody else defines, at least.
         draws_alike: Whether the constructors draw the same numbers: not so where the schedule
             brings modules along, which draw more or fewer, so that those after them differ.
+        is_mixed: Whether the output computes in half precision. It is compared with its casts left
+            out, and has to run with them.
 
     Raises:
         OtherNumbersError: They differ.
     """
-    with _quiet(), _without_dropout(), small_model.one_thread(), torch.random.fork_rng(devices=[]):
+    casts = small_model.casts_left_out() if is_mixed else contextlib.nullcontext()
+    with (
+        _quiet(),
+        _without_dropout(),
+        small_model.one_thread(),
+        torch.random.fork_rng(devices=[]),
+        casts,
+    ):
         reference = _reference(schedule, original, depth) if sizes else None
         if reference is None:
             return
@@ -131,6 +141,33 @@ def rehearse(
                 error, name, what = _worst(reference.want, step)
                 if error > LIMIT[reference.dtype] and reference.repeats(schedule):
                     raise OtherNumbersError(world, name, error, what)
+    if is_mixed and reference is not None:
+        with _quiet(), _without_dropout(), small_model.one_thread():
+            _check_mixed(reference, schedule, output)
+
+
+def _check_mixed(reference: _Reference, schedule: Any, output: Emitted) -> None:
+    """With its casts the output runs, and what is a number without them is one.
+
+    Raises:
+        OtherNumbersError: It fails, or something overflows.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = small_model.build_small(schedule, output.module, reference.depth).float()
+        model.load_state_dict(reference.weights)
+        step = _step(schedule, model, in_dtype(reference.inputs, torch.float32), None)
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise OtherNumbersError(1, "", 1.0, f"it fails in half precision: {words}") from error
+    want = reference.want
+    pairs = [*result_pairs(want.evaluated, step.evaluated, "")]
+    pairs += [*result_pairs(want.outputs, step.outputs, "")]
+    pairs += [(n, g, step.gradients[n]) for n, g in want.gradients.items() if n in step.gradients]
+    for name, one, other in pairs:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            if bool(one.isfinite().all()) and not bool(other.isfinite().all()):
+                raise OtherNumbersError(1, name, 1.0, "something overflows in half precision:")
 
 
 def worlds(schedule: Any, model: nn.Module) -> tuple[int, ...]:
@@ -250,10 +287,7 @@ def _reference(schedule: Any, original: types.ModuleType, depth: int = 2) -> _Re
         try:
             model, drawn = _drawn(schedule, original, depth)
             model = model.to(dtype)
-            inputs = {
-                name: value.to(dtype) if _is_floating(value) else value
-                for name, value in small_model.training_inputs(schedule, model).items()
-            }
+            inputs = in_dtype(small_model.training_inputs(schedule, model), dtype)
             elements = sum(v.numel() for v in inputs.values() if isinstance(v, torch.Tensor))
             if _size(model) > MOST_PARAMETERS or elements > MOST_ELEMENTS:
                 return None
@@ -305,6 +339,11 @@ def _check_start(
             again = _drawn(schedule, original, reference.depth)[1]
             if torch.equal(again[name], want):
                 raise OtherStartError(1, name, _error(want, have), "it starts otherwise:")
+
+
+def in_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Inputs of a step, those that are floats in another dtype."""
+    return {k: v.to(dtype) if _is_floating(v) else v for k, v in inputs.items()}
 
 
 def _size(model: nn.Module) -> int:

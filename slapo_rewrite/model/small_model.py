@@ -132,6 +132,31 @@ def drawing(seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def casts_left_out() -> Iterator[None]:
+    """Values in floating point stay what they are where a method of theirs casts them.
+
+    What is computed in half precision is computed in what the parameters are in, so that nothing
+    but a difference in rounding is left out. The methods themselves are exchanged, for all threads.
+    """
+    tensor: Any = torch.Tensor
+
+    def kept(cast: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return self if self.is_floating_point() else cast(self, *args, **kwargs)
+
+        return method
+
+    names = ("bfloat16", "half", "float")
+    for name in names:
+        setattr(tensor, name, kept(getattr(tensor, name)))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(tensor, name)  # what torch's own base class has stands behind it
+
+
+@contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """One thread for each operation: on small tensors, several do nothing but wait for each other.
 

@@ -1,0 +1,168 @@
+"""Products in half precision: casts in methods, and layers that compute so."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import libcst as cst
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.bases import DeriveFrom
+from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.changes.construction import UseParallelLayer
+from slapo_rewrite.changes.placement import Placement, Requested, at_node
+from slapo_rewrite.changes.places import AtBase, AtNode
+from slapo_rewrite.code.arguments import given_by
+from slapo_rewrite.code.build import expression
+from slapo_rewrite.directive import Directive
+from slapo_rewrite.model.layers import Layer, qualified
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.precision.precision_run import HALF, HALF_LAYERS, Cast, Operand, half_base
+
+# How a value is cast, by the dtype.
+CASTS = {"bfloat16": "bfloat16", "float16": "half"}
+# What a layer is called that computes so.
+NAMES = {"bfloat16": "BFloat16", "float16": "Float16"}
+# The module with the layers that compute so, by that of the tensor-parallel ones.
+PARALLEL = {
+    "ColumnParallelLinear": "mixed_parallel",
+    "RowParallelLinear": "mixed_parallel",
+    "KeyValueParallelLinear": "mixed_parallel",
+    "ColumnParallelConv1D": "mixed_parallel_conv1d",
+    "RowParallelConv1D": "mixed_parallel_conv1d",
+}
+
+
+@dataclass(frozen=True)
+class HalfPrecision(Requested):
+    """The products of a module, and of those in it, are computed in half precision.
+
+    Attributes:
+        dtype: Which, by its name.
+        keep: Operations, and modules by patterns of their paths, that stay in float32.
+    """
+
+    dtype: str
+    keep: tuple[str, ...] = ()
+    is_parallel = False
+
+    def place(self, to: Placement, node: Node, cause: Directive) -> None:
+        """Nowhere: what follows of all of them is placed together."""
+
+
+@dataclass(frozen=True)
+class KeepFloat32(Requested):
+    """A module, and those in it, that are computed in float32 all the same."""
+
+    is_parallel = False
+
+    def place(self, to: Placement, node: Node, cause: Directive) -> None:
+        """Nowhere."""
+
+
+@dataclass(frozen=True)
+class UseHalfLayer(UseParallelLayer):
+    """At a construction site: a layer that computes in half precision."""
+
+    prefix = "Half"
+    says = "that computes products in half precision"
+    is_parallel = False
+
+
+@dataclass(frozen=True)
+class CastOperand(Change):
+    """In a method: an operand of a call or a product is cast.
+
+    Attributes:
+        operand: Which.
+        method: What casts it.
+    """
+
+    operand: Operand
+    method: str
+
+    prefix = "Half"
+    says = "that computes products in half precision"
+    is_parallel = False
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Calls the method on what stands there.
+
+        Raises:
+            Unsupported: It cannot be told which expression is meant.
+        """
+        (asked,) = here
+        assert isinstance(asked.place, AtNode)
+        for _, node in text.nodes_at(asked.place):
+            value = None if isinstance(node, ast.Subscript) else _operand(node, self.operand)
+            if value is None:
+                continue
+
+            def make(made: cst.BaseExpression) -> cst.BaseExpression:
+                return expression(f"{{value}}.{self.method}()", value=made)
+
+            why = f"computed in {'float32' if self.method == 'float' else 'half precision'}"
+            text.replace(value, text.file.statement_of(node), make, asked.causes, why)
+            return
+        raise errors.Unsupported(
+            "what is to be cast here cannot be told apart from what is beside it",
+            at=text.span_of(asked.place),
+            cause=asked.causes,
+            hint="write it as a call with its arguments one by one, or as `a @ b`",
+        )
+
+
+def _operand(node: ast.Call | ast.BinOp, operand: Operand) -> ast.expr | None:
+    """The expression that an operand is."""
+    if isinstance(node, ast.BinOp):
+        return {-1: node.left, 0: node.right}.get(operand.position)
+    if operand.position == -1:
+        return node.func.value if isinstance(node.func, ast.Attribute) else None
+    given = given_by(node)
+    found = next((value for name, value in given if name and name == operand.keyword), None)
+    before = given[: operand.position + 1]
+    if found is None and len(before) > operand.position and not any(n for n, _ in before):
+        found = before[-1][1]
+    if operand.element is None or found is None:
+        return found
+    if not isinstance(found, (ast.List, ast.Tuple)) or operand.element >= len(found.elts):
+        return None
+    element = found.elts[operand.element]
+    return None if isinstance(element, ast.Starred) else element
+
+
+def half_layer(layer: Layer, dtype: str) -> Layer | None:
+    """The layer in the place of a tensor-parallel one; None where there is none."""
+    if layer.name not in PARALLEL:
+        return None
+    return replace(layer, module=PARALLEL[layer.name], name=f"{NAMES[dtype]}{layer.name}")
+
+
+def place_half_layer(to: Placement, node: Node, dtype: str, causes: tuple[Directive, ...]) -> None:
+    """Another layer where one is made, or as the base of its class.
+
+    Raises:
+        RewriteError: Nothing that can be followed makes it.
+    """
+    base = half_base(node.cls)
+    assert base is not None
+    module, name = HALF_LAYERS[qualified(base)]
+    layer = Layer(module, f"{NAMES[dtype]}{name}")
+    if base is node.cls:
+        to.files.making(node).changes.at_site(node, UseHalfLayer(layer), causes)
+    else:
+        to.home(node).changes.add(node.path, AtBase(), DeriveFrom(layer, base.__name__), causes)
+
+
+def place_casts(
+    to: Placement, casts: Iterable[Cast], dtype: str, causes: tuple[Directive, ...]
+) -> None:
+    """Casts in the methods in which values change their precision."""
+    for cast in casts:
+        method = CASTS[dtype] if cast.to == HALF else "float"
+        at = at_node("cast", cast.place, cast.operand)
+        change = CastOperand(cast.operand, method)
+        to.files.at(cast.place).changes.add(cast.path, at, change, causes)

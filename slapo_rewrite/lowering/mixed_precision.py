@@ -1,0 +1,218 @@
+"""From modules that are to compute in half precision to the casts and layers that do so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.mixed_precision import (
+    HalfPrecision,
+    KeepFloat32,
+    half_layer,
+    place_casts,
+    place_half_layer,
+)
+from slapo_rewrite.changes.output_files import OutputFiles
+from slapo_rewrite.changes.placement import Placement
+from slapo_rewrite.changes.state import EMPTY, ModuleRequests
+from slapo_rewrite.directive import Directive
+from slapo_rewrite.model.layers import Layer
+from slapo_rewrite.model.path_patterns import modules_at
+from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.precision.precision_run import (
+    CannotCast,
+    Precisions,
+    Wanted,
+    follow_precision,
+)
+from slapo_rewrite.sharding import CannotRun, CannotStandIn, StandIn
+
+
+def mark_kept(tree: Tree, states: dict[str, ModuleRequests]) -> None:
+    """Notes what stays in float32 at the modules themselves."""
+    for path, state in list(states.items()):
+        for asked, cause in state.asks(HalfPrecision):
+            for pattern in asked.keep:
+                for node in modules_at(tree.nodes[path], pattern):
+                    known = states.get(node.path, EMPTY)
+                    states[node.path] = known.asking(KeepFloat32(), cause)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """What follows of computing products in half precision.
+
+    Attributes:
+        found: The layers and casts.
+        dtype: The dtype of what is in half precision, by its name.
+        causes: Who asked.
+        files: The files that may be rewritten.
+    """
+
+    found: Precisions
+    dtype: str
+    causes: tuple[Directive, ...]
+    files: OutputFiles
+
+    def parallel(self, layers: Mapping[str, Layer]) -> dict[str, Layer]:
+        """The tensor-parallel layers that compute so.
+
+        Raises:
+            Unsupported: There is none in the place of one.
+        """
+        made = {}
+        for path in sorted(self.found.layers & layers.keys()):
+            layer = half_layer(layers[path], self.dtype)
+            if layer is None:
+                raise errors.Unsupported(
+                    f"`{path}` is split into a `{layers[path].name}`, which does not compute in "
+                    "half precision",
+                    at=self.causes[0].at,
+                    hint=f'keep it in float32: .autocast(keep=["{path}"])',
+                )
+            made[path] = layer
+        return made
+
+    def place(self, to: Placement, layers: Mapping[str, Layer]) -> None:
+        """Has the layers and casts written."""
+        for path in sorted(self.found.layers - layers.keys()):
+            state = to.states.get(path, EMPTY)
+            if other := [each for each in (state.replacement, state.decompose) if each]:
+                raise errors.ConflictingEdits(
+                    f"`{path}` is to compute in half precision, and is made otherwise already",
+                    at=self.causes[0].at,
+                    cause=other[0].cause,
+                    hint=f'keep it in float32: .autocast(keep=["{path}"])',
+                )
+            place_half_layer(to, to.tree.nodes[path], self.dtype, self.causes)
+        place_casts(to, self.found.casts, self.dtype, self.causes)
+
+
+class Mixing:
+    """Follows a model in which some modules compute in half precision.
+
+    Args:
+        tree: The module tree, with all elements of lists.
+        states: What was asked of each module path.
+        files: The files that may be rewritten.
+    """
+
+    def __init__(
+        self, tree: Tree, states: Mapping[str, ModuleRequests], files: OutputFiles
+    ) -> None:
+        self.tree, self.files = tree, files
+        self.asked = {
+            path: (change, cause)
+            for path, state in states.items()
+            for change, cause in state.asks(HalfPrecision)
+        }
+        self.kept = {path for path, state in states.items() if state.asks(KeepFloat32)}
+        self.states = states
+        self.paths = {id(node.live): path for path, node in reversed(tree.nodes.items())}
+
+    def follow(
+        self,
+        siblings: Mapping[str, tuple[str, ...]],
+        shortened: Callable[[], AbstractContextManager[None]],
+        step_inputs: Callable[[], dict[str, Any]],
+        small: Callable[[], tuple[Any, dict[str, Any]]],
+    ) -> Mixed | None:
+        """What follows; None where nothing is asked.
+
+        Args:
+            siblings: The elements that each first one of its kind stands for.
+            shortened: The model with one element of each kind.
+            step_inputs: Makes the keyword arguments of one training step.
+            small: Makes a small model with weights, and the keyword arguments of a step of it.
+
+        Raises:
+            Unsupported: The model cannot be computed so.
+        """
+        if not self.asked:
+            return None
+        causes = tuple({cause.number: cause for _, cause in self.asked.values()}.values())
+        dtypes = sorted({change.dtype for change, _ in self.asked.values()})
+        if len(dtypes) > 1:
+            raise errors.ConflictingEdits(
+                f"one model is to compute in {dtypes[0]} and in {dtypes[1]}",
+                at=causes[-1].at,
+                cause=causes[:-1],
+                hint="give every `autocast` the same `dtype`",
+            )
+        first = {
+            f"{path.rpartition('.')[0]}.{name}".lstrip("."): path
+            for path, names in siblings.items()
+            for name in names
+        }
+        paths = {live: _representative(path, first) for live, path in self.paths.items()}
+        wanted = Wanted(getattr(torch, dtypes[0]), self.is_half, self.keeps)
+        try:
+            found = self._run(paths, wanted, shortened, step_inputs, small)
+        except CannotCast as error:
+            place = error.place
+            raise errors.Unsupported(
+                str(error),
+                at=self.files.span(place) if place is not None else causes[0].at,
+                cause=causes,
+                hint=error.hint,
+            ) from error
+        return Mixed(found, dtypes[0], causes, self.files)
+
+    def _run(
+        self,
+        paths: Mapping[int, str],
+        wanted: Wanted,
+        shortened: Callable[[], AbstractContextManager[None]],
+        step_inputs: Callable[[], dict[str, Any]],
+        small: Callable[[], tuple[Any, dict[str, Any]]],
+    ) -> Precisions:
+        """Follows the model, or a small one in its place where it does not run without values."""
+        model, texts = self.tree.root.live, self.files.text_of
+        try:
+            with shortened():
+                return follow_precision(model, paths, step_inputs(), texts, wanted)
+        except CannotRun as error:
+            why: Exception = error
+        try:
+            like = StandIn(self.tree, self.states, small)
+            own = {id(like.small.nodes[path].live): means for path, means in like.paths.items()}
+            return follow_precision(like.small.root.live, own, like.inputs, texts, wanted)
+        except (CannotRun, CannotStandIn) as error:
+            raise CannotCast(
+                f"the model does not run on the meta device ({why}), nor does a small one: {error}",
+                None,
+                "give inputs(model) and verify_model(m) in the schedule",
+            ) from error
+
+    def is_half(self, path: str) -> bool:
+        """Whether a module computes its products in half precision."""
+        return self._asked_of(path) is not None
+
+    def keeps(self, path: str, operation: str) -> bool:
+        """Whether an operation of a module stays in float32."""
+        asked = self._asked_of(path)
+        return asked is not None and operation in asked.keep
+
+    def _asked_of(self, path: str) -> HalfPrecision | None:
+        """What is asked of a module by the nearest line around it; None where it is kept."""
+        while path not in self.kept:
+            if path in self.asked:
+                return self.asked[path][0]
+            if not path:
+                return None
+            path = path.rpartition(".")[0]
+        return None
+
+
+def _representative(path: str, first: Mapping[str, str]) -> str:
+    """The module that stands for one of several that are alike."""
+    stands = ""
+    for name in path.split(".") if path else ():
+        stands = f"{stands}.{name}".lstrip(".")
+        stands = first.get(stands, stands)
+    return stands

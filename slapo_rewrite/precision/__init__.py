@@ -1,0 +1,1 @@
+"""Which values change their precision where, when products are computed in half precision."""

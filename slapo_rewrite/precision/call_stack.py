@@ -1,0 +1,121 @@
+"""Which call of a method of the model an operation belongs to, read from the frames above it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+import torch
+from torch import nn
+
+from slapo_rewrite.sharding.operation_places import is_method, place_of
+from slapo_rewrite.sharding.types import Place
+
+_HERE = os.path.dirname(__file__)
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call in a method of the model, inside of which an operation is carried out.
+
+    Attributes:
+        path: The module whose method it is.
+        place: Where in the method.
+        owner: The innermost module that computes.
+        module: That module itself.
+        callee: The function that is called, where that is not the operation itself: the first that
+            has parameters of its own.
+    """
+
+    path: str
+    place: Place
+    owner: str
+    module: nn.Module
+    callee: FrameType | None
+
+
+class CallStack:
+    """Reads the frames of a run.
+
+    Args:
+        paths: The path of each module of the model, by its identity.
+        editable: The text of a file that may be changed; None of another.
+    """
+
+    def __init__(self, paths: Mapping[int, str], editable: Callable[[str], str | None]) -> None:
+        self.paths, self.editable = paths, editable
+        self._methods: dict[tuple[type, CodeType], bool] = {}
+
+    def call(self) -> Call | None:
+        """The call that the operation now carried out belongs to; None outside of the model."""
+        inner: list[FrameType] = []
+        module: nn.Module | None = None
+        for frame in _frames():
+            owner = first_argument(frame)
+            if isinstance(owner, nn.Module) and id(owner) in self.paths:
+                module = module if module is not None else owner
+                if self._is_method(owner, frame):
+                    place = place_of(frame)
+                    if place is None:
+                        return None
+                    path = self.paths[id(owner)]
+                    return Call(path, place, self.paths[id(module)], module, _callee(inner))
+            inner.append(frame)
+        return None
+
+    def _is_method(self, owner: nn.Module, frame: FrameType) -> bool:
+        """Whether a frame is that of a method that may be changed."""
+        key = (type(owner), frame.f_code)
+        if key not in self._methods:
+            known = self.editable(frame.f_code.co_filename) is not None
+            self._methods[key] = known and is_method(*key)
+        return self._methods[key]
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames above, without those of this folder; the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if os.path.dirname(frame.f_code.co_filename) != _HERE:
+            yield frame
+        frame = frame.f_back
+
+
+def _callee(inner: list[FrameType]) -> FrameType | None:
+    """The outermost of some frames that is a function with parameters, outside of torch's own.
+
+    A module's `forward` is one; torch's functions are operations.
+    """
+    for frame in reversed(inner):
+        is_torchs = frame.f_code.co_filename.startswith(_TORCH)
+        is_forward = frame.f_code.co_name == "forward" and isinstance(
+            first_argument(frame), nn.Module
+        )
+        if parameters_of(frame) and (is_forward or not is_torchs):
+            return frame
+    return None
+
+
+def first_argument(frame: FrameType) -> object:
+    """What a function was given first, a method's object."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(names[0]) if names else None
+
+
+def parameters_of(frame: FrameType) -> tuple[str, ...]:
+    """The parameters of a function that a call gives, a method's object left out."""
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return names[1:] if names[:1] == ("self",) else names
+
+
+def reading_frame() -> FrameType | None:
+    """The frame that carries out what is being done now; None where that is torch's own."""
+    frame = next(_frames(), None)
+    if frame is None or frame.f_code.co_filename.startswith(_TORCH):
+        return None
+    return frame

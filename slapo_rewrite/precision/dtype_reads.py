@@ -1,0 +1,90 @@
+"""Which reads of a value's dtype mean the same where the value is in half precision."""
+
+from __future__ import annotations
+
+import ast
+
+from slapo_rewrite.code.syntax import position
+from slapo_rewrite.sharding.types import Place
+
+# Methods of tensors that only take a dtype to give their result in.
+_CASTS = {"to", "type", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "softmax"}
+_TORCH = {"torch", "nn", "F"}
+
+
+def is_harmless(tree: ast.Module, place: Place) -> bool:
+    """Whether a read of a dtype does nothing but have others computed in the same precision.
+
+    Args:
+        tree: The file.
+        place: Where it reads the dtype.
+    """
+    above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    start, end = (place.line, place.column), (place.end_line, place.end_column)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "dtype":
+            if position(node) == start and (node.end_lineno, node.end_col_offset) == end:
+                return _is_cast(node, above)
+    return False
+
+
+def _is_cast(node: ast.expr, above: dict[ast.AST, ast.AST]) -> bool:
+    """Whether an expression is given to what makes a tensor of that dtype, and to nothing else."""
+    parent = above[node]
+    match parent:
+        case ast.Call(func=ast.Attribute(attr=name)) if parent.func is not node:
+            return name in _CASTS
+        case ast.keyword(arg="dtype"):
+            call = above[parent]
+            return isinstance(call, ast.Call) and _makes_tensor(call.func)
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            function = _function_of(parent, above)
+            return function is not None and all(
+                _is_cast(read, above)
+                for read in ast.walk(function)
+                if isinstance(read, ast.Name) and read.id == name
+                if isinstance(read.ctx, ast.Load)
+            )
+        case ast.Compare():
+            return _chooses_a_cast(parent, above)
+    return False
+
+
+def _makes_tensor(function: ast.expr) -> bool:
+    """Whether a function is one of torch, or a method that casts."""
+    if isinstance(function, ast.Attribute) and function.attr in _CASTS:
+        return True
+    while isinstance(function, ast.Attribute):
+        if function.attr == "finfo":
+            return False
+        function = function.value
+    return isinstance(function, ast.Name) and function.id in _TORCH
+
+
+def _chooses_a_cast(test: ast.expr, above: dict[ast.AST, ast.AST]) -> bool:
+    """Whether a condition decides about nothing but casts: `if ...: x = x.to(...)`."""
+    node: ast.AST = test
+    while isinstance(above[node], ast.BoolOp):
+        node = above[node]
+    statement = above[node]
+    return isinstance(statement, ast.If) and not statement.orelse and all(
+        map(_casts_itself, statement.body)
+    )
+
+
+def _casts_itself(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Assign(
+            targets=[ast.Name(id=name)],
+            value=ast.Call(func=ast.Attribute(value=ast.Name(id=given), attr="to")),
+        ):
+            return name == given
+    return False
+
+
+def _function_of(node: ast.AST, above: dict[ast.AST, ast.AST]) -> ast.FunctionDef | None:
+    while node in above:
+        node = above[node]
+        if isinstance(node, ast.FunctionDef):
+            return node
+    return None

@@ -1,0 +1,474 @@
+"""Which values change their precision where, when products are computed in half precision.
+
+The model runs once in training and once in eval mode, and every operation is given what it is to be
+computed in: products half precision, where the module whose operation it is computes so; norms,
+softmax, losses and sums float32; all else what its operands are in. Where an operand is in another
+precision, a cast has to stand in the method that gives it: at the operation itself, or at the call
+of what is not a method of the model's own classes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import linecache
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from slapo_rewrite.hugging_face import KEEPS_PRECISION
+from slapo_rewrite.model.layers import qualified
+from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
+from slapo_rewrite.model.results import tensors
+from slapo_rewrite.operations import FLOAT32, PRODUCT, name_of, precision_of
+from slapo_rewrite.precision.call_stack import Call, CallStack, parameters_of, reading_frame
+from slapo_rewrite.precision.dtype_reads import is_harmless
+from slapo_rewrite.sharding.module_state import state_kept
+from slapo_rewrite.sharding.operation_places import place_of, raised_by
+from slapo_rewrite.sharding.trace import device_of
+from slapo_rewrite.sharding.types import CannotRun, Place
+
+HALF = "half precision"
+HALVES = (torch.bfloat16, torch.float16)
+# The modules with the layers whose products the whole layer stands for, and what these are called
+# behind the name of the precision.
+HALF_LAYERS = {
+    "torch.nn.modules.linear.Linear": ("mixed_precision", "Linear"),
+    "torch.nn.modules.conv.Conv1d": ("mixed_precision", "Conv1d"),
+    "torch.nn.modules.conv.Conv2d": ("mixed_precision", "Conv2d"),
+    "torch.nn.modules.conv.Conv3d": ("mixed_precision", "Conv3d"),
+    "transformers.pytorch_utils.Conv1D": ("mixed_conv1d", "Conv1D"),
+}
+
+
+def half_base(cls: type) -> type | None:
+    """The layer with a counterpart in half precision that a class is or is derived from."""
+    return next((c for c in cls.__mro__ if qualified(c) in HALF_LAYERS), None)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Which operand of an expression is meant.
+
+    Attributes:
+        position: Its number among the arguments; -1 is what a method is called on. Of `a @ b`, 0
+            and 1.
+        keyword: The name by which it may be given instead.
+        element: Its number in a list that stands there.
+    """
+
+    position: int
+    keyword: str = ""
+    element: int | None = None
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A cast that has to stand in a method of a module.
+
+    Attributes:
+        path: The module.
+        place: The call or product.
+        operand: What of it is cast.
+        to: `HALF` or `FLOAT32`.
+    """
+
+    path: str
+    place: Place
+    operand: Operand
+    to: str
+
+
+@dataclass
+class Precisions:
+    """What computing products in half precision comes to.
+
+    Attributes:
+        layers: The paths of layers that compute in half precision as a whole.
+        casts: The casts that have to stand in methods.
+        given: What parameters of functions are cast to where they are called: by the module whose
+            method does, the place, and the parameter.
+    """
+
+    layers: set[str] = field(default_factory=set)
+    casts: set[Cast] = field(default_factory=set)
+    given: dict[tuple[str, Place, str], str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be computed in half precision.
+
+    Attributes:
+        dtype: The dtype that is meant.
+        is_half: Whether a module computes its products so, by its path.
+        keeps: Operations that stay in float32 all the same, by the path of the module.
+    """
+
+    dtype: torch.dtype
+    is_half: Callable[[str], bool]
+    keeps: Callable[[str, str], bool]
+
+
+class CannotCast(Exception):
+    """A value would change its precision where no cast can be written, or where it means more.
+
+    Attributes:
+        place: Where, in a file that may be changed.
+        hint: What to do.
+    """
+
+    def __init__(self, message: str, place: Place | None, hint: str) -> None:
+        super().__init__(message)
+        self.place, self.hint = place, hint
+
+
+def follow_precision(
+    model: nn.Module,
+    paths: Mapping[int, str],
+    inputs: Mapping[str, Any],
+    editable: Callable[[str], str | None],
+    wanted: Wanted,
+) -> Precisions:
+    """What has to be cast where.
+
+    Args:
+        model: The model, on the meta device or a small one; it is left as it was.
+        paths: The path of each of its modules, by its identity.
+        inputs: Keyword arguments of one training step.
+        editable: The text of a file that may be changed, as it is by now; None of another.
+        wanted: What is to be computed in half precision.
+
+    Raises:
+        CannotRun: The model does not run.
+        CannotCast: It cannot be computed so.
+    """
+    found, device = Precisions(), device_of(model)
+    if any(t.dtype in HALVES for t in (*model.parameters(), *model.buffers())):
+        raise CannotCast(ALREADY, None, AS_IT_IS)
+    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    stack, was_training = CallStack(paths, editable), model.training
+    try:
+        for training in (True, False):
+            model.train(training)
+            _run(model, given, _PlainRun(stack))
+            # A cast at the call of a function reaches what is inside of it in the next run.
+            known = -1
+            while known < len(found.given):
+                known = len(found.given)
+                _run(model, given, PrecisionRun(stack, wanted, found))
+    finally:
+        model.train(was_training)
+    return found
+
+
+ALREADY = "the model computes in half precision itself"
+AS_IT_IS = "leave `autocast` out, or build the model in float32"
+
+
+def _run(model: nn.Module, inputs: Mapping[str, Any], mode: TorchFunctionMode) -> None:
+    try:
+        with torch.enable_grad(), device_of(model), state_kept(model), mode:
+            model(**inputs)
+    except CannotCast:
+        raise
+    except Exception as error:
+        raise CannotRun(f"{type(error).__name__}: {error}", raised_by(error)) from error
+
+
+def is_float(tensor: torch.Tensor) -> bool:
+    """Whether a value may change its precision: those in float64 keep it."""
+    return tensor.dtype in (*HALVES, torch.float32)
+
+
+class _PlainRun(TorchFunctionMode):
+    """A run as the model is, which refuses values in half precision."""
+
+    def __init__(self, stack: CallStack) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = with_values(func, args, kwargs or {})
+        if (answer := answer_to(func, args)) is not None:
+            return answer
+        output = carry_out(func, args, kwargs)
+        if any(t.dtype in HALVES for t in tensors(output)):
+            call = self.stack.call()
+            raise CannotCast(ALREADY, call.place if call else None, AS_IT_IS)
+        return output
+
+
+class PrecisionRun(TorchFunctionMode):
+    """A run in which every operation is computed in the precision that it is to have.
+
+    Args:
+        stack: Tells where operations are called.
+        wanted: What is to be computed in half precision.
+        found: Takes what has to be cast.
+    """
+
+    def __init__(self, stack: CallStack, wanted: Wanted, found: Precisions) -> None:
+        super().__init__()
+        self.stack, self.wanted, self.found = stack, wanted, found
+        self.given = dict(found.given)
+        self.entered: dict[FrameType, _Entered] = {}
+        self.makers: dict[int, list[torch.Tensor]] = {}
+        self.alive: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = with_values(func, args, kwargs or {})
+        if (answer := answer_to(func, args)) is not None:
+            return answer
+        call, name = self.stack.call(), name_of(func)
+        if call is not None and call.callee is not None:
+            args, kwargs = self._as_entered(call, call.callee, args, kwargs)
+        if name == ".dtype" and args[0].dtype in HALVES:
+            self._check_read()
+        args, kwargs = self._fitted(call, func, name, args, kwargs)
+        try:
+            output = carry_out(func, args, kwargs)
+        except RuntimeError:
+            # Torch computes this of operands in one precision alone.
+            args, kwargs = self._in_one(call, func, name, args, kwargs)
+            output = carry_out(func, args, kwargs)
+        made = list(tensors(output))
+        self._check_known(call, name, args, kwargs, made)
+        for tensor in made:
+            self.makers.setdefault(id(tensor), list(tensors((args, kwargs))))
+        self.alive += made
+        return output
+
+    def _fitted(
+        self, call: Call | None, func: Any, name: str, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        """The operands in the precision in which the operation is to be computed."""
+        kind = precision_of(name)
+        if kind not in (PRODUCT, FLOAT32) or call is None:
+            return args, kwargs
+        to = FLOAT32
+        if kind == PRODUCT and self._is_half(call, name):
+            to = HALF
+            if (path := _layer_of(call)) is not None:
+                self.found.layers.add(path)
+                return self._mapped(lambda tensor, _: self._cast(tensor, to), args, kwargs)
+        return self._mapped(
+            lambda tensor, at: self._recorded(call, func, name, at, tensor, to), args, kwargs
+        )
+
+    def _in_one(
+        self, call: Call | None, func: Any, name: str, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Operands of which some are in half precision, in one precision.
+
+        That of what is changed in place, else float32.
+        """
+        given = [t for t in tensors((args, kwargs)) if is_float(t)]
+        if call is None or len({t.dtype for t in given}) < 2:
+            raise
+        in_place = name.endswith("_") or name == "__setitem__"
+        to = HALF if in_place and args[0].dtype in HALVES else FLOAT32
+        return self._mapped(
+            lambda tensor, at: self._recorded(call, func, name, at, tensor, to), args, kwargs
+        )
+
+    def _is_half(self, call: Call, name: str) -> bool:
+        owner = call.owner
+        return self.wanted.is_half(owner) and not self.wanted.keeps(owner, name)
+
+    def _check_known(
+        self, call: Call | None, name: str, args: Any, kwargs: Any, made: list[torch.Tensor]
+    ) -> None:
+        """Refuses an operation of floats of which it is not known how it is to be computed."""
+        given = [t for t in tensors((args, kwargs)) if is_float(t)]
+        if precision_of(name) is not None or name.startswith(".") or not given:
+            return
+        in_half = any(t.dtype in HALVES for t in given)
+        asked = call is not None and self.wanted.is_half(call.owner)
+        if any(map(is_float, made)) and (in_half or asked):
+            where = f' or a module around it: keep=["{call.owner}"]' if call else ""
+            raise CannotCast(
+                f"it is not known in which precision `{name}` is to be computed",
+                call.place if call else None,
+                f'keep it in float32{where}',
+            )
+
+    def _check_read(self) -> None:
+        """Refuses a read of a dtype that is another one in half precision, and says so."""
+        frame = reading_frame()
+        if frame is None or frame.f_code.co_filename.endswith(KEEPS_PRECISION):
+            return
+        place = place_of(frame)
+        tree = self._tree(frame.f_code.co_filename)
+        if place is None or tree is None or not is_harmless(tree, place):
+            raise CannotCast(
+                "this asks for the dtype of a value that would be in half precision, and does more "
+                "with it than cast others",
+                place,
+                "keep the module in float32 by `keep=[...]`, or ask for the dtype of a parameter",
+            )
+
+    def _tree(self, filename: str) -> ast.Module | None:
+        text = self.stack.editable(filename) or "".join(linecache.getlines(filename))
+        return _parsed(text) if text else None
+
+    # Casts ------------------------------------------------------------------------------------
+
+    def _cast(self, tensor: torch.Tensor, to: str) -> torch.Tensor:
+        """A value in a precision; itself where it has it."""
+        if not is_float(tensor) or (tensor.dtype in HALVES) == (to == HALF):
+            return tensor
+        new = tensor.to(self.wanted.dtype if to == HALF else torch.float32)
+        self.makers[id(new)] = [tensor]
+        self.alive.append(new)
+        return new
+
+    def _recorded(
+        self, call: Call, func: Any, name: str, at: tuple[Any, ...], tensor: torch.Tensor, to: str
+    ) -> torch.Tensor:
+        """A value in a precision, with the cast noted that the source has to have for that."""
+        new = self._cast(tensor, to)
+        if new is tensor:
+            return tensor
+        if call.callee is None:
+            operand = _operand(func, name, at)
+            self.found.casts.add(Cast(call.path, call.place, operand, to))
+            return new
+        for position, parameter in self._sources(call, call.callee, name, tensor, to):
+            key = (call.path, call.place, parameter)
+            if self.found.given.setdefault(key, to) != to or key in self.given:
+                raise self._out_of_reach(call, call.callee, name, to)
+            operand = Operand(position, parameter)
+            self.found.casts.add(Cast(call.path, call.place, operand, to))
+        return new
+
+    def _sources(
+        self, call: Call, callee: FrameType, name: str, tensor: torch.Tensor, to: str
+    ) -> list[tuple[int, str]]:
+        """The parameters of the called function that a value in it is made of.
+
+        Raises:
+            CannotCast: There are none that are in another precision.
+        """
+        entered, names = self.entered[callee], parameters_of(callee)
+        waiting, seen = [tensor], {id(tensor)}
+        found = []
+        for each in waiting:
+            if (own := entered.parameters.get(id(each))) is not None:
+                found.append((names.index(own), own))
+            elif id(each) not in entered.before:
+                makers = [m for m in self.makers.get(id(each), ()) if id(m) not in seen]
+                makers = [m for m in makers if m.dtype == tensor.dtype]
+                seen |= {id(m) for m in makers}
+                waiting += makers
+        if not found:
+            raise self._out_of_reach(call, callee, name, to)
+        return found
+
+    def _out_of_reach(self, call: Call, callee: FrameType, name: str, to: str) -> CannotCast:
+        code = callee.f_code
+        return CannotCast(
+            f"`{name}` in `{code.co_name}` ({os.path.basename(code.co_filename)}:{callee.f_lineno})"
+            f" is to be computed in {to}, and what it is given is made there: no method of the "
+            "model could cast it",
+            call.place,
+            f'keep what is called in float32: keep=["{call.owner}"], or write it in `forward`',
+        )
+
+    def _as_entered(
+        self, call: Call, callee: FrameType, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Operands in a function that a method calls, with those cast that the call casts."""
+        if callee not in self.entered:
+            self.entered[callee] = self._enter(call, callee)
+        casts = self.entered[callee].casts
+        if not casts:
+            return args, kwargs
+        return self._mapped(lambda tensor, _: casts.get(id(tensor), tensor), args, kwargs)
+
+    def _enter(self, call: Call, callee: FrameType) -> _Entered:
+        entered = _Entered(before={id(tensor) for tensor in self.alive})
+        for name in parameters_of(callee):
+            value = callee.f_locals.get(name)
+            if isinstance(value, torch.Tensor):
+                self.alive.append(value)
+                entered.parameters.setdefault(id(value), name)
+                to = self.given.get((call.path, call.place, name))
+                if to is not None:
+                    entered.casts[id(value)] = self._cast(value, to)
+        return entered
+
+    def _mapped(
+        self, change: Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor], args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Operands with their tensors changed, each by its place among the arguments."""
+
+        def mapped(value: Any, at: tuple[Any, ...]) -> Any:
+            if isinstance(value, torch.Tensor):
+                return change(value, at)
+            if type(value) in (list, tuple):
+                return type(value)(mapped(item, (*at, n)) for n, item in enumerate(value))
+            return value
+
+        return (
+            tuple(mapped(value, (n,)) for n, value in enumerate(args)),
+            {name: mapped(value, (name,)) for name, value in kwargs.items()},
+        )
+
+
+@dataclass
+class _Entered:
+    """A function that a method calls, as it was entered.
+
+    Attributes:
+        before: The values that there were, by their identity.
+        parameters: Those among them that it is given, and as what.
+        casts: What is there instead, where the call casts them.
+    """
+
+    before: set[int]
+    parameters: dict[int, str] = field(default_factory=dict)
+    casts: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def _layer_of(call: Call) -> str | None:
+    """The path of the layer whose own product an operation is; None of another."""
+    base: Any = half_base(type(call.module))
+    if base is None or call.callee is None:
+        return None
+    return call.owner if call.callee.f_code is inspect.unwrap(base.forward).__code__ else None
+
+
+def _operand(func: Any, name: str, at: tuple[Any, ...]) -> Operand:
+    """Where an argument of an operation stands in the expression that calls it."""
+    first, *rest = at
+    element = rest[0] if rest else None
+    names = _parameters(func)
+    if isinstance(first, str):
+        return Operand(names.index(first) if first in names else sys.maxsize, first, element)
+    if getattr(torch.Tensor, name, None) is func:
+        swapped = name.startswith("__r") and name.endswith("__") and name != "__rshift__"
+        return Operand(-first if swapped else first - 1, "", element)
+    return Operand(first, names[first] if first < len(names) else "", element)
+
+
+@functools.cache
+def _parameters(func: Any) -> tuple[str, ...]:
+    """The names of a function's parameters; none of one that is not written in Python."""
+    return tuple(inspect.signature(func).parameters) if inspect.isfunction(func) else ()
+
+
+@functools.lru_cache(maxsize=16)
+def _parsed(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except SyntaxError:
+        return None

@@ -1,0 +1,200 @@
+"""`autocast`: products in half precision, written into the source."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.mixed_precision import CASTS, HalfPrecision
+from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.model.path_patterns import modules_at
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.operations import precision_of
+from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
+
+BLOCK = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        y = self.norm(x)
+        scores = self.query(y) @ self.key(y).mT
+        return x + self.out(F.softmax(scores, -1) @ y)
+
+
+class Stack(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.block = Block(width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x, labels):
+        x = self.block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+"""
+
+MODEL = """\
+import torch
+
+
+def model(m):
+    return m.Stack(8)
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 5, 8), "labels": torch.randint(3, (2, 5))}
+
+
+def loss(outputs):
+    return outputs
+
+
+"""
+
+
+class Autocast(Primitive):
+    """Compute the products of modules in half precision, with every cast written down.
+
+    Linear layers, convolutions, matrix products and attention compute in `dtype`; norms, softmax,
+    losses, sums and means in float32, as `torch.autocast` does it on a GPU; all else in what it is
+    given. A cast stands only where a value crosses from one to the other: what torch promotes by
+    itself, a residual in float32 say, is left as it is. Parameters and their gradients stay in
+    float32, so that weights, state dict and optimizer are the same. What selected modules return
+    may be in half precision; what is not selected computes in float32.
+
+    `keep` names what stays in float32 all the same: modules, by paths from the selected ones on (a
+    router, a head), or operations (`matmul`, `scaled_dot_product_attention`). What was not run in
+    a step of training and one in eval mode, as `inputs(model)` has it, has no casts. With "float16"
+    gradients may vanish: train with a `torch.amp.GradScaler`, which "bfloat16" does not need.
+
+    Split layers stay split: what ranks add up or gather of a layer's output is in half precision
+    then, gradients of inputs are added up in float32.
+
+    Rewrite:
+        self.query = nn.Linear(width, width)
+        ...
+        return F.softmax(scores, -1) @ y
+        -->
+        self.query = BFloat16Linear(width, width)
+        ...
+        return F.softmax(scores.float(), -1).bfloat16() @ y.bfloat16()
+
+    Shapes:
+        Unchanged.
+
+    Numerics:
+        Approximate: products round to 8 bits (bfloat16) or 11 (float16). With the casts left out
+        exact. The error of every gradient is at most that under `torch.autocast`, up to chance.
+
+    State:
+        Unchanged, and in float32.
+
+    Raises:
+        SR305 an operation of which it is not known how it is to be computed, a value that changes
+        its precision where no cast can be written, a `forward` that asks for a dtype that would be
+        another one, a model in half precision; SR202 a name that `keep` does not find; SR206 a
+        dtype that is neither; SR306 two dtypes in one model.
+
+    Source: torch.amp, "CUDA Op-Specific Behavior"; Micikevicius et al., arXiv 1710.03740.
+    """
+
+    name = "autocast"
+    needs_calls = False
+    examples = (
+        Example(
+            BLOCK,
+            MODEL + "def schedule(s):\n    s.autocast()\n",
+            """\
++from .mixed_precision import BFloat16Linear
+-        self.query = nn.Linear(width, width)
++        self.query = BFloat16Linear(width, width)
+-        self.key = nn.Linear(width, width)
++        self.key = BFloat16Linear(width, width)
+-        self.out = nn.Linear(width, width)
++        self.out = BFloat16Linear(width, width)
+-        return x + self.out(F.softmax(scores, -1) @ y)
++        return x + self.out(F.softmax(scores.float(), -1).bfloat16() @ y.bfloat16())
+-        self.head = nn.Linear(width, 3)
++        self.head = BFloat16Linear(width, 3)
+-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
++        return F.cross_entropy(
++            self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten()
++        )
+""",
+        ),
+        Example(
+            BLOCK,
+            MODEL + 'def schedule(s):\n    s.autocast("float16", keep=["head", "block.key"])\n',
+            """\
+""",
+        ),
+    )
+    refusals = (
+        Refusal(BLOCK, MODEL + 'def schedule(s):\n    s.autocast("int8")\n', "SR206"),
+        Refusal(BLOCK, MODEL + 'def schedule(s):\n    s.autocast(keep=["haed"])\n', "SR202"),
+        Refusal(
+            BLOCK,
+            MODEL + 'def schedule(s):\n    s.autocast()\n    s["block"].autocast("float16")\n',
+            "SR306",
+        ),
+        Refusal(
+            BLOCK.replace("F.softmax(scores, -1)", "torch.where(scores.dtype == y.dtype, y, y).mT"),
+            MODEL + "def schedule(s):\n    s.autocast()\n",
+            "SR305",
+        ),
+    )
+
+    def signature(self) -> inspect.Signature:
+        """`autocast(dtype="bfloat16", keep=())`."""
+
+        def autocast(dtype: str = "bfloat16", keep: str | Sequence[str] = ()) -> None: ...
+
+        return signature_of(autocast)
+
+    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
+        """Marks the module."""
+        at, dtype = call.directive.at, call.arguments["dtype"]
+        if dtype not in CASTS:
+            raise errors.BadArgument(
+                f"`dtype` is one of {', '.join(map(repr, CASTS))}, not {dtype!r}", at=at
+            )
+        if earlier := [cause for _, cause in state.asks(HalfPrecision)]:
+            raise errors.ConflictingEdits(
+                f"`{node.path or 's'}` computes in half precision already", at=at, cause=earlier
+            )
+        return state.asking(HalfPrecision(dtype, _kept(call, node)), call.directive)
+
+
+def _kept(call: Call, node: Node) -> tuple[str, ...]:
+    """What a call's `keep` names.
+
+    Raises:
+        BadArgument: It is not names.
+        UnknownPath: There is no module of a name, and no operation.
+    """
+    given, at = call.arguments["keep"], call.directive.at
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+        raise errors.BadArgument(f"`keep` must name modules or operations, not {given!r}", at=at)
+    for name in names:
+        if precision_of(name) is None and not modules_at(node, name):
+            start = len(node.path) + 1 if node.path else 0
+            known = [inner.path[start:] for inner in node.walk() if inner is not node]
+            raise errors.UnknownPath(
+                f"`{node.path or 's'}` holds no module `{name}`, and there is no such operation",
+                at=at,
+                hint=errors.did_you_mean(name, known) or "name modules as in s[...]",
+            )
+    return tuple(names)
