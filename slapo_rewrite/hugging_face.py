@@ -16,3 +16,6 @@ ASKS_WHAT_WRAPS = ("is_fsdp_managed_module",)
 
 # Files of transformers that keep values in the precision in which they are given.
 KEEPS_PRECISION = ("transformers/cache_utils.py",)
+
+# The argument that has a model keep what it computed of tokens for those that follow.
+KEEPS_TOKENS = "use_cache"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import libcst as cst
@@ -16,12 +16,15 @@ from slapo_rewrite.changes.construction import UseParallelLayer
 from slapo_rewrite.changes.placement import Placement, Requested, at_node
 from slapo_rewrite.changes.places import AtBase, AtNode
 from slapo_rewrite.code.arguments import given_by
-from slapo_rewrite.code.build import expression
+from slapo_rewrite.code.build import call, expression
+from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.layers import Layer, qualified
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.precision.precision_run import HALF, HALF_LAYERS, Cast, Operand, half_base
+from slapo_rewrite.precision.half_layers import HALF_LAYERS, half_base
+from slapo_rewrite.precision.precision_run import HALF, Operand, Precisions
 
+MODULE = "mixed_precision"
 # How a value is cast, by the dtype.
 CASTS = {"bfloat16": "bfloat16", "float16": "half"}
 # What a layer is called that computes so.
@@ -78,11 +81,13 @@ class CastOperand(Change):
 
     Attributes:
         operand: Which.
-        method: What casts it.
+        method: What casts it: a method of tensors.
+        function: A helper that does so, for what need not be a float.
     """
 
     operand: Operand
     method: str
+    function: str | None = None
 
     prefix = "Half"
     says = "that computes products in half precision"
@@ -102,7 +107,9 @@ class CastOperand(Change):
                 continue
 
             def make(made: cst.BaseExpression) -> cst.BaseExpression:
-                return expression(f"{{value}}.{self.method}()", value=made)
+                if self.function is None:
+                    return expression(f"{{value}}.{self.method}()", value=made)
+                return call(text.imports.helper(MODULE, self.function, asked.causes), made)
 
             why = f"computed in {'float32' if self.method == 'float' else 'half precision'}"
             text.replace(value, text.file.statement_of(node), make, asked.causes, why)
@@ -141,7 +148,7 @@ def half_layer(layer: Layer, dtype: str) -> Layer | None:
     return replace(layer, module=PARALLEL[layer.name], name=f"{NAMES[dtype]}{layer.name}")
 
 
-def place_half_layer(to: Placement, node: Node, dtype: str, causes: tuple[Directive, ...]) -> None:
+def place_half_layer(to: Placement, node: Node, dtype: str, causes: Causes) -> None:
     """Another layer where one is made, or as the base of its class.
 
     Raises:
@@ -157,12 +164,18 @@ def place_half_layer(to: Placement, node: Node, dtype: str, causes: tuple[Direct
         to.home(node).changes.add(node.path, AtBase(), DeriveFrom(layer, base.__name__), causes)
 
 
-def place_casts(
-    to: Placement, casts: Iterable[Cast], dtype: str, causes: tuple[Directive, ...]
-) -> None:
-    """Casts in the methods in which values change their precision."""
-    for cast in casts:
+def place_casts(to: Placement, found: Precisions, dtype: str, causes: Causes) -> None:
+    """Casts in the methods in which values change their precision.
+
+    A class is the same for modules in which a cast changes nothing as for those that need it.
+    """
+    for cast in found.casts:
         method = CASTS[dtype] if cast.to == HALF else "float"
-        at = at_node("cast", cast.place, cast.operand)
-        change = CastOperand(cast.operand, method)
-        to.files.at(cast.place).changes.add(cast.path, at, change, causes)
+        change = CastOperand(cast.operand, method, f"{method}_mask" if cast.is_mask else None)
+        at, home = at_node("cast", cast.place, cast.operand), to.files.at(cast.place)
+        for path, node in to.tree.nodes.items():
+            runs = any(
+                home.classes.holds(c, cast.place.line) for c in to.files.lineage(node.cls, home)
+            )
+            if path == cast.path or (runs and found.alike(cast, path)):
+                home.changes.add(path, at, change, causes)

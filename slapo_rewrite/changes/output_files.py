@@ -8,6 +8,7 @@ called, is done there; its file is rewritten where what is asked reaches into it
 from __future__ import annotations
 
 import keyword
+import linecache
 import os
 import re
 import unicodedata
@@ -204,13 +205,15 @@ class OutputFiles:
         return self._by_path.get(place.filename, self.main)
 
     def span(self, place: Place) -> errors.Span:
-        """A place as it is shown to the user."""
-        file = self.at(place).file
-        text = file.line(place.line)
+        """A place as it is shown to the user, be it in a file that is not rewritten."""
+        shown = self.at(place).file.display if self.holds(place.filename) else place.filename
+        text = linecache.getline(place.filename, place.line).rstrip("\n")
+        if self.holds(place.filename):
+            text = self.at(place).file.line(place.line)
         start = len(text.encode()[: place.column].decode(errors="ignore"))
         end = len(text.encode()[: place.end_column].decode(errors="ignore"))
         last = end if place.end_line == place.line else len(text)
-        return errors.Span(file.display, place.line, start + 1, max(1, last - start), text)
+        return errors.Span(shown, place.line, start + 1, max(1, last - start), text)
 
     def siblings(self, known: Mapping[str, tuple[str, ...]]) -> None:
         """Says which elements modules stand for."""

@@ -188,9 +188,7 @@ class _Lowering:
             self.warnings += dict.fromkeys(notes)
         return Lowered(self.files, edits, inferred, self.warnings)
 
-    def _place(
-        self, asked: ShardingRequest, followed: ShardingResult, mixed: Mixed | None
-    ) -> None:
+    def _place(self, asked: ShardingRequest, followed: ShardingResult, mixed: Mixed | None) -> None:
         """Has each change placed, those that were asked for and those that follow from them."""
         to = Placement(self.tree, self.states, self.files, followed)
         layers, parameters = asked.layers, asked.parameters

@@ -90,7 +90,7 @@ class Mixed:
                     hint=f'keep it in float32: .autocast(keep=["{path}"])',
                 )
             place_half_layer(to, to.tree.nodes[path], self.dtype, self.causes)
-        place_casts(to, self.found.casts, self.dtype, self.causes)
+        place_casts(to, self.found, self.dtype, self.causes)
 
 
 class Mixing:

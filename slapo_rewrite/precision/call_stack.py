@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 import torch
 from torch import nn
 
+from slapo_rewrite.precision.half_layers import computes_product
 from slapo_rewrite.sharding.operation_places import is_method, place_of
 from slapo_rewrite.sharding.types import Place
 
@@ -72,7 +73,8 @@ class CallStack:
         key = (type(owner), frame.f_code)
         if key not in self._methods:
             known = self.editable(frame.f_code.co_filename) is not None
-            self._methods[key] = known and is_method(*key)
+            own = known and not computes_product(*key)  # another layer takes its place
+            self._methods[key] = own and is_method(*key)
         return self._methods[key]
 
 

@@ -32,6 +32,9 @@ def _is_cast(node: ast.expr, above: dict[ast.AST, ast.AST]) -> bool:
     """Whether an expression is given to what makes a tensor of that dtype, and to nothing else."""
     parent = above[node]
     match parent:
+        case ast.Call(func=ast.Attribute(attr="finfo")):
+            # The least number of either precision hides what it is added to, or put in place of.
+            return isinstance(taken := above[parent], ast.Attribute) and taken.attr == "min"
         case ast.Call(func=ast.Attribute(attr=name)) if parent.func is not node:
             return name in _CASTS
         case ast.keyword(arg="dtype"):
@@ -67,8 +70,10 @@ def _chooses_a_cast(test: ast.expr, above: dict[ast.AST, ast.AST]) -> bool:
     while isinstance(above[node], ast.BoolOp):
         node = above[node]
     statement = above[node]
-    return isinstance(statement, ast.If) and not statement.orelse and all(
-        map(_casts_itself, statement.body)
+    return (
+        isinstance(statement, ast.If)
+        and not statement.orelse
+        and all(map(_casts_itself, statement.body))
     )
 
 

@@ -24,34 +24,21 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.hugging_face import KEEPS_PRECISION
-from slapo_rewrite.model.layers import qualified
+from slapo_rewrite.hugging_face import KEEPS_PRECISION, KEEPS_TOKENS
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.operations import FLOAT32, PRODUCT, name_of, precision_of
 from slapo_rewrite.precision.call_stack import Call, CallStack, parameters_of, reading_frame
 from slapo_rewrite.precision.dtype_reads import is_harmless
+from slapo_rewrite.precision.half_layers import computes_product
 from slapo_rewrite.sharding.module_state import state_kept
 from slapo_rewrite.sharding.operation_places import place_of, raised_by
 from slapo_rewrite.sharding.trace import device_of
 from slapo_rewrite.sharding.types import CannotRun, Place
 
-HALF = "half precision"
+HALF, OTHER = "half precision", "other"
 HALVES = (torch.bfloat16, torch.float16)
-# The modules with the layers whose products the whole layer stands for, and what these are called
-# behind the name of the precision.
-HALF_LAYERS = {
-    "torch.nn.modules.linear.Linear": ("mixed_precision", "Linear"),
-    "torch.nn.modules.conv.Conv1d": ("mixed_precision", "Conv1d"),
-    "torch.nn.modules.conv.Conv2d": ("mixed_precision", "Conv2d"),
-    "torch.nn.modules.conv.Conv3d": ("mixed_precision", "Conv3d"),
-    "transformers.pytorch_utils.Conv1D": ("mixed_conv1d", "Conv1D"),
-}
-
-
-def half_base(cls: type) -> type | None:
-    """The layer with a counterpart in half precision that a class is or is derived from."""
-    return next((c for c in cls.__mro__ if qualified(c) in HALF_LAYERS), None)
+ATTENTION, MASK = "scaled_dot_product_attention", ((3,), ("attn_mask",))
 
 
 @dataclass(frozen=True)
@@ -79,12 +66,14 @@ class Cast:
         place: The call or product.
         operand: What of it is cast.
         to: `HALF` or `FLOAT32`.
+        is_mask: Whether it is a mask of attention, which may be of booleans, or None.
     """
 
     path: str
     place: Place
     operand: Operand
     to: str
+    is_mask: bool = False
 
 
 @dataclass
@@ -96,11 +85,37 @@ class Precisions:
         casts: The casts that have to stand in methods.
         given: What parameters of functions are cast to where they are called: by the module whose
             method does, the place, and the parameter.
+        seen: In which precisions values came by: by the module, the place and the operand. `OTHER`
+            is what is no float.
     """
 
     layers: set[str] = field(default_factory=set)
     casts: set[Cast] = field(default_factory=set)
     given: dict[tuple[str, Place, str], str] = field(default_factory=dict)
+    seen: dict[tuple[str, Place, Operand], set[str]] = field(default_factory=dict)
+
+    def see(self, path: str, place: Place, operand: Operand, value: Any) -> None:
+        """Notes a value that comes by, as it is before it is cast."""
+        self.seen.setdefault((path, place, operand), set()).add(_kind(value))
+
+    def alike(self, cast: Cast, path: str) -> bool:
+        """Whether a cast changes nothing in another module: it has such values there, or none."""
+        return self.seen.get((path, cast.place, cast.operand), set()) <= {cast.to}
+
+    def check(self) -> None:
+        """Refuses a cast of what is no float at other times.
+
+        Raises:
+            CannotCast: There is one.
+        """
+        for cast in self.casts:
+            if not cast.is_mask and OTHER in self.seen[cast.path, cast.place, cast.operand]:
+                raise CannotCast(
+                    f"this is to be computed in {cast.to}, and is given other values than floats "
+                    "at other times",
+                    cast.place,
+                    "write a line of its own for each",
+                )
 
 
 @dataclass(frozen=True)
@@ -157,17 +172,45 @@ def follow_precision(
     given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     stack, was_training = CallStack(paths, editable), model.training
     try:
-        for training in (True, False):
-            model.train(training)
-            _run(model, given, _PlainRun(stack))
+        for way in _ways(model):
+            model.train(way.training)
+            options = {**given, **way.options}
+            try:
+                _run(model, options, _PlainRun(stack))
+            except CannotRun:
+                if way.options:
+                    continue
+                raise
             # A cast at the call of a function reaches what is inside of it in the next run.
             known = -1
             while known < len(found.given):
                 known = len(found.given)
-                _run(model, given, PrecisionRun(stack, wanted, found))
+                _run(model, options, PrecisionRun(stack, wanted, found))
     finally:
         model.train(was_training)
+    found.check()
     return found
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How the model is called.
+
+    Attributes:
+        training: Whether it is in training.
+        options: Keyword arguments besides those of a training step.
+    """
+
+    training: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _ways(model: nn.Module) -> list[_Way]:
+    """A step of training, one in eval mode, and one that fills a cache for further tokens."""
+    ways = [_Way(True), _Way(False)]
+    if KEEPS_TOKENS in inspect.signature(model.forward).parameters:
+        ways.append(_Way(False, {KEEPS_TOKENS: True}))
+    return ways
 
 
 ALREADY = "the model computes in half precision itself"
@@ -182,6 +225,13 @@ def _run(model: nn.Module, inputs: Mapping[str, Any], mode: TorchFunctionMode) -
         raise
     except Exception as error:
         raise CannotRun(f"{type(error).__name__}: {error}", raised_by(error)) from error
+
+
+def _kind(value: Any) -> str:
+    """The precision of a value."""
+    if not isinstance(value, torch.Tensor) or not is_float(value):
+        return OTHER
+    return HALF if value.dtype in HALVES else FLOAT32
 
 
 def is_float(tensor: torch.Tensor) -> bool:
@@ -298,7 +348,7 @@ class PrecisionRun(TorchFunctionMode):
             raise CannotCast(
                 f"it is not known in which precision `{name}` is to be computed",
                 call.place if call else None,
-                f'keep it in float32{where}',
+                f"keep it in float32{where}",
             )
 
     def _check_read(self) -> None:
@@ -336,18 +386,19 @@ class PrecisionRun(TorchFunctionMode):
     ) -> torch.Tensor:
         """A value in a precision, with the cast noted that the source has to have for that."""
         new = self._cast(tensor, to)
-        if new is tensor:
-            return tensor
+        is_mask = name == ATTENTION and at in MASK
         if call.callee is None:
             operand = _operand(func, name, at)
-            self.found.casts.add(Cast(call.path, call.place, operand, to))
-            return new
-        for position, parameter in self._sources(call, call.callee, name, tensor, to):
-            key = (call.path, call.place, parameter)
-            if self.found.given.setdefault(key, to) != to or key in self.given:
-                raise self._out_of_reach(call, call.callee, name, to)
-            operand = Operand(position, parameter)
-            self.found.casts.add(Cast(call.path, call.place, operand, to))
+            self.found.see(call.path, call.place, operand, tensor)
+            if new is not tensor:
+                self.found.casts.add(Cast(call.path, call.place, operand, to, is_mask))
+        elif new is not tensor:
+            for position, parameter in self._sources(call, call.callee, name, tensor, to):
+                key = (call.path, call.place, parameter)
+                if self.found.given.setdefault(key, to) != to or key in self.given:
+                    raise self._out_of_reach(call, call.callee, name, to)
+                operand = Operand(position, parameter)
+                self.found.casts.add(Cast(call.path, call.place, operand, to, is_mask))
         return new
 
     def _sources(
@@ -383,9 +434,7 @@ class PrecisionRun(TorchFunctionMode):
             f'keep what is called in float32: keep=["{call.owner}"], or write it in `forward`',
         )
 
-    def _as_entered(
-        self, call: Call, callee: FrameType, args: Any, kwargs: Any
-    ) -> tuple[Any, Any]:
+    def _as_entered(self, call: Call, callee: FrameType, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Operands in a function that a method calls, with those cast that the call casts."""
         if callee not in self.entered:
             self.entered[callee] = self._enter(call, callee)
@@ -396,8 +445,9 @@ class PrecisionRun(TorchFunctionMode):
 
     def _enter(self, call: Call, callee: FrameType) -> _Entered:
         entered = _Entered(before={id(tensor) for tensor in self.alive})
-        for name in parameters_of(callee):
+        for position, name in enumerate(parameters_of(callee)):
             value = callee.f_locals.get(name)
+            self.found.see(call.path, call.place, Operand(position, name), value)
             if isinstance(value, torch.Tensor):
                 self.alive.append(value)
                 entered.parameters.setdefault(id(value), name)
@@ -407,7 +457,10 @@ class PrecisionRun(TorchFunctionMode):
         return entered
 
     def _mapped(
-        self, change: Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor], args: Any, kwargs: Any
+        self,
+        change: Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor],
+        args: Any,
+        kwargs: Any,
     ) -> tuple[Any, Any]:
         """Operands with their tensors changed, each by its place among the arguments."""
 
@@ -441,10 +494,8 @@ class _Entered:
 
 def _layer_of(call: Call) -> str | None:
     """The path of the layer whose own product an operation is; None of another."""
-    base: Any = half_base(type(call.module))
-    if base is None or call.callee is None:
-        return None
-    return call.owner if call.callee.f_code is inspect.unwrap(base.forward).__code__ else None
+    inside = call.callee is not None and computes_product(type(call.module), call.callee.f_code)
+    return call.owner if inside else None
 
 
 def _operand(func: Any, name: str, at: tuple[Any, ...]) -> Operand:

@@ -12,6 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 
+def bfloat16_mask(mask: Tensor | None) -> Tensor | None:
+    """A mask that attention adds, in bfloat16; one of booleans, or none, as it is."""
+    if mask is None or not mask.is_floating_point():
+        return mask
+    return mask.bfloat16()
+
+
 class BFloat16Linear(nn.Linear):
     """A linear layer that computes in bfloat16: (..., D) -> (..., F)."""
 
@@ -44,6 +51,13 @@ class BFloat16Conv2d(BFloat16Convolution, nn.Conv2d):
 
 class BFloat16Conv3d(BFloat16Convolution, nn.Conv3d):
     """A Conv3d that computes in bfloat16: (B, C, *S) -> (B, F, *S)."""
+
+
+def half_mask(mask: Tensor | None) -> Tensor | None:
+    """A mask that attention adds, in float16; one of booleans, or none, as it is."""
+    if mask is None or not mask.is_floating_point():
+        return mask
+    return mask.half()
 
 
 class Float16Linear(nn.Linear):
