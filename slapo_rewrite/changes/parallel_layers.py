@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import replace
 
 from slapo_rewrite.changes.bases import DeriveFrom
@@ -18,19 +19,31 @@ from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding import layer_key
 
 
-def place_layer(to: Placement, node: Node, layer: Layer) -> None:
+def place_layer(
+    to: Placement, node: Node, layer: Layer, other: Callable[[Layer], Layer] | None = None
+) -> None:
     """Splits a layer where it is made, or in its own class; one in another's place is made there.
+
+    Args:
+        to: Takes the change.
+        node: The layer.
+        layer: What takes its place.
+        other: Gives what takes the place of that, where it has to do more.
 
     Raises:
         RewriteError: Nothing that can be followed makes it.
     """
     causes, base = to.causes(node), base_of(node.cls)
     assert base is not None
+    if base is node.cls and to.states[node.path].replacement:
+        return
+    fitted = _fitted(to, node, layer)
+    fitted = fitted if other is None else other(fitted)
     if base is not node.cls:
-        what = DeriveFrom(_fitted(to, node, layer), base.__name__)
+        what = DeriveFrom(fitted, base.__name__)
         to.home(node).changes.add(node.path, AtBase(), what, causes)
-    elif not to.states[node.path].replacement:
-        use = UseParallelLayer(_fitted(to, node, layer))
+    else:
+        use = UseParallelLayer(fitted)
         to.files.making(node).changes.at_site(node, use, causes)
 
 

@@ -192,12 +192,12 @@ class _Lowering:
         """Has each change placed, those that were asked for and those that follow from them."""
         to = Placement(self.tree, self.states, self.files, followed)
         layers, parameters = asked.layers, asked.parameters
-        in_half = mixed.parallel(layers) if mixed is not None else {}
         for path, state in self.states.items():
             node = self.tree.nodes[path]
             _check_called(path, state)
             if path in layers:
-                place_layer(to, node, in_half.get(path, layers[path]))
+                in_half = mixed.parallel(path) if mixed is not None else None
+                place_layer(to, node, layers[path], in_half)
             if state.replacement:
                 place_replacement(to, node, layers.get(path))
             for shard in state.shards if path in parameters else ():

@@ -59,24 +59,23 @@ class Mixed:
     causes: tuple[Directive, ...]
     files: OutputFiles
 
-    def parallel(self, layers: Mapping[str, Layer]) -> dict[str, Layer]:
-        """The tensor-parallel layers that compute so.
+    def parallel(self, path: str) -> Callable[[Layer], Layer] | None:
+        """What gives the layer that computes so in the place of a tensor-parallel one."""
+        if path not in self.found.layers:
+            return None
 
-        Raises:
-            Unsupported: There is none in the place of one.
-        """
-        made = {}
-        for path in sorted(self.found.layers & layers.keys()):
-            layer = half_layer(layers[path], self.dtype)
-            if layer is None:
+        def in_half(layer: Layer) -> Layer:
+            made = half_layer(layer, self.dtype)
+            if made is None:
                 raise errors.Unsupported(
-                    f"`{path}` is split into a `{layers[path].name}`, which does not compute in "
-                    "half precision",
+                    f"`{path}` is split into a `{layer.name}`, which does not compute in half "
+                    "precision",
                     at=self.causes[0].at,
                     hint=f'keep it in float32: .autocast(keep=["{path}"])',
                 )
-            made[path] = layer
-        return made
+            return made
+
+        return in_half
 
     def place(self, to: Placement, layers: Mapping[str, Layer]) -> None:
         """Has the layers and casts written."""

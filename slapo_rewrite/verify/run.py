@@ -101,9 +101,15 @@ def verify(
         ],
         "sys_path": [os.path.abspath(path) for path in sys.path],
         "training": asdict(training or Training()),
+        "half": half_precision(out, record),
         "engine": "deepspeed" if needs_deepspeed(out) else "torch",
         "fits": None,
     }
+    if job["half"]:
+        report.notes.append(
+            f"compared with the casts to {job['half']} left out: what they round is held against "
+            "torch.autocast"
+        )
     _compare_hash(report, "schedule", record, _sha256(schedule_path))
     with contextlib.ExitStack() as stack:
         if server is None:
@@ -126,6 +132,14 @@ def verify(
                 if failure.stage.startswith(EARLY):
                     break
     return report
+
+
+def half_precision(out: Path, record: Mapping[str, Any]) -> str | None:
+    """In which precision an output computes products, where its schedule asks for another."""
+    if not any(d["primitive"] == "autocast" for d in record.get("directives", ())):
+        return None
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(out.rglob("*.py")))
+    return "bfloat16" if ".bfloat16()" in text else "float16"
 
 
 def _shared_imports(out: Path) -> list[str]:

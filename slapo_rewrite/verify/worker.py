@@ -109,7 +109,11 @@ def compare(job: dict[str, Any], rank: int, stage: Callable[[str], None], result
     result["stopped"] = False
     try:
         pair.load()
-        checks.run()
+        half = importlib.import_module(f"{PARTS}.half_precision")
+        with half.casts_left_out(pair):
+            checks.run()
+        if job["half"] and job["layout"] is None:
+            checks.done += half.compare_with_autocast(pair)
     except stopped:
         result["stopped"] = True
     finally:
