@@ -28,6 +28,7 @@ class Call:
         place: Where in the method.
         owner: The innermost module that computes.
         module: That module itself.
+        code: The function of it that computes.
         callee: The function that is called, where that is not the operation itself: the first that
             has parameters of its own.
     """
@@ -36,6 +37,7 @@ class Call:
     place: Place
     owner: str
     module: nn.Module
+    code: CodeType
     callee: FrameType | None
 
 
@@ -54,17 +56,17 @@ class CallStack:
     def call(self) -> Call | None:
         """The call that the operation now carried out belongs to; None outside of the model."""
         inner: list[FrameType] = []
-        module: nn.Module | None = None
+        computing: tuple[nn.Module, CodeType] | None = None
         for frame in _frames():
             owner = first_argument(frame)
             if isinstance(owner, nn.Module) and id(owner) in self.paths:
-                module = module if module is not None else owner
+                computing = computing or (owner, frame.f_code)
                 if self._is_method(owner, frame):
                     place = place_of(frame)
                     if place is None:
                         return None
-                    path = self.paths[id(owner)]
-                    return Call(path, place, self.paths[id(module)], module, _callee(inner))
+                    path, innermost = self.paths[id(owner)], self.paths[id(computing[0])]
+                    return Call(path, place, innermost, *computing, _callee(inner))
             inner.append(frame)
         return None
 

@@ -31,6 +31,7 @@ from slapo_rewrite.operations import FLOAT32, PRODUCT, name_of, precision_of
 from slapo_rewrite.precision.call_stack import Call, CallStack, parameters_of, reading_frame
 from slapo_rewrite.precision.dtype_reads import is_harmless
 from slapo_rewrite.precision.half_layers import computes_product
+from slapo_rewrite.runtime import kernels
 from slapo_rewrite.sharding.module_state import state_kept
 from slapo_rewrite.sharding.operation_places import place_of, raised_by
 from slapo_rewrite.sharding.trace import device_of
@@ -38,6 +39,8 @@ from slapo_rewrite.sharding.types import CannotRun, Place
 
 HALF, OTHER = "half precision", "other"
 HALVES = (torch.bfloat16, torch.float16)
+# Kernels take operands in half precision and in float32, and both at once.
+KERNELS = os.path.join(os.path.dirname(kernels.__file__), "")
 ATTENTION, MASK = "scaled_dot_product_attention", ((3,), ("attn_mask",))
 
 
@@ -310,6 +313,14 @@ class PrecisionRun(TorchFunctionMode):
             if (path := _layer_of(call)) is not None:
                 self.found.layers.add(path)
                 return self._mapped(lambda tensor, _: self._cast(tensor, to), args, kwargs)
+            if call.callee is not None and is_kernels(call.callee):
+                raise CannotCast(
+                    f"the kernel `{call.callee.f_code.co_name}` multiplies by itself, in the "
+                    "precision of the parameters",
+                    call.place,
+                    "leave its rule out, or have the modules before it alone compute in half "
+                    "precision: s[...].autocast()",
+                )
         return self._mapped(
             lambda tensor, at: self._recorded(call, func, name, at, tensor, to), args, kwargs
         )
@@ -354,7 +365,8 @@ class PrecisionRun(TorchFunctionMode):
     def _check_read(self) -> None:
         """Refuses a read of a dtype that is another one in half precision, and says so."""
         frame = reading_frame()
-        if frame is None or frame.f_code.co_filename.endswith(KEEPS_PRECISION):
+        name = frame.f_code.co_filename if frame is not None else KERNELS
+        if frame is None or name.startswith(KERNELS) or name.endswith(KEEPS_PRECISION):
             return
         place = place_of(frame)
         tree = self._tree(frame.f_code.co_filename)
@@ -392,7 +404,7 @@ class PrecisionRun(TorchFunctionMode):
             self.found.see(call.path, call.place, operand, tensor)
             if new is not tensor:
                 self.found.casts.add(Cast(call.path, call.place, operand, to, is_mask))
-        elif new is not tensor:
+        elif new is not tensor and not (to == FLOAT32 and is_kernels(call.callee)):
             for position, parameter in self._sources(call, call.callee, name, tensor, to):
                 key = (call.path, call.place, parameter)
                 if self.found.given.setdefault(key, to) != to or key in self.given:
@@ -447,8 +459,12 @@ class PrecisionRun(TorchFunctionMode):
         entered = _Entered(before={id(tensor) for tensor in self.alive})
         for position, name in enumerate(parameters_of(callee)):
             value = callee.f_locals.get(name)
-            self.found.see(call.path, call.place, Operand(position, name), value)
+            operand = Operand(position, name)
+            self.found.see(call.path, call.place, operand, value)
             if isinstance(value, torch.Tensor):
+                if value.dtype in HALVES and keeps_given(callee):
+                    self.given[call.path, call.place, name] = FLOAT32
+                    self.found.casts.add(Cast(call.path, call.place, operand, FLOAT32))
                 self.alive.append(value)
                 entered.parameters.setdefault(id(value), name)
                 to = self.given.get((call.path, call.place, name))
@@ -492,10 +508,20 @@ class _Entered:
     casts: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
+def is_kernels(frame: FrameType) -> bool:
+    """Whether a function is one of the kernels, which compute in float32 whatever they are given."""
+    return frame.f_code.co_filename.startswith(KERNELS)
+
+
+def keeps_given(frame: FrameType) -> bool:
+    """Whether a function is a kernel of a loss or softmax, which are in what they are given."""
+    name = frame.f_code.co_name
+    return is_kernels(frame) and ("cross_entropy" in name or "softmax" in name)
+
+
 def _layer_of(call: Call) -> str | None:
     """The path of the layer whose own product an operation is; None of another."""
-    inside = call.callee is not None and computes_product(type(call.module), call.callee.f_code)
-    return call.owner if inside else None
+    return call.owner if computes_product(type(call.module), call.code) else None
 
 
 def _operand(func: Any, name: str, at: tuple[Any, ...]) -> Operand:

@@ -18,6 +18,11 @@ from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
 class BFloat16ColumnParallelLinear(ColumnParallelLinear, BFloat16Linear):
     """A `ColumnParallelLinear` that computes in bfloat16: (..., D) -> (..., F')."""
 
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
+        # Its own, as kernels multiply by the parameters of a layer that has its base's.
+        return super().forward(input)
+
 
 class BFloat16KeyValueParallelLinear(KeyValueParallelLinear, BFloat16Linear):
     """A `KeyValueParallelLinear` that computes in bfloat16: (..., D) -> (..., F')."""
@@ -48,6 +53,11 @@ class BFloat16RowParallelLinear(RowParallelLinear, BFloat16Linear):
 
 class Float16ColumnParallelLinear(ColumnParallelLinear, Float16Linear):
     """A `ColumnParallelLinear` that computes in float16: (..., D) -> (..., F')."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
+        # Its own, as kernels multiply by the parameters of a layer that has its base's.
+        return super().forward(input)
 
 
 class Float16KeyValueParallelLinear(KeyValueParallelLinear, Float16Linear):

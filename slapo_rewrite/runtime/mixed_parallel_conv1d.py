@@ -14,6 +14,11 @@ from .shards import world_size
 class BFloat16ColumnParallelConv1D(ColumnParallelConv1D, BFloat16Conv1D):
     """A `ColumnParallelConv1D` that computes in bfloat16: (..., D) -> (..., F')."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
+        # Its own, as kernels multiply by the parameters of a layer that has its base's.
+        return super().forward(x)
+
 
 class BFloat16RowParallelConv1D(RowParallelConv1D, BFloat16Conv1D):
     """A `RowParallelConv1D` that computes in bfloat16: (..., D') -> (..., F)."""
@@ -29,6 +34,11 @@ class BFloat16RowParallelConv1D(RowParallelConv1D, BFloat16Conv1D):
 
 class Float16ColumnParallelConv1D(ColumnParallelConv1D, Float16Conv1D):
     """A `ColumnParallelConv1D` that computes in float16: (..., D) -> (..., F')."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
+        # Its own, as kernels multiply by the parameters of a layer that has its base's.
+        return super().forward(x)
 
 
 class Float16RowParallelConv1D(RowParallelConv1D, Float16Conv1D):
