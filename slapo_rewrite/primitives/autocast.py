@@ -119,10 +119,10 @@ class Autocast(Primitive):
             """\
 +from .mixed_precision import BFloat16Linear
 -        self.query = nn.Linear(width, width)
-+        self.query = BFloat16Linear(width, width)
 -        self.key = nn.Linear(width, width)
-+        self.key = BFloat16Linear(width, width)
 -        self.out = nn.Linear(width, width)
++        self.query = BFloat16Linear(width, width)
++        self.key = BFloat16Linear(width, width)
 +        self.out = BFloat16Linear(width, width)
 -        return x + self.out(F.softmax(scores, -1) @ y)
 +        return x + self.out(F.softmax(scores.float(), -1).bfloat16() @ y.bfloat16())
@@ -138,6 +138,15 @@ class Autocast(Primitive):
             BLOCK,
             MODEL + 'def schedule(s):\n    s.autocast("float16", keep=["head", "block.key"])\n',
             """\
++from .mixed_precision import Float16Linear
+-        self.query = nn.Linear(width, width)
++        self.query = Float16Linear(width, width)
+-        self.out = nn.Linear(width, width)
++        self.out = Float16Linear(width, width)
+-        scores = self.query(y) @ self.key(y).mT
+-        return x + self.out(F.softmax(scores, -1) @ y)
++        scores = self.query(y) @ self.key(y).mT.half()
++        return x + self.out(F.softmax(scores.float(), -1).half() @ y.half())
 """,
         ),
     )

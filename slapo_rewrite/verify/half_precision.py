@@ -9,11 +9,10 @@ of them tells less than a tenth apart, a single one of a few numbers may be half
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .figures import LIMITS_BF16, Check, Named, compare_loss, find, gradients_of
 from .pair import Pair
@@ -21,6 +20,9 @@ from .pair import Pair
 ALL, EACH = 1.1, 2.0
 # What ranks add up is rounded before that, which is once more.
 ALL_ON_RANKS = 1.25
+# Batches over which errors are taken in the mean.
+DRAWS = 4
+TINY = 1e-30
 # Gradients that are this small beside the largest are rounding as a whole.
 FLOOR = 1e-4
 
@@ -41,70 +43,72 @@ def compare_with_autocast(pair: Pair) -> list[Check]:
         model.load_state_dict(dict(pair.full))
     if pair.exact is None or pair.nudged:
         return [Check(f"loss in {name}", True, detail="not comparable: no reference in float64")]
-    exact_loss = pair.step(pair.exact)[1]
-    got_loss = pair.step(pair.rewritten)[1]
-    loss = compare_loss(f"loss in {name}", LIMITS_BF16["loss"], got_loss, exact_loss, None)
-    exact = gradients_of(pair.exact)
-    ours = _errors(find(pair.to_full(gradients_of(pair.rewritten)), exact, pair.aliases), exact)
-    try:
-        with torch.autocast("cpu", getattr(torch, name)):
-            pair.step(pair.original)
-    except Exception as error:
-        words = str(error).strip().splitlines() or [type(error).__name__]
-        pair.note(f"the original does not run under torch.autocast: {words[0]}")
-        return [loss]
-    theirs = _errors(gradients_of(pair.original), exact)
+    losses: list[Check] = []
+    ours, theirs = Errors(), Errors()
+    for seed in range(DRAWS):
+        pair.inputs = pair.twin.step_inputs(pair.schedule, pair.original, seed)
+        exact_loss = pair.step(pair.exact)[1]
+        exact = gradients_of(pair.exact)
+        got_loss = pair.step(pair.rewritten)[1]
+        limit = LIMITS_BF16["loss"]
+        losses.append(compare_loss(f"loss in {name}", limit, got_loss, exact_loss, None))
+        ours.add(find(pair.to_full(gradients_of(pair.rewritten)), exact, pair.aliases), exact)
+        try:
+            with torch.autocast("cpu", getattr(torch, name)):
+                pair.step(pair.original)
+        except Exception as error:
+            words = str(error).strip().splitlines() or [type(error).__name__]
+            pair.note(f"the original does not run under torch.autocast: {words[0]}")
+            return losses
+        theirs.add(gradients_of(pair.original), exact)
+    loss = max(losses, key=lambda check: check.error or 0.0)
     return [loss, *_compared(name, ours, theirs, pair.world)]
 
 
-def _errors(got: Named, exact: Named) -> dict[str, tuple[float, float]]:
-    """How far each gradient is from the true one, and how long that is at least."""
-    lengths = {key: float(tensor.norm()) for key, tensor in exact.items()}
-    floor = FLOOR * max(lengths.values(), default=0.0)
-    return {
-        key: (float((tensor.to(torch.float64) - exact[key]).norm()), max(lengths[key], floor))
-        for key, tensor in got.items()
-        if key in exact
-    }
+class Errors:
+    """How far gradients are from the true ones, in the mean over several batches.
+
+    Attributes:
+        squares: The square of each gradient's error, and of its length, summed over the batches.
+    """
+
+    def __init__(self) -> None:
+        self.squares: dict[str, tuple[float, float]] = {}
+
+    def add(self, got: Named, exact: Named) -> None:
+        """Takes in the gradients of one batch."""
+        lengths = {key: float(tensor.norm()) for key, tensor in exact.items()}
+        floor = FLOOR * max(lengths.values(), default=0.0)
+        for key in got.keys() & exact.keys():
+            error = float((got[key].to(torch.float64) - exact[key]).norm())
+            known = self.squares.get(key, (0.0, 0.0))
+            length = max(lengths[key], floor)
+            self.squares[key] = known[0] + error**2, known[1] + length**2
+
+    def of(self, key: str) -> float:
+        """The relative error of one gradient."""
+        error, length = self.squares[key]
+        return math.sqrt(error / length)
+
+    def of_all(self) -> float:
+        """The relative error of all gradients as one."""
+        errors, lengths = zip(*self.squares.values(), strict=True)
+        return math.sqrt(sum(errors) / sum(lengths))
 
 
-def _compared(
-    name: str,
-    ours: Mapping[str, tuple[float, float]],
-    theirs: Mapping[str, tuple[float, float]],
-    world: int,
-) -> list[Check]:
-    total = _length(ours) / max(_length(theirs), 1e-30)
+def _compared(name: str, ours: Errors, theirs: Errors, world: int) -> list[Check]:
+    own, other = ours.of_all(), theirs.of_all()
     limit = ALL if world == 1 else ALL_ON_RANKS
-    own, other = _share(ours), _share(theirs)
-    of_all = f"{own:.1e}, at most {limit} times that under torch.autocast, {other:.1e}"
-    checks = [
-        Check(f"rounding in {name}", total <= limit, total, limit, detail=of_all),
-    ]
-    ratios = {key: ours[key][0] / max(theirs[key][0], 1e-30) for key in ours if key in theirs}
+    total = own / max(other, TINY)
+    words = f"{own:.1e}, at most {limit} times that under torch.autocast, {other:.1e}"
+    both = ours.squares.keys() & theirs.squares.keys()
     # An error far below the others' is none that anybody sees.
-    seen = {k: r for k, r in ratios.items() if ours[k][0] > 0.1 * _share(theirs) * ours[k][1]}
-    worst = max(seen, key=lambda key: seen[key], default="")
-    each = limit / ALL * EACH
-    ratio = seen.get(worst, 0.0)
-    checks.append(
-        Check(
-            "that of each gradient",
-            ratio <= each,
-            ratio,
-            each,
-            place=worst,
-            detail=f"as a multiple of that under torch.autocast, at most {each:.1f}",
-        )
-    )
-    return checks
-
-
-def _length(errors: Mapping[str, tuple[float, float]]) -> float:
-    return float(Tensor([error for error, _ in errors.values()]).norm())
-
-
-def _share(errors: Mapping[str, tuple[float, float]]) -> float:
-    """The error of all gradients, relative to all of them."""
-    lengths = Tensor([length for _, length in errors.values()])
-    return _length(errors) / max(float(lengths.norm()), 1e-30)
+    seen = [key for key in sorted(both) if ours.of(key) > 0.1 * other]
+    ratios = {key: ours.of(key) / max(theirs.of(key), TINY) for key in seen}
+    worst = max(ratios, key=lambda key: ratios[key], default="")
+    ratio, each = ratios.get(worst, 0.0), limit / ALL * EACH
+    of_each = f"as a multiple of that under torch.autocast, at most {each:.1f}"
+    return [
+        Check(f"rounding in {name}", total <= limit, total, limit, detail=words),
+        Check("that of each gradient", ratio <= each, ratio, each, place=worst, detail=of_each),
+    ]
