@@ -568,11 +568,12 @@ def _all_but_first(call: Call) -> Treatment:
 
 
 PRODUCT, FLOAT32, EITHER = "product", "float32", "either"
-# What mixed precision computes in half precision: torch.autocast's list for CUDA.
+# What mixed precision computes in half precision: torch.autocast's list for CUDA, and what is made
+# of such.
 _PRODUCTS = """
-linear matmul mm bmm mv linalg_matmul __rmatmul__ addmm addmv baddbmm addbmm einsum linalg_vecdot
-chain_matmul linalg_multi_dot scaled_dot_product_attention conv1d conv2d conv3d conv_transpose1d
-conv_transpose2d conv_transpose3d
+inner tensordot linear matmul mm bmm mv linalg_matmul __rmatmul__ addmm addmv baddbmm addbmm einsum
+linalg_vecdot chain_matmul linalg_multi_dot scaled_dot_product_attention conv1d conv2d conv3d
+conv_transpose1d conv_transpose2d conv_transpose3d
 """
 # And what it computes in float32, by the same list.
 _IN_FLOAT32 = """
@@ -587,9 +588,10 @@ special_logsumexp special_softmax special_log_softmax
 # and what torch has in float32 and float64 alone.
 _IN_FLOAT32_TOO = """
 mean nansum nanmean var std var_mean std_mean logcumsumexp batch_norm instance_norm special_exp2
-exp2 erfc cov corrcoef quantile nanquantile linalg_inv linalg_cholesky linalg_det linalg_matrix_rank
-linalg_solve_triangular fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2
-fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn view_as_complex complex polar histc
+trace exp2 erfc cov corrcoef quantile nanquantile linalg_inv linalg_cholesky linalg_det
+linalg_matrix_rank linalg_solve_triangular fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft
+fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn view_as_complex
+complex polar histc
 """
 
 

@@ -102,7 +102,11 @@ class CastOperand(Change):
         (asked,) = here
         assert isinstance(asked.place, AtNode)
         for _, node in text.nodes_at(asked.place):
-            value = None if isinstance(node, ast.Subscript) else _operand(node, self.operand)
+            statement = text.file.statement_of(node)
+            if isinstance(node, ast.Subscript):
+                value = _assigned(node, statement)
+            else:
+                value = _operand(node, self.operand)
             if value is None:
                 continue
 
@@ -112,7 +116,7 @@ class CastOperand(Change):
                 return call(text.imports.helper(MODULE, self.function, asked.causes), made)
 
             why = f"computed in {'float32' if self.method == 'float' else 'half precision'}"
-            text.replace(value, text.file.statement_of(node), make, asked.causes, why)
+            text.replace(value, statement, make, asked.causes, why)
             return
         raise errors.Unsupported(
             "what is to be cast here cannot be told apart from what is beside it",
@@ -120,6 +124,13 @@ class CastOperand(Change):
             cause=asked.causes,
             hint="write it as a call with its arguments one by one, or as `a @ b`",
         )
+
+
+def _assigned(node: ast.Subscript, statement: ast.stmt) -> ast.expr | None:
+    """What is put into elements of a tensor."""
+    if isinstance(statement, ast.Assign) and statement.targets == [node]:
+        return statement.value
+    return None
 
 
 def _operand(node: ast.Call | ast.BinOp, operand: Operand) -> ast.expr | None:

@@ -165,9 +165,9 @@ def _check_mixed(reference: _Reference, schedule: Any, output: Emitted) -> None:
     pairs += [*result_pairs(want.outputs, step.outputs, "")]
     pairs += [(n, g, step.gradients[n]) for n, g in want.gradients.items() if n in step.gradients]
     for name, one, other in pairs:
-        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            if bool(one.isfinite().all()) and not bool(other.isfinite().all()):
-                raise OtherNumbersError(1, name, 1.0, "something overflows in half precision:")
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        if both and bool(one.isfinite().all()) and not bool(other.isfinite().all()):
+            raise OtherNumbersError(1, name, 1.0, "something overflows in half precision:")
 
 
 def worlds(schedule: Any, model: nn.Module) -> tuple[int, ...]:

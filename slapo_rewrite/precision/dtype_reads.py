@@ -21,11 +21,9 @@ def is_harmless(tree: ast.Module, place: Place) -> bool:
     """
     above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     start, end = (place.line, place.column), (place.end_line, place.end_column)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr == "dtype":
-            if position(node) == start and (node.end_lineno, node.end_col_offset) == end:
-                return _is_cast(node, above)
-    return False
+    reads = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "dtype")
+    here = (n for n in reads if (position(n), (n.end_lineno, n.end_col_offset)) == (start, end))
+    return any(_is_cast(node, above) for node in here)
 
 
 def _is_cast(node: ast.expr, above: dict[ast.AST, ast.AST]) -> bool:

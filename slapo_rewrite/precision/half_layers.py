@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from types import CodeType
 
+from torch import nn
+
 from slapo_rewrite.model.layers import qualified
 
 # The modules that define these, and what they are called behind the name of the precision.
@@ -23,7 +25,8 @@ def half_base(cls: type) -> type | None:
 
 
 def computes_product(cls: type, code: CodeType) -> bool:
-    """Whether a code is that by which such a layer computes."""
+    """Whether a code is that of a method by which such a layer computes."""
     base = half_base(cls)
-    forward = vars(base).get("forward") if base is not None else None
-    return inspect.isfunction(forward) and forward.__code__ is code
+    own = [c for c in base.__mro__ if issubclass(c, nn.Module)][:-1] if base is not None else []
+    methods = (vars(c).get(name) for c in own for name in ("forward", "_conv_forward"))
+    return any(inspect.isfunction(m) and m.__code__ is code for m in methods)

@@ -28,12 +28,18 @@ from slapo_rewrite.hugging_face import KEEPS_PRECISION, KEEPS_TOKENS
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.operations import FLOAT32, PRODUCT, name_of, precision_of
-from slapo_rewrite.precision.call_stack import Call, CallStack, parameters_of, reading_frame
+from slapo_rewrite.precision.call_stack import (
+    Call,
+    CallStack,
+    first_argument,
+    parameters_of,
+    reading_frame,
+)
 from slapo_rewrite.precision.dtype_reads import is_harmless
 from slapo_rewrite.precision.half_layers import computes_product
 from slapo_rewrite.runtime import kernels
 from slapo_rewrite.sharding.module_state import state_kept
-from slapo_rewrite.sharding.operation_places import place_of, raised_by
+from slapo_rewrite.sharding.operation_places import place_in_traceback, place_of, raised_by
 from slapo_rewrite.sharding.trace import device_of
 from slapo_rewrite.sharding.types import CannotRun, Place
 
@@ -188,7 +194,10 @@ def follow_precision(
             known = -1
             while known < len(found.given):
                 known = len(found.given)
-                _run(model, options, PrecisionRun(stack, wanted, found))
+                try:
+                    _run(model, options, PrecisionRun(stack, wanted, found))
+                except CannotRun as error:
+                    raise _failed(error, stack) from error
     finally:
         model.train(was_training)
     found.check()
@@ -218,6 +227,21 @@ def _ways(model: nn.Module) -> list[_Way]:
 
 ALREADY = "the model computes in half precision itself"
 AS_IT_IS = "leave `autocast` out, or build the model in float32"
+
+
+def _failed(error: CannotRun, stack: CallStack) -> CannotCast:
+    """What a model says that does not run so, with the module that does not."""
+    cause: Any = error.__cause__
+    traceback, owner = cause.__traceback__, ""
+    while traceback is not None:
+        owner = stack.paths.get(id(first_argument(traceback.tb_frame)), owner)
+        traceback = traceback.tb_next
+    words = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    return CannotCast(
+        f"with products in half precision `{owner or 's'}` fails: {words}",
+        place_in_traceback(cause, stack.editable),
+        f'keep it in float32: keep=["{owner}"]',
+    )
 
 
 def _run(model: nn.Module, inputs: Mapping[str, Any], mode: TorchFunctionMode) -> None:
@@ -462,7 +486,7 @@ class PrecisionRun(TorchFunctionMode):
             operand = Operand(position, name)
             self.found.see(call.path, call.place, operand, value)
             if isinstance(value, torch.Tensor):
-                if value.dtype in HALVES and keeps_given(callee):
+                if value.dtype in HALVES and (keeps_given(callee) or self._stays(callee)):
                     self.given[call.path, call.place, name] = FLOAT32
                     self.found.casts.add(Cast(call.path, call.place, operand, FLOAT32))
                 self.alive.append(value)
@@ -471,6 +495,13 @@ class PrecisionRun(TorchFunctionMode):
                 if to is not None:
                     entered.casts[id(value)] = self._cast(value, to)
         return entered
+
+    def _stays(self, callee: FrameType) -> bool:
+        """Whether a function is a layer's, in another's file, that stays in float32."""
+        module = first_argument(callee)
+        path = self.stack.paths.get(id(module))
+        has_weights = isinstance(module, nn.Module) and any(True for _ in module.parameters())
+        return has_weights and path is not None and not self.wanted.is_half(path)
 
     def _mapped(
         self,
@@ -509,7 +540,7 @@ class _Entered:
 
 
 def is_kernels(frame: FrameType) -> bool:
-    """Whether a function is one of the kernels, which compute in float32 whatever they are given."""
+    """Whether a function is one of the kernels: they compute in float32 what they are given."""
     return frame.f_code.co_filename.startswith(KERNELS)
 
 
@@ -531,7 +562,7 @@ def _operand(func: Any, name: str, at: tuple[Any, ...]) -> Operand:
     names = _parameters(func)
     if isinstance(first, str):
         return Operand(names.index(first) if first in names else sys.maxsize, first, element)
-    if getattr(torch.Tensor, name, None) is func:
+    if any(getattr(torch.Tensor, each, None) is func for each in (name, f"__{name}__")):
         swapped = name.startswith("__r") and name.endswith("__") and name != "__rshift__"
         return Operand(-first if swapped else first - 1, "", element)
     return Operand(first, names[first] if first < len(names) else "", element)
@@ -540,7 +571,10 @@ def _operand(func: Any, name: str, at: tuple[Any, ...]) -> Operand:
 @functools.cache
 def _parameters(func: Any) -> tuple[str, ...]:
     """The names of a function's parameters; none of one that is not written in Python."""
-    return tuple(inspect.signature(func).parameters) if inspect.isfunction(func) else ()
+    try:
+        return tuple(inspect.signature(func).parameters) if inspect.isfunction(func) else ()
+    except ValueError:
+        return ()
 
 
 @functools.lru_cache(maxsize=16)

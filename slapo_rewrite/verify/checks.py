@@ -28,6 +28,7 @@ from .figures import (
     settle,
     some,
 )
+from .half_precision import casts_left_out, compare_with_autocast
 from .pair import Pair
 from .probes import tie_groups, watching
 
@@ -63,13 +64,17 @@ class Checks:
             StoppedError: One failed after which the others mean nothing.
         """
         self.built()
-        self.start()
-        self.state()
-        self.first_step()
-        self.eval_mode()
-        self.dropout()
-        self.training()
-        self.decide()
+        with casts_left_out(self.pair):
+            self.start()
+            self.state()
+            self.first_step()
+            self.eval_mode()
+            self.dropout()
+            self.training()
+        if self.pair.job["half"]:
+            self.done += compare_with_autocast(self.pair)
+        with casts_left_out(self.pair):
+            self.decide()
         tried = self.pair.blocker.tried
         if tried:
             self.done.append(Check("runs without the tool", False, detail="; ".join(tried)))

@@ -19,6 +19,7 @@ from .figures import (
     settle,
     some,
 )
+from .half_precision import casts_left_out
 from .staged import STEPS, Staged, Trained
 
 
@@ -44,9 +45,10 @@ class StageChecks:
         Raises:
             StoppedError: One failed after which the others mean nothing.
         """
-        self.start()
-        self.state()
-        self.training()
+        with casts_left_out(self.staged):
+            self.start()
+            self.state()
+            self.training()
         tried = self.staged.blocker.tried
         if tried:
             self.done.append(Check("runs without the tool", False, detail="; ".join(tried)))

@@ -109,11 +109,7 @@ def compare(job: dict[str, Any], rank: int, stage: Callable[[str], None], result
     result["stopped"] = False
     try:
         pair.load()
-        half = importlib.import_module(f"{PARTS}.half_precision")
-        with half.casts_left_out(pair):
-            checks.run()
-        if job["half"] and job["layout"] is None:
-            checks.done += half.compare_with_autocast(pair)
+        checks.run()
     except stopped:
         result["stopped"] = True
     finally:

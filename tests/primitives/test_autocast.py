@@ -1,0 +1,319 @@
+"""`autocast`, on source: casts where values change their precision, and refusals elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from slapo_rewrite.model.results import tensors
+from slapo_rewrite.model.small_model import casts_left_out
+from slapo_rewrite.operations import FLOAT32, PRODUCT, name_of, precision_of
+from slapo_rewrite.primitives.autocast import BLOCK, MODEL
+from slapo_rewrite.verify.run import verify
+from tests.rewriting import changed_lines, imported, refused, rewritten, written
+
+HEAD = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+"""
+ONE = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 4, 8)}
+
+
+def loss(outputs):
+    return outputs.pow(2).mean()
+
+
+def schedule(s):
+    s.autocast(%s)
+"""
+
+
+def source(forward: str, made: str = "", before: str = "") -> str:
+    """A model of a linear layer `a`, a norm, and what else is made, with a `forward`."""
+    lines = "".join(f"        {line}\n" for line in made.splitlines())
+    body = "".join(f"        {line}\n" for line in forward.splitlines())
+    return (
+        f"{HEAD}{before}class Model(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.a = nn.Linear(8, 8)\n"
+        f"        self.norm = nn.LayerNorm(8)\n{lines}\n    def forward(self, x):\n{body}"
+    )
+
+
+def forward_of(output) -> str:
+    """The lines that are written anew inside of `forward`s."""
+    lines = changed_lines(output).splitlines()
+    return "\n".join(
+        line[1:].strip() for line in lines if line[0] == "+" and "BFloat16" not in line
+    )
+
+
+TABLE = [
+    # Torch itself promotes the sum; a norm is given float32 already.
+    ("x = x + self.a(x)\nreturn self.norm(x)", ""),
+    ("return self.norm(self.a(x))", "return self.norm(self.a(x).float())"),
+    ("return self.norm(self.a(x) + 1.0)", "return self.norm((self.a(x) + 1.0).float())"),
+    ("return self.a(x).softmax(-1)", "return self.a(x).float().softmax(-1)"),
+    ("return torch.softmax(self.a(x), -1)", "return torch.softmax(self.a(x).float(), -1)"),
+    (
+        "return F.softmax(dim=-1, input=self.a(x))",
+        "return F.softmax(dim=-1, input=self.a(x).float())",
+    ),
+    ("return self.a(x).mean(-1)", "return self.a(x).float().mean(-1)"),
+    ("return self.a(x) ** 2", "return self.a(x).float() ** 2"),
+    ("return F.gelu(self.a(x))", ""),
+    # What is in float32 stays there until a product.
+    (
+        "y = self.a(x).softmax(-1).log()\nreturn y @ x.mT",
+        "y = self.a(x).float().softmax(-1).log()\nreturn y.bfloat16() @ x.mT.bfloat16()",
+    ),
+    ("return torch.matmul(x, self.a(x).mT)", "return torch.matmul(x.bfloat16(), self.a(x).mT)"),
+    (
+        'return torch.einsum("bij,bkj->bik", x, self.a(x))',
+        'return torch.einsum("bij,bkj->bik", x.bfloat16(), self.a(x))',
+    ),
+    (
+        'return torch.einsum("bij,bkj->bik", [x, self.a(x)])',
+        'return torch.einsum("bij,bkj->bik", [x.bfloat16(), self.a(x)])',
+    ),
+    (
+        "return torch.baddbmm(x @ x.mT, x, self.a(x).mT)",
+        "return torch.baddbmm(x.bfloat16() @ x.mT.bfloat16(), x.bfloat16(), self.a(x).mT)",
+    ),
+    # Torch computes these of one precision alone.
+    (
+        "y = x.clone()\ny[x > 0] = self.a(x)[x > 0]\nreturn y",
+        "y[x > 0] = self.a(x)[x > 0].float()",
+    ),
+    ("return 2 ** self.a(x)", "return 2 ** self.a(x).float()"),
+    # What casts to the dtype of another value, or takes its least number, does so still.
+    ("y = self.a(x)\nreturn x.to(y.dtype) + y", ""),
+    ("y = self.a(x)\nkind = y.dtype\nreturn x.to(kind) + y", ""),
+    ("y = self.a(x)\nif y.dtype != x.dtype:\n    y = y.to(x.dtype)\nreturn y", ""),
+    ("y = self.a(x)\nreturn y.masked_fill(x > 0, torch.finfo(y.dtype).min).tanh()", ""),
+]
+
+
+@pytest.mark.parametrize(("forward", "changed"), TABLE, ids=[forward for forward, _ in TABLE])
+def test_casts_stand_where_values_cross(tmp_path, forward, changed):
+    output = rewritten(tmp_path, source(forward), ONE % "")
+    found = forward_of(output).replace("from .mixed_precision import", "").strip()
+    assert found == changed or (not changed and not found)
+    check_numbers(tmp_path, output)
+
+
+LAYERS = [
+    ("nn.Conv1d(4, 4, 3)", "BFloat16Conv1d(4, 4, 3)"),
+    ("nn.Conv1d(4, 4, 3, padding=1, padding_mode='circular')", "BFloat16Conv1d(4, 4, 3"),
+    ("Mine(8, 8)", "class Mine(BFloat16Linear):"),
+]
+MINE = """\
+class Mine(nn.Linear):
+    def forward(self, input):
+        return super().forward(input).relu()
+
+
+"""
+
+
+@pytest.mark.parametrize(("made", "becomes"), LAYERS)
+def test_layers_are_exchanged_where_they_are_made(tmp_path, made, becomes):
+    text = source("return self.b(x).tanh()", f"self.b = {made}", MINE)
+    output = rewritten(tmp_path, text, ONE % "")
+    assert f"+{'' if 'class' in becomes else '        self.b = '}{becomes}" in changed_lines(output)
+    check_numbers(tmp_path, output)
+
+
+def check_numbers(folder: Path, output: Any) -> None:
+    """An output is the original with its casts left out, and as right as under torch.autocast.
+
+    In it no product is computed in float32, and nothing that is to be in float32 in less.
+    """
+    torch.manual_seed(0)
+    original = imported(sorted(folder.glob("source_*.py"))[-1]).Model()
+    model = imported(written(folder, output)).Model()
+    model.load_state_dict(original.state_dict())
+    exact, ours, theirs = copy.deepcopy(original).double(), 0.0, 0.0
+    for _ in range(8):
+        x = torch.randn(2, 4, 8)
+        with casts_left_out():
+            assert all(map(torch.equal, step(model, x), step(original, x)))
+        want = step(exact, x.double())
+        with Precise():
+            y = model(x)
+        assert y.isfinite().all()
+        ours += error(step(model, x), want)
+        # It does not put a value of one precision into elements of the other.
+        with torch.autocast("cpu", torch.bfloat16), contextlib.suppress(RuntimeError):
+            theirs += error(step(original, x), want)
+    assert ours <= 1.2 * (theirs or 0.1) + 1e-6
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients of a step."""
+    model.zero_grad()
+    y = model(x)
+    torch.autograd.backward((y * y).mean())
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def error(got: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    return float(
+        sum((g.double() - e).square().sum() for g, e in zip(got, exact, strict=True)) ** 0.5
+    )
+
+
+class Precise(TorchFunctionMode):
+    """Fails where an operation is not computed in the precision that it is to have."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kind = precision_of(name_of(func))
+        dtypes = {t.dtype for t in tensors((args, kwargs or {})) if t.is_floating_point()}
+        if kind == PRODUCT:
+            assert dtypes == {torch.bfloat16}, name_of(func)
+        elif kind == FLOAT32 and name_of(func) != "mean":
+            assert dtypes <= {torch.float32}, name_of(func)
+        return func(*args, **(kwargs or {}))
+
+
+CALLED = """\
+def attend(q, k, v, mask=None):
+    q = q * 2.0
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+"""
+
+
+def test_what_a_function_computes_is_cast_where_it_is_called(tmp_path):
+    forward = "y = self.a(x)\nreturn attend(x, y, v=x + y)"
+    output = rewritten(tmp_path, source(forward, before=CALLED), ONE % "")
+    assert (
+        forward_of(output).splitlines()[-1]
+        == "return attend(x.bfloat16(), y, v=(x + y).bfloat16())"
+    )
+    check_numbers(tmp_path, output)
+
+
+def test_a_mask_may_be_of_booleans_and_none(tmp_path):
+    forward = (
+        "y = self.a(x)\nmask = x @ x.mT * 0.5 + x.new_zeros(4, 4)\nreturn attend(y, y, y, mask)"
+    )
+    output = rewritten(tmp_path, source(forward, before=CALLED), ONE % "")
+    assert "return attend(y, y, y, bfloat16_mask(mask))" in forward_of(output)
+    check_numbers(tmp_path, output)
+    helpers = imported(written(tmp_path, output).parent / "mixed_precision.py")
+    mask = torch.ones(2, dtype=torch.bool)
+    assert helpers.bfloat16_mask(None) is None and helpers.bfloat16_mask(mask) is mask
+    assert helpers.bfloat16_mask(torch.ones(2)).dtype == torch.bfloat16
+
+
+def test_what_is_kept_and_not_selected_computes_in_float32(tmp_path):
+    for line in ('s.autocast(keep=["head"])', 's["block"].autocast()'):
+        output = rewritten(tmp_path, BLOCK, MODEL + f"def schedule(s):\n    {line}\n")
+        lines = changed_lines(output)
+        assert "self.head" not in lines and "cross_entropy" not in lines and "BFloat16" in lines
+    output = rewritten(tmp_path, BLOCK, MODEL + 'def schedule(s):\n    s.autocast(keep="matmul")\n')
+    lines = changed_lines(output)
+    assert "+        scores = self.query(y).float() @ self.key(y).mT.float()" in lines
+    assert "+        return x + self.out(F.softmax(scores, -1) @ y)" not in lines
+
+
+STACKED = """\
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.a(x).softmax(-1)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Part() for _ in range(4)])
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+"""
+
+
+def test_some_layers_of_a_list_stay_in_float32(tmp_path):
+    output = rewritten(tmp_path, HEAD + STACKED, ONE % 'keep=["parts.{0,3}"]')
+    lines = changed_lines(output)
+    assert "HalfPart() if 1 <= i < 3 else Part() for i in range(4)" in lines
+    assert lines.count("BFloat16Linear(8, 8)") == lines.count(".float().softmax(-1)") == 1
+
+
+REFUSALS = [
+    # It asks for the dtype of a value that would be in half precision.
+    ("y = self.a(x)\nreturn y * 2 if y.dtype == torch.float32 else y", "asks for the dtype"),
+    ("y = self.a(x)\nreturn y.div(torch.finfo(y.dtype).eps)", "asks for the dtype"),
+    ("y = self.a(x)\nkinds = [y.dtype]\nreturn y.to(kinds[0])", "asks for the dtype"),
+    # No cast could be written.
+    ("return helped(self.a(x))", "no method of the model could cast it"),
+    ("return self.b(x)", "no method of the model could cast it"),
+    # It is not known how it is to be computed, or half precision already.
+    ("return self.c(x)[0]", "in which precision `gru`"),
+    ("return self.a(x).bfloat16().float()", "half precision itself"),
+]
+HELPED = """\
+def helped(x):
+    x = x + torch.ones_like(x)
+    return (x * x).tanh().softmax(-1) + torch.relu(x @ x.mT).softmax(-1).sum()
+
+
+"""
+
+
+@pytest.mark.parametrize(("forward", "words"), REFUSALS, ids=[words for _, words in REFUSALS])
+def test_what_is_not_known_to_be_right_is_refused(tmp_path, forward, words):
+    made = "self.b = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))\nself.c = nn.GRU(8, 8)"
+    text = refused(tmp_path, source(forward, made, HELPED), ONE % "", "SR305")
+    assert words in text and re.search(r"source_0\.py:\d+:\d+", text)
+
+
+def test_the_advice_of_a_refusal_works(tmp_path):
+    made = "self.c = nn.GRU(8, 8)"
+    text = refused(tmp_path, source("return self.c(self.a(x))[0]", made), ONE % "", "SR305")
+    keep = re.search(r'keep=\["c"\]', text)
+    assert keep is not None
+    output = rewritten(tmp_path, source("return self.c(self.a(x))[0]", made), ONE % keep[0])
+    assert "return self.c(self.a(x).float())[0]" in forward_of(output)
+
+
+def test_verification_says_what_it_left_out_and_what_rounding_does(tmp_path):
+    schedule = MODEL + "def schedule(s):\n    s.autocast()\n"
+    path = written(tmp_path, rewritten(tmp_path, BLOCK, schedule))
+    report = verify(path.parent, [1])
+    text = report.render()
+    assert report.ok and "with the casts to bfloat16 left out" in text
+    assert {"loss in bfloat16", "rounding in bfloat16"} <= {row.name for row in report.rows}
+    # A layer that rounds to fewer digits is found out.
+    helper = path.parent / "mixed_precision.py"
+    rounded = "((self.weight.bfloat16() - 1.0).bfloat16() + 1.0)"
+    helper.write_text(helper.read_text().replace("self.weight.bfloat16()", rounded))
+    text = verify(path.parent, [1]).render()
+    assert "NOT equal" in text and "rounding in bfloat16" in text.splitlines()[-1]
