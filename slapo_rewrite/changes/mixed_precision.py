@@ -21,8 +21,8 @@ from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.layers import Layer, qualified
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.precision.casts import HALF, Operand, Precisions
 from slapo_rewrite.precision.half_layers import HALF_LAYERS, half_base
-from slapo_rewrite.precision.precision_run import HALF, Operand, Precisions
 
 MODULE = "mixed_precision"
 # How a value is cast, by the dtype.

@@ -38,7 +38,7 @@ from slapo_rewrite.directive import Directive
 from slapo_rewrite.lowering.inferred_syncs import Inference, named
 from slapo_rewrite.lowering.inner_layers import join_inner_layers
 from slapo_rewrite.lowering.layer_choice import choose_layer, done_inside
-from slapo_rewrite.lowering.mixed_precision import Mixed, Mixing, mark_kept
+from slapo_rewrite.lowering.precisions import Mixed, Mixing, mark_kept
 from slapo_rewrite.lowering.specialize import specialize
 from slapo_rewrite.lowering.tied_parameters import annotate_ties, follow_ties
 from slapo_rewrite.model.join import Sources, find_parameter_site

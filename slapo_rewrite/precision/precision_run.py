@@ -1,11 +1,4 @@
-"""Which values change their precision where, when products are computed in half precision.
-
-The model runs once in training and once in eval mode, and every operation is given what it is to be
-computed in: products half precision, where the module whose operation it is computes so; norms,
-softmax, losses and sums float32; all else what its operands are in. Where an operand is in another
-precision, a cast has to stand in the method that gives it: at the operation itself, or at the call
-of what is not a method of the model's own classes.
-"""
+"""A run in which every operation is computed in the precision that it is to have."""
 
 from __future__ import annotations
 
@@ -15,7 +8,7 @@ import inspect
 import linecache
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -24,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.hugging_face import KEEPS_PRECISION, KEEPS_TOKENS
+from slapo_rewrite.hugging_face import KEEPS_PRECISION
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.operations import FLOAT32, PRODUCT, name_of, precision_of
@@ -35,253 +28,24 @@ from slapo_rewrite.precision.call_stack import (
     parameters_of,
     reading_frame,
 )
+from slapo_rewrite.precision.casts import (
+    HALF,
+    HALVES,
+    CannotCast,
+    Cast,
+    Operand,
+    Precisions,
+    Wanted,
+    is_float,
+)
 from slapo_rewrite.precision.dtype_reads import is_harmless
 from slapo_rewrite.precision.half_layers import computes_product
 from slapo_rewrite.runtime import kernels
-from slapo_rewrite.sharding.module_state import state_kept
-from slapo_rewrite.sharding.operation_places import place_in_traceback, place_of, raised_by
-from slapo_rewrite.sharding.trace import device_of
-from slapo_rewrite.sharding.types import CannotRun, Place
+from slapo_rewrite.sharding.operation_places import place_of
 
-HALF, OTHER = "half precision", "other"
-HALVES = (torch.bfloat16, torch.float16)
 # Kernels take operands in half precision and in float32, and both at once.
 KERNELS = os.path.join(os.path.dirname(kernels.__file__), "")
 ATTENTION, MASK = "scaled_dot_product_attention", ((3,), ("attn_mask",))
-
-
-@dataclass(frozen=True)
-class Operand:
-    """Which operand of an expression is meant.
-
-    Attributes:
-        position: Its number among the arguments; -1 is what a method is called on. Of `a @ b`, 0
-            and 1.
-        keyword: The name by which it may be given instead.
-        element: Its number in a list that stands there.
-    """
-
-    position: int
-    keyword: str = ""
-    element: int | None = None
-
-
-@dataclass(frozen=True)
-class Cast:
-    """A cast that has to stand in a method of a module.
-
-    Attributes:
-        path: The module.
-        place: The call or product.
-        operand: What of it is cast.
-        to: `HALF` or `FLOAT32`.
-        is_mask: Whether it is a mask of attention, which may be of booleans, or None.
-    """
-
-    path: str
-    place: Place
-    operand: Operand
-    to: str
-    is_mask: bool = False
-
-
-@dataclass
-class Precisions:
-    """What computing products in half precision comes to.
-
-    Attributes:
-        layers: The paths of layers that compute in half precision as a whole.
-        casts: The casts that have to stand in methods.
-        given: What parameters of functions are cast to where they are called: by the module whose
-            method does, the place, and the parameter.
-        seen: In which precisions values came by: by the module, the place and the operand. `OTHER`
-            is what is no float.
-    """
-
-    layers: set[str] = field(default_factory=set)
-    casts: set[Cast] = field(default_factory=set)
-    given: dict[tuple[str, Place, str], str] = field(default_factory=dict)
-    seen: dict[tuple[str, Place, Operand], set[str]] = field(default_factory=dict)
-
-    def see(self, path: str, place: Place, operand: Operand, value: Any) -> None:
-        """Notes a value that comes by, as it is before it is cast."""
-        self.seen.setdefault((path, place, operand), set()).add(_kind(value))
-
-    def alike(self, cast: Cast, path: str) -> bool:
-        """Whether a cast changes nothing in another module: it has such values there, or none."""
-        return self.seen.get((path, cast.place, cast.operand), set()) <= {cast.to}
-
-    def check(self) -> None:
-        """Refuses a cast of what is no float at other times.
-
-        Raises:
-            CannotCast: There is one.
-        """
-        for cast in self.casts:
-            if not cast.is_mask and OTHER in self.seen[cast.path, cast.place, cast.operand]:
-                raise CannotCast(
-                    f"this is to be computed in {cast.to}, and is given other values than floats "
-                    "at other times",
-                    cast.place,
-                    "write a line of its own for each",
-                )
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is to be computed in half precision.
-
-    Attributes:
-        dtype: The dtype that is meant.
-        is_half: Whether a module computes its products so, by its path.
-        keeps: Operations that stay in float32 all the same, by the path of the module.
-    """
-
-    dtype: torch.dtype
-    is_half: Callable[[str], bool]
-    keeps: Callable[[str, str], bool]
-
-
-class CannotCast(Exception):
-    """A value would change its precision where no cast can be written, or where it means more.
-
-    Attributes:
-        place: Where, in a file that may be changed.
-        hint: What to do.
-    """
-
-    def __init__(self, message: str, place: Place | None, hint: str) -> None:
-        super().__init__(message)
-        self.place, self.hint = place, hint
-
-
-def follow_precision(
-    model: nn.Module,
-    paths: Mapping[int, str],
-    inputs: Mapping[str, Any],
-    editable: Callable[[str], str | None],
-    wanted: Wanted,
-) -> Precisions:
-    """What has to be cast where.
-
-    Args:
-        model: The model, on the meta device or a small one; it is left as it was.
-        paths: The path of each of its modules, by its identity.
-        inputs: Keyword arguments of one training step.
-        editable: The text of a file that may be changed, as it is by now; None of another.
-        wanted: What is to be computed in half precision.
-
-    Raises:
-        CannotRun: The model does not run.
-        CannotCast: It cannot be computed so.
-    """
-    found, device = Precisions(), device_of(model)
-    if any(t.dtype in HALVES for t in (*model.parameters(), *model.buffers())):
-        raise CannotCast(ALREADY, None, AS_IT_IS)
-    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    stack, was_training = CallStack(paths, editable), model.training
-    try:
-        for way in _ways(model):
-            model.train(way.training)
-            options = {**given, **way.options}
-            try:
-                _run(model, options, _PlainRun(stack))
-            except CannotRun:
-                if way.options:
-                    continue
-                raise
-            # A cast at the call of a function reaches what is inside of it in the next run.
-            known = -1
-            while known < len(found.given):
-                known = len(found.given)
-                try:
-                    _run(model, options, PrecisionRun(stack, wanted, found))
-                except CannotRun as error:
-                    raise _failed(error, stack) from error
-    finally:
-        model.train(was_training)
-    found.check()
-    return found
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How the model is called.
-
-    Attributes:
-        training: Whether it is in training.
-        options: Keyword arguments besides those of a training step.
-    """
-
-    training: bool
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _ways(model: nn.Module) -> list[_Way]:
-    """A step of training, one in eval mode, and one that fills a cache for further tokens."""
-    ways = [_Way(True), _Way(False)]
-    if KEEPS_TOKENS in inspect.signature(model.forward).parameters:
-        ways.append(_Way(False, {KEEPS_TOKENS: True}))
-    return ways
-
-
-ALREADY = "the model computes in half precision itself"
-AS_IT_IS = "leave `autocast` out, or build the model in float32"
-
-
-def _failed(error: CannotRun, stack: CallStack) -> CannotCast:
-    """What a model says that does not run so, with the module that does not."""
-    cause: Any = error.__cause__
-    traceback, owner = cause.__traceback__, ""
-    while traceback is not None:
-        owner = stack.paths.get(id(first_argument(traceback.tb_frame)), owner)
-        traceback = traceback.tb_next
-    words = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-    return CannotCast(
-        f"with products in half precision `{owner or 's'}` fails: {words}",
-        place_in_traceback(cause, stack.editable),
-        f'keep it in float32: keep=["{owner}"]',
-    )
-
-
-def _run(model: nn.Module, inputs: Mapping[str, Any], mode: TorchFunctionMode) -> None:
-    try:
-        with torch.enable_grad(), device_of(model), state_kept(model), mode:
-            model(**inputs)
-    except CannotCast:
-        raise
-    except Exception as error:
-        raise CannotRun(f"{type(error).__name__}: {error}", raised_by(error)) from error
-
-
-def _kind(value: Any) -> str:
-    """The precision of a value."""
-    if not isinstance(value, torch.Tensor) or not is_float(value):
-        return OTHER
-    return HALF if value.dtype in HALVES else FLOAT32
-
-
-def is_float(tensor: torch.Tensor) -> bool:
-    """Whether a value may change its precision: those in float64 keep it."""
-    return tensor.dtype in (*HALVES, torch.float32)
-
-
-class _PlainRun(TorchFunctionMode):
-    """A run as the model is, which refuses values in half precision."""
-
-    def __init__(self, stack: CallStack) -> None:
-        super().__init__()
-        self.stack = stack
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = with_values(func, args, kwargs or {})
-        if (answer := answer_to(func, args)) is not None:
-            return answer
-        output = carry_out(func, args, kwargs)
-        if any(t.dtype in HALVES for t in tensors(output)):
-            call = self.stack.call()
-            raise CannotCast(ALREADY, call.place if call else None, AS_IT_IS)
-        return output
 
 
 class PrecisionRun(TorchFunctionMode):
@@ -412,7 +176,7 @@ class PrecisionRun(TorchFunctionMode):
         """A value in a precision; itself where it has it."""
         if not is_float(tensor) or (tensor.dtype in HALVES) == (to == HALF):
             return tensor
-        new = tensor.to(self.wanted.dtype if to == HALF else torch.float32)
+        new = tensor.to(getattr(torch, self.wanted.dtype if to == HALF else "float32"))
         self.makers[id(new)] = [tensor]
         self.alive.append(new)
         return new

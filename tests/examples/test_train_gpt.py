@@ -67,3 +67,49 @@ def test_the_example_trains_as_one_process_does(folder):
     parallel = losses(folder, *run, "train.py", "--tensor", "2", "--save", "checkpoint")
     assert parallel == pytest.approx(single, abs=2e-3)
     assert (folder / "checkpoint" / "latest").exists()
+
+
+MIXED = """\
+from schedule import inputs, loss, model
+
+
+def schedule(s):
+    s.autocast()
+"""
+# In float32 the loss jumps here from 3.3 to 5.4 and is back at 3.2 in the next step. How far it
+# jumps is a matter of rounding: 4.2 in bfloat16, under torch.autocast as well.
+JUMP = 16
+
+
+def in_precisions(tmp_path: Path, monkeypatch, steps: int) -> tuple[list[float], list[float]]:
+    """The losses of the example as it is, and with products in half precision."""
+    found = []
+    for name in ("plain", "mixed"):
+        folder = tmp_path / name
+        shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("parallel", "__pycache__"))
+        with monkeypatch.context() as patch:
+            patch.chdir(folder)
+            patch.syspath_prepend(folder)
+            if name == "mixed":
+                (folder / "mixed.py").write_text(MIXED)
+                command = ["gpt.py", "--schedule", "mixed.py", "-o", "output", "--single-file"]
+                assert cli.main(command) == cli.DONE
+                shutil.copy(folder / "output" / "gpt.py", folder / "gpt.py")
+                assert "BFloat16Linear(" in (folder / "gpt.py").read_text()
+            found.append(by_forked(folder, 1, "--single", "--steps", str(steps)))
+    plain, mixed = found
+    assert len(plain) == len(mixed) == steps and plain != mixed
+    return plain, mixed
+
+
+def test_a_few_steps_in_half_precision(tmp_path, monkeypatch):
+    plain, mixed = in_precisions(tmp_path, monkeypatch, 4)
+    assert mixed == pytest.approx(plain, rel=0.01)
+
+
+@pytest.mark.long
+def test_fifty_steps_in_half_precision_stay_near(tmp_path, monkeypatch):
+    plain, mixed = in_precisions(tmp_path, monkeypatch, 50)
+    assert plain[JUMP] > 5 and mixed[JUMP] == pytest.approx(4.1667, rel=0.01)
+    steady = [n for n in range(50) if n != JUMP]
+    assert [mixed[n] for n in steady] == pytest.approx([plain[n] for n in steady], rel=0.01)

@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from slapo_rewrite import errors
 from slapo_rewrite.changes.mixed_precision import (
     HalfPrecision,
@@ -24,12 +22,8 @@ from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.path_patterns import modules_at
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.precision.precision_run import (
-    CannotCast,
-    Precisions,
-    Wanted,
-    follow_precision,
-)
+from slapo_rewrite.precision.casts import CannotCast, Precisions, Wanted
+from slapo_rewrite.precision.follow_precision import follow_precision
 from slapo_rewrite.sharding import CannotRun, CannotStandIn, StandIn
 
 
@@ -149,7 +143,7 @@ class Mixing:
             for name in names
         }
         paths = {live: _representative(path, first) for live, path in self.paths.items()}
-        wanted = Wanted(getattr(torch, dtypes[0]), self.is_half, self.keeps)
+        wanted = Wanted(dtypes[0], self.is_half, self.keeps)
         try:
             found = self._run(paths, wanted, shortened, step_inputs, small)
         except CannotCast as error:

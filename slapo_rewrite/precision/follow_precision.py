@@ -1,0 +1,146 @@
+"""The runs that tell which values change their precision where.
+
+The model runs in training, in eval mode, and in a way that fills a cache. In each every operation
+is given what it is to be computed in: products half precision, where the module whose operation it
+is computes so; norms, softmax, losses and sums float32; all else what its operands are in. Where an
+operand is in another precision, a cast has to stand in the method that gives it: at the operation
+itself, or at the call of what is not a method of the model's own classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from slapo_rewrite.hugging_face import KEEPS_TOKENS
+from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
+from slapo_rewrite.model.results import tensors
+from slapo_rewrite.precision.call_stack import CallStack, first_argument
+from slapo_rewrite.precision.casts import HALVES, CannotCast, Precisions, Wanted
+from slapo_rewrite.precision.precision_run import PrecisionRun
+from slapo_rewrite.sharding.module_state import state_kept
+from slapo_rewrite.sharding.operation_places import place_in_traceback, raised_by
+from slapo_rewrite.sharding.trace import device_of
+from slapo_rewrite.sharding.types import CannotRun
+
+ALREADY = "the model computes in half precision itself"
+AS_IT_IS = "leave `autocast` out, or build the model in float32"
+
+
+def follow_precision(
+    model: nn.Module,
+    paths: Mapping[int, str],
+    inputs: Mapping[str, Any],
+    editable: Callable[[str], str | None],
+    wanted: Wanted,
+) -> Precisions:
+    """What has to be cast where.
+
+    Args:
+        model: The model, on the meta device or a small one; it is left as it was.
+        paths: The path of each of its modules, by its identity.
+        inputs: Keyword arguments of one training step.
+        editable: The text of a file that may be changed, as it is by now; None of another.
+        wanted: What is to be computed in half precision.
+
+    Raises:
+        CannotRun: The model does not run.
+        CannotCast: It cannot be computed so.
+    """
+    found, device = Precisions(), device_of(model)
+    if any(t.dtype in HALVES for t in (*model.parameters(), *model.buffers())):
+        raise CannotCast(ALREADY, None, AS_IT_IS)
+    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    stack, was_training = CallStack(paths, editable), model.training
+    try:
+        for way in _ways(model):
+            model.train(way.training)
+            options = {**given, **way.options}
+            try:
+                _run(model, options, _PlainRun(stack))
+            except CannotRun:
+                if way.options:
+                    continue
+                raise
+            # A cast at the call of a function reaches what is inside of it in the next run.
+            known = -1
+            while known < len(found.given):
+                known = len(found.given)
+                try:
+                    _run(model, options, PrecisionRun(stack, wanted, found))
+                except CannotRun as error:
+                    raise _failed(error, stack) from error
+    finally:
+        model.train(was_training)
+    found.check()
+    return found
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How the model is called.
+
+    Attributes:
+        training: Whether it is in training.
+        options: Keyword arguments besides those of a training step.
+    """
+
+    training: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _ways(model: nn.Module) -> list[_Way]:
+    """A step of training, one in eval mode, and one that fills a cache for further tokens."""
+    ways = [_Way(True), _Way(False)]
+    if KEEPS_TOKENS in inspect.signature(model.forward).parameters:
+        ways.append(_Way(False, {KEEPS_TOKENS: True}))
+    return ways
+
+
+def _failed(error: CannotRun, stack: CallStack) -> CannotCast:
+    """What a model says that does not run so, with the module that does not."""
+    cause: Any = error.__cause__
+    traceback, owner = cause.__traceback__, ""
+    while traceback is not None:
+        owner = stack.paths.get(id(first_argument(traceback.tb_frame)), owner)
+        traceback = traceback.tb_next
+    words = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    return CannotCast(
+        f"with products in half precision `{owner or 's'}` fails: {words}",
+        place_in_traceback(cause, stack.editable),
+        f'keep it in float32: keep=["{owner}"]',
+    )
+
+
+def _run(model: nn.Module, inputs: Mapping[str, Any], mode: TorchFunctionMode) -> None:
+    try:
+        with torch.enable_grad(), device_of(model), state_kept(model), mode:
+            model(**inputs)
+    except CannotCast:
+        raise
+    except Exception as error:
+        raise CannotRun(f"{type(error).__name__}: {error}", raised_by(error)) from error
+
+
+class _PlainRun(TorchFunctionMode):
+    """A run as the model is, which refuses values in half precision."""
+
+    def __init__(self, stack: CallStack) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = with_values(func, args, kwargs or {})
+        if (answer := answer_to(func, args)) is not None:
+            return answer
+        output = carry_out(func, args, kwargs)
+        if any(t.dtype in HALVES for t in tensors(output)):
+            call = self.stack.call()
+            raise CannotCast(ALREADY, call.place if call else None, AS_IT_IS)
+        return output
