@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import libcst as cst
@@ -175,12 +175,21 @@ def place_half_layer(to: Placement, node: Node, dtype: str, causes: Causes) -> N
         to.home(node).changes.add(node.path, AtBase(), DeriveFrom(layer, base.__name__), causes)
 
 
-def place_casts(to: Placement, found: Precisions, dtype: str, causes: Causes) -> None:
+def place_casts(
+    to: Placement, found: Precisions, dtype: str, is_half: Callable[[str], bool], causes: Causes
+) -> None:
     """Casts in the methods in which values change their precision.
 
     A class is the same for modules in which a cast changes nothing as for those that need it.
+
+    Args:
+        to: Takes them.
+        found: The casts.
+        dtype: What half precision is.
+        is_half: Whether a module computes its products so.
+        causes: Who asked.
     """
-    for cast in found.casts:
+    for cast in sorted(found.casts, key=repr):
         method = CASTS[dtype] if cast.to == HALF else "float"
         change = CastOperand(cast.operand, method, f"{method}_mask" if cast.is_mask else None)
         at, home = at_node("cast", cast.place, cast.operand), to.files.at(cast.place)
@@ -188,5 +197,6 @@ def place_casts(to: Placement, found: Precisions, dtype: str, causes: Causes) ->
             runs = any(
                 home.classes.holds(c, cast.place.line) for c in to.files.lineage(node.cls, home)
             )
-            if path == cast.path or (runs and found.alike(cast, path)):
+            alike = runs and is_half(path) == is_half(cast.path) and found.alike(cast, path)
+            if path == cast.path or alike:
                 home.changes.add(path, at, change, causes)

@@ -28,13 +28,14 @@ from slapo_rewrite.sharding import CannotRun, CannotStandIn, StandIn
 
 
 def mark_kept(tree: Tree, states: dict[str, ModuleRequests]) -> None:
-    """Notes what stays in float32 at the modules themselves."""
+    """Notes what stays in float32 at the modules themselves, by the first name of each."""
+    names = {id(node.live): path for path, node in reversed(tree.nodes.items())}
     for path, state in list(states.items()):
         for asked, cause in state.asks(HalfPrecision):
             for pattern in asked.keep:
                 for node in modules_at(tree.nodes[path], pattern):
-                    known = states.get(node.path, EMPTY)
-                    states[node.path] = known.asking(KeepFloat32(), cause)
+                    name = names[id(node.live)]
+                    states[name] = states.get(name, EMPTY).asking(KeepFloat32(), cause)
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,13 @@ class Mixed:
         found: The layers and casts.
         dtype: The dtype of what is in half precision, by its name.
         causes: Who asked.
-        files: The files that may be rewritten.
+        is_half: Whether a module computes its products so, by its path.
     """
 
     found: Precisions
     dtype: str
     causes: tuple[Directive, ...]
-    files: OutputFiles
+    is_half: Callable[[str], bool]
 
     def parallel(self, path: str) -> Callable[[Layer], Layer] | None:
         """What gives the layer that computes so in the place of a tensor-parallel one."""
@@ -83,7 +84,7 @@ class Mixed:
                     hint=f'keep it in float32: .autocast(keep=["{path}"])',
                 )
             place_half_layer(to, to.tree.nodes[path], self.dtype, self.causes)
-        place_casts(to, self.found, self.dtype, self.causes)
+        place_casts(to, self.found, self.dtype, self.is_half, self.causes)
 
 
 class Mixing:
@@ -154,7 +155,7 @@ class Mixing:
                 cause=causes,
                 hint=error.hint,
             ) from error
-        return Mixed(found, dtypes[0], causes, self.files)
+        return Mixed(found, dtypes[0], causes, self.is_half)
 
     def _run(
         self,

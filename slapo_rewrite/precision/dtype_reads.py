@@ -1,4 +1,4 @@
-"""Which reads of a value's dtype mean the same where the value is in half precision."""
+"""What a file says of precision itself: reads of a dtype, and blocks without autocasting."""
 
 from __future__ import annotations
 
@@ -24,6 +24,25 @@ def is_harmless(tree: ast.Module, place: Place) -> bool:
     reads = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "dtype")
     here = (n for n in reads if (position(n), (n.end_lineno, n.end_col_offset)) == (start, end))
     return any(_is_cast(node, above) for node in here)
+
+
+def without_autocast(tree: ast.Module, place: Place) -> bool:
+    """Whether a place stands in a block that is to be computed as its operands are.
+
+    Such is `with torch.autocast(..., enabled=False):`, or a function of that name's.
+    """
+    for block in ast.walk(tree):
+        if isinstance(block, ast.With) and block.lineno <= place.line <= (block.end_lineno or 0):
+            calls = (item.context_expr for item in block.items)
+            if any(isinstance(call, ast.Call) and _disables(call) for call in calls):
+                return True
+    return False
+
+
+def _disables(call: ast.Call) -> bool:
+    named = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    given = {keyword.arg: keyword.value for keyword in call.keywords}.get("enabled")
+    return named.endswith("autocast") and isinstance(given, ast.Constant) and given.value is False
 
 
 def _is_cast(node: ast.expr, above: dict[ast.AST, ast.AST]) -> bool:

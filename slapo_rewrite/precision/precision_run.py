@@ -38,7 +38,7 @@ from slapo_rewrite.precision.casts import (
     Wanted,
     is_float,
 )
-from slapo_rewrite.precision.dtype_reads import is_harmless
+from slapo_rewrite.precision.dtype_reads import is_harmless, without_autocast
 from slapo_rewrite.precision.half_layers import computes_product
 from slapo_rewrite.runtime import kernels
 from slapo_rewrite.sharding.operation_places import place_of
@@ -130,8 +130,12 @@ class PrecisionRun(TorchFunctionMode):
         )
 
     def _is_half(self, call: Call, name: str) -> bool:
+        """Whether a product is computed in half precision; not where the source says so itself."""
         owner = call.owner
-        return self.wanted.is_half(owner) and not self.wanted.keeps(owner, name)
+        if not self.wanted.is_half(owner) or self.wanted.keeps(owner, name):
+            return False
+        tree = self._tree(call.place.filename)
+        return tree is None or not without_autocast(tree, call.place)
 
     def _check_known(
         self, call: Call | None, name: str, args: Any, kwargs: Any, made: list[torch.Tensor]

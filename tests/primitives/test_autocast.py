@@ -121,6 +121,12 @@ def test_casts_stand_where_values_cross(tmp_path, forward, changed):
     check_numbers(tmp_path, output)
 
 
+def test_what_the_author_keeps_from_autocasting_stays_in_float32(tmp_path):
+    block = "with torch.autocast('cpu', enabled=False):\n    y = x @ x.mT\nreturn y @ self.a(x)"
+    output = rewritten(tmp_path, source(block), ONE % "")
+    assert forward_of(output).splitlines()[-1] == "return y.bfloat16() @ self.a(x)"
+
+
 LAYERS = [
     ("nn.Conv1d(4, 4, 3)", "BFloat16Conv1d(4, 4, 3)"),
     ("nn.Conv1d(4, 4, 3, padding=1, padding_mode='circular')", "BFloat16Conv1d(4, 4, 3"),
