@@ -18,6 +18,7 @@ from slapo_rewrite.changes.mixed_precision import (
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.state import EMPTY, ModuleRequests
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.path_patterns import modules_at
@@ -66,7 +67,7 @@ class Mixed:
                     f"`{path}` is split into a `{layer.name}`, which does not compute in half "
                     "precision",
                     at=self.causes[0].at,
-                    hint=f'keep it in float32: .autocast(keep=["{path}"])',
+                    hint=f'keep it in float32: .autocast(keep=["{with_wildcards(path)}"])',
                 )
             return made
 
@@ -81,7 +82,7 @@ class Mixed:
                     f"`{path}` is to compute in half precision, and is made otherwise already",
                     at=self.causes[0].at,
                     cause=other[0].cause,
-                    hint=f'keep it in float32: .autocast(keep=["{path}"])',
+                    hint=f'keep it in float32: .autocast(keep=["{with_wildcards(path)}"])',
                 )
             place_half_layer(to, to.tree.nodes[path], self.dtype, self.causes)
         place_casts(to, self.found, self.dtype, self.is_half, self.causes)

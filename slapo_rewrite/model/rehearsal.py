@@ -156,7 +156,7 @@ def _check_mixed(reference: _Reference, schedule: Any, output: Emitted) -> None:
         with torch.random.fork_rng(devices=[]):
             model = small_model.build_small(schedule, output.module, reference.depth).float()
         model.load_state_dict(reference.weights)
-        step = _step(schedule, model, in_dtype(reference.inputs, torch.float32), None)
+        step = _step(schedule, model, _in_dtype(reference.inputs, torch.float32), None)
     except Exception as error:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
         raise OtherNumbersError(1, "", 1.0, f"it fails in half precision: {words}") from error
@@ -287,7 +287,7 @@ def _reference(schedule: Any, original: types.ModuleType, depth: int = 2) -> _Re
         try:
             model, drawn = _drawn(schedule, original, depth)
             model = model.to(dtype)
-            inputs = in_dtype(small_model.training_inputs(schedule, model), dtype)
+            inputs = _in_dtype(small_model.training_inputs(schedule, model), dtype)
             elements = sum(v.numel() for v in inputs.values() if isinstance(v, torch.Tensor))
             if _size(model) > MOST_PARAMETERS or elements > MOST_ELEMENTS:
                 return None
@@ -341,7 +341,7 @@ def _check_start(
                 raise OtherStartError(1, name, _error(want, have), "it starts otherwise:")
 
 
-def in_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def _in_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Inputs of a step, those that are floats in another dtype."""
     return {k: v.to(dtype) if _is_floating(v) else v for k, v in inputs.items()}
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.hugging_face import KEEPS_TOKENS
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
@@ -114,7 +115,7 @@ def _failed(error: CannotRun, stack: CallStack) -> CannotCast:
     return CannotCast(
         f"with products in half precision `{owner or 's'}` fails: {words}",
         place_in_traceback(cause, stack.editable),
-        f'keep it in float32: keep=["{owner}"]',
+        f'keep it in float32: keep=["{with_wildcards(owner)}"]',
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.hugging_face import KEEPS_PRECISION
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
@@ -147,7 +148,7 @@ class PrecisionRun(TorchFunctionMode):
         in_half = any(t.dtype in HALVES for t in given)
         asked = call is not None and self.wanted.is_half(call.owner)
         if any(map(is_float, made)) and (in_half or asked):
-            where = f' or a module around it: keep=["{call.owner}"]' if call else ""
+            where = f' or a module around it: keep=["{with_wildcards(call.owner)}"]' if call else ""
             raise CannotCast(
                 f"it is not known in which precision `{name}` is to be computed",
                 call.place if call else None,
@@ -235,7 +236,8 @@ class PrecisionRun(TorchFunctionMode):
             f" is to be computed in {to}, and what it is given is made there: no method of the "
             "model could cast it",
             call.place,
-            f'keep what is called in float32: keep=["{call.owner}"], or write it in `forward`',
+            "keep what is called in float32, or write it in `forward`: "
+            f'keep=["{with_wildcards(call.owner)}"]',
         )
 
     def _as_entered(self, call: Call, callee: FrameType, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -58,7 +58,7 @@ def checks(original, rewritten, classes=()):
             self.rates = {}
             self.classes = list(classes)
 
-    pair = Hand({"world": 1, "absent": [], "depth": 2}, 0, lambda stage: None)
+    pair = Hand({"world": 1, "absent": [], "depth": 2, "half": None}, 0, lambda stage: None)
     pair.load()
     found = Checks(pair)
     found.run()
