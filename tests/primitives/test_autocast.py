@@ -273,6 +273,42 @@ def test_some_layers_of_a_list_stay_in_float32(tmp_path):
     assert lines.count("BFloat16Linear(8, 8)") == lines.count(".float().softmax(-1)") == 1
 
 
+def test_a_small_model_is_followed_where_values_are_asked_for(tmp_path):
+    forward = "n = int(x.abs().max().item() * 0) + 1\nreturn self.b(self.a(x).softmax(-1) * n)"
+    made = "self.b = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))"
+    output = rewritten(tmp_path, source(forward, made), ONE % "")
+    assert "return self.b(self.a(x).float().softmax(-1) * n)" in changed_lines(output)
+    check_numbers(tmp_path, output)
+
+
+TWICE = """\
+class Part(nn.Module):
+    def forward(self, x):
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.one = Part()
+        self.two = Part()
+
+    def forward(self, x):
+        return self.one(x) + self.two(self.a(x))
+"""
+
+
+def test_a_class_is_one_where_casts_change_nothing(tmp_path):
+    """`two` is given half precision as it is, and needs fewer casts than `one`."""
+    lines = changed_lines(rewritten(tmp_path, HEAD + TWICE, ONE % ""))
+    assert lines.count("return (x.bfloat16() @ x.mT.bfloat16()).float().softmax(") == 1
+    assert "class Half" not in lines
+    lines = changed_lines(rewritten(tmp_path, HEAD + TWICE, ONE % 'keep=["one"]'))
+    assert "class HalfPart(Part)" in lines and "self.two = HalfPart()" in lines
+    assert lines.count("return (x @ x.mT).float().softmax(-1).bfloat16() @ x") == 1
+
+
 REFUSALS = [
     # It asks for the dtype of a value that would be in half precision.
     ("y = self.a(x)\nreturn y * 2 if y.dtype == torch.float32 else y", "asks for the dtype"),
