@@ -32,10 +32,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from benchmark import report
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model.emitted import imported
-from slapo_rewrite.plan.folded_model import Counted, rewritten
-from slapo_rewrite.plan.memory import Unfolded, in_runs
-from slapo_rewrite.plan.training_state import states
+from slapo_rewrite.model.folded_step import Counted
+from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
 from slapo_rewrite.schedule.load import ScheduleFile
+from slapo_rewrite.simulate.step_memory import Unfolded, in_runs
+from slapo_rewrite.simulate.training_state import states
 from tests.plan.small_models import MODELS, source_of, written_schedule
 from tests.processes import run
 
@@ -90,8 +91,11 @@ def predicted(case: Case, schedule: str, known: dict[Any, tuple[Counted, Counted
     key = (case.model, case.fused, ranks)
     if key not in known:
         said = [f"fuse={case.fused}", "ckpt_ratio=1.0"]
-        with rewritten(source_of(case.model), schedule, file.module, said) as model:
-            known[key] = model.counted(ranks, TOKENS, torch.float32, False)
+        shape = StepShape(TOKENS, torch.float32, is_gpu=False)
+        source = source_of(case.model)
+        found = counted_rewrite(source, schedule, file.module, said, [ranks], shape)[ranks]
+        assert not isinstance(found, str), found
+        known[key] = found
     both = known[key]
     plain = both[0]
     runs = in_runs(Unfolded(*both).pieces(case.ratio))
@@ -111,7 +115,7 @@ def predicted(case: Case, schedule: str, known: dict[Any, tuple[Counted, Counted
 def measured(case: Case, schedule: str) -> float:
     """Bytes that the fullest rank holds at most in a step, by torch's own count."""
     world = 1 if case.way == ALONE else 2
-    output = rewrite(source_of(case.model), schedule, case.settings, rehearses=False)
+    output = rewrite(source_of(case.model), schedule, case.settings, tries=lambda *_: None)
     texts = (output.files, output.model_file)
     return max(run(_trained, world, case, schedule, *texts, timeout_s=300))
 

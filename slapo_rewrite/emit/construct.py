@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from slapo_rewrite import errors
 from slapo_rewrite.changes.mixed_precision import HalfPrecision
 from slapo_rewrite.directive import depth_of
-from slapo_rewrite.emit.draft import Draft
+from slapo_rewrite.emit.draft import Draft, Trial
 from slapo_rewrite.emit.shard_check import check_parts, check_subclasses
 from slapo_rewrite.emit.sibling_files import SiblingFiles
 from slapo_rewrite.model.emitted import Emitted, imported
 from slapo_rewrite.model.rehearsal import OtherNumbersError, rehearse
+from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.plan import Plan
 
@@ -22,20 +23,18 @@ def construct(
     project: Project,
     plan: Plan,
     copies: SiblingFiles,
-    original: types.ModuleType,
     anew: Sequence[str],
-    sizes: tuple[int, ...],
+    tries: Trial,
 ) -> None:
-    """Builds the output's model, and runs a small one against the original's.
+    """Builds the output's model, and tries it.
 
     Args:
         draft: The output.
         project: The source, the schedule and the model.
         plan: What was scheduled.
         copies: Which files are rewritten.
-        original: The module of the source as it was before the schedule ran.
         anew: Modules that the output imports for itself, by name.
-        sizes: The world sizes to run on; none where it is not run.
+        tries: What it is tried with.
 
     Raises:
         RewriteError: It fails, or is not what was scheduled, or not the model any more.
@@ -50,10 +49,37 @@ def construct(
             name = copies.name(file)
             check_subclasses(file, draft.texts[name], draft.changes[name], built)
         check_parts(emitted, built, project.tree, plan.states, project.sources)
-        # Where nothing changes, a class of transformers only is in another package, and draws so.
-        if sizes and any(draft.changes.values()):
-            with project.timed("rehearse"):
-                _rehearse(project, original, plan, emitted, sizes)
+        tries(emitted, built)
+
+
+def rehearsed(
+    draft: Draft,
+    project: Project,
+    plan: Plan,
+    original: types.ModuleType,
+    sizes: tuple[int, ...],
+    emitted: Emitted,
+    built: Tree,
+) -> None:
+    """Runs a small model of an output against the original's.
+
+    Args:
+        draft: The output.
+        project: The source, the schedule and the model.
+        plan: What was scheduled.
+        original: The module of the source as it was before the schedule ran.
+        sizes: The world sizes to run on; none for a model that is too large.
+        emitted: The output, imported.
+        built: The model that is built of it.
+
+    Raises:
+        OtherNumbers: It computes something else.
+    """
+    # Where nothing changes, a class of transformers only is in another package, and draws so.
+    if not sizes or not any(draft.changes.values()):
+        return
+    with project.timed("rehearse"):
+        _rehearse(project, original, plan, emitted, sizes)
 
 
 def _rehearse(
@@ -63,11 +89,6 @@ def _rehearse(
     emitted: Emitted,
     sizes: tuple[int, ...],
 ) -> None:
-    """Runs a small model of the output against the original's.
-
-    Raises:
-        OtherNumbers: It computes something else.
-    """
     try:
         draws_alike = not any(state.replacement for state in plan.states.values())
         depth = depth_of(plan.shares)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from slapo_rewrite.code.splice import Change
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.emit.failures import Causes
+from slapo_rewrite.model.emitted import Emitted
+from slapo_rewrite.model.tree import Tree
 
 Directives = tuple[Directive, ...]
+# Looks at an output, with the model that is built of it.
+Trial = Callable[[Emitted, Tree], None]
 
 
 @dataclass(frozen=True)
@@ -22,14 +26,15 @@ class Options:
         single_file: Whether the helpers go into the model file, instead of a package around it.
         further: Helpers that were asked for beside those in use, by the module that has them.
         support: The name of the folder beside the output that is to hold its helpers.
-        rehearses: Whether a small model of the output is run against the original's.
+        tries: What the output is tried with, imported and built; None to run a small model of it
+            against the original's.
     """
 
     settings: Sequence[str] = ()
     single_file: bool = False
     further: Mapping[str, set[str]] = field(default_factory=dict)
     support: str | None = None
-    rehearses: bool = True
+    tries: Trial | None = None
 
 
 @dataclass

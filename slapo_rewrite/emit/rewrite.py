@@ -16,8 +16,8 @@ from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.file import line_length
 from slapo_rewrite.code.splice import Change, Edit, apply_edits
 from slapo_rewrite.directive import Directive, merged_causes
-from slapo_rewrite.emit.construct import construct
-from slapo_rewrite.emit.draft import Draft, Options
+from slapo_rewrite.emit.construct import construct, rehearsed
+from slapo_rewrite.emit.draft import Draft, Options, Trial
 from slapo_rewrite.emit.failures import Causes
 from slapo_rewrite.emit.helpers import (
     helper_files,
@@ -88,7 +88,7 @@ def rewrite(
     single_file: bool = False,
     further: Sequence[str] = (),
     support: str | None = None,
-    rehearses: bool = True,
+    tries: Trial | None = None,
 ) -> Output:
     """Carries out a schedule on a source file; writes nothing.
 
@@ -99,12 +99,13 @@ def rewrite(
         single_file: Put the helpers into the model file, instead of a package around it.
         further: Names of helpers to be added that are left out otherwise.
         support: The name of the folder beside the output that is to hold its helpers.
-        rehearses: Whether a small model of the output is run against the original's.
+        tries: What the output is tried with, imported and built; None to run a small model of it
+            against the original's.
 
     Raises:
         RewriteError: Something in the source, the schedule or the knobs is wrong.
     """
-    options = Options(settings, single_file, optional_helpers(further), support, rehearses)
+    options = Options(settings, single_file, optional_helpers(further), support, tries)
     project = Project(source, schedule)
     original = project.module
     try:
@@ -277,8 +278,10 @@ class _Emission:
     def _construct(self) -> None:
         """The output is imported, built and run before anything is written."""
         anew = [*self.users, self.project.original.name]
-        sizes = self.sizes if self.options.rehearses else ()
-        construct(self.draft, self.project, self.plan, self.copies, self.original, anew, sizes)
+        tries = self.options.tries or functools.partial(
+            rehearsed, self.draft, self.project, self.plan, self.original, self.sizes
+        )
+        construct(self.draft, self.project, self.plan, self.copies, anew, tries)
 
     def _finished(self) -> Output:
         project, draft, plan, copies = self.project, self.draft, self.plan, self.copies

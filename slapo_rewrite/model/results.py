@@ -15,12 +15,19 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested lists, tuples and mappings, in order."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            if isinstance(item, torch.Tensor):
+                yield item
+            elif item is not None and type(item) not in _PLAIN:
+                yield from tensors(item)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors(item)
+
+
+# What most arguments are, and no tensor is in.
+_PLAIN = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.Size})
 
 
 def result_pairs(want: Any, have: Any, name: str, depth: int = 8) -> Iterator[tuple[str, Any, Any]]:

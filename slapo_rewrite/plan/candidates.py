@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 
-from slapo_rewrite.plan.folded_model import Counted
-from slapo_rewrite.plan.memory import Runs, Unfolded, in_runs
-from slapo_rewrite.plan.step_profile import Part
-from slapo_rewrite.plan.training_state import states
+from slapo_rewrite.model.folded_step import Counted
+from slapo_rewrite.model.step_profile import Part
 from slapo_rewrite.simulate.balance import stage_ends
 from slapo_rewrite.simulate.hardware import Hardware
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches, pipelined_seconds
 from slapo_rewrite.simulate.pipeline import Stage
+from slapo_rewrite.simulate.step_memory import Runs, Unfolded, in_runs
+from slapo_rewrite.simulate.training_state import states
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,25 @@ class Predictor:
         self._stages = cache(self._cut)
         self._times = cache(self._stage_seconds)
 
+    def memory(self, way: Way) -> tuple[float, float]:
+        """Bytes that the fullest rank holds at most, and how many of these outlast a step."""
+        kept = states(self.precision, way.zero, way.data)
+        gathered = kept.layers * self._largest_layer * self._width
+        memory = state_bytes = 0.0
+        for number, (runs, _, parameters) in enumerate(self._stages(way.pipeline, way.recomputed)):
+            live = live_micro_batches(number, way.pipeline, way.micro_batches)
+            held = self.plain.profile.buffers + self.plain.profile.inputs.of(way.rows) * live
+            held += gathered + kept.most(runs, parameters, way.rows, live, way.micro_batches)
+            if held > memory:
+                memory, state_bytes = held, parameters * kept.each + kept.fixed + gathered
+        return memory, state_bytes
+
     def predicted(self, way: Way) -> Predicted:
         """What a way takes."""
         parts, stages = self._stages(way.pipeline, way.recomputed), []
-        kept = states(self.precision, way.zero, way.data)
-        memory = state_bytes = 0.0
+        memory, state_bytes = self.memory(way)
         works: list[dict[str, float]] = []
-        for number, (runs, sent, parameters) in enumerate(parts):
+        for runs, sent, parameters in parts:
             forward, backward, work = self._times(runs, way.rows, way.tensor)
             if way.zero == 3:  # parameters are gathered for both passes, layer by layer
                 link_to_all = self._link(way.data, way.tensor * way.pipeline)
@@ -128,13 +140,6 @@ class Predictor:
                 forward, backward = max(forward, gathered), max(backward, gathered)
             works.append(work)
             stages.append(Stage(forward, backward, sent * way.rows))
-            live = live_micro_batches(number, way.pipeline, way.micro_batches)
-            gathered_bytes = kept.layers * self._largest_layer * self._width
-            held = self.plain.profile.buffers + self.plain.profile.inputs.of(way.rows) * live
-            held += gathered_bytes + kept.most(runs, parameters, way.rows, live, way.micro_batches)
-            own = parameters * kept.each + kept.fixed + gathered_bytes
-            if held > memory:
-                memory, state_bytes = held, own
         stride = way.tensor * way.data
         pipe = self._link(way.pipeline, stride)
         seconds = pipelined_seconds(stages, way.micro_batches, pipe)
@@ -243,7 +248,7 @@ class Predictor:
         layers = [n for n, piece in enumerate(pieces) if piece.is_layer]
         ends = [len(self.cut_sizes)]
         if count > 1:
-            ends = stage_ends(self.cut_sizes, count)
+            ends = _ends(tuple(self.cut_sizes), count)
         bounds = [0, *(layers[end - 1] + 1 for end in ends[:-1]), len(pieces)]
         own = [
             self.layer_parameters.get((listed, number), 0.0)
@@ -280,6 +285,12 @@ class Predictor:
             first += count if is_first else 0.0
             last += count if not is_first or any(place.listed for place in users) else 0.0
         return first, last
+
+
+@cache
+def _ends(sizes: tuple[float, ...], count: int) -> list[int]:
+    """Where stages end: the same in all rewrites, and on any number of ranks."""
+    return stage_ends(sizes, count)
 
 
 def ways(

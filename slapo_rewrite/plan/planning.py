@@ -16,7 +16,7 @@ import torch
 from slapo_rewrite import errors
 from slapo_rewrite.code.file import SourceFile, locate
 from slapo_rewrite.plan.candidates import Predicted, Predictor, Way, ways
-from slapo_rewrite.plan.folded_model import Counted, DoesNotRun, rewritten
+from slapo_rewrite.plan.rewritten_step import Found, StepShape, counted_rewrite
 from slapo_rewrite.schedule.choices import declared
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.source_module import import_source
@@ -199,7 +199,7 @@ class _Planner:
             sizes = [n for n in sizes if n > 1 and (wanted.sequence or 0) % n == 0]
         return sizes
 
-    def _ways(self, variant: Way, counted: _Found) -> Iterator[tuple[list[Way], Predictor]]:
+    def _ways(self, variant: Way, counted: Found) -> Iterator[tuple[list[Way], Predictor]]:
         """The ways of a variant that differ in the share of recomputed layers alone, together."""
         wanted = self.wanted
         predictors: dict[int, Predictor] = {}
@@ -254,32 +254,17 @@ class _Planner:
         ]
 
 
-# By how many ranks share a layer, what was counted without recomputation and with it; or why not.
-_Found = dict[int, "tuple[Counted, Counted] | str"]
-
-
-def _count(wanted: Wanted, settings: list[str], sizes: list[int]) -> _Found:
+def _count(wanted: Wanted, settings: list[str], sizes: list[int]) -> Found:
     """Rewrites once, and counts a step on each number of ranks."""
     schedule = ScheduleFile.load(wanted.schedule)
-    found: _Found = {}
-    with rewritten(wanted.source, wanted.schedule, schedule.module, settings) as model:
-        is_split = any(name.endswith("tensor_parallel.py") for name in model.files)
-        for ranks in sizes if is_split else sizes[:1]:
-            try:
-                found[ranks] = model.counted(
-                    ranks,
-                    wanted.sequence,
-                    DTYPES[wanted.precision],
-                    wanted.hardware.name != "cpu",
-                )
-            except DoesNotRun as error:
-                found[ranks] = str(error)
-    return found
+    is_gpu = wanted.hardware.name != "cpu"
+    shape = StepShape(wanted.sequence, DTYPES[wanted.precision], is_gpu)
+    return counted_rewrite(wanted.source, wanted.schedule, schedule.module, settings, sizes, shape)
 
 
 def in_processes(
-    function: Callable[..., _Found], jobs: Sequence[tuple[Any, ...]]
-) -> Iterator[_Found]:
+    function: Callable[..., Found], jobs: Sequence[tuple[Any, ...]]
+) -> Iterator[Found]:
     """The results of some calls, in order, of processes that go on from this one.
 
     What fails there is called again here, where it can say how.
@@ -304,14 +289,11 @@ def _predict(
     others: list[Predicted],
 ) -> None:
     """More recomputation takes longer: the least that fits is the best of those alike."""
-    predicted = None
     for way in alike:
-        predicted = predictor.predicted(way)
-        if predicted.memory <= memory:
-            fits.append(predicted)
+        if predictor.memory(way)[0] <= memory:
+            fits.append(predictor.predicted(way))
             return
-    if predicted is not None:
-        others.append(predicted)
+    others.append(predictor.predicted(alike[-1]))
 
 
 def _nothing(planned: Planned) -> errors.RewriteError:

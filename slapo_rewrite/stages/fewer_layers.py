@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from slapo_rewrite.model.layer_kinds import kinds_of
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.stages.loops import is_counted, loop_over
 from slapo_rewrite.stages.program import Cut, Program
@@ -75,29 +76,6 @@ def is_uniform(program: Program) -> bool:
         if len(loop.lists) > 1 or not all(name in called for name in read):
             return False
     return True
-
-
-def kinds_of(node: Node) -> list[Any]:
-    """Of each element: what it is, and its plain attributes but for those that are its number."""
-    found = [
-        {
-            (inner.path.removeprefix(child.path), name): value
-            for inner in child.walk()
-            for name, value in vars(inner.live).items()
-            if type(value) in (bool, int, float, str)
-        }
-        for child in node.children.values()
-    ]
-    numbers: dict[Any, set[Any]] = {}
-    for number, attributes in enumerate(found):
-        for key, value in attributes.items():
-            apart = value - number if type(value) is int else None
-            numbers.setdefault(key, set()).add(apart)
-    counted = {key for key, apart in numbers.items() if len(apart) == 1 and apart != {None}}
-    return [
-        (child.kind, frozenset(item for item in attributes.items() if item[0] not in counted))
-        for child, attributes in zip(node.children.values(), found, strict=True)
-    ]
 
 
 def _place(path: str, kept: Kept) -> str | None:

@@ -8,7 +8,7 @@ import torch
 
 from benchmark.plan_memory import ALONE, SPLIT, ZERO, Case, measured, predicted
 from slapo_rewrite.cli import main
-from slapo_rewrite.plan.folded_model import rewritten
+from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.simulate.hardware import hardware, known_gpus
 from slapo_rewrite.simulate.links import Link
@@ -46,11 +46,10 @@ def test_fused_kernels_are_counted_as_on_a_gpu(tmp_path):
     schedule = ScheduleFile.load(file)
     found = []
     for fused in (False, True):
-        said = [f"fuse={fused}"]
-        with rewritten(source_of("llama"), file, schedule.module, said) as model:
-            plain, _ = model.counted(1, TOKENS, torch.bfloat16, True)
-            parts = [*plain.profile.forward.values(), *plain.profile.backward.values()]
-            found.append([sum(p.moved.of(ROWS) for p in parts), sum(p.operators for p in parts)])
+        said, shape = [f"fuse={fused}"], StepShape(TOKENS, torch.bfloat16, is_gpu=True)
+        plain, _ = counted_rewrite(source_of("llama"), file, schedule.module, said, [1], shape)[1]
+        parts = [*plain.profile.forward.values(), *plain.profile.backward.values()]
+        found.append([sum(p.moved.of(ROWS) for p in parts), sum(p.operators for p in parts)])
     (moved, operators), (less, fewer) = found
     assert less < 0.8 * moved and fewer < operators, found
 

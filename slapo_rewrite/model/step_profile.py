@@ -295,8 +295,8 @@ class _Counter(TorchDispatchMode):
         if name.startswith("c10d::"):
             self._communicates(part, name, args)
             return results
-        for tensor in read:
-            if (parameter := self._parameters.get(_key(tensor))) is not None and self._is_forward:
+        for tensor in read if self._is_forward else ():
+            if (parameter := self._parameters.get(_key(tensor))) is not None:
                 users = self._profile.users.setdefault(parameter, [])
                 if self._place not in users:
                     users.append(self._place)
@@ -306,16 +306,14 @@ class _Counter(TorchDispatchMode):
         if flops is not None:
             part.flops = part.flops.plus(Amount.counted(flops))
         elif not func.is_view and name not in FREE:
-            for tensor in written + (written if name in PICKING else read):
-                part.moved = part.moved.plus(Amount.counted(tensor.nbytes))
+            part.moved = part.moved.plus(_of_all(written + (written if name in PICKING else read)))
         return results
 
     def touches(self, given: Sequence[Tensor]) -> None:
         """One operator reads or writes tensors, each once."""
         part = self._part
         part.operators += 1
-        for tensor in given:
-            part.moved = part.moved.plus(Amount.counted(tensor.nbytes))
+        part.moved = part.moved.plus(_of_all(given))
 
     def _made(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -381,6 +379,17 @@ def _add_peak(peaks: list[Amount], new: Amount) -> None:
         return
     peaks[:] = [p for p in peaks if not (p.fixed <= new.fixed and p.each <= new.each)]
     peaks.append(new)
+
+
+def _of_all(given: Sequence[Tensor]) -> Amount:
+    """Bytes of some tensors."""
+    fixed = each = 0.0
+    for size in [tensor.nbytes for tensor in given]:
+        if size % ROWS:
+            fixed += size
+        else:
+            each += size / ROWS
+    return Amount(fixed, each)
 
 
 def _key(tensor: Tensor) -> int:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
-from slapo_rewrite.plan.folded_model import Counted
-from slapo_rewrite.plan.step_profile import BEFORE, NOTHING, Amount, Part, Place
+from slapo_rewrite.model.folded_step import Counted
+from slapo_rewrite.model.step_profile import BEFORE, NOTHING, Amount, Part, Place
 
 
 @dataclass(frozen=True, eq=False)

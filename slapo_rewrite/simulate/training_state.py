@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slapo_rewrite.plan.memory import Runs, most_held
+from slapo_rewrite.simulate.step_memory import Runs, most_held
 
 # Elements of a bucket of gradients, as the configuration says that is written.
 BUCKET = 50_000_000

@@ -1,0 +1,155 @@
+"""A step of a model that has two layers of each kind: what is counted of a deep one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from slapo_rewrite.model import small_model
+from slapo_rewrite.model.step_profile import ROWS, NotLaunched, Profile, counted_step
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What was counted of a model of two layers of each kind, and how deep the real one is.
+
+    Attributes:
+        profile: What a step takes.
+        stands_for: By the path of each list, for each of its layers which of those that were kept
+            stands for it.
+        names: All parameters of the full model: how many numbers each is.
+        cut_sizes: What `cut_evenly` makes stages even by: a size for each layer; none where it was
+            counted on several ranks.
+    """
+
+    profile: Profile
+    stands_for: Mapping[str, tuple[int, ...]]
+    names: Mapping[str, int]
+    cut_sizes: Sequence[float] = ()
+
+
+class DoesNotRun(Exception):
+    """A model cannot be built on so many ranks, or its step does not run, in words."""
+
+
+class FoldedStep:
+    """A step of a model, to be counted in one way or several.
+
+    Args:
+        schedule: The schedule's module.
+        model: The model, on the meta device; it is in the dtype afterwards.
+        layers: The layers that are left in each list.
+        sequence: How many tokens a row has; None for what the schedule's `inputs` give.
+        dtype: Of parameters and activations.
+        kernels: The modules whose kernels are taken to run as on a GPU; None to count as on a CPU.
+
+    Raises:
+        DoesNotRun: There are no inputs for it, or the rows are too long.
+    """
+
+    def __init__(
+        self,
+        schedule: Any,
+        model: nn.Module,
+        layers: Mapping[str, Sequence[nn.Module]],
+        sequence: int | None,
+        dtype: torch.dtype,
+        kernels: Iterable[ModuleType] | None,
+    ) -> None:
+        self.schedule, self.layers, self.kernels = schedule, layers, kernels
+        check_positions(model, sequence)
+        try:
+            self.given = step_inputs(schedule, model, sequence)
+            self.model = model.to(dtype).train()
+        except Exception as error:  # the schedule's own code
+            raise DoesNotRun(first_line(error)) from error
+        self.inputs = {name: _typed(value, dtype) for name, value in self.given.items()}
+
+    def count(self) -> Profile:
+        """Counts it.
+
+        Raises:
+            DoesNotRun: It does not run.
+        """
+        is_gpu = self.kernels is not None
+        try:
+            with launching_nothing(self.kernels or ()) if is_gpu else nullcontext():
+                return counted_step(self.model, self.inputs, self._loss, self.layers, is_gpu=is_gpu)
+        except Exception as error:  # the model's own code
+            raise DoesNotRun(first_line(error)) from error
+
+    def _loss(self, outputs: Any) -> Tensor:
+        return small_model.loss_of(self.schedule, outputs, self.given)
+
+
+@contextmanager
+def launching_nothing(modules: Iterable[ModuleType]) -> Iterator[None]:
+    """Fused kernels of modules are taken, as on a GPU, and count what they are given and give."""
+    with ExitStack() as stack:
+        # Autocast knows no meta device, and is off.
+        stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda *_: False))
+        for module in modules:
+            for name, value in list(vars(module).items()):
+                if name == "runs_triton" and getattr(module, "triton", True) is not None:
+                    stack.enter_context(patch.object(module, name, lambda *_: True))
+                elif type(value).__name__ == "JITFunction":
+                    stack.enter_context(patch.object(module, name, NotLaunched()))
+        yield
+
+
+def step_inputs(schedule: Any, model: nn.Module, sequence: int | None) -> dict[str, Any]:
+    """The arguments of a step, with `ROWS` rows of so many tokens, on the meta device.
+
+    The first axis of a tensor is the batch's. Those further axes that are as long as the second
+    one of the first tensor of whole numbers are the tokens'.
+    """
+    made = small_model.training_inputs(schedule, model)
+    found = [value for value in made.values() if isinstance(value, Tensor) and value.dim()]
+    rows = found[0].shape[0] if found else 0
+    tokens = next((t.shape[1] for t in found if t.dim() > 1 and not t.is_floating_point()), None)
+
+    def resized(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        shape = list(value.shape)
+        for axis, size in enumerate(shape):
+            if axis == 0 and size == rows:
+                shape[0] = ROWS
+            elif axis and sequence is not None and size == tokens:
+                shape[axis] = sequence
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    return {name: resized(value) for name, value in made.items()}
+
+
+def check_positions(model: nn.Module, sequence: int | None) -> None:
+    """Without values, nothing tells that a table of positions is too short.
+
+    Raises:
+        DoesNotRun: The configuration says how many positions there are, and a table has as many.
+    """
+    config: Any = getattr(model, "config", None)
+    numbers = [getattr(config, name, None) for name in small_model.POSITIONS]
+    tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    for number in numbers:
+        # Some tables have two rows before the first position.
+        if isinstance(number, int) and number < (sequence or 0) and tables & {number, number + 2}:
+            raise DoesNotRun(f"the model has {number} positions")
+
+
+def _typed(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in its first line."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,113 @@
+"""Which layers of a list are alike, and a model of which each list has a few of every kind.
+
+The layers of a list are called one after the other, and those that are made alike do alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from slapo_rewrite.model.tree import Node, Tree
+
+# How many layers of a kind are left: what stands between two of them is seen then.
+LEFT = 2
+
+
+def kinds_of(node: Node) -> list[Any]:
+    """Of each element: what it is, and its plain attributes but for those that are its number."""
+    found = [
+        {
+            (inner.path.removeprefix(child.path), name): value
+            for inner in child.walk()
+            for name, value in vars(inner.live).items()
+            if type(value) in (bool, int, float, str)
+        }
+        for child in node.children.values()
+    ]
+    numbers: dict[Any, set[Any]] = {}
+    for number, attributes in enumerate(found):
+        for key, value in attributes.items():
+            apart = value - number if type(value) is int else None
+            numbers.setdefault(key, set()).add(apart)
+    counted = {key for key, apart in numbers.items() if len(apart) == 1 and apart != {None}}
+    return [
+        (child.kind, frozenset(item for item in attributes.items() if item[0] not in counted))
+        for child, attributes in zip(node.children.values(), found, strict=True)
+    ]
+
+
+def lists_of(tree: Tree) -> list[Node]:
+    """The lists of several modules that stand in no other list."""
+    return [
+        node
+        for node in tree.nodes.values()
+        if isinstance(node.live, nn.ModuleList)
+        and len(node.children) > 1
+        and not any(segment.isdigit() for segment in node.path.split("."))
+    ]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Of which layers of a list a few are left.
+
+    Attributes:
+        left: The numbers of those that are.
+        stands_for: For each layer the place among these of the one that stands for it.
+    """
+
+    left: tuple[int, ...]
+    stands_for: tuple[int, ...]
+
+
+def folds_of(lists: Iterable[Node], apart: Mapping[str, Any] | None = None) -> dict[str, Fold]:
+    """What is left of each list: of each kind the first layers.
+
+    Args:
+        lists: The lists; those of one length are taken apart alike, as one number says of them.
+        apart: What else tells layers apart, by their paths.
+    """
+    lists, apart = list(lists), apart or {}
+    found = {}
+    for node in lists:
+        alike = [other for other in lists if len(other.children) == len(node.children)]
+        kinds = [
+            (kinds, *(apart.get(f"{other.path}.{number}") for other in alike))
+            for number, kinds in enumerate(zip(*map(kinds_of, alike), strict=True))
+        ]
+        found[node.path] = fold(kinds)
+    return found
+
+
+def fold(kinds: Sequence[Any]) -> Fold:
+    """What is left of layers of these kinds."""
+    kept: dict[Any, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        if len(kept.setdefault(kind, [])) < LEFT:
+            kept[kind].append(number)
+    left = sorted(n for numbers in kept.values() for n in numbers)
+    places = {number: place for place, number in enumerate(left)}
+    return Fold(
+        tuple(left),
+        tuple(
+            places[number if number in places else kept[kind][-1]]
+            for number, kind in enumerate(kinds)
+        ),
+    )
+
+
+def shortened(model: nn.Module, folds: Mapping[str, Fold]) -> dict[str, list[nn.Module]]:
+    """Leaves out the other layers of a model, for good, and says which are left in each list."""
+    layers = {}
+    for path, each in folds.items():
+        listed = model.get_submodule(path)
+        layers[path] = [listed.get_submodule(str(number)) for number in each.left]
+    for path, modules in layers.items():
+        listed = model.get_submodule(path)
+        listed._modules.clear()
+        listed._modules.update({str(n): module for n, module in enumerate(modules)})
+    return layers
