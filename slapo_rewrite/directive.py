@@ -48,6 +48,8 @@ class Directive:
         text: The call as the schedule writes it, on one line.
         paths: The module paths that it was called on.
         shares: The slices by fractions by which these paths were selected.
+        outcome: What the primitive has chosen among these paths, and why, in words; it does nothing
+            to the others.
         inferred: The collective that was inferred from it for these paths, if it infers any.
     """
 
@@ -58,12 +60,24 @@ class Directive:
     paths: tuple[str, ...]
     shares: tuple[Share, ...] = ()
     inferred: str | None = None
+    outcome: str | None = None
 
 
 def merged_causes(*causes: Iterable[Directive]) -> tuple[Directive, ...]:
     """Directives without repetition, in the schedule's order."""
     found = {d.number: d for group in causes for d in group}
     return tuple(found[n] for n in sorted(found))
+
+
+def needed_depth(directives: Iterable[Directive]) -> int:
+    """How many layers a list needs so that each of those is there that is treated differently.
+
+    Of what a primitive has chosen by number that is the last one, and the one behind it.
+    """
+    directives = [d for d in directives if d.paths]
+    chosen = [path for d in directives if d.outcome is not None for path in d.paths]
+    numbers = [int(part) for path in chosen for part in path.split(".") if part.isdigit()]
+    return max([depth_of(s for d in directives for s in d.shares), *(n + 2 for n in numbers)])
 
 
 def depth_of(shares: Iterable[Share]) -> int:

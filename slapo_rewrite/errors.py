@@ -348,7 +348,7 @@ class OtherTrials(RewriteError):
 
 
 class NothingFits(RewriteError):
-    """No way to train a model on these GPUs fits their memory."""
+    """No way to train a model fits the memory that there is."""
 
     code = "SR605"
 

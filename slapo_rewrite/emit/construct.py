@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.mixed_precision import HalfPrecision
-from slapo_rewrite.directive import depth_of
+from slapo_rewrite.directive import needed_depth
 from slapo_rewrite.emit.draft import Draft, Trial
 from slapo_rewrite.emit.shard_check import check_parts, check_subclasses
 from slapo_rewrite.emit.sibling_files import SiblingFiles
@@ -91,7 +91,7 @@ def _rehearse(
 ) -> None:
     try:
         draws_alike = not any(state.replacement for state in plan.states.values())
-        depth = depth_of(plan.shares)
+        depth = needed_depth(plan.directives)
         is_mixed = any(state.asks(HalfPrecision) for state in plan.states.values())
         schedule = project.schedule.module
         rehearse(schedule, original, emitted, sizes, depth, draws_alike, is_mixed)

@@ -32,6 +32,9 @@ def explain(out: Path, place: str | None) -> str:
     if place is None:
         changes = content.get("changes", ())
         lines += [line for change in changes for line in _change(out, content, change)]
+        name = content["schedule"]["name"]
+        own = (d for d in content.get("directives", ()) if "outcome" in d)
+        lines += [f"{name}:{d['line']}  {d['text']}: {d['outcome']}" for d in own]
         lines += [line for note in content.get("rules", ()) for line in _rule(content, note)]
         return "\n".join(lines) or "nothing was changed"
     name, number = _place(out, content, place)

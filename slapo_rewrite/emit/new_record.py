@@ -12,7 +12,7 @@ from typing import Any
 from slapo_rewrite import __version__
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.text import with_wildcards
-from slapo_rewrite.directive import Directive, depth_of
+from slapo_rewrite.directive import Directive, needed_depth
 from slapo_rewrite.emit.draft import Draft, Options
 from slapo_rewrite.emit.record import digest, dumped, installed, packed, tool_digest
 from slapo_rewrite.emit.support_folder import as_recorded
@@ -48,7 +48,7 @@ def record_text(
         own: The user's modules that source and schedule import, by their names.
     """
     directives = [*plan.directives, *inferred]
-    depth = depth_of(share for d in directives if d.paths for share in d.shares)
+    depth = needed_depth(directives)
     rules = [{"directive": n, **note} for n, notes in plan.notes.items() for note in notes]
     given = dict(item.split("=", 1) for item in options.settings)
     further = sorted(name for names in options.further.values() for name in names)
@@ -125,6 +125,8 @@ def directive(item: Directive) -> dict[str, Any]:
     }
     if item.inferred:
         return {**content, "inferred": item.inferred}
+    if item.outcome is not None:
+        return {**content, "outcome": item.outcome}
     shares = [str(share) for share in item.shares if item.paths]
     return {**content, "shares": shares} if shares else content
 

@@ -87,6 +87,7 @@ SHAPE: Any = {
             "text": str,
             "paths": [str],
             "inferred?": str,
+            "outcome?": str,
             "shares?": [str],
         },
     ],

@@ -201,7 +201,7 @@ def not_run(
     if not shares or not hasattr(schedule, "verify_model"):
         return found
     with torch.device("meta"), contextlib.suppress(Exception):  # verification says what is wrong
-        small = small_model.build_small(schedule, original)
+        small = small_model.build_small(schedule, original, depth_of(shares))
         for share in shares:
             models = (small, full)
             few, many = (len(list(m.get_submodule(share.path).children())) for m in models)

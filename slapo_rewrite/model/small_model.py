@@ -196,8 +196,9 @@ def build_small(schedule: Any, module: Any, depth: int = 2) -> nn.Module:
         depth: How many layers a smaller config has, at least, if its model has as many.
 
     Returns:
-        `schedule.verify_model(module)` where that is defined; else the same Hugging Face class with
-        a smaller config; else `schedule.model(module)` itself.
+        `schedule.verify_model(module)` where that is defined, or its class with its config and more
+        layers, if it has too few and the config says how many; else the same Hugging Face class
+        with a smaller config; else `schedule.model(module)` itself.
 
     Raises:
         ValueError: The model is too large to be run as it is, and has no config to make smaller.
@@ -208,7 +209,8 @@ def build_small(schedule: Any, module: Any, depth: int = 2) -> nn.Module:
 
 def _small(schedule: Any, module: Any, depth: int) -> nn.Module:
     if hasattr(schedule, "verify_model"):
-        return _module(schedule.verify_model(module), "verify_model")
+        small = _module(schedule.verify_model(module), "verify_model")
+        return small if depth <= 2 else _deep_enough(schedule, module, small, depth)
     with torch.device("meta"):
         full = _module(schedule.model(module), "model")
     config = getattr(full, "config", None)
@@ -221,6 +223,27 @@ def _small(schedule: Any, module: Any, depth: int) -> nn.Module:
             "define verify_model(m) in the schedule, which builds a smaller one"
         )
     return _module(schedule.model(module), "model")
+
+
+def _deep_enough(schedule: Any, module: Any, small: nn.Module, depth: int) -> nn.Module:
+    """A small model, or one of its config with so many layers, where it has fewer, and can."""
+    with torch.device("meta"):
+        full = _module(schedule.model(module), "model")
+    lengths, own = _lengths(full), _lengths(small)
+    configs = (getattr(small, "config", None), getattr(full, "config", None))
+    has_few = any(own.get(path, size) < min(depth, size) for path, size in lengths.items())
+    if has_few and all(hasattr(config, "to_dict") for config in configs):
+        kept = {size: range(min(size, depth)) for size in lengths.values()}
+        with contextlib.suppress(Exception):
+            deep: nn.Module = type(small)(_deepened(*configs, kept))
+            return deep
+    return small
+
+
+def _lengths(model: nn.Module) -> dict[str, int]:
+    """How many modules each list has."""
+    named = model.named_modules()
+    return {path: len(listed) for path, listed in named if isinstance(listed, nn.ModuleList)}
 
 
 def build_deep(

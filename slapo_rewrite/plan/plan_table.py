@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from slapo_rewrite.plan.candidates import Predicted
-from slapo_rewrite.plan.planning import Planned, described, gib
+from slapo_rewrite.plan.planning import Planned, described
+from slapo_rewrite.simulate.byte_sizes import gib
 
 SHOWN = 10
 # Ways that people think of first, by what they are called.

@@ -20,6 +20,7 @@ from slapo_rewrite.plan.rewritten_step import Found, StepShape, counted_rewrite
 from slapo_rewrite.schedule.choices import declared
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.source_module import import_source
+from slapo_rewrite.simulate.byte_sizes import byte_size, gib
 from slapo_rewrite.simulate.hardware import Hardware
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -320,11 +321,6 @@ def _nothing(planned: Planned) -> errors.RewriteError:
     )
 
 
-def gib(size: float) -> str:
-    """A number of bytes, to be read."""
-    return f"{size / 2**30:.1f} GiB"
-
-
 def described(way: Way) -> str:
     """A way in one line."""
     words = [f"tensor {way.tensor}", f"pipeline {way.pipeline}", f"data {way.data}"]
@@ -343,13 +339,8 @@ def memory_size(text: str) -> float:
     Raises:
         UsageError: It is none of these.
     """
-    units = {"GiB": 2.0**30, "GB": 1e9, "MiB": 2.0**20, "MB": 1e6, "TiB": 2.0**40, "B": 1.0}
-    unit = next((unit for unit in units if text.endswith(unit)), "")
-    try:
-        value = float(text.removesuffix(unit)) * units.get(unit, 1.0)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
+    value = byte_size(text)
+    if value is None:
         raise errors.UsageError(f"`--memory {text}` is no size", hint="write 80GiB, say")
     return value
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from slapo_rewrite.primitives.base import Primitive
 
-SHARED = {"base", "held", "matched", "page"}  # files that define none
+SHARED = {"base", "held", "matched", "page", "recompute_budget"}  # files that define none
 
 
 class Registry(MutableMapping[str, "Primitive"]):

@@ -48,6 +48,19 @@ class Call:
     references: tuple[Reference, ...] = ()
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The modules that a call is about.
+
+    Attributes:
+        nodes: These.
+        outcome: Why these, in words, where the primitive has chosen among those selected.
+    """
+
+    nodes: Iterable[Node]
+    outcome: str | None = None
+
+
 class Primitive:
     """One verb of the schedule language.
 
@@ -80,6 +93,10 @@ class Primitive:
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
         """The modules that the call is about; those selected, as a rule."""
         return nodes
+
+    def choose(self, call: Call, nodes: list[Node]) -> Chosen:
+        """The same, for a primitive that says why."""
+        return Chosen(self.targets(call, nodes))
 
     def rewrites(
         self,

@@ -15,6 +15,7 @@ from slapo_rewrite.model.operation_names import UnknownOperation, operations
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,
+    Chosen,
     Example,
     Primitive,
     Refusal,
@@ -68,6 +69,10 @@ def loss(outputs):
 """
 
 
+# What says which step has to fit a budget.
+OF_STEP = ("batch", "sequence", "precision", "micro_batches", "zero", "replicas")
+
+
 class Checkpoint(Primitive):
     """Keep only a module's inputs, and compute its activations again in the backward pass.
 
@@ -81,6 +86,13 @@ class Checkpoint(Primitive):
     where it stands. `save` names operations of torch whose results are kept all the same, or gives
     a policy, as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them; what
     draws random numbers is computed again in any case.
+
+    `budget` chooses among the selected layers, elements of lists: those are recomputed, as a whole
+    or modules inside them, with which a training step fits in so much memory at the least time.
+    The step is one of `batch` rows of `sequence` tokens (those of `inputs(model)`, if nothing is
+    given), trained in `precision` with DeepSpeed's Adam, which `zero` divides among `replicas`, in
+    `micro_batches` of so many rows, on a GPU that holds whole layers: on several that share them
+    each holds less. `explain` says what was chosen, and how much memory is predicted.
 
     Rewrite:
         nn.ModuleList([Block(width) for _ in range(depth)])
@@ -102,7 +114,8 @@ class Checkpoint(Primitive):
     Raises:
         SR305 a module list (select its elements), a module checkpointed already, a part that
         returns, leaves a loop or changes its inputs in place; SR202 calls that no method makes, an
-        operation that there is not; SR206 what these arguments cannot be; SR306 parts that overlap.
+        operation that there is not; SR206 what these arguments cannot be; SR306 parts that overlap,
+        a budget beside stages; SR605 a budget that nothing fits.
 
     Source: Chen et al., arXiv 1604.06174; torch.utils.checkpoint.
     """
@@ -144,6 +157,10 @@ class Checkpoint(Primitive):
         ),
     )
     refusals = (
+        Refusal(
+            STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(budget="1B")\n', "SR605"
+        ),
+        Refusal(STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(zero=1)\n', "SR206"),
         Refusal(STACK, MODEL + 'def schedule(s):\n    s["blocks"].checkpoint()\n', "SR305"),
         Refusal(
             STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(ratio=1)\n', "SR206"
@@ -157,7 +174,7 @@ class Checkpoint(Primitive):
     )
 
     def signature(self) -> inspect.Signature:
-        """`checkpoint(subgraph=None, order_args_fn=None, *, save=None, name=None)`."""
+        """`checkpoint(subgraph=None, order_args_fn=None, *, save=None, budget=None, ...)`."""
 
         def checkpoint(
             subgraph: str | Sequence[str] | None = None,
@@ -165,9 +182,38 @@ class Checkpoint(Primitive):
             *,
             save: str | Sequence[str] | Callable[..., Any] | None = None,
             name: str | None = None,
+            budget: str | None = None,
+            batch: int | None = None,
+            sequence: int | None = None,
+            precision: str = "bf16",
+            micro_batches: int = 1,
+            zero: int = 0,
+            replicas: int = 1,
         ) -> None: ...
 
         return signature_of(checkpoint)
+
+    def choose(self, call: Call, nodes: list[Node]) -> Chosen:
+        """The modules that were selected; with a budget, what of them has to be recomputed."""
+        self._check_step(call)
+        if call.arguments["budget"] is None:
+            return Chosen(nodes)
+        for node in nodes:
+            check_called(call, node)
+        from slapo_rewrite.primitives.recompute_budget import fitted  # counts a step
+
+        return fitted(call, nodes)
+
+    def _check_step(self, call: Call) -> None:
+        given, parameters = call.arguments, self.signature().parameters
+        if given["budget"] is None:
+            wrong = [name for name in OF_STEP if given[name] != parameters[name].default]
+            words = "says which step has to fit a budget, and there is none"
+        else:
+            wrong = [name for name in ("subgraph", "save", "name") if given[name] is not None]
+            words = "does not go with a budget, which chooses what is recomputed"
+        if wrong:
+            raise errors.BadArgument(f"`{wrong[0]}` {words}", at=call.directive.at)
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Marks the module, or part of it."""

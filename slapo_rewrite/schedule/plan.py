@@ -105,10 +105,16 @@ class Plan:
             self.seldom |= dict.fromkeys(done.idle, directive)
             if done.notes:
                 self.notes[directive.number] = done.notes
+        chosen = primitive.choose(call, nodes)
+        targets = list(chosen.nodes)
+        if chosen.outcome is not None:
+            paths = tuple(node.path for node in targets)
+            directive = replace(directive, paths=paths, shares=(), outcome=chosen.outcome)
+            call = replace(call, directive=directive)
         self.directives.append(directive)
         decided: dict[tuple[int, int], ModuleRequests] = {}
         grafts: dict[str, Any] = {}
-        for node in primitive.targets(call, nodes):
+        for node in targets:
             if self.tree.nodes.get(node.path) is not node:
                 raise errors.UnknownPath(
                     f"`{node.path}` was part of a module that has been replaced",
@@ -228,6 +234,11 @@ class Plan:
             path, cause = next(iter(self.seldom.items()))
             words = f"the last stage is to give what `{path}` gives, which training leaves out"
             raise _conflict(words, cause, next(iter(cuts.values())).cause, None)
+        budget = next((d for d in self.directives if d.outcome is not None), None)
+        if cuts and budget is not None:
+            words = "a budget is for a step of the whole model, and there are stages"
+            hint = "take shares of the layers without one: [:0.5].checkpoint()"
+            raise _conflict(words, budget, next(iter(cuts.values())).cause, hint)
         for inner, cut in cuts.items():
             for outer, state in self.states.items():
                 wrapped = state.asks(WrapForward)

@@ -13,6 +13,7 @@ from slapo_rewrite.simulate.pipeline import Bytes, Stage, Tie
 
 if TYPE_CHECKING:
     from slapo_rewrite.model.costs import Cost
+    from slapo_rewrite.model.step_profile import Part
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Split:
     ranks: int
     link: Link
     reductions: Sequence[int]
+
+
+def part_seconds(part: Part, rows: int, device: Device) -> tuple[float, float]:
+    """Seconds of a part of a step that go into products, and into other operators."""
+    return part.flops.of(rows) / device.flops, part.moved.of(rows) / device.bandwidth
 
 
 def forward_seconds(

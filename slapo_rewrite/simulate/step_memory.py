@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -38,12 +38,13 @@ class Unfolded:
 
     Args:
         plain: What was counted without recomputation.
-        recomputed: What was counted with all layers recomputed, if that can be.
+        others: What was counted with layers recomputed in one way or another; None where that
+            cannot be.
     """
 
-    def __init__(self, plain: Counted, recomputed: Counted | None) -> None:
-        self.plain, self.recomputed = plain, recomputed
-        self._pieces: dict[tuple[bool, Place, bool], Piece] = {}
+    def __init__(self, plain: Counted, *others: Counted | None) -> None:
+        self.plain, self.counted = plain, (plain, *others)
+        self._pieces: dict[tuple[int, Place, bool], Piece] = {}
         self.lists = [p for p in dict.fromkeys(p.listed for p in plain.profile.forward) if p]
 
     def pieces(self, ratio: float) -> list[Piece]:
@@ -52,24 +53,47 @@ class Unfolded:
         Args:
             ratio: The share of each list's layers that are recomputed, the first ones.
         """
-        found = [self._piece(BEFORE, ratio == 1 and self.recomputed is not None, False)]
+        can_be = self.counted[1] is not None
+        ways = {}
         for listed in self.lists:
-            kept = self.plain.stands_for[listed]
-            depth, last = len(kept), max(kept)
-            again = math.floor(ratio * depth)  # as a slice of a selection rounds
-            for number, place in enumerate(kept):
-                is_recomputed = number < again and self.recomputed is not None
-                is_last = number == depth - 1
-                found.append(
-                    self._piece(Place(listed, place, True), is_recomputed, not is_last and last > 0)
-                )
-            found.append(self._piece(Place(listed, last, False), is_recomputed, False))
+            depth = len(self.plain.stands_for[listed])
+            again = math.floor(ratio * depth) if can_be else 0  # as a slice of a selection rounds
+            ways[listed] = [1] * again + [0] * (depth - again)
+        return self.chosen(ways, before=1 if ratio == 1 and can_be else 0)
+
+    def chosen(self, ways: Mapping[str, Sequence[int]], before: int = 0) -> list[Piece]:
+        """All of them, in the order of the way there, each layer recomputed in a way of its own.
+
+        Args:
+            ways: For each layer of each list which of what was counted it is as in: 0 for the
+                plain one.
+            before: Likewise for what comes before the layers.
+        """
+        found = [self._piece(BEFORE, before, False)]
+        for listed in self.lists:
+            for number, way in enumerate(ways[listed]):
+                found += self.at(listed, number, way)
         return found
 
-    def _piece(self, place: Place, is_recomputed: bool, goes_on: bool) -> Piece:
-        key = (is_recomputed, place, goes_on)
+    def before(self) -> Piece:
+        """What comes before the layers."""
+        return self._piece(BEFORE, 0, False)
+
+    def at(self, listed: str, number: int, way: int) -> list[Piece]:
+        """A layer's piece; behind the last one of its list that which follows, too."""
+        kept = self.plain.stands_for[listed]
+        last = max(kept)
+        is_last = number == len(kept) - 1
+        place = Place(listed, kept[number], True)
+        found = [self._piece(place, way, not is_last and last > 0)]
+        if is_last:
+            found.append(self._piece(Place(listed, last, False), way, False))
+        return found
+
+    def _piece(self, place: Place, way: int, goes_on: bool) -> Piece:
+        key = (way, place, goes_on)
         if key not in self._pieces:
-            source = self.recomputed if is_recomputed else self.plain
+            source = self.counted[way]
             assert source is not None
             forward, backward = source.profile.forward, source.profile.backward
             there, back = forward.get(place, Part()), backward.get(place, Part())
@@ -78,7 +102,7 @@ class Unfolded:
                 there = joined(there, forward[between])
                 back = joined(backward.get(between, Part()), back)
             is_layer = place.is_layer
-            self._pieces[key] = Piece(there, back, is_layer, is_layer and is_recomputed)
+            self._pieces[key] = Piece(there, back, is_layer, is_layer and way > 0)
         return self._pieces[key]
 
 

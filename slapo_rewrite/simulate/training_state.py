@@ -50,10 +50,18 @@ class States:
             live: How many micro-batches have gone there and not yet back, at most.
             micro_batches: How many make up a step.
         """
-        come = micro_batches == 1 and not self.is_lasting
-        own = parameters * (self.each - (self.gradient if come else 0.0))
-        step = own + most_held(runs, rows, live, gradients_stay=come)
+        come = self.come(micro_batches)
+        step = self.own(parameters, micro_batches)
+        step += most_held(runs, rows, live, gradients_stay=come)
         return self.fixed + max(step, parameters * (self.each + self.update))
+
+    def come(self, micro_batches: int) -> bool:
+        """Whether gradients come into being on the way back, and there is no room before."""
+        return micro_batches == 1 and not self.is_lasting
+
+    def own(self, parameters: float, micro_batches: int) -> float:
+        """Bytes that a step finds there, buckets apart."""
+        return parameters * (self.each - (self.gradient if self.come(micro_batches) else 0.0))
 
 
 def states(precision: str, stage: int, replicas: int, bucket: int = BUCKET) -> States:

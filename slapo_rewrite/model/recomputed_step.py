@@ -1,0 +1,216 @@
+"""A step with layers recomputed in one way or another, counted without a rewrite.
+
+Of a model a copy is made that has two layers of each kind. It is counted as it is, and with the
+chosen layers recomputed: as a whole, or modules inside them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from slapo_rewrite.hugging_face import CACHES
+from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, first_line
+from slapo_rewrite.model.layer_kinds import Fold, folds_of, lists_of
+from slapo_rewrite.model.meta_device import without_dynamo
+from slapo_rewrite.model.step_profile import Part, Profile
+from slapo_rewrite.model.tree import Node, Tree
+
+# What of a layer is recomputed: modules by their path from the layer, '' for all of it.
+Recomputed = tuple[str, ...]
+NOTHING: Recomputed = ()
+WHOLE: Recomputed = ("",)
+# Of so many modules of a layer it is tried whether to recompute them.
+MOST_PARTS = 6
+KERNELS = "slapo_rewrite.runtime.kernels"
+
+
+@dataclass(frozen=True)
+class CountedWays:
+    """What was counted.
+
+    Attributes:
+        ways: What is recomputed of the chosen layers, each in one way; the first one is nothing.
+        counted: What a step takes then.
+        folds: Which layers of each list were left; those that are chosen are told apart.
+    """
+
+    ways: Sequence[Recomputed]
+    counted: Sequence[Counted]
+    folds: Mapping[str, Fold]
+
+
+def counted_ways(
+    schedule: Any,
+    tree: Tree,
+    chosen: Collection[str],
+    sequence: int | None,
+    dtype: torch.dtype,
+    seconds: Callable[[Part], float],
+    *,
+    is_gpu: bool = True,
+) -> CountedWays:
+    """Counts a step, with the chosen layers recomputed in every way that may pay.
+
+    Args:
+        schedule: The schedule's module.
+        tree: The model, on the meta device.
+        chosen: The paths of the layers that may be recomputed, elements of lists.
+        sequence: How many tokens a row has; None for what the schedule's `inputs` give.
+        dtype: Of parameters and activations.
+        seconds: What a part of a step takes.
+        is_gpu: Whether it is to be counted as on a GPU.
+
+    Raises:
+        DoesNotRun: The step does not run without values, or there are no inputs for it.
+    """
+    lists = lists_of(tree)
+    folds = folds_of(lists, {path: path in chosen for node in lists for path in _paths(node)})
+    with without_dynamo():
+        model, layers = _short_copy(tree, folds)
+        own = {
+            layer: tree.nodes[f"{path}.{number}"]
+            for path, fold in folds.items()
+            for number, layer in zip(fold.left, layers[path], strict=True)
+            if f"{path}.{number}" in chosen
+        }
+        kernels = [m for n, m in sys.modules.items() if n.startswith(KERNELS)] if is_gpu else None
+        step = FoldedStep(schedule, model, layers, sequence, dtype, kernels)
+        count = functools.partial(_count, step, list(own))
+        with _called_once(own):
+            found: dict[Recomputed, Profile] = {NOTHING: count(NOTHING)}
+        for part in _parts(own.values()):
+            found[part,] = count((part,))
+        found |= {way: count(way) for way in _together(found, seconds)}
+        found[WHOLE] = count(WHOLE)
+    names = {name: parameter.numel() for name, parameter in tree.root.live.named_parameters()}
+    stands_for = {path: fold.stands_for for path, fold in folds.items()}
+    counted = [Counted(profile, stands_for, names) for profile in found.values()]
+    return CountedWays(list(found), counted, folds)
+
+
+@contextmanager
+def _called_once(layers: Mapping[nn.Module, Node]) -> Iterator[None]:
+    """Sees to it that no layer is called several times meanwhile: each call keeps what it does.
+
+    Raises:
+        DoesNotRun: One was.
+    """
+    counts: Counter[str] = Counter()
+
+    def seen(node: Node) -> Callable[..., None]:
+        return lambda *_: counts.update([node.path])
+
+    hooks = [layer.register_forward_pre_hook(seen(node)) for layer, node in layers.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for path, times in counts.items():
+        if times > 1:
+            raise DoesNotRun(f"`{path}` is called {times} times")
+
+
+def _paths(node: Node) -> Iterator[str]:
+    return (child.path for child in node.children.values())
+
+
+def _short_copy(
+    tree: Tree, folds: Mapping[str, Fold]
+) -> tuple[nn.Module, dict[str, list[nn.Module]]]:
+    """A copy of a model with the layers that are left, and these."""
+    whole = {path: dict(tree.nodes[path].live._modules) for path in folds}
+    try:
+        for path, fold in folds.items():
+            modules = tree.nodes[path].live._modules
+            kept = [modules[str(number)] for number in fold.left]
+            modules.clear()
+            modules.update({str(n): module for n, module in enumerate(kept)})
+        model = copy.deepcopy(tree.root.live)
+    except Exception as error:  # what cannot be copied
+        raise DoesNotRun(f"the model cannot be copied: {first_line(error)}") from error
+    finally:
+        for path, modules in whole.items():
+            tree.nodes[path].live._modules.clear()
+            tree.nodes[path].live._modules.update(modules)
+    return model, {path: list(model.get_submodule(path).children()) for path in folds}
+
+
+def _parts(layers: Collection[Node]) -> list[str]:
+    """The modules of layers that may be recomputed by themselves: those that a layer is made of.
+
+    Those of torch are called where they stand, in a `forward` that all layers have.
+    """
+    found: dict[str, None] = {}
+
+    def look(node: Node, path: str) -> None:
+        for name, child in node.children.items():
+            inner = f"{path}.{name}" if path else name
+            if child.is_container:
+                look(child, inner)
+            elif not child.cls.__module__.startswith("torch."):
+                found.setdefault(inner)
+
+    for layer in layers:
+        look(layer, "")
+    return list(found)[:MOST_PARTS]
+
+
+def _count(step: FoldedStep, layers: Sequence[nn.Module], way: Recomputed) -> Profile:
+    with _recomputing(layers, way):
+        return step.count()
+
+
+@contextmanager
+def _recomputing(layers: Sequence[nn.Module], way: Recomputed) -> Iterator[None]:
+    """Of layers that is recomputed meanwhile."""
+    changed: list[nn.Module] = []
+    try:
+        for layer in layers:
+            known = dict(layer.named_modules())
+            for module in (known[path] for path in way if path in known):
+                vars(module)["forward"] = functools.partial(_again, module.forward)
+                changed.append(module)
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a `forward` such that it is recomputed, without a cache that it would fill twice."""
+    own: dict[str, Any] = {
+        name: None if name in CACHES else value for name, value in kwargs.items()
+    }
+    return checkpoint(forward, *args, use_reentrant=False, **own)
+
+
+def _together(
+    found: Mapping[Recomputed, Profile], seconds: Callable[[Part], float]
+) -> list[Recomputed]:
+    """The parts that save most for what they take, two of them, three, and so on."""
+
+    def of(way: Recomputed) -> tuple[float, float]:
+        """Bytes that a row keeps from the way there to the way back, and seconds of a step."""
+        parts = found[way].forward
+        kept = sum(part.net.each for place, part in parts.items() if place.is_layer)
+        both = [*parts.values(), *found[way].backward.values()]
+        return kept, sum(map(seconds, both))
+
+    most, least = of(NOTHING)
+    saved = {way: (most - kept, took - least) for way in found for kept, took in [of(way)]}
+    paying = [way for way, (bytes_, _) in saved.items() if way and bytes_ > 0]
+    paying.sort(key=lambda way: saved[way][0] / max(saved[way][1], 1e-12), reverse=True)
+    names = [name for way in paying for name in way]
+    return [tuple(sorted(names[:count])) for count in range(2, len(names) + 1)]

@@ -1,0 +1,216 @@
+"""What `checkpoint(budget=...)` recomputes: the least with which a training step fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from slapo_rewrite import errors
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.primitives.base import Call, Chosen
+from slapo_rewrite.simulate.byte_sizes import byte_size, shown_size
+from slapo_rewrite.simulate.hardware import hardware
+from slapo_rewrite.simulate.stage_costs import part_seconds
+from slapo_rewrite.simulate.training_state import States, states
+
+if TYPE_CHECKING:
+    from slapo_rewrite.model.recomputed_step import CountedWays, Recomputed
+    from slapo_rewrite.model.step_profile import Part
+    from slapo_rewrite.simulate.recompute_search import Found, RecomputeSearch
+
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """The training step that has to fit.
+
+    Attributes:
+        budget: Bytes that it may hold.
+        rows: Rows of a micro-batch.
+        sequence: Tokens of a row; None for those of the schedule's `inputs`.
+        precision: What it is trained in.
+        micro_batches: How many make up a step.
+        zero: The stage of ZeRO.
+        replicas: Among how many replicas that divides what it divides.
+    """
+
+    budget: float
+    rows: int
+    sequence: int | None
+    precision: str
+    micro_batches: int
+    zero: int
+    replicas: int
+
+    @property
+    def kept(self) -> States:
+        """Bytes for each parameter."""
+        return states(self.precision, self.zero, self.replicas)
+
+    def __str__(self) -> str:
+        rows = f"{self.rows} rows"
+        rows += f" of {self.sequence} tokens" if self.sequence else " of `inputs`"
+        rows += f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        zero = f", ZeRO {self.zero} over {self.replicas} replicas" if self.zero else ""
+        return f"{rows}, {self.precision} with DeepSpeed's Adam{zero}, whole layers on a rank"
+
+
+def fitted(call: Call, nodes: Sequence[Node]) -> Chosen:
+    """The modules to recompute, of the layers that were selected.
+
+    Raises:
+        BadArgument: The step is not one.
+        Unsupported: What was selected are no layers of lists, or no step of the model can be
+            counted.
+        NothingFits: Whatever is recomputed, it takes more.
+    """
+    step = _step(call)
+    _check_layers(call, nodes)
+    ways, search = _search(call, nodes, step)
+    found = search.least(step.budget)
+    if found is None:
+        least = shown_size(search.smallest())
+        raise errors.NothingFits(
+            f"a step needs {least} at least, whatever of the selected layers is "
+            f"recomputed, and {shown_size(step.budget)} is the budget ({step})",
+            at=call.directive.at,
+            hint="select more layers, or count smaller micro-batches, or parameters and optimizer "
+            "divided (zero=, replicas=)",
+        )
+    root = call.tree.nodes
+    modules = [
+        root[f"{path}.{part}" if part else path]
+        for path, way in _by_layer(found, ways).items()
+        for part in way
+        if not part or f"{path}.{part}" in root
+    ]
+    return Chosen(modules, _said(step, ways, search, found))
+
+
+def _step(call: Call) -> Step:
+    given, at = call.arguments, call.directive.at
+    text = given["budget"]
+    budget = byte_size(text) if isinstance(text, str) else None
+    if budget is None:
+        raise errors.BadArgument(f"{text!r} is no size of a memory", at=at, hint='budget="40GiB"')
+    for name in ("batch", "sequence", "micro_batches", "zero", "replicas"):
+        least = 0 if name == "zero" else 1
+        value = given[name]
+        if value is not None and (type(value) is not int or value < least):
+            raise errors.BadArgument(f"`{name}` is a number from {least} on, not {value!r}", at=at)
+    if given["precision"] not in PRECISIONS or given["zero"] > 3:
+        raise errors.BadArgument(
+            f"there is no precision {given['precision']!r} with ZeRO {given['zero']}",
+            at=at,
+            hint=f"trained is in {', '.join(PRECISIONS)}, with ZeRO 0 to 3",
+        )
+    if not hasattr(call.schedule, "inputs") and None in (given["batch"], given["sequence"]):
+        raise errors.BadArgument(
+            "nothing says what a step is: the schedule has no `inputs`",
+            at=at,
+            hint=f'checkpoint(budget="{text}", batch=8, sequence=2048), or write inputs(model)',
+        )
+    rows = given["batch"] or _rows(call)
+    rest = (given[n] for n in ("sequence", "precision", "micro_batches", "zero", "replicas"))
+    return Step(budget, rows, *rest)
+
+
+def _rows(call: Call) -> int:
+    """Rows of the schedule's own inputs."""
+    from slapo_rewrite.model.results import tensors
+    from slapo_rewrite.model.small_model import training_inputs
+
+    try:
+        made = training_inputs(call.schedule, call.tree.root.live)
+    except Exception as error:  # the schedule's own code
+        raise _uncounted(call, error) from error
+    return next((t.shape[0] for t in tensors(made) if t.dim()), 1)
+
+
+def _check_layers(call: Call, nodes: Sequence[Node]) -> None:
+    from slapo_rewrite.model.layer_kinds import lists_of
+
+    lists = {node.path for node in lists_of(call.tree)}
+    for node in nodes:
+        if node.path.rpartition(".")[0] not in lists or not node.path:
+            raise errors.Unsupported(
+                f"`{node.path or 's'}` is no layer of an nn.ModuleList of several: a budget says "
+                "how many of those are recomputed",
+                at=call.directive.at,
+                hint=f'select layers: s["{min(lists)}.*"]' if lists else None,
+            )
+
+
+def _search(call: Call, nodes: Sequence[Node], step: Step) -> tuple[CountedWays, RecomputeSearch]:
+    import torch
+
+    from slapo_rewrite.model.folded_step import DoesNotRun
+    from slapo_rewrite.model.recomputed_step import counted_ways
+    from slapo_rewrite.simulate.recompute_search import RecomputeSearch
+    from slapo_rewrite.simulate.step_memory import Unfolded
+
+    device = hardware("h200").device
+
+    def seconds(part: Part) -> float:
+        return sum(part_seconds(part, step.rows, device))
+
+    chosen = {node.path for node in nodes}
+    dtype = getattr(torch, PRECISIONS[step.precision])
+    try:
+        ways = counted_ways(call.schedule, call.tree, chosen, step.sequence, dtype, seconds)
+    except DoesNotRun as error:
+        raise _uncounted(call, error) from error
+    unfolded = Unfolded(*ways.counted)
+    may_be = {
+        listed: [f"{listed}.{n}" in chosen for n in range(len(ways.folds[listed].stands_for))]
+        for listed in unfolded.lists
+    }
+    parameters = sum(ways.counted[0].names.values())
+    kept, many = step.kept, step.micro_batches
+    return ways, RecomputeSearch(unfolded, may_be, seconds, kept, parameters, step.rows, many)
+
+
+def _uncounted(call: Call, error: Exception) -> errors.Unsupported:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return errors.Unsupported(
+        f"a step of this model cannot be counted: {reason}",
+        at=call.directive.at,
+        hint="take shares of the layers without a budget: [:0.5].checkpoint()",
+    )
+
+
+def _by_layer(found: Found, ways: CountedWays) -> dict[str, Recomputed]:
+    """What is recomputed of each layer of which something is."""
+    return {
+        f"{listed}.{number}": ways.ways[way]
+        for listed, own in found.ways.items()
+        for number, way in enumerate(own)
+        if way
+    }
+
+
+def _said(step: Step, ways: CountedWays, search: RecomputeSearch, found: Found) -> str:
+    """What was chosen, in words."""
+    none = search.judged(search.same(0))
+    words = [*_runs(found.ways, ways)]
+    took = f"{shown_size(found.peak)} of {shown_size(step.budget)} are predicted for {step}"
+    if not words:
+        return f"nothing is recomputed: {took}"
+    longer = found.seconds / none.seconds - 1
+    without = f"{longer:.1%} longer than without, which takes {shown_size(none.peak)}"
+    return f"{'; '.join(words)}: {took}; {without}"
+
+
+def _runs(chosen: Mapping[str, Sequence[int]], ways: CountedWays) -> Iterator[str]:
+    """What is recomputed of which layers: `model.layers 0 to 6`."""
+    for listed, own in chosen.items():
+        for way, group in groupby(enumerate(own), key=lambda pair: pair[1]):
+            numbers = [number for number, _ in group]
+            if not way:
+                continue
+            ends = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+            parts = [f"`{part}`" for part in ways.ways[way] if part]
+            yield f"{' and '.join(parts)} of {listed} {ends}" if parts else f"{listed} {ends}"

@@ -1,0 +1,26 @@
+"""Numbers of bytes, as people write them."""
+
+from __future__ import annotations
+
+UNITS = {"GiB": 2.0**30, "GB": 1e9, "MiB": 2.0**20, "MB": 1e6, "TiB": 2.0**40, "B": 1.0}
+
+
+def byte_size(text: str) -> float | None:
+    """Bytes of `80GiB`, `80GB` or plain bytes; None where it is none of these."""
+    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
+    try:
+        value = float(text.removesuffix(unit)) * UNITS.get(unit, 1.0)
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
+
+
+def gib(size: float) -> str:
+    """A number of bytes, to be read."""
+    return f"{size / 2**30:.1f} GiB"
+
+
+def shown_size(size: float) -> str:
+    """A number of bytes of any order, to be read."""
+    unit = next(unit for unit in ("GiB", "MiB", "B") if size >= UNITS[unit] or unit == "B")
+    return f"{size / UNITS[unit]:.2f} {unit}"

@@ -1,0 +1,261 @@
+"""Which layers to recompute, and what of them, so that a step fits at the least time: exactly.
+
+On the way there a layer meets what those before it keep, and on the way back it meets the same
+again. So what is kept up to a layer is all that matters of the choices before it: layer by layer,
+those sums of kept bytes and of seconds are carried on of which no other has less of both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slapo_rewrite.simulate.step_memory import Piece, Unfolded, in_runs
+from slapo_rewrite.simulate.training_state import States
+
+if TYPE_CHECKING:
+    from slapo_rewrite.model.step_profile import Amount, Part
+
+# Seconds are added up as whole numbers of these: sums of the same are the same then.
+TICK = 1e-15
+# For each layer of each list by the list's path, the number of a way to recompute it.
+Ways = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way for one layer.
+
+    Attributes:
+        way: Its number.
+        net: Bytes that it keeps until the way back.
+        need: Bytes that there must be room for where it begins.
+        ticks: What it takes, there and back.
+    """
+
+    way: int
+    net: int
+    need: int
+    ticks: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """An answer.
+
+    Attributes:
+        ways: For each layer, what is recomputed.
+        peak: Bytes that the step holds at most, all in all.
+        seconds: Of the step's operators.
+    """
+
+    ways: Ways
+    peak: float
+    seconds: float
+
+
+class RecomputeSearch:
+    """Looks for what to recompute.
+
+    Args:
+        unfolded: The parts of a step, as counted in each way.
+        may_be: By list and number, whether a layer may be recomputed.
+        seconds: What a part of a step takes.
+        kept: Bytes for each parameter.
+        parameters: How many there are.
+        rows: Rows of a micro-batch.
+        micro_batches: How many make up a step.
+    """
+
+    def __init__(
+        self,
+        unfolded: Unfolded,
+        may_be: Mapping[str, Sequence[bool]],
+        seconds: Callable[[Part], float],
+        kept: States,
+        parameters: float,
+        rows: int,
+        micro_batches: int,
+    ) -> None:
+        self.unfolded, self.may_be, self.seconds = unfolded, may_be, seconds
+        self.kept, self.parameters, self.rows = kept, parameters, rows
+        self.micro_batches = micro_batches
+        profile = unfolded.plain.profile
+        self.outside = profile.buffers + profile.inputs.of(rows)
+        self.layers = [(listed, n) for listed in unfolded.lists for n in range(len(may_be[listed]))]
+        self._stays = kept.come(micro_batches)
+        self._known: dict[tuple[int, ...], Option] = {}
+
+    def least(self, budget: float) -> Found | None:
+        """What fits a budget at the least time; None where nothing does."""
+        found = [self.judged(ways) for ways in self._uniform()]
+        for leaves in (min, max):
+            if (ways := self._searched(budget, leaves)) is None:
+                break
+            found += [self.judged(self._in_order(ways)), self.judged(ways)]
+            if found[-1].peak <= budget:
+                break
+        fits = [each for each in found if each.peak <= budget]
+        # Of what takes as long, the one in which the layers' order is the plainest comes first.
+        return min(fits, key=lambda each: round(each.seconds / TICK), default=None)
+
+    def smallest(self) -> float:
+        """The least bytes that any choice holds at most, to a thousandth."""
+        high = min(self.judged(ways).peak for ways in self._uniform())
+        low = 0.0
+        while high - low > 1e-3 * high:
+            middle = (low + high) / 2
+            if (ways := self._searched(middle, max)) is not None:
+                high = min(high, self.judged(ways).peak)
+            else:
+                low = middle
+        return high
+
+    def judged(self, ways: Ways) -> Found:
+        """What a choice takes."""
+        pieces = self.unfolded.chosen(ways)
+        most = self.kept.most(in_runs(pieces), self.parameters, self.rows, 1, self.micro_batches)
+        seconds = sum(self.seconds(p.forward) + self.seconds(p.backward) for p in pieces)
+        return Found(ways, self.outside + most, seconds)
+
+    def same(self, way: int) -> Ways:
+        """One way for all layers that may be recomputed."""
+        return {listed: [way if may else 0 for may in own] for listed, own in self.may_be.items()}
+
+    def _uniform(self) -> list[Ways]:
+        """Each way for all layers, and the last one, whole layers, for shares of each list."""
+        last = len(self.unfolded.counted) - 1
+        found = [self.same(way) for way in range(last)]
+        longest = max(map(sum, self.may_be.values()), default=0)
+        for count in range(1, longest + 1):
+            ways = {}
+            for listed, own in self.may_be.items():
+                taken = count * sum(own) // longest
+                ways[listed] = [last if may and sum(own[:n]) < taken else 0
+                                for n, may in enumerate(own)]  # fmt: skip
+            found.append(ways)
+        return found
+
+    def _in_order(self, ways: Ways) -> Ways:
+        """The same, where of layers of one kind the first ones are those that keep the least."""
+        found: Ways = {}
+        for listed, own in ways.items():
+            kinds = self.unfolded.plain.stands_for[listed]
+            taken: dict[tuple[int, bool], list[int]] = {}
+            for n, way in enumerate(own):
+                taken.setdefault((kinds[n], self.may_be[listed][n]), []).append(way)
+            for group in taken.values():
+                counts = Counter(group)
+                by_net = sorted(counts, key=lambda way: self._net(listed, way))
+                group[:] = [way for way in by_net for _ in range(counts[way])]
+            found[listed] = [
+                taken[kinds[n], self.may_be[listed][n]].pop(0) for n in range(len(own))
+            ]
+        return found
+
+    def _net(self, listed: str, way: int) -> float:
+        pieces = self.unfolded.at(listed, 0, way)
+        return pieces[0].forward.net.of(self.rows)
+
+    def _searched(self, budget: float, leaves: Callable[[Iterable[int]], int]) -> Ways | None:
+        """The least time that fits.
+
+        Args:
+            budget: Bytes that the step may hold.
+            leaves: Of what the ways of later layers leave where a layer's way back begins, what is
+                counted on. With the least, what is found may need more, and is the best if not.
+        """
+        import numpy as np
+
+        own = self.kept.fixed + self.kept.own(self.parameters, self.micro_batches) + self.outside
+        lasting = self.kept.fixed + self.outside
+        lasting += self.parameters * (self.kept.each + self.kept.update)
+        if lasting > budget:
+            return None
+        room = int(budget - own)
+        steps = self._steps(leaves)
+        before = self._option([self.unfolded.before()], 0, steps[0][1] if steps else 0)
+        if before.need > room:
+            return None
+        held, ticks = np.array([before.net]), np.array([0])
+        trail = []
+        for options, _ in steps:
+            all_held = np.concatenate([held + o.net for o in options])
+            all_ticks = np.concatenate([ticks + o.ticks for o in options])
+            fits = np.concatenate([held + o.need <= room for o in options])
+            came = np.flatnonzero(fits)
+            came = came[np.lexsort((all_ticks[came], all_held[came]))]
+            best = np.minimum.accumulate(all_ticks[came])
+            is_better = np.append(True, best[1:] < best[:-1])[: len(came)]
+            came = came[is_better]
+            if not len(came):
+                return None
+            trail.append((came, len(held), options))
+            held, ticks = all_held[came], all_ticks[came]
+        at = int(np.argmin(ticks))
+        ways: Ways = {listed: [] for listed in self.unfolded.lists}
+        for (listed, _), (came, width, options) in zip(
+            reversed(self.layers), reversed(trail), strict=True
+        ):
+            number = int(came[at])
+            ways[listed].append(options[number // width].way)
+            at = number % width
+        return {listed: own[::-1] for listed, own in ways.items()}
+
+    def _steps(self, leaves: Callable[[Iterable[int]], int]) -> list[tuple[list[Option], int]]:
+        """For each layer what may be done, and what it and those behind it leave on the way back.
+
+        That is their gradients; and what of their way there is let go later than on their way back.
+        """
+        found: list[tuple[list[Option], int]] = []
+        left = 0
+        for listed, number in reversed(self.layers):
+            ways = range(len(self.unfolded.counted)) if self.may_be[listed][number] else [0]
+            places = [self.unfolded.at(listed, number, way) for way in ways]
+            options = [self._option(p, w, left) for p, w in zip(places, ways, strict=True)]
+            left += leaves(sum(map(self._leaves, pieces)) for pieces in places)
+            found.append((_paying(options), left))
+        return found[::-1]
+
+    def _leaves(self, piece: Piece) -> int:
+        gradients = piece.backward.gradients if self._stays else 0.0
+        both = piece.forward.net.of(self.rows) + piece.backward.net.of(self.rows)
+        return round(both + gradients)
+
+    def _peaks(self, part: Part) -> Sequence[Amount]:
+        return part.kept_peaks if self._stays else part.peaks
+
+    def _option(self, pieces: Sequence[Piece], way: int, left: int) -> Option:
+        key = (*map(id, pieces), way, left)
+        if key not in self._known:
+            self._known[key] = self._weighed(pieces, way, left)
+        return self._known[key]
+
+    def _weighed(self, pieces: Sequence[Piece], way: int, left: int) -> Option:
+        """What one or several pieces take, one after the other.
+
+        Args:
+            pieces: The pieces.
+            way: How they are recomputed.
+            left: Bytes that those behind them have left where their way back begins.
+        """
+        net, need, seconds = 0.0, 0.0, 0.0
+        behind = [left + sum(map(self._leaves, pieces[n + 1 :])) for n in range(len(pieces))]
+        for piece, later in zip(pieces, behind, strict=True):
+            need = max([need, *(net + peak.of(self.rows) for peak in self._peaks(piece.forward))])
+            net += piece.forward.net.of(self.rows)
+            peaks = [peak.of(self.rows) for peak in self._peaks(piece.backward)]
+            need = max([need, *(net + later + peak for peak in peaks)])
+            seconds += self.seconds(piece.forward) + self.seconds(piece.backward)
+        return Option(way, round(net), round(need), round(seconds / TICK))
+
+
+def _paying(options: Sequence[Option]) -> list[Option]:
+    """Those than which no other keeps, needs and takes as little."""
+    found: list[Option] = []
+    for one in sorted(options, key=lambda o: (o.ticks, o.net, o.need)):
+        if not any(o.net <= one.net and o.need <= one.need for o in found):
+            found.append(one)
+    return found
