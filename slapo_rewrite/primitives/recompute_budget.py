@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.primitives.base import Call, Chosen
 from slapo_rewrite.simulate.byte_sizes import byte_size, shown_size
 from slapo_rewrite.simulate.hardware import hardware
@@ -69,7 +69,12 @@ def fitted(call: Call, nodes: Sequence[Node]) -> Chosen:
     """
     step = _step(call)
     _check_layers(call, nodes)
-    ways, search = _search(call, nodes, step)
+    from slapo_rewrite.model.folded_step import DoesNotRun
+
+    try:
+        ways, search = search_for(call.schedule, call.tree, {n.path for n in nodes}, step)
+    except DoesNotRun as error:
+        raise _uncounted(call, error) from error
     found = search.least(step.budget)
     if found is None:
         least = shown_size(search.smallest())
@@ -144,10 +149,22 @@ def _check_layers(call: Call, nodes: Sequence[Node]) -> None:
             )
 
 
-def _search(call: Call, nodes: Sequence[Node], step: Step) -> tuple[CountedWays, RecomputeSearch]:
+def search_for(
+    schedule: Any, tree: Tree, chosen: Collection[str], step: Step
+) -> tuple[CountedWays, RecomputeSearch]:
+    """Counts a step in every way, and gives what can be chosen of them.
+
+    Args:
+        schedule: The schedule's module.
+        tree: The model, on the meta device.
+        chosen: The paths of the layers that may be recomputed.
+        step: The step.
+
+    Raises:
+        DoesNotRun: It does not run without values.
+    """
     import torch
 
-    from slapo_rewrite.model.folded_step import DoesNotRun
     from slapo_rewrite.model.recomputed_step import counted_ways
     from slapo_rewrite.simulate.recompute_search import RecomputeSearch
     from slapo_rewrite.simulate.step_memory import Unfolded
@@ -157,12 +174,8 @@ def _search(call: Call, nodes: Sequence[Node], step: Step) -> tuple[CountedWays,
     def seconds(part: Part) -> float:
         return sum(part_seconds(part, step.rows, device))
 
-    chosen = {node.path for node in nodes}
     dtype = getattr(torch, PRECISIONS[step.precision])
-    try:
-        ways = counted_ways(call.schedule, call.tree, chosen, step.sequence, dtype, seconds)
-    except DoesNotRun as error:
-        raise _uncounted(call, error) from error
+    ways = counted_ways(schedule, tree, chosen, step.sequence, dtype, seconds)
     unfolded = Unfolded(*ways.counted)
     may_be = {
         listed: [f"{listed}.{n}" in chosen for n in range(len(ways.folds[listed].stands_for))]

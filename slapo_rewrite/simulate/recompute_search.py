@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from slapo_rewrite.simulate.step_memory import Piece, Unfolded, in_runs
@@ -86,20 +87,24 @@ class RecomputeSearch:
         self.outside = profile.buffers + profile.inputs.of(rows)
         self.layers = [(listed, n) for listed in unfolded.lists for n in range(len(may_be[listed]))]
         self._stays = kept.come(micro_batches)
-        self._known: dict[tuple[int, ...], Option] = {}
+        self._known: dict[tuple[int, ...], tuple[int, int, int, int]] = {}
 
     def least(self, budget: float) -> Found | None:
         """What fits a budget at the least time; None where nothing does."""
-        found = [self.judged(ways) for ways in self._uniform()]
-        for leaves in (min, max):
-            if (ways := self._searched(budget, leaves)) is None:
-                break
-            found += [self.judged(self._in_order(ways)), self.judged(ways)]
-            if found[-1].peak <= budget:
-                break
+        hoped = self._searched(budget, min)
+        if hoped is None:
+            return None
+        found = self._judged(hoped)
+        if not any(each.peak <= budget for each in found):
+            found = [self.judged(ways) for ways in self._uniform()]
+            if (sure := self._searched(budget, max)) is not None:
+                found += self._judged(sure)
         fits = [each for each in found if each.peak <= budget]
         # Of what takes as long, the one in which the layers' order is the plainest comes first.
         return min(fits, key=lambda each: round(each.seconds / TICK), default=None)
+
+    def _judged(self, ways: Ways) -> list[Found]:
+        return [self.judged(self._in_order(ways)), self.judged(ways)]
 
     def smallest(self) -> float:
         """The least bytes that any choice holds at most, to a thousandth."""
@@ -124,19 +129,28 @@ class RecomputeSearch:
         """One way for all layers that may be recomputed."""
         return {listed: [way if may else 0 for may in own] for listed, own in self.may_be.items()}
 
-    def _uniform(self) -> list[Ways]:
-        """Each way for all layers, and the last one, whole layers, for shares of each list."""
+    def shares(self) -> list[Ways]:
+        """The last way, whole layers, for as many of the first layers of each list as can be.
+
+        From one of the longest list on to all, and of others the same share.
+        """
         last = len(self.unfolded.counted) - 1
-        found = [self.same(way) for way in range(last)]
         longest = max(map(sum, self.may_be.values()), default=0)
+        found = []
         for count in range(1, longest + 1):
             ways = {}
             for listed, own in self.may_be.items():
                 taken = count * sum(own) // longest
-                ways[listed] = [last if may and sum(own[:n]) < taken else 0
-                                for n, may in enumerate(own)]  # fmt: skip
+                before = [0, *accumulate(own)]
+                ways[listed] = [
+                    last if may and before[n] < taken else 0 for n, may in enumerate(own)
+                ]
             found.append(ways)
         return found
+
+    def _uniform(self) -> list[Ways]:
+        ways = range(len(self.unfolded.counted) - 1)
+        return [*map(self.same, ways), *self.shares()]
 
     def _in_order(self, ways: Ways) -> Ways:
         """The same, where of layers of one kind the first ones are those that keep the least."""
@@ -228,28 +242,30 @@ class RecomputeSearch:
         return part.kept_peaks if self._stays else part.peaks
 
     def _option(self, pieces: Sequence[Piece], way: int, left: int) -> Option:
-        key = (*map(id, pieces), way, left)
-        if key not in self._known:
-            self._known[key] = self._weighed(pieces, way, left)
-        return self._known[key]
-
-    def _weighed(self, pieces: Sequence[Piece], way: int, left: int) -> Option:
-        """What one or several pieces take, one after the other.
+        """One or several pieces, one after the other.
 
         Args:
             pieces: The pieces.
             way: How they are recomputed.
             left: Bytes that those behind them have left where their way back begins.
         """
-        net, need, seconds = 0.0, 0.0, 0.0
-        behind = [left + sum(map(self._leaves, pieces[n + 1 :])) for n in range(len(pieces))]
-        for piece, later in zip(pieces, behind, strict=True):
-            need = max([need, *(net + peak.of(self.rows) for peak in self._peaks(piece.forward))])
+        key = (*map(id, pieces),)
+        if key not in self._known:
+            self._known[key] = self._weighed(pieces)
+        net, there, back, ticks = self._known[key]
+        return Option(way, net, max(there, back + left), ticks)
+
+    def _weighed(self, pieces: Sequence[Piece]) -> tuple[int, int, int, int]:
+        """Bytes that are kept, that are needed on the way there and back, and ticks."""
+        net = there = back = seconds = 0.0
+        for number, piece in enumerate(pieces):
+            later = sum(map(self._leaves, pieces[number + 1 :]))
+            there = max([there, *(net + peak.of(self.rows) for peak in self._peaks(piece.forward))])
             net += piece.forward.net.of(self.rows)
             peaks = [peak.of(self.rows) for peak in self._peaks(piece.backward)]
-            need = max([need, *(net + later + peak for peak in peaks)])
+            back = max([back, *(net + later + peak for peak in peaks)])
             seconds += self.seconds(piece.forward) + self.seconds(piece.backward)
-        return Option(way, round(net), round(need), round(seconds / TICK))
+        return round(net), round(there), round(back), round(seconds / TICK)
 
 
 def _paying(options: Sequence[Option]) -> list[Option]:

@@ -217,7 +217,7 @@ def test_what_saves_most_for_its_time_is_recomputed_in_the_first_layers(tmp_path
     output = rewritten(tmp_path, BLOCKS, HEAD + BUDGET.format("10MiB"))
     lines = changed_lines(output)
     assert "checkpoint(super().forward" in lines and "class ScheduledBlock(Block)" in lines
-    assert re.search(r"\+ +if i < [1-5] else Block", lines, re.M), lines
+    assert re.search(r"ScheduledBlock\(64\) if i < [1-5] else Block\(64\)", lines), lines
     folder = written(tmp_path, output).parent
     said = explain(folder, None)
     assert "`wide` of blocks 0 to" in said and "are predicted for 512 rows" in said
