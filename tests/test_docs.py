@@ -6,7 +6,14 @@ import sys
 
 import pytest
 
-from benchmark import pipeline_simulation, plan_memory, readability, report, rewrite_time
+from benchmark import (
+    checkpoint_budget,
+    pipeline_simulation,
+    plan_memory,
+    readability,
+    report,
+    rewrite_time,
+)
 from slapo_rewrite import cli
 from slapo_rewrite.primitives import registry
 from slapo_rewrite.project import Project
@@ -133,7 +140,9 @@ def test_the_readme_is_short():
 
 
 @pytest.mark.parametrize(
-    "measured", [readability, rewrite_time, pipeline_simulation, plan_memory], ids=lambda m: m.NAME
+    "measured",
+    [readability, rewrite_time, pipeline_simulation, plan_memory, checkpoint_budget],
+    ids=lambda m: m.NAME,
 )
 def test_figures_are_those_of_the_result_files(measured):
     text = measured.table(report.read(measured.NAME))
