@@ -209,8 +209,8 @@ def build_small(schedule: Any, module: Any, depth: int = 2) -> nn.Module:
 
 def _small(schedule: Any, module: Any, depth: int) -> nn.Module:
     if hasattr(schedule, "verify_model"):
-        small = _module(schedule.verify_model(module), "verify_model")
-        return small if depth <= 2 else _deep_enough(schedule, module, small, depth)
+        deep = _deep_enough(schedule, module, depth) if depth > 2 else None
+        return deep or _module(schedule.verify_model(module), "verify_model")
     with torch.device("meta"):
         full = _module(schedule.model(module), "model")
     config = getattr(full, "config", None)
@@ -225,19 +225,19 @@ def _small(schedule: Any, module: Any, depth: int) -> nn.Module:
     return _module(schedule.model(module), "model")
 
 
-def _deep_enough(schedule: Any, module: Any, small: nn.Module, depth: int) -> nn.Module:
-    """A small model, or one of its config with so many layers, where it has fewer, and can."""
-    with torch.device("meta"):
-        full = _module(schedule.model(module), "model")
-    lengths, own = _lengths(full), _lengths(small)
-    configs = (getattr(small, "config", None), getattr(full, "config", None))
-    has_few = any(own.get(path, size) < min(depth, size) for path, size in lengths.items())
-    if has_few and all(hasattr(config, "to_dict") for config in configs):
-        kept = {size: range(min(size, depth)) for size in lengths.values()}
-        with contextlib.suppress(Exception):
+def _deep_enough(schedule: Any, module: Any, depth: int) -> nn.Module | None:
+    """A model of `verify_model`'s config with so many layers, where that has fewer, and says so."""
+    with contextlib.suppress(Exception):  # who builds the model itself is told what is wrong
+        with torch.device("meta"):  # no random numbers are drawn of those that it starts with
+            small, full = schedule.verify_model(module), schedule.model(module)
+        lengths, own = _lengths(full), _lengths(small)
+        configs = (getattr(small, "config", None), getattr(full, "config", None))
+        has_few = any(own.get(path, size) < min(depth, size) for path, size in lengths.items())
+        if has_few and all(hasattr(config, "to_dict") for config in configs):
+            kept = {size: range(min(size, depth)) for size in lengths.values()}
             deep: nn.Module = type(small)(_deepened(*configs, kept))
             return deep
-    return small
+    return None
 
 
 def _lengths(model: nn.Module) -> dict[str, int]:
