@@ -110,7 +110,9 @@ class RecomputeSearch:
         """The least bytes that any choice holds at most, to a thousandth."""
         high = min(self.judged(ways).peak for ways in self._uniform())
         low = 0.0
-        while high - low > 1e-3 * high:
+        for _ in range(40):  # halves, whatever rounding does
+            if high - low <= 1e-3 * high:
+                break
             middle = (low + high) / 2
             if (ways := self._searched(middle, max)) is not None:
                 high = min(high, self.judged(ways).peak)
