@@ -51,7 +51,13 @@ def rewritten(
     (folder / name).write_text(source, encoding="utf-8", newline=newline)
     (folder / "s.py").write_text(schedule, encoding="utf-8")
     with chdir(folder):
-        return rewrite(name, str(folder / "s.py"), settings)
+        output = rewrite(name, str(folder / "s.py"), settings)
+    # It may be verified from elsewhere.
+    text = output.files["rewrite.json"].replace(
+        f'"name": "{name}"', f'"name": "{folder / name}"', 1
+    )
+    output.files["rewrite.json"] = text
+    return output
 
 
 def written(folder: Path, output: Output) -> Path:

@@ -13,8 +13,8 @@ from slapo_rewrite import __version__
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive, needed_depth
+from slapo_rewrite.emit import record
 from slapo_rewrite.emit.draft import Draft, Options
-from slapo_rewrite.emit.record import digest, dumped, installed, packed, tool_digest
 from slapo_rewrite.emit.support_folder import as_recorded
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
@@ -55,7 +55,7 @@ def record_text(
     support = {"folder": options.support, "uses": as_recorded(draft.uses or {})}
     warnings = [without_folder(warning) for warning in draft.warnings]
     content = {
-        "tool": {"name": "slapo-rewrite", "version": __version__, "digest": tool_digest()},
+        "tool": {"name": "slapo-rewrite", "version": __version__, "digest": record.tool_digest()},
         "source": {
             "name": project.source_name,
             "file": draft.model_file,
@@ -74,16 +74,16 @@ def record_text(
         "packages": packages(project, own),
         **({"copies": copied(copies)} if copies else {}),
         "depends": depends(project, copies, own),
-        "files": {name: digest(text) for name, text in sorted(files.items())},
+        "files": {name: record.digest(text) for name, text in sorted(files.items())},
         "directives": [directive(d) for d in directives],
         "changes": [*_changes(draft)],
         **({"absolute": {n: [*lines] for n, lines in absolute.items()}} if absolute else {}),
         **({"rules": rules} if rules else {}),
         **({"warnings": warnings} if warnings else {}),
         "verification": None,
-        "written": {n: packed(t) for n, t in sorted(files.items()) if n.endswith(".py")},
+        "written": {n: record.packed(t) for n, t in sorted(files.items()) if n.endswith(".py")},
     }
-    return dumped(content)
+    return record.dumped(content)
 
 
 def _changes(draft: Draft) -> Iterator[dict[str, Any]]:
@@ -107,7 +107,7 @@ def _changes(draft: Draft) -> Iterator[dict[str, Any]]:
 
 def stored(file: SourceFile) -> str:
     """The SHA-256 of a source file."""
-    return digest(file.as_stored(file.text))
+    return record.digest(file.as_stored(file.text))
 
 
 def without_folder(warning: str) -> str:
@@ -139,7 +139,9 @@ def packages(project: Project, own: Mapping[str, Path]) -> dict[str, str]:
         file = project.sources.file_named(name)
         tops |= {n.partition(".")[0] for n in file.imports.values()} if file is not None else set()
     tops -= {*sys.stdlib_module_names, *(name.partition(".")[0] for name in own), "torch"}
-    return {name: version for name in ("torch", *sorted(tops)) if (version := installed(name))}
+    return {
+        name: version for name in ("torch", *sorted(tops)) if (version := record.installed(name))
+    }
 
 
 def copied(copies: Mapping[str, SourceFile]) -> dict[str, dict[str, str]]:
@@ -165,7 +167,7 @@ def depends(
     for name in sorted(modules - own.keys()):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file and name.split(".")[0] not in ("torch", "builtins"):
-            found[name] = digest(Path(file).read_bytes())
+            found[name] = record.digest(Path(file).read_bytes())
     names = own.keys() - {file.name for file in copies.values()}
     found |= {name: _read_digest(own[name], project.started) for name in names}
     return dict(sorted(found.items()))
@@ -176,4 +178,8 @@ def _read_digest(path: Path, started: float) -> str:
 
     None that a file could have where it was written to since: it may have been read before.
     """
-    return digest(path.read_bytes()) if os.stat(path).st_mtime <= started else "changed meanwhile"
+    return (
+        record.digest(path.read_bytes())
+        if os.stat(path).st_mtime <= started
+        else "changed meanwhile"
+    )

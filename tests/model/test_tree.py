@@ -137,7 +137,7 @@ def test_a_model_that_reads_values_is_told_about_the_meta_device(tmp_path):
     assert "meta device" in caught.value.hint
 
 
-@pytest.mark.parametrize(("value", "words"), [("None", "None"), ("3", "a int"), ("m", "a module")])
+@pytest.mark.parametrize(("value", "words"), [("None", "None"), ("3", "an int"), ("m", "a module")])
 def test_what_is_no_module_is_refused(tmp_path, value, words):
     make = schedule(tmp_path, f"\ndef model(m):\n    return {value}\n")
     with pytest.raises(errors.ModelError, match=f"returns {words}, not") as caught:
