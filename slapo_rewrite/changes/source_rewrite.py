@@ -38,6 +38,7 @@ class Rewrite:
         classes: New classes of the file that take the place of modules, by their paths.
         again: Whether the call is still to be carried out, on the changed source.
         idle: Paths of modules that are not always called any more, whatever is below them.
+        warnings: What the user should know, in words.
     """
 
     edits: list[Edit]
@@ -47,6 +48,7 @@ class Rewrite:
     classes: Mapping[str, NewClass] = field(default_factory=dict)
     again: bool = False
     idle: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def after(self, earlier: Rewrite | None) -> Rewrite:
         """The same, with what else the call changed before, for the record."""

@@ -63,6 +63,24 @@ def live_after(function: Function, statement: ast.stmt) -> frozenset[str]:
     return _Backward(local_names(function)).through(function)[statement]
 
 
+def bound_around(function: Function) -> dict[ast.stmt, tuple[Bound, Bound]]:
+    """Which local names are bound before and behind each statement from which the next is reached.
+
+    Where a manager suppresses what is raised in a `with`, what that binds may be unbound behind it.
+    """
+    forward = _Forward(local_names(function))
+    before, after = forward.through(function), forward.after
+    return {statement: (before[statement], bound) for statement, bound in after.items()}
+
+
+def dead_behind(function: Function) -> dict[ast.stmt, frozenset[str]]:
+    """The local names that nothing needs behind each statement; those of functions inside are."""
+    names = local_names(function)
+    kept = _captured(function, [])
+    live = _Backward(names).through(function)
+    return {statement: names - needed - kept for statement, needed in live.items()}
+
+
 def local_names(function: Function) -> frozenset[str]:
     """The names that a function binds, its parameters among them."""
     bound: set[str] = set()
@@ -378,6 +396,7 @@ class _Forward:
 
     names: frozenset[str]
     before: dict[ast.stmt, Bound] = field(default_factory=dict)
+    after: dict[ast.stmt, Bound] = field(default_factory=dict)
 
     def through(self, function: Function) -> dict[ast.stmt, Bound]:
         """For each statement of a function, the names that are bound before it."""
@@ -395,6 +414,8 @@ class _Forward:
                 return None
             self.before[statement] = state.joined(self.before.get(statement))
             state = self._statement(statement, state)
+            if state is not None:
+                self.after[statement] = state.joined(self.after.get(statement))
         return state
 
     def _statement(self, node: ast.stmt, state: Bound) -> Bound | None:
@@ -406,10 +427,11 @@ class _Forward:
             case ast.If():
                 return _joined(self._block(node.body, state), self._block(node.orelse, state))
             case ast.For() | ast.AsyncFor() | ast.While():
-                again = Bound(state.sure, state.maybe | self._binds(node.body))
+                sure = state.sure - self._unbinds(node.body)
+                again = Bound(sure, state.maybe | self._binds(node.body))
                 self._block(node.body, again)
                 never = start if isinstance(node, ast.For | ast.AsyncFor) else state
-                left = Bound(never.sure, again.maybe)
+                left = Bound(never.sure & again.sure, again.maybe)
                 end = self._block(node.orelse, left)
                 return _joined(end, left if breaks(node) else None)
             case ast.With() | ast.AsyncWith():
@@ -446,6 +468,9 @@ class _Forward:
 
     def _binds(self, body: Sequence[ast.stmt]) -> frozenset[str]:
         return frozenset(_first_places(body, (ast.Store,), self.names))
+
+    def _unbinds(self, body: Sequence[ast.stmt]) -> frozenset[str]:
+        return frozenset(_first_places(body, (ast.Del,), self.names))
 
 
 def _joined(one: Bound | None, other: Bound | None) -> Bound | None:

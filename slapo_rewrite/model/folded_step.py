@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_rewrite.model import small_model
+from slapo_rewrite.model.sized_inputs import sized_inputs
 from slapo_rewrite.model.step_profile import ROWS, NotLaunched, Profile, counted_step
 
 
@@ -66,7 +67,7 @@ class FoldedStep:
         self.schedule, self.layers, self.kernels = schedule, layers, kernels
         check_positions(model, sequence)
         try:
-            self.given = step_inputs(schedule, model, sequence)
+            self.given = sized_inputs(schedule, model, ROWS, sequence)
             self.model = model.to(dtype).train()
         except Exception as error:  # the schedule's own code
             raise DoesNotRun(first_line(error)) from error
@@ -102,31 +103,6 @@ def launching_nothing(modules: Iterable[ModuleType]) -> Iterator[None]:
                 elif type(value).__name__ == "JITFunction":
                     stack.enter_context(patch.object(module, name, NotLaunched()))
         yield
-
-
-def step_inputs(schedule: Any, model: nn.Module, sequence: int | None) -> dict[str, Any]:
-    """The arguments of a step, with `ROWS` rows of so many tokens, on the meta device.
-
-    The first axis of a tensor is the batch's. Those further axes that are as long as the second
-    one of the first tensor of whole numbers are the tokens'.
-    """
-    made = small_model.training_inputs(schedule, model)
-    found = [value for value in made.values() if isinstance(value, Tensor) and value.dim()]
-    rows = found[0].shape[0] if found else 0
-    tokens = next((t.shape[1] for t in found if t.dim() > 1 and not t.is_floating_point()), None)
-
-    def resized(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        shape = list(value.shape)
-        for axis, size in enumerate(shape):
-            if axis == 0 and size == rows:
-                shape[0] = ROWS
-            elif axis and sequence is not None and size == tokens:
-                shape[axis] = sequence
-        return torch.empty(shape, dtype=value.dtype, device="meta")
-
-    return {name: resized(value) for name, value in made.items()}
 
 
 def check_positions(model: nn.Module, sequence: int | None) -> None:

@@ -12,7 +12,6 @@ tells by its size: one run says what a micro-batch of any size takes.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_rewrite.model.costs import FREE, PICKING, OnMeta, flops_of
 from slapo_rewrite.model.results import tensors
+from slapo_rewrite.model.storages import Storages
 
 # Rows of the batch that is counted with: prime, and no size of a model.
 ROWS = 1009
@@ -194,10 +194,8 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self._events: list[_Event] = []
         self._place, self._is_forward, self._is_over = BEFORE, True, False
-        self._known: dict[int, weakref.ref[Any]] = {}
-        self._number = 0
         self._gradients: set[int] = set()
-        self._added: dict[int, int] = {}
+        self._sizes: dict[int, float] = {}
         self._profile = Profile()
         self._parameters: dict[int, str] = {}
         self._last: Tensor | None = None
@@ -205,14 +203,11 @@ class _Counter(TorchDispatchMode):
             self._parameters[_key(parameter)] = name
             self._profile.sizes[name] = parameter.nbytes
             self._profile.counts[name] = parameter.numel()
-        self._outside = [parameter.untyped_storage() for parameter in model.parameters()]
-        for buffer in model.buffers():
-            self._outside.append(buffer.untyped_storage())
-            self._profile.buffers += buffer.nbytes
+        outside = [*model.parameters(), *model.buffers(), *tensors(inputs)]
+        self._storages = Storages(outside, self._let_go)
+        self._profile.buffers = sum(buffer.nbytes for buffer in model.buffers())
         for given in tensors(inputs):
-            self._outside.append(given.untyped_storage())
             self._profile.inputs = self._profile.inputs.plus(Amount.counted(given.nbytes))
-        self._ignored = {storage._cdata for storage in self._outside}
 
     @property
     def _part(self) -> Part:
@@ -278,9 +273,10 @@ class _Counter(TorchDispatchMode):
 
     def _add(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        key = parameter.grad.untyped_storage()._cdata
-        self._gradients.add(self._added[key])
-        self._note(self._added[key], 0.0)
+        number = self._storages.number_of(parameter.grad)
+        assert number is not None
+        self._gradients.add(number)
+        self._note(number, 0.0)
 
     def _note(self, storage: int, size: float) -> None:
         if not self._is_over:
@@ -316,20 +312,12 @@ class _Counter(TorchDispatchMode):
         part.moved = part.moved.plus(_of_all(given))
 
     def _made(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._ignored or key in self._known:
-            return
-        size = float(storage.nbytes())
-        number = self._number = self._number + 1
+        if (number := self._storages.made(tensor)) is not None:
+            self._sizes[number] = float(tensor.untyped_storage().nbytes())
+            self._note(number, self._sizes[number])
 
-        def let_go(_: Any) -> None:
-            del self._known[key]
-            self._note(number, -size)
-
-        self._known[key] = weakref.ref(storage, let_go)
-        self._added[key] = number
-        self._note(number, size)
+    def _let_go(self, number: int) -> None:
+        self._note(number, -self._sizes[number])
 
     def _communicates(self, part: Part, name: str, args: Any) -> None:
         kind = name.removeprefix("c10d::").strip("_")

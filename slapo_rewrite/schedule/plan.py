@@ -103,6 +103,7 @@ class Plan:
         if (done := call.done) is not None:
             self.idle |= dict.fromkeys(done.absorbed, directive)
             self.seldom |= dict.fromkeys(done.idle, directive)
+            self.warnings += done.warnings
             if done.notes:
                 self.notes[directive.number] = done.notes
         chosen = primitive.choose(call, nodes)

@@ -1,0 +1,149 @@
+"""Where the local names of a function die: behind the statement that reads them last."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from slapo_rewrite.code.arguments import first_parameter
+from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.liveness import blocks, bound_around, dead_behind, statements
+from slapo_rewrite.code.sinking import is_alone
+
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+# What a function does that holds or looks at its local names in a way of its own.
+_OTHERWISE = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
+_LOOKING = {"locals", "vars", "dir", "eval", "exec", "inspect", "sys"}
+_TRYING = (ast.Try, ast.TryStar, ast.Match)
+
+
+@dataclass(frozen=True)
+class Death:
+    """A local name that nothing needs any more.
+
+    Attributes:
+        statement: Behind which it is so.
+        name: The name.
+    """
+
+    statement: ast.stmt
+    name: str
+
+
+def deaths(file: SourceFile, function: ast.FunctionDef) -> list[Death]:
+    """Where a function may drop names: each is bound there whatever way was taken.
+
+    A name is dropped in the block that binds it, or behind what stands in it as a whole. What a
+    `try` or `match` mentions, a function inside or a generator holds, is left alone.
+    """
+    if _looks_at_names(function):
+        return []
+    found = [d for d in _Deaths(file, function).inside(function.body) if d.name]
+    # Where one is dropped, it is unbound further on, and in the next round of a loop.
+    while wrong := _unbound(function, found):
+        found = [death for death in found if death not in wrong]
+    return found
+
+
+def dropping(
+    function: ast.FunctionDef, behind: Mapping[ast.stmt, Sequence[ast.stmt]]
+) -> ast.FunctionDef:
+    """A function with further statements behind its own, which stay the same objects."""
+    made = copy.copy(function)
+    made.body = _with(function.body, behind)
+    return made
+
+
+def _with(
+    body: Sequence[ast.stmt], behind: Mapping[ast.stmt, Sequence[ast.stmt]]
+) -> list[ast.stmt]:
+    found: list[ast.stmt] = []
+    for statement in body:
+        made = statement
+        if any(True for _ in blocks(statement)):
+            made = copy.copy(statement)
+            for name in ("body", "orelse", "finalbody"):
+                if inner := getattr(statement, name, None):
+                    setattr(made, name, _with(inner, behind))
+        found += [made, *behind.get(statement, ())]
+    return found
+
+
+def _looks_at_names(function: ast.FunctionDef) -> bool:
+    inner = [node for statement in function.body for node in ast.walk(statement)]
+    return any(isinstance(node, _OTHERWISE) for node in inner) or not _LOOKING.isdisjoint(
+        names_in(*function.body)
+    )
+
+
+class _Deaths:
+    """Walks over the blocks of a function."""
+
+    def __init__(self, file: SourceFile, function: ast.FunctionDef) -> None:
+        self.file, self.function = file, function
+        self.bound, self.dead = bound_around(function), dead_behind(function)
+        nodes = list(ast.walk(function))
+        holding = [n for n in nodes if isinstance(n, (ast.GeneratorExp, *_TRYING))]
+        self.kept: set[str | None] = {*names_in(*holding), first_parameter(function)}
+
+    def inside(self, body: Sequence[ast.stmt], outer: Collection[str] = ()) -> Iterator[Death]:
+        """Those of a block.
+
+        Args:
+            body: The block.
+            outer: Names that are dropped behind the statement that it is part of.
+        """
+        for statement in body:
+            behind = self._behind(statement) - set(outer)
+            if isinstance(statement, _LOOPS):
+                inner = list(self.inside(statement.body, outer))
+                inner += self.inside(statement.orelse, behind)
+            elif isinstance(statement, _TRYING):
+                continue
+            else:
+                taken = {*outer, *behind}
+                inner = [d for block in blocks(statement) for d in self.inside(block, taken)]
+            yield from inner
+            dropped = {death.name for death in inner}
+            yield from (
+                Death(statement, n) for n in self._named(statement) if n in behind - dropped
+            )
+
+    def _behind(self, statement: ast.stmt) -> set[str]:
+        """The names that can be dropped right behind a statement."""
+        if statement not in self.bound or not is_alone(self.file, statement):
+            return set()
+        if isinstance(statement, ast.If) and self.file.segment(statement).startswith("elif"):
+            return set()  # there is no place for a statement between two arms
+        before, after = self.bound[statement]
+        # What a manager suppresses may have left unbound what stands in a `with`.
+        sure = before.sure if isinstance(statement, ast.With) else after.sure
+        return set(sure & self.dead[statement]) - self.kept
+
+    def _named(self, statement: ast.stmt) -> list[str]:
+        """The names that a statement mentions, in the order of the text."""
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.Delete)):
+            return []
+        named = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
+        named.sort(key=lambda n: (n.lineno, n.col_offset))
+        return list(dict.fromkeys(n.id for n in named))
+
+
+def _unbound(function: ast.FunctionDef, found: Sequence[Death]) -> list[Death]:
+    """Those of some names that may be unbound already where they are to be dropped."""
+    behind: dict[ast.stmt, list[ast.stmt]] = {}
+    made: dict[ast.stmt, Death] = {}
+    for death in found:
+        drop = ast.Delete([ast.Name(death.name, ast.Del())])
+        behind.setdefault(death.statement, []).append(drop)
+        made[drop] = death
+    bound = bound_around(dropping(function, behind))
+    known = {s for s in statements(dropping(function, behind).body) if s in made}
+    return [
+        death
+        for drop, death in made.items()
+        if drop in known and (drop not in bound or death.name not in bound[drop][0].sure)
+    ]

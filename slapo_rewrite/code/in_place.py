@@ -1,0 +1,124 @@
+"""Whether an expression may stand where its value is read, in the place of a name for it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slapo_rewrite.code.edit import substituted
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.liveness import blocks
+from slapo_rewrite.code.sinking import is_alone
+
+# What an expression may consist of to be read at a glance inside another one.
+_PLAIN = (
+    *(ast.Call, ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.UnaryOp, ast.keyword),
+    *(ast.operator, ast.unaryop, ast.expr_context),
+)
+MOST_CALLS = 3
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """An expression that takes the place of a name.
+
+    Attributes:
+        gone: The statement that binds the name.
+        name: Where it is read.
+        text: The expression.
+    """
+
+    gone: ast.Assign
+    name: ast.Name
+    text: str
+
+
+def in_place(
+    file: SourceFile, function: ast.FunctionDef, reading: ast.stmt, name: str, line_length: int
+) -> InPlace | None:
+    """The expression for a name that is bound by one statement and read once, by the next.
+
+    None where that would compute in another order, or be harder to read than the name: on a line
+    that is too long, among many calls, without a comment that stands there.
+
+    Args:
+        file: The file.
+        function: The function.
+        reading: The statement that reads the name.
+        name: The name.
+        line_length: The file's own.
+    """
+    before = _before(function.body, reading)
+    match before, reading:
+        case ast.Assign(targets=[ast.Name(id=bound)], value=value), ast.Assign(value=taking):
+            pass
+        case _:
+            return None
+    uses = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name]
+    reads = [n for n in uses if isinstance(n.ctx, ast.Load)]
+    if bound != name or len(uses) != 2 or len(reads) != 1 or not _is_first(taking, reads[0]):
+        return None
+    parts = [*ast.walk(value), *ast.walk(taking)]
+    calls = sum(isinstance(part, ast.Call) for part in parts)
+    if not all(isinstance(part, _PLAIN) for part in parts) or calls > MOST_CALLS:
+        return None
+    if not isinstance(value, ast.Call) or not _is_bare(file, before, reading):
+        return None
+    text = file.segment(value)
+    written = substituted(file, reading, {reads[0]: text})
+    if "\n" in written or reading.col_offset + len(written) > line_length:
+        return None
+    return InPlace(before, reads[0], text)
+
+
+def _before(body: Sequence[ast.stmt], statement: ast.stmt) -> ast.stmt | None:
+    """The statement before one, in its block."""
+    for number, each in enumerate(body):
+        if each is statement:
+            return body[number - 1] if number else None
+        for block in blocks(each):
+            if (found := _before(block, statement)) is not None:
+                return found
+    return None
+
+
+def _is_first(expr: ast.expr, name: ast.Name) -> bool:
+    """Whether nothing but names and constants is evaluated before a name, in any case."""
+    match expr:
+        case ast.Name():
+            return expr is name
+        case ast.Attribute(value=value) | ast.UnaryOp(operand=value):
+            return _is_first(value, name)
+        case ast.BinOp(left=left, right=right):
+            return _is_first_of([left, right], name)
+        case ast.Call(func=func, args=args, keywords=keywords):
+            if isinstance(func, ast.Attribute) and name in ast.walk(func):
+                return _is_first(func.value, name)
+            is_named = not any(isinstance(n, ast.Call) for n in ast.walk(func))
+            given = [*args, *(keyword.value for keyword in keywords)]
+            return is_named and _is_first_of(given, name)
+    return False
+
+
+def _is_first_of(given: Sequence[ast.expr], name: ast.Name) -> bool:
+    for each in given:
+        if name in ast.walk(each):
+            return _is_first(each, name)
+        if not isinstance(each, (ast.Name, ast.Constant)):
+            return False
+    return False
+
+
+def _is_bare(file: SourceFile, first: ast.stmt, second: ast.stmt) -> bool:
+    """Whether two statements are a line each, next to one another, without a comment."""
+    lines = range(first.lineno - 1, second.lineno + 1)
+    plain = first.end_lineno == first.lineno and second.end_lineno == second.lineno
+    comments = any("#" in file.line(number) for number in lines)
+    return (
+        plain
+        and not comments
+        and second.lineno == first.lineno + 1
+        and is_alone(file, first)
+        and is_alone(file, second)
+    )

@@ -1,0 +1,197 @@
+"""What a run of a model holds, and what of it names keep that nothing needs any more.
+
+The live model runs on the meta device: with gradients, in training, and without, in eval mode. Each
+storage that is made and let go is an event, and so is each call of a function of the file. A second
+run drops every name where it is dead; it makes the same storages in the same order, and lets some
+of them go sooner. From both follows what each name keeps, and the most that a call would hold if
+only some of them were dropped.
+"""
+
+from __future__ import annotations
+
+import ast
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from slapo_rewrite.code.dead_values import Death
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.model.costs import OnMeta
+from slapo_rewrite.model.results import tensors
+from slapo_rewrite.model.storages import Storages
+from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.model.watched_functions import Live, watching
+
+
+class CannotMeasure(Exception):
+    """The model does not run without values, in words."""
+
+
+@dataclass(eq=False)
+class Frame:
+    """One call of a function.
+
+    Attributes:
+        function: The function.
+        first: How many storages had been made when it began.
+        last: How many when it ended.
+        end: At which event.
+    """
+
+    function: ast.FunctionDef
+    first: int
+    last: int = 0
+    end: int = 0
+
+
+@dataclass
+class Record:
+    """One run.
+
+    Attributes:
+        sizes: The bytes of each storage, in the order in which they were made.
+        let_go: By the number of a storage, how many had been made when it was let go, and at which
+            event; none where it was held to the end.
+        frames: The calls of watched functions.
+        keepers: By the number of a storage, the names that kept it where they were dropped, each
+            with the call that it was a name of.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    let_go: dict[int, tuple[int, int]] = field(default_factory=dict)
+    frames: list[Frame] = field(default_factory=list)
+    keepers: dict[int, list[tuple[Death, Frame]]] = field(default_factory=dict)
+
+    def end_of(self, storage: int) -> int:
+        """How many storages had been made when one was let go."""
+        return self.let_go.get(storage, (len(self.sizes), 0))[0]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes storages and calls.
+
+    Args:
+        functions: The functions that are watched, by number.
+        deaths: The names that they drop, by number.
+        outside: What is there all the time.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[ast.FunctionDef],
+        deaths: Sequence[Death],
+        outside: Sequence[Tensor],
+    ) -> None:
+        super().__init__()
+        self.record = Record()
+        self._functions, self._deaths = functions, deaths
+        self._storages = Storages(outside, self._let_go)
+        self._dropped: tuple[Death, Frame] | None = None
+        self._events = 0
+        self._is_over = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for tensor in tensors(results):
+            if self._storages.made(tensor) is not None:
+                self._events += 1
+                self.record.sizes.append(tensor.untyped_storage().nbytes())
+        return results
+
+    def _let_go(self, number: int) -> None:
+        if self._is_over:
+            return
+        self._events += 1
+        self.record.let_go[number] = len(self.record.sizes), self._events
+        if self._dropped is not None:
+            keepers = self.record.keepers.setdefault(number, [])
+            if self._dropped not in keepers:
+                keepers.append(self._dropped)
+
+    # What watched functions call ------------------------------------------------------------------
+
+    def enter(self, number: int) -> Any:
+        """A call begins; it ends when what this gives is let go."""
+        frame = Frame(self._functions[number], len(self.record.sizes))
+        self.record.frames.append(frame)
+        token = _Token(frame)
+        weakref.finalize(token, self._leave, frame)
+        return token
+
+    def _leave(self, frame: Frame) -> None:
+        self._events += 1
+        frame.last, frame.end = len(self.record.sizes), self._events
+
+    def drop(self, number: int, call: Any, value: Any) -> None:
+        """A name of a call is about to be dropped."""
+        self._dropped = self._deaths[number], call.frame
+        for tensor in tensors(value):
+            if (kept := self._storages.number_of(tensor)) is not None:
+                self.record.keepers.setdefault(kept, []).append(self._dropped)
+
+    def dropped(self) -> None:
+        """It has been."""
+        self._dropped = None
+
+    def over(self) -> Record:
+        """What was recorded."""
+        self._is_over = True
+        return self.record
+
+
+class _Token:
+    """Stands for a call as long as that lasts."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+
+
+def recorded(
+    tree: Tree,
+    inputs: Mapping[str, Any],
+    file: SourceFile,
+    lives: Sequence[Live],
+    deaths: Sequence[Death],
+    *,
+    training: bool,
+) -> Record:
+    """What a forward pass holds, with some names dropped.
+
+    Args:
+        tree: The module tree, on the meta device.
+        inputs: The arguments of the model.
+        file: The file whose functions are watched.
+        lives: The functions.
+        deaths: The names.
+        training: Whether it is one with gradients, in training; in eval mode else, without.
+
+    Raises:
+        CannotMeasure: The model does not run.
+    """
+    model = tree.root.live
+    was_training = model.training
+    given = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), dict(inputs))
+    outside = [*model.parameters(), *model.buffers(), *tensors(given)]
+    recorder = _Recorder([each.function for each in lives], deaths, outside)
+    model.train(training)
+    try:
+        with (
+            watching(file, lives, deaths, recorder),
+            torch.set_grad_enabled(training),
+            OnMeta(),
+            recorder,
+        ):
+            outputs = model(**given)
+            record = recorder.over()
+            del outputs
+    except Exception as error:  # the model's own code
+        raise CannotMeasure(next(iter(str(error).splitlines()), type(error).__name__)) from error
+    finally:
+        model.train(was_training)
+    return record

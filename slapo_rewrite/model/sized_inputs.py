@@ -1,0 +1,50 @@
+"""The arguments of a step in other sizes, for runs that need no values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_rewrite.model import small_model
+
+
+def sized_inputs(
+    schedule: Any, model: nn.Module, rows: int | None, tokens: int | None
+) -> dict[str, Any]:
+    """The arguments of a step, with so many rows of so many tokens, on the meta device.
+
+    The first axis of a tensor is the batch's. Those further axes that are as long as the second
+    one of the first tensor of whole numbers are the tokens'.
+
+    Args:
+        schedule: The schedule's module.
+        model: The model that they are for.
+        rows: How many rows; None for as many as there are.
+        tokens: How many tokens; None likewise.
+    """
+    made = small_model.training_inputs(schedule, model)
+    found = [value for value in made.values() if isinstance(value, Tensor) and value.dim()]
+    given = found[0].shape[0] if found else 0
+    long = next((t.shape[1] for t in found if t.dim() > 1 and not t.is_floating_point()), None)
+
+    def resized(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        shape = list(value.shape)
+        for axis, size in enumerate(shape):
+            if axis == 0 and size == given and rows is not None:
+                shape[0] = rows
+            elif axis and tokens is not None and size == long:
+                shape[axis] = tokens
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    return {name: resized(value) for name, value in made.items()}
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """How many positions a Hugging Face model has, as far as its configuration tells."""
+    config: Any = getattr(model, "config", None)
+    numbers = [getattr(config, name, None) for name in small_model.POSITIONS]
+    return min((n for n in numbers if isinstance(n, int) and n > 0), default=None)

@@ -1,0 +1,165 @@
+"""Functions of a file that tell of their calls while they are watched, and drop names.
+
+Their code is exchanged: what holds a function, a decorator say, goes on holding the same one.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any, Protocol
+
+from slapo_rewrite.code.dead_values import Death, dropping
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.model.tree import Tree
+
+# What watched functions call the watcher.
+_WATCHER, _CALL = "_slapo_rewrite_watcher", "_slapo_rewrite_call"
+
+
+class Watcher(Protocol):
+    """Is told."""
+
+    def enter(self, number: int) -> Any:
+        """A call of a function begins; it ends when what this gives is let go."""
+
+    def drop(self, number: int, call: Any, value: Any) -> None:
+        """A name of a call is about to be dropped."""
+
+    def dropped(self) -> None:
+        """It has been."""
+
+
+def _read(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())
+
+
+def _call(name: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(ast.Attribute(_read(_WATCHER), name, ast.Load()), list(arguments), [])
+
+
+def _watched(
+    function: ast.FunctionDef, number: int, deaths: Mapping[Death, int]
+) -> ast.FunctionDef:
+    """A function that tells of its calls, and drops names."""
+    behind: dict[ast.stmt, list[ast.stmt]] = {}
+    for death, place in deaths.items():
+        behind.setdefault(death.statement, []).extend([
+            ast.Expr(_call("drop", ast.Constant(place), *map(_read, (_CALL, death.name)))),
+            ast.Delete([ast.Name(death.name, ast.Del())]),
+            ast.Expr(_call("dropped")),
+        ])  # fmt: skip
+    made = dropping(function, behind)
+    token = ast.Assign([ast.Name(_CALL, ast.Store())], _call("enter", ast.Constant(number)))
+    made.body = [token, *made.body]
+    made.decorator_list = []
+    return ast.copy_location(made, function)
+
+
+def _code_of(made: ast.FunctionDef, class_name: str | None, file: SourceFile) -> CodeType | None:
+    """The code of a function, as that of a method where it is one."""
+    body: list[ast.stmt] = [made]
+    if class_name is not None:
+        body = [ast.ClassDef(class_name, [], [], body, [], **_NO_TYPES)]
+    tree = ast.fix_missing_locations(ast.Module(body, []))
+    code: CodeType | None = compile(tree, str(file.path), "exec", dont_inherit=True)
+    for name in filter(None, (class_name, made.name)):
+        inner = [c for c in code.co_consts if isinstance(c, CodeType)] if code else []
+        code = next((c for c in inner if c.co_name == name), None)
+    return code
+
+
+_NO_TYPES: dict[str, Any] = {"type_params": []} if "type_params" in ast.ClassDef._fields else {}
+
+
+@dataclass(frozen=True)
+class Live:
+    """A function of the file, as it runs.
+
+    Attributes:
+        function: The function.
+        class_name: The class that has it, if one does.
+        live: What runs.
+    """
+
+    function: ast.FunctionDef
+    class_name: str | None
+    live: FunctionType
+
+
+def live_functions(
+    tree: Tree, file: SourceFile, functions: Collection[tuple[ast.FunctionDef, str | None]]
+) -> list[Live]:
+    """What runs of some functions and methods of a file; without those that are not found."""
+    classes = {
+        cls.__name__: cls
+        for node in tree.nodes.values()
+        for cls in node.cls.__mro__
+        if cls.__module__ == file.name
+    }
+    spaces = [
+        vars(value).get("__globals__", getattr(value, "__globals__", {}))
+        for cls in classes.values()
+        for value in vars(cls).values()
+        if isinstance(value, FunctionType) and value.__module__ == file.name
+    ]
+    found = []
+    for function, owner in functions:
+        if owner is not None:
+            given = [vars(classes[owner]).get(function.name)] if owner in classes else []
+        else:
+            given = [space.get(function.name) for space in spaces[:1]]
+        for value in given:
+            live = _undecorated(value, function)
+            if live is not None:
+                found.append(Live(function, owner, live))
+    return found
+
+
+def _undecorated(value: Any, function: ast.FunctionDef, depth: int = 6) -> FunctionType | None:
+    """The function that a definition made, below what its decorators put around it."""
+    value = getattr(value, "__func__", value)
+    if not isinstance(value, FunctionType) or not depth:
+        return None
+    first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
+    if value.__code__.co_name == function.name and value.__code__.co_firstlineno == first:
+        return value
+    inner = [getattr(value, "__wrapped__", None)]
+    for cell in value.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            inner.append(cell.cell_contents)
+    return next((f for each in inner if (f := _undecorated(each, function, depth - 1))), None)
+
+
+@contextlib.contextmanager
+def watching(
+    file: SourceFile, lives: Sequence[Live], deaths: Sequence[Death], watcher: Watcher
+) -> Iterator[None]:
+    """Functions tell of their calls, and drop names, for as long as it lasts.
+
+    Args:
+        file: The file that has them.
+        lives: The functions; the watcher knows them by their number here.
+        deaths: The names, likewise.
+        watcher: Is told.
+    """
+    numbers = {death: number for number, death in enumerate(deaths)}
+    before: list[tuple[FunctionType, CodeType]] = []
+    setattr(builtins, _WATCHER, watcher)
+    try:
+        for number, each in enumerate(lives):
+            inside = {id(n) for n in ast.walk(each.function)}
+            own = {d: n for d, n in numbers.items() if id(d.statement) in inside}
+            code = _code_of(_watched(each.function, number, own), each.class_name, file)
+            if code is not None and code.co_freevars == each.live.__code__.co_freevars:
+                before.append((each.live, each.live.__code__))
+                each.live.__code__ = code
+        yield
+    finally:
+        for live, code in before:
+            live.__code__ = code
+        delattr(builtins, _WATCHER)

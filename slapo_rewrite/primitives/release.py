@@ -1,0 +1,269 @@
+"""`release`: values of a `forward` that nothing needs any more are dropped where they die."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.change_set import own_copy
+from slapo_rewrite.changes.source_rewrite import Rewrite
+from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.code.dead_values import Death, deaths
+from slapo_rewrite.code.edit import Edit, Put
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.in_place import in_place
+from slapo_rewrite.code.lines import Line, Lines, written
+from slapo_rewrite.code.splice import Edit as TextEdit
+from slapo_rewrite.directive import Directive
+from slapo_rewrite.fusion.match_rules import below
+from slapo_rewrite.fusion.method_users import Sharing
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.watched_functions import Live, live_functions
+from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
+from slapo_rewrite.primitives.checkpoint import MODEL
+
+if TYPE_CHECKING:
+    from slapo_rewrite.model.paying_releases import Way
+
+# The batch that is counted with, where the tool makes it up.
+ROWS, TOKENS = 8, 1024
+# A row is also counted at this share of its length: which part of a layer holds most depends on it.
+SHORTER = 8
+
+BLOCK = """\
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        mixed = self.mix(x)
+        y = x + mixed
+        z = self.down(torch.relu(self.up(y)))
+        return y + z
+
+
+class Stack(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+
+    def forward(self, x):
+        lifted = x * 2
+        # Both signs, side by side.
+        signs = torch.stack([lifted, -lifted])
+        for block in self.blocks:
+            signs = block(signs)
+        return signs
+"""
+
+
+class Release(Rewriting):
+    """Drop values where they die, in the selected modules' `forward` and what that calls.
+
+    A local name keeps its value until the function returns or binds the name anew. Where the value
+    is not needed so long, and nothing else keeps it, it is dropped right behind the statement that
+    reads it last. Only what lowers the most that a call holds is written; that is measured on the
+    meta device, in training and in eval mode without gradients, at the length of `inputs(model)`
+    or at `sequence` tokens a row, and at an eighth of them. Without gradients, and in what
+    `checkpoint` recomputes, names keep far more than in training, where autograd keeps most of it
+    anyway. What the caller holds, arguments among it, is not dropped, nor what stands in a `try`,
+    a generator, a function inside. Call it last: what changes the source later sees these lines.
+
+    Rewrite:
+        y = x + mixed
+        z = self.down(torch.relu(self.up(y)))
+        -->
+        y = x + mixed
+        del mixed
+        z = self.down(torch.relu(self.up(y)))
+        and where one line binds a name and the next one is all that reads it,
+        y = x + self.mix(x)
+
+    Shapes:
+        Unchanged.
+
+    Numerics:
+        Exact.
+
+    State:
+        Unchanged.
+
+    Raises:
+        SR305 modules of other files alone, a model that does not run without values, modules of
+        the class that are not selected; SR206 a length that is none.
+
+    Source: ROAM, arXiv 2310.19295.
+    """
+
+    name = "release"
+    examples = (
+        Example(
+            BLOCK,
+            MODEL + "def schedule(s):\n    s.release()\n",
+            """\
+-        mixed = self.mix(x)
+-        y = x + mixed
++        y = x + self.mix(x)
++        del lifted
+""",
+        ),
+    )
+    refusals = (
+        Refusal(BLOCK, MODEL + 'def schedule(s):\n    s["blocks.0"].release()\n', "SR305"),
+        Refusal(BLOCK, MODEL + 'def schedule(s):\n    s["blocks.*.up"].release()\n', "SR305"),
+        Refusal(BLOCK, MODEL + "def schedule(s):\n    s.release(sequence=0)\n", "SR206"),
+    )
+
+    def signature(self) -> inspect.Signature:
+        """`release(*, sequence=None)`."""
+
+        def release(*, sequence: int | None = None) -> None: ...
+
+        return signature_of(release)
+
+    def rewrites(
+        self,
+        call: Call,
+        nodes: list[Node],
+        states: Mapping[str, ModuleRequests],
+        line_length: int,
+    ) -> Rewrite:
+        """The functions that the modules run, with what pays dropped."""
+        sequence, at = call.arguments["sequence"], call.directive.at
+        if sequence is not None and (type(sequence) is not int or sequence < 1):
+            raise errors.BadArgument(
+                f"`sequence` is how many tokens a row has, not {sequence!r}", at=at
+            )
+        sharing = Sharing(call.tree, call.sources)
+        lives = _lives(call, nodes, sharing)
+        found = {d: each.function for each in lives for d in deaths(sharing.file, each.function)}
+        dropped = _paying(call, lives, found, sequence)
+        _check_selected(call, nodes, sharing, {found[death]: death for death in dropped})
+        if not dropped:
+            return Rewrite([], warnings=(_unchanged(call.directive),))
+        functions = {death: found[death] for death in dropped}
+        return Rewrite(_edits(sharing.file, functions, call.directive, line_length))
+
+
+def _unchanged(cause: Directive) -> str:
+    line = f"line {cause.at.line}: " if cause.at else ""
+    return f"{line}`release` drops nothing: no name keeps what would lower the memory that is held"
+
+
+def _lives(call: Call, nodes: Sequence[Node], sharing: Sharing) -> list[Live]:
+    """The functions of the file that some modules run, constructors left out.
+
+    Raises:
+        Unsupported: There are none.
+    """
+    selected = {node.path for node in below(nodes)}
+    functions = [f for f in sharing.functions() if f.name != "__init__"]
+    own = [f for f in functions if any(n.path in selected for n in sharing.sharers(f))]
+    if not own:
+        name = nodes[0].cls.__name__
+        raise errors.Unsupported(
+            f"`{nodes[0].path}` is a {name}: its `forward` does not stand in "
+            f"{sharing.file.path.name}",
+            at=call.directive.at,
+            hint=own_copy(name, sharing.file),
+        )
+    return live_functions(call.tree, sharing.file, [(f, sharing.owner_of(f)) for f in own])
+
+
+def _paying(
+    call: Call,
+    lives: Sequence[Live],
+    found: Mapping[Death, ast.FunctionDef],
+    sequence: int | None,
+) -> list[Death]:
+    """The names that are worth dropping.
+
+    Raises:
+        Unsupported: The model does not run without values.
+    """
+    from slapo_rewrite.model.held_memory import CannotMeasure
+    from slapo_rewrite.model.paying_releases import measured, paying  # imports triton
+    from slapo_rewrite.model.sized_inputs import positions_of, sized_inputs
+
+    model = call.tree.root.live
+    rows = None if hasattr(call.schedule, "inputs") else ROWS
+    if sequence is None and rows is not None:
+        sequence = min(TOKENS, positions_of(model) or TOKENS)
+    lengths = [sequence, *([sequence // SHORTER] if sequence and sequence >= 2 * SHORTER else [])]
+    ways: list[Way] = []
+    try:
+        for length in lengths:
+            inputs = sized_inputs(call.schedule, model, rows, length)
+            ways += measured(call.tree, inputs, call.sources.main, lives, list(found))
+    except (CannotMeasure, ValueError) as error:
+        raise errors.Unsupported(
+            f"what is held cannot be measured: {error}",
+            at=call.directive.at,
+            hint="leave `release` out: it needs a model that runs on the meta device, and inputs "
+            "for it",
+        ) from error
+    return paying(ways, found)
+
+
+def _check_selected(
+    call: Call,
+    nodes: Sequence[Node],
+    sharing: Sharing,
+    functions: Mapping[ast.FunctionDef, Death],
+) -> None:
+    """One text serves all modules that run it.
+
+    Raises:
+        Unsupported: One that is not selected runs a text that changes.
+    """
+    selected = {node.path for node in below(nodes)}
+    for function, death in functions.items():
+        others = [node for node in sharing.sharers(function) if node.path not in selected]
+        if others:
+            raise errors.Unsupported(
+                f"`{others[0].path or 'the model'}` runs `{function.name}` too, where "
+                f"`{death.name}` is to be dropped, and is not selected",
+                at=sharing.file.at(death.statement),
+                cause=call.directive,
+                hint="select all modules that run it, or the whole model: s.release()",
+            )
+
+
+def _edits(
+    file: SourceFile,
+    dropped: Mapping[Death, ast.FunctionDef],
+    cause: Directive,
+    line_length: int,
+) -> list[TextEdit]:
+    """Each name written as its expression where it reads well, else in a `del`."""
+    lines: dict[ast.stmt, Lines] = {}
+    names: dict[ast.stmt, list[str]] = {}
+    for death, function in dropped.items():
+        place = in_place(file, function, death.statement, death.name, line_length)
+        taken = place is None or place.gone in lines or death.statement in lines
+        if place is None or taken:
+            names.setdefault(death.statement, []).append(death.name)
+            continue
+        why = f"the value that was `{death.name}` is let go once it is used"
+        edit = Edit(place.name, Put(place.text))
+        lines.setdefault(death.statement, Lines()).inside.append((edit, (cause,), why))
+        lines[place.gone] = Lines(gone=((cause,), why))
+    for statement, dead in names.items():
+        several = len(dead) > 1
+        quoted = " and ".join(f"`{name}`" for name in dead)
+        why = (
+            f"nothing needs {quoted} any more, and {'they hold' if several else 'it holds'} memory"
+        )
+        line = Line(f"del {', '.join(dead)}", (cause,), why)
+        lines.setdefault(statement, Lines()).after.append(line)
+    return written(file, lines, line_length)
