@@ -427,11 +427,13 @@ class _Forward:
             case ast.If():
                 return _joined(self._block(node.body, state), self._block(node.orelse, state))
             case ast.For() | ast.AsyncFor() | ast.While():
-                sure = state.sure - self._unbinds(node.body)
-                again = Bound(sure, state.maybe | self._binds(node.body))
+                unbound = self._unbinds(node.body)
+                # What a round before has dropped is unbound where the next one begins.
+                again = Bound(start.sure - unbound, state.maybe | self._binds(node.body))
+                again = self._take(node, again)
                 self._block(node.body, again)
                 never = start if isinstance(node, ast.For | ast.AsyncFor) else state
-                left = Bound(never.sure & again.sure, again.maybe)
+                left = Bound(never.sure - unbound, again.maybe)
                 end = self._block(node.orelse, left)
                 return _joined(end, left if breaks(node) else None)
             case ast.With() | ast.AsyncWith():

@@ -248,10 +248,11 @@ def _edits(
     """Each name written as its expression where it reads well, else in a `del`."""
     lines: dict[ast.stmt, Lines] = {}
     names: dict[ast.stmt, list[str]] = {}
+    behind = {death.statement for death in dropped}
     for death, function in dropped.items():
         place = in_place(file, function, death.statement, death.name, line_length)
-        taken = place is None or place.gone in lines or death.statement in lines
-        if place is None or taken:
+        # Of one statement, one name is written out; one that others die behind stays.
+        if place is None or place.gone in behind or death.statement in lines:
             names.setdefault(death.statement, []).append(death.name)
             continue
         why = f"the value that was `{death.name}` is let go once it is used"
