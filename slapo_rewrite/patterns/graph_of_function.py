@@ -145,7 +145,9 @@ class Flow(Expressions):
             case ast.Delete(targets=targets):
                 for target in targets:
                     if isinstance(target, ast.Name):
-                        self.scope.pop(target.id, None)
+                        # What the name meant cannot be read by it further on.
+                        self.hold(target.id, self.opaque(target))
+                        self.scope.pop(target.id)
                     elif isinstance(target, ast.Subscript):
                         self.overwrite(self.expr(target.value), statement)
         return True

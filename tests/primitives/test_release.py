@@ -267,3 +267,32 @@ def test_a_model_that_needs_values(tmp_path):
     source = body("if float(x.sum()) > 0:\n    x = x + 1\nreturn self.a(x)")
     text = refused(tmp_path, source, RELEASING, "SR305")
     assert "what is held cannot be measured" in text
+
+
+NORM = """\
+import torch
+from torch import nn
+
+
+class Stack(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 8 * width)
+        self.down = nn.Linear(8 * width, width)
+
+    def forward(self, x):
+        low = self.down(self.up(x) * 2)
+        h = low + x
+        y = self.norm(h)
+        y = self.down(self.up(y).exp() * 2)
+        return y + h
+"""
+
+
+def test_a_rule_does_not_go_behind_a_del(tmp_path):
+    """A norm with the sum before it reads what stood before the `del`."""
+    source = NORM.replace("        y = self.norm(h)", "        del low\n        y = self.norm(h)")
+    output = rewritten(tmp_path, source, MODEL + "def schedule(s):\n    s.apply_all()\n")
+    text = output.files[output.model_file]
+    assert text.index("residual_layer_norm(\n") < text.index("del low")

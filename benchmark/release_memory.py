@@ -1,0 +1,249 @@
+"""What do `release` and `step_in_backward` save of a training step's memory, and of a forward pass?
+
+    python -m benchmark.release_memory [MODEL ...]
+
+Models of published sizes, on fake tensors in float32: the original, and rewritten by
+`s.release()`, by `s.step_in_backward()`, and by both. Of a training step (forward, backward, and
+AdamW, whose moments are there already, one parameter after the other), with nothing recomputed and
+with every layer, and of a forward pass in eval mode without gradients, with the head and without,
+torch's `MemTracker` gives the most bytes of all tensors that live at a time: weights, gradients,
+moments and batch are among them. In a forward pass the weights are left out.
+
+Writes `benchmark/results/release_memory.json`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.optim import AdamW
+
+from benchmark import report
+from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.model.emitted import Emitted, imported
+
+NAME = "release_memory"
+ROWS = 8
+# In training, dropout of attention's weights has torch write them out on a CPU, and never on a GPU.
+ATTENTION = {"step": ("eager",), "recomputed": ("eager",), "eval": ("eager", "sdpa"),
+             "eval, no head": ("eager", "sdpa")}  # fmt: skip
+WAYS = ("original", "release", "step_in_backward", "both")
+SHOWN = {"step": "a step", "recomputed": "a step, layers recomputed"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is measured.
+
+    Attributes:
+        label: What it is called.
+        head: Its class.
+        config: The configuration's class and arguments.
+        layers: The selection of its layers.
+        tokens: How many a row has.
+    """
+
+    label: str
+    head: str
+    config: str
+    layers: str
+    tokens: int
+
+
+MODELS = {
+    "gpt2": Model(
+        "GPT-2 XL", "GPT2LMHeadModel", "GPT2Config(n_embd=1600, n_layer=48, n_head=25)",
+        "transformer.h.*", 1024,
+    ),
+    "bert": Model(
+        "BERT-large", "BertForMaskedLM", "BertConfig(hidden_size=1024, num_hidden_layers=24, "
+        "num_attention_heads=16, intermediate_size=4096)", "bert.encoder.layer.*", 512,
+    ),
+    "llama": Model(
+        "Llama-3.2-1B", "LlamaForCausalLM", "LlamaConfig(vocab_size=128256, hidden_size=2048, "
+        "intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, "
+        "num_key_value_heads=8, tie_word_embeddings=True)", "model.layers.*", 2048,
+    ),
+    "t5": Model(
+        "T5-base", "T5ForConditionalGeneration", "T5Config(d_model=768, d_ff=3072, "
+        "num_layers=12, num_heads=12, decoder_start_token_id=0)",
+        "{encoder,decoder}.block.*", 512,
+    ),
+}  # fmt: skip
+SCHEDULE = """\
+from transformers import {name}
+
+
+def model(m):
+    config = {config}
+    config._attn_implementation = "{attention}"
+    return m.{head}(config)
+
+
+def schedule(s, release: bool = False, steps: bool = False, recomputed: bool = False):
+    if release:
+        s.release(sequence={tokens})
+    if steps:
+        s.step_in_backward()
+    if recomputed:
+        s["{layers}"].checkpoint()
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        model: The family.
+        attention: Transformers' implementation of it.
+        way: What the schedule has.
+        what: A training step, one with every layer recomputed, or a forward pass in eval mode.
+    """
+
+    model: str
+    attention: str
+    way: str
+    what: str
+
+    @property
+    def settings(self) -> list[str]:
+        """What `--set` is given."""
+        return [
+            f"release={self.way in ('release', 'both')}",
+            f"steps={self.way in ('step_in_backward', 'both')}",
+            f"recomputed={self.what == 'recomputed'}",
+        ]
+
+
+def cases(models: list[str]) -> Iterator[Case]:
+    """All that are measured."""
+    for model in models:
+        for what, attentions in ATTENTION.items():
+            for way in WAYS if what in SHOWN else WAYS[:2]:
+                yield from (Case(model, attention, way, what) for attention in attentions)
+
+
+def measured(case: Case) -> float:
+    """The most bytes."""
+    model = MODELS[case.model]
+    source = f"transformers.models.{case.model}.modeling_{case.model}"
+    importlib.import_module(source)
+    fields = {**asdict(model), "attention": case.attention}
+    text = SCHEDULE.format(name=model.config.partition("(")[0], **fields)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = Path(folder) / "s.py"
+        path.write_text(text)
+        output = rewrite(source, str(path), case.settings, rehearses=False)
+        with imported(output.files, output.model_file) as emitted:
+            return _counted(case, text, emitted)
+
+
+def _counted(case: Case, schedule: str, emitted: Emitted) -> float:
+    names: dict[str, Any] = {}
+    exec(schedule, names)
+    with FakeTensorMode():
+        live: nn.Module = names["model"](emitted.module)
+        ids = torch.zeros(ROWS, MODELS[case.model].tokens, dtype=torch.long)
+        batch: dict[str, Any] = {"input_ids": ids}
+        if case.model == "t5":
+            batch["decoder_input_ids"] = ids.clone()
+        if case.model != "bert":
+            batch["use_cache"] = False
+        if case.what in SHOWN:
+            return _of_step(live.train(), {**batch, "labels": ids.clone()}, case)
+        if case.what == "eval":
+            return _of_forward(live, live.eval(), batch)
+        inner: Any = live.encoder if case.model == "t5" else live.base_model
+        return _of_forward(live, inner.eval(), {"input_ids": ids})
+
+
+def _of_forward(whole: nn.Module, model: nn.Module, batch: dict[str, Any]) -> float:
+    tracker = MemTracker()
+    tracker.track_external(whole)
+    weights = tracker.get_tracker_snapshot("current")[torch.device("cpu")]["Total"]
+    with tracker, torch.no_grad():
+        model(**batch)
+    return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - weights)
+
+
+def _of_step(model: nn.Module, batch: dict[str, Any], case: Case) -> float:
+    optimizers: list[torch.optim.Optimizer]
+    if case.way in ("step_in_backward", "both"):
+        make: Any = lambda name, parameter: AdamW([parameter], foreach=False)  # noqa: E731
+        optimizers = list(model.step_in_backward(make).values())  # type: ignore[operator]
+        updating: list[torch.optim.Optimizer] = []
+    else:
+        optimizers = updating = [AdamW(model.parameters(), foreach=False)]
+
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for optimizer in optimizers:  # they make their moments
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    tracker = MemTracker()
+    given = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    tracker.track_external(model, *optimizers, *given)
+    with tracker:
+        model(**batch).loss.backward()
+        for optimizer in updating:
+            optimizer.step()
+            optimizer.zero_grad()
+    return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
+
+def table(content: dict[str, Any]) -> str:
+    """The peaks in GiB, and what is saved of the original's, in the README's Markdown."""
+    found = {
+        (c["model"], c["what"], c["attention"], c["way"]): c["bytes"] for c in content["cases"]
+    }
+    rows = []
+    models = [name for name in MODELS if any(c["model"] == name for c in content["cases"])]
+    for model, (what, attentions) in itertools.product(models, ATTENTION.items()):
+        for attention in attentions:
+            base = found[model, what, attention, "original"]
+            shown = f"{MODELS[model].label}, {SHOWN.get(what, what)} ({attention})"
+            row: list[Any] = [shown, f"{base / 2**30:.2f}"]
+            for way in WAYS[1:]:
+                have = found.get((model, what, attention, way))
+                row.append("" if have is None else f"{have / base - 1:+.1%}")
+            rows.append(row)
+    header = ["most memory", "original, GiB", *(f"`{w}`" for w in WAYS[1:3]), "both"]
+    return report.rendered(header, rows)
+
+
+def main() -> None:
+    known = (
+        report.read(NAME)["cases"] if (report.FOLDER / "results" / f"{NAME}.json").is_file() else []
+    )
+    for model in sys.argv[1:] or MODELS:
+        known = [case for case in known if case["model"] != model]
+        for case in cases([model]):
+            known.append({**asdict(case), "bytes": measured(case)})
+            print(f"{known[-1]['bytes'] / 2**30:.3f} GiB {case}", flush=True)
+        content = {
+            "versions": report.versions(("torch", "transformers")),
+            "rows": ROWS,
+            "tokens": {name: each.tokens for name, each in MODELS.items()},
+            "cases": known,
+        }
+        report.write(NAME, content, table(content))
+
+
+if __name__ == "__main__":
+    main()
