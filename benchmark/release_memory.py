@@ -2,7 +2,7 @@
 
     python -m benchmark.release_memory [MODEL ...]
 
-Models of published sizes, on fake tensors in float32: the original, and rewritten by
+Models of published sizes, on the meta device in float32: the original, and rewritten by
 `s.release()`, by `s.step_in_backward()`, and by both. Of a training step (forward, backward, and
 AdamW, whose moments are there already, one parameter after the other), with nothing recomputed and
 with every layer, and of a forward pass in eval mode without gradients, with the head and without,
@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.optim import AdamW
 
@@ -156,7 +155,7 @@ def measured(case: Case) -> float:
 def _counted(case: Case, schedule: str, emitted: Emitted) -> float:
     names: dict[str, Any] = {}
     exec(schedule, names)
-    with FakeTensorMode():
+    with torch.device("meta"):
         live: nn.Module = names["model"](emitted.module)
         ids = torch.zeros(ROWS, MODELS[case.model].tokens, dtype=torch.long)
         batch: dict[str, Any] = {"input_ids": ids}
@@ -175,10 +174,10 @@ def _counted(case: Case, schedule: str, emitted: Emitted) -> float:
 def _of_forward(whole: nn.Module, model: nn.Module, batch: dict[str, Any]) -> float:
     tracker = MemTracker()
     tracker.track_external(whole)
-    weights = tracker.get_tracker_snapshot("current")[torch.device("cpu")]["Total"]
+    weights = tracker.get_tracker_snapshot("current")[torch.device("meta")]["Total"]
     with tracker, torch.no_grad():
         model(**batch)
-    return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - weights)
+    return float(tracker.get_tracker_snapshot("peak")[torch.device("meta")]["Total"] - weights)
 
 
 def _of_step(model: nn.Module, batch: dict[str, Any], case: Case) -> float:
@@ -204,7 +203,7 @@ def _of_step(model: nn.Module, batch: dict[str, Any], case: Case) -> float:
         for optimizer in updating:
             optimizer.step()
             optimizer.zero_grad()
-    return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+    return float(tracker.get_tracker_snapshot("peak")[torch.device("meta")]["Total"])
 
 
 def table(content: dict[str, Any]) -> str:

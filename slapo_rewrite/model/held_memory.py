@@ -10,6 +10,7 @@ only some of them were dropped.
 from __future__ import annotations
 
 import ast
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,18 @@ class Record:
     def end_of(self, storage: int) -> int:
         """How many storages had been made when one was let go."""
         return self.let_go.get(storage, (len(self.sizes), 0))[0]
+
+    def steps(self) -> list[int]:
+        """How many bytes more are held as each storage is made, and at the end."""
+        found = [0] * (len(self.sizes) + 1)
+        for number, size in enumerate(self.sizes):
+            found[number] += size
+            found[self.end_of(number)] -= size
+        return found
+
+    def held(self) -> list[int]:
+        """How many bytes are held as each storage is made."""
+        return list(itertools.accumulate(self.steps()[:-1]))
 
 
 class _Recorder(TorchDispatchMode):

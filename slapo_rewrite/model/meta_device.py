@@ -93,7 +93,19 @@ _PURE = frozenset({
     "index_select", "__and__", "__or__", "__invert__", "logical_not", "logical_and", "full_like",
     "zeros_like", "ones_like", "square", "reciprocal", "minimum", "maximum", "norm", "var",
 })  # fmt: skip
+# Those of them that may draw random numbers.
+_DRAWING = {"dropout", "scaled_dot_product_attention"}
+# What gives a view of a tensor, or a copy of it.
+_VIEWS = {
+    "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "flatten",
+    "contiguous", "float", "t",
+}  # fmt: skip
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+
+def gives_alone(name: str) -> bool:
+    """Whether an operation of torch, or a method of tensors, gives a value and draws no numbers."""
+    return name in _VIEWS or (name in _PURE and name not in _DRAWING)
 
 
 class NeedsGraph(BaseException):

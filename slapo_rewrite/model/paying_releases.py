@@ -67,10 +67,7 @@ class Way:
 
     def held(self, dropped: Collection[Death] | None = None) -> list[int]:
         """How many bytes are held as each storage is made, with some names dropped, or all."""
-        steps = [0] * (len(self.plain.sizes) + 1)
-        for number, size in enumerate(self.plain.sizes):
-            steps[number] += size
-            steps[self.plain.end_of(number)] -= size
+        steps = self.plain.steps()
         for gain in self.gains():
             if dropped is None or gain.names <= set(dropped):
                 steps[gain.first] -= gain.size
@@ -130,7 +127,7 @@ def _is_within(held: Sequence[int], bounds: Sequence[_Bound], function: ast.Func
 
 
 @contextlib.contextmanager
-def _two_of_each(tree: Tree) -> Iterator[None]:
+def two_of_each(tree: Tree) -> Iterator[None]:
     """The live model with two modules of each kind in its lists, for as long as it lasts."""
     whole: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for node in tree.nodes.values():
@@ -181,6 +178,6 @@ def measured(
             return found
 
     try:
-        return ways(_two_of_each)
+        return ways(two_of_each)
     except CannotMeasure:  # its depth is written elsewhere too
         return ways(lambda _: contextlib.nullcontext())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change_set import own_copy
@@ -26,7 +26,7 @@ from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, sig
 from slapo_rewrite.primitives.checkpoint import MODEL
 
 if TYPE_CHECKING:
-    from slapo_rewrite.model.paying_releases import Way
+    from slapo_rewrite.model.paying_orders import Order
 
 # The batch that is counted with, where the tool makes it up.
 ROWS, TOKENS = 8, 1024
@@ -139,6 +139,8 @@ class Release(Rewriting):
         line_length: int,
     ) -> Rewrite:
         """The functions that the modules run, with what pays dropped."""
+        from slapo_rewrite.model.held_memory import CannotMeasure  # imports triton
+
         sequence, at = call.arguments["sequence"], call.directive.at
         if sequence is not None and (type(sequence) is not int or sequence < 1):
             raise errors.BadArgument(
@@ -147,7 +149,20 @@ class Release(Rewriting):
         sharing = Sharing(call.tree, call.sources)
         lives = _lives(call, nodes, sharing)
         found = {d: each.function for each in lives for d in deaths(sharing.file, each.function)}
-        dropped = _paying(call, lives, found, sequence)
+        try:
+            given = _inputs(call, sequence)
+            if (order := _order(call, nodes, lives, sharing, given)) is not None:
+                # What is dropped then is told by the function as it stands then.
+                edits = _reordering(sharing.file, order, call.directive, line_length)
+                return Rewrite(edits, again=True)
+            dropped = _paying(call, lives, found, given)
+        except (CannotMeasure, ValueError) as error:
+            raise errors.Unsupported(
+                f"what is held cannot be measured: {error}",
+                at=at,
+                hint="leave `release` out: it needs a model that runs on the meta device, and "
+                "inputs for it",
+            ) from error
         _check_selected(call, nodes, sharing, {found[death]: death for death in dropped})
         if not dropped:
             return Rewrite([], warnings=(_unchanged(call.directive),))
@@ -180,19 +195,12 @@ def _lives(call: Call, nodes: Sequence[Node], sharing: Sharing) -> list[Live]:
     return live_functions(call.tree, sharing.file, [(f, sharing.owner_of(f)) for f in own])
 
 
-def _paying(
-    call: Call,
-    lives: Sequence[Live],
-    found: Mapping[Death, ast.FunctionDef],
-    sequence: int | None,
-) -> list[Death]:
-    """The names that are worth dropping.
+def _inputs(call: Call, sequence: int | None) -> list[dict[str, Any]]:
+    """The arguments of the model at each length that counts.
 
     Raises:
-        Unsupported: The model does not run without values.
+        ValueError: There are none.
     """
-    from slapo_rewrite.model.held_memory import CannotMeasure
-    from slapo_rewrite.model.paying_releases import measured, paying  # imports triton
     from slapo_rewrite.model.sized_inputs import positions_of, sized_inputs
 
     model = call.tree.root.live
@@ -200,18 +208,42 @@ def _paying(
     if sequence is None and rows is not None:
         sequence = min(TOKENS, positions_of(model) or TOKENS)
     lengths = [sequence, *([sequence // SHORTER] if sequence and sequence >= 2 * SHORTER else [])]
-    ways: list[Way] = []
-    try:
-        for length in lengths:
-            inputs = sized_inputs(call.schedule, model, rows, length)
-            ways += measured(call.tree, inputs, call.sources.main, lives, list(found))
-    except (CannotMeasure, ValueError) as error:
-        raise errors.Unsupported(
-            f"what is held cannot be measured: {error}",
-            at=call.directive.at,
-            hint="leave `release` out: it needs a model that runs on the meta device, and inputs "
-            "for it",
-        ) from error
+    return [sized_inputs(call.schedule, model, rows, length) for length in lengths]
+
+
+def _order(
+    call: Call,
+    nodes: Sequence[Node],
+    lives: Sequence[Live],
+    sharing: Sharing,
+    given: Sequence[Mapping[str, Any]],
+) -> Order | None:
+    """A better order of statements of a function that the selected modules alone run."""
+    from slapo_rewrite.model.paying_orders import paying_order  # imports triton
+
+    selected = {node.path for node in below(nodes)}
+    own = [
+        live
+        for live in lives
+        if all(node.path in selected for node in sharing.sharers(live.function))
+    ]
+    return paying_order(call.tree, sharing.file, own, sharing.sharers, given)
+
+
+def _paying(
+    call: Call,
+    lives: Sequence[Live],
+    found: Mapping[Death, ast.FunctionDef],
+    given: Sequence[Mapping[str, Any]],
+) -> list[Death]:
+    """The names that are worth dropping."""
+    from slapo_rewrite.model.paying_releases import measured, paying  # imports triton
+
+    ways = [
+        way
+        for inputs in given
+        for way in measured(call.tree, inputs, call.sources.main, lives, list(found))
+    ]
     return paying(ways, found)
 
 
@@ -237,6 +269,19 @@ def _check_selected(
                 cause=call.directive,
                 hint="select all modules that run it, or the whole model: s.release()",
             )
+
+
+def _reordering(
+    file: SourceFile, order: Order, cause: Directive, line_length: int
+) -> list[TextEdit]:
+    """Statements written in the places of one another."""
+    lines: dict[ast.stmt, Lines] = {}
+    why = "independent statements, in the order in which least is held"
+    for place, statement in zip(order.run, order.order, strict=True):
+        if place is not statement:
+            edit = Edit(place, Put(file.segment(statement)))
+            lines[place] = Lines(inside=[(edit, (cause,), why)])
+    return written(file, lines, line_length)
 
 
 def _edits(

@@ -296,3 +296,59 @@ def test_a_rule_does_not_go_behind_a_del(tmp_path):
     output = rewritten(tmp_path, source, MODEL + "def schedule(s):\n    s.apply_all()\n")
     text = output.files[output.model_file]
     assert text.index("residual_layer_norm(\n") < text.index("del low")
+
+
+APART = """\
+import torch
+from torch import nn
+
+
+class Stack(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+        self.a = nn.Linear(width, 16 * width)
+        self.b = nn.Linear(width, 16 * width)
+        self.c = nn.Linear(width, width)
+        self.d = nn.Linear(width, width)
+
+    def forward(self, x):
+        left, right = self.c(x), self.d(x)
+        wide = self.a(left)
+        broad = self.b(right)
+        low = torch.tanh(wide).sum(-1)
+        high = broad.exp().sum(-1)
+        return low + high
+"""
+
+
+def test_independent_statements_in_the_order_that_holds_least(tmp_path):
+    output = rewritten(tmp_path, APART, RELEASING)
+    assert """\
+        wide = self.a(left)
+        del left
+        low = torch.tanh(wide).sum(-1)
+        del wide
+        broad = self.b(right)
+        high = broad.exp().sum(-1)
+""" in output.files[output.model_file]
+    original, model = both(tmp_path, APART)
+    assert peak(model, training=False) <= 0.7 * peak(original, training=False)
+    same_numbers(original, model)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # Random numbers, a mutation, what is kept elsewhere.
+        ("self.b(right)", "F.dropout(self.b(right), 0.5, self.training)"),
+        ("self.b(right)", "self.b(right).mul_(2)"),
+        ("broad = self.b(right)", "broad = self.b(right)\n        self.seen = broad.mean()"),
+    ],
+)
+def test_what_keeps_its_order(tmp_path, before: str, after: str):
+    source = APART.replace(before, after).replace(
+        "from torch import nn\n", "from torch import nn\nfrom torch.nn import functional as F\n"
+    )
+    output = rewritten(tmp_path, source, RELEASING)
+    text = output.files[output.model_file]
+    assert text.index("wide = ") < text.index("broad = ") < text.index("low = ")

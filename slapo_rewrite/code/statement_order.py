@@ -1,0 +1,197 @@
+"""Statements that may change places: runs of plain ones in a block, and their orders."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from slapo_rewrite.code.dataflow import bound_in, read_in
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.liveness import blocks, local_names
+from slapo_rewrite.code.names import self_path
+from slapo_rewrite.code.sinking import is_alone
+
+# How many statements a run has at most, and how many orders of one are looked at.
+LONGEST, MOST_ORDERS = 6, 60
+_PLAIN = (
+    *(ast.Name, ast.Constant, ast.BinOp, ast.UnaryOp, ast.keyword, ast.Tuple, ast.List),
+    *(ast.Subscript, ast.Slice, ast.operator, ast.unaryop, ast.expr_context),
+)
+# Compound statements in whose blocks nothing else sees the order.
+_ENTERED = (ast.If, ast.For, ast.While, ast.With)
+
+
+@dataclass(frozen=True)
+class Callee:
+    """What a statement calls or reads of its module: the path below `self`, and whether called."""
+
+    path: str
+    is_called: bool
+
+
+def orders(
+    file: SourceFile,
+    function: ast.FunctionDef,
+    is_pure: Callable[[str], bool],
+    is_known: Callable[[Callee], bool],
+    are_apart: Callable[[str, str], bool],
+) -> Iterator[tuple[tuple[ast.stmt, ...], list[tuple[ast.stmt, ...]]]]:
+    """Runs of statements that may change places, each with its other orders.
+
+    Two statements that read one value keep their order: backwards, what they add to its gradient
+    is added up in that order.
+
+    Args:
+        file: The file.
+        function: The function.
+        is_pure: Whether an operation of torch, or a method of tensors, gives a value and no more.
+        is_known: Whether what is called or read of `self` does no more either.
+        are_apart: Whether what is at two paths below `self` has no parameters in common.
+    """
+    names = local_names(function)
+    for run in _runs(file, function.body, names, is_pure, is_known):
+        ordered = {
+            (one, other)
+            for n, one in enumerate(run)
+            for other in run[n + 1 :]
+            if _depend(one, other, names, are_apart)
+        }
+        found: list[tuple[ast.stmt, ...]] = []
+        for order in _sorted((), run, ordered):
+            found.append(order)
+            if len(found) > MOST_ORDERS:
+                break
+        if 1 < len(found) <= MOST_ORDERS:
+            yield run, [order for order in found if order != run]
+
+
+def reordered(
+    function: ast.FunctionDef, run: Sequence[ast.stmt], order: Sequence[ast.stmt]
+) -> ast.FunctionDef:
+    """A function with the statements of a run in another order; they stay the same objects."""
+    places = dict(zip(run, order, strict=True))
+
+    def body_of(body: Sequence[ast.stmt]) -> list[ast.stmt]:
+        made = []
+        for statement in body:
+            if any(True for _ in blocks(statement)) and not isinstance(statement, ast.Match):
+                statement = copy.copy(statement)
+                for name in ("body", "orelse", "finalbody"):
+                    if inner := getattr(statement, name, None):
+                        setattr(statement, name, body_of(inner))
+            made.append(places.get(statement, statement))
+        return made
+
+    made = copy.copy(function)
+    made.body = body_of(function.body)
+    return made
+
+
+def _runs(
+    file: SourceFile,
+    body: Sequence[ast.stmt],
+    names: frozenset[str],
+    is_pure: Callable[[str], bool],
+    is_known: Callable[[Callee], bool],
+) -> Iterator[tuple[ast.stmt, ...]]:
+    run: list[ast.stmt] = []
+    for statement in [*body, None]:
+        follows = statement is not None and _is_plain(file, statement, names, is_pure, is_known)
+        if follows and statement is not None and (not run or _is_next(file, run[-1], statement)):
+            run.append(statement)
+            continue
+        if 1 < len(run) <= LONGEST:
+            yield tuple(run)
+        run = [statement] if follows and statement is not None else []
+        for block in blocks(statement) if isinstance(statement, _ENTERED) else ():
+            yield from _runs(file, block, names, is_pure, is_known)
+
+
+def _is_next(file: SourceFile, first: ast.stmt, second: ast.stmt) -> bool:
+    """Whether nothing stands between two statements, nor a comment on them."""
+    lines = range(first.lineno, (second.end_lineno or second.lineno) + 1)
+    return second.lineno == (first.end_lineno or first.lineno) + 1 and not any(
+        "#" in file.line(number) for number in lines
+    )
+
+
+def _is_plain(
+    file: SourceFile,
+    statement: ast.stmt,
+    names: frozenset[str],
+    is_pure: Callable[[str], bool],
+    is_known: Callable[[Callee], bool],
+) -> bool:
+    """Whether a statement binds names to what plain operations give of others."""
+    match statement:
+        case ast.Assign(targets=[ast.Name()], value=value) if is_alone(file, statement):
+            return _is_value(file, value, names, is_pure, is_known)
+    return False
+
+
+def _is_value(
+    file: SourceFile,
+    node: ast.AST,
+    names: frozenset[str],
+    is_pure: Callable[[str], bool],
+    is_known: Callable[[Callee], bool],
+) -> bool:
+    def is_value(inner: ast.AST) -> bool:
+        return _is_value(file, inner, names, is_pure, is_known)
+
+    match node:
+        case ast.Call(func=func, args=args, keywords=keywords):
+            if not all(map(is_value, [*args, *keywords])):
+                return False
+            if path := self_path(func):
+                return is_known(Callee(path, True))
+            qualified = file.qualified(func)
+            if qualified is not None and not names & read_in(func):
+                return qualified.startswith("torch.") and is_pure(qualified.rpartition(".")[2])
+            if not isinstance(func, ast.Attribute) or self_path(func.value) is not None:
+                return False
+            return is_pure(func.attr) and is_value(func.value)
+        case ast.Attribute() if path := self_path(node):
+            return is_known(Callee(path, False))
+        case ast.Name(id=name):
+            return name in names
+        case _ if isinstance(node, _PLAIN):
+            return all(map(is_value, ast.iter_child_nodes(node)))
+    return False
+
+
+def _depend(
+    one: ast.stmt,
+    other: ast.stmt,
+    names: frozenset[str],
+    are_apart: Callable[[str, str], bool],
+) -> bool:
+    """Whether two statements, the first of which comes first, have to stay in this order."""
+    reads, bound = (
+        [set(f(s)) & names - {"self"} for s in (one, other)] for f in (read_in, bound_in)
+    )
+    if bound[0] & (reads[1] | bound[1]) or reads[0] & (bound[1] | reads[1]):
+        return True
+    return not all(are_apart(a, b) for a in _paths(one) for b in _paths(other))
+
+
+def _paths(statement: ast.stmt) -> list[str]:
+    """The paths below `self` that a statement names, those within others among them."""
+    parts = (node for node in ast.walk(statement) if isinstance(node, ast.expr))
+    return [path for part in parts if (path := self_path(part))]
+
+
+def _sorted(
+    done: tuple[ast.stmt, ...],
+    left: Sequence[ast.stmt],
+    ordered: set[tuple[ast.stmt, ast.stmt]],
+) -> Iterator[tuple[ast.stmt, ...]]:
+    """The orders that keep what is ordered, the given one first."""
+    if not left:
+        yield done
+    for each in left:
+        if not any((other, each) in ordered for other in left):
+            rest = [other for other in left if other is not each]
+            yield from _sorted((*done, each), rest, ordered)
