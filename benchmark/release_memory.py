@@ -32,6 +32,7 @@ from torch.optim import AdamW
 
 from benchmark import report
 from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.model.costs import OnMeta
 from slapo_rewrite.model.emitted import Emitted, imported
 
 NAME = "release_memory"
@@ -155,7 +156,7 @@ def measured(case: Case) -> float:
 def _counted(case: Case, schedule: str, emitted: Emitted) -> float:
     names: dict[str, Any] = {}
     exec(schedule, names)
-    with torch.device("meta"):
+    with torch.device("meta"), OnMeta(is_gpu=False):
         live: nn.Module = names["model"](emitted.module)
         ids = torch.zeros(ROWS, MODELS[case.model].tokens, dtype=torch.long)
         batch: dict[str, Any] = {"input_ids": ids}

@@ -72,12 +72,16 @@ class Release(Rewriting):
 
     A local name keeps its value until the function returns or binds the name anew. Where the value
     is not needed so long, and nothing else keeps it, it is dropped right behind the statement that
-    reads it last. Only what lowers the most that a call holds is written; that is measured on the
-    meta device, in training and in eval mode without gradients, at the length of `inputs(model)`
-    or at `sequence` tokens a row, and at an eighth of them. Without gradients, and in what
-    `checkpoint` recomputes, names keep far more than in training, where autograd keeps most of it
+    reads it last. Before that, plain statements that do not need one another are put in the order
+    in which a call holds least; what draws random numbers, changes something or is not known keeps
+    its place, and what reads the same value its order, in which gradients are added up.
+
+    Only what lowers the most that a call holds is written. That is measured on the meta device, in
+    training and in eval mode without gradients, at the length of `inputs(model)` or at `sequence`
+    tokens a row, and at an eighth of them. Without gradients, and where `checkpoint` runs a part
+    for the first time, names keep far more than in training, where autograd keeps most of it
     anyway. What the caller holds, arguments among it, is not dropped, nor what stands in a `try`,
-    a generator, a function inside. Call it last: what changes the source later sees these lines.
+    a generator, a function inside. Call it after what changes the source.
 
     Rewrite:
         y = x + mixed
