@@ -1,6 +1,6 @@
 """What do `release` and `step_in_backward` save of a training step's memory, and of a forward pass?
 
-    python -m benchmark.release_memory [MODEL ...]
+    python -m benchmark.release_memory [MODEL ...] [WHAT ...]
 
 Models of published sizes, on the meta device in float32: the original, and rewritten by
 `s.release()`, by `s.step_in_backward()`, and by both. Of a training step (forward, backward, and
@@ -20,7 +20,7 @@ import itertools
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,14 @@ from slapo_rewrite.model.emitted import Emitted, imported
 
 NAME = "release_memory"
 ROWS = 8
-# In training, dropout of attention's weights has torch write them out on a CPU, and never on a GPU.
-ATTENTION = {"step": ("eager",), "recomputed": ("eager",), "eval": ("eager", "sdpa"),
-             "eval, no head": ("eager", "sdpa")}  # fmt: skip
 WAYS = ("original", "release", "step_in_backward", "both")
-SHOWN = {"step": "a step", "recomputed": "a step, layers recomputed"}
+ONE_ROW = "a step of one row, layers recomputed"
+SHOWN = {"step": "a step", "recomputed": "a step, layers recomputed", ONE_ROW: ONE_ROW}
+# In training, dropout of attention's weights has torch write them out on a CPU, and never on a GPU.
+ATTENTION = {
+    **dict.fromkeys(SHOWN, ("eager",)),
+    **dict.fromkeys(("eval", "eval, no head"), ("eager", "sdpa")),
+}
 
 
 @dataclass(frozen=True)
@@ -125,14 +128,14 @@ class Case:
         return [
             f"release={self.way in ('release', 'both')}",
             f"steps={self.way in ('step_in_backward', 'both')}",
-            f"recomputed={self.what == 'recomputed'}",
+            f"recomputed={self.what in ('recomputed', ONE_ROW)}",
         ]
 
 
-def cases(models: list[str]) -> Iterator[Case]:
-    """All that are measured."""
-    for model in models:
-        for what, attentions in ATTENTION.items():
+def cases(model: str, whats: Sequence[str]) -> Iterator[Case]:
+    """What is measured of a model."""
+    for what, attentions in ATTENTION.items():
+        if what in whats:
             for way in WAYS if what in SHOWN else WAYS[:2]:
                 yield from (Case(model, attention, way, what) for attention in attentions)
 
@@ -158,7 +161,9 @@ def _counted(case: Case, schedule: str, emitted: Emitted) -> float:
     exec(schedule, names)
     with torch.device("meta"), OnMeta(is_gpu=False):
         live: nn.Module = names["model"](emitted.module)
-        ids = torch.zeros(ROWS, MODELS[case.model].tokens, dtype=torch.long)
+        ids = torch.zeros(
+            1 if case.what == ONE_ROW else ROWS, MODELS[case.model].tokens, dtype=torch.long
+        )
         batch: dict[str, Any] = {"input_ids": ids}
         if case.model == "t5":
             batch["decoder_input_ids"] = ids.clone()
@@ -168,8 +173,9 @@ def _counted(case: Case, schedule: str, emitted: Emitted) -> float:
             return _of_step(live.train(), {**batch, "labels": ids.clone()}, case)
         if case.what == "eval":
             return _of_forward(live, live.eval(), batch)
-        inner: Any = live.encoder if case.model == "t5" else live.base_model
-        return _of_forward(live, inner.eval(), {"input_ids": ids})
+        if case.model == "t5":
+            return _of_forward(live, live.encoder.eval(), {"input_ids": ids})  # type: ignore[operator]
+        return _of_forward(live, live.base_model.eval(), batch)  # type: ignore[operator]
 
 
 def _of_forward(whole: nn.Module, model: nn.Module, batch: dict[str, Any]) -> float:
@@ -216,6 +222,8 @@ def table(content: dict[str, Any]) -> str:
     models = [name for name in MODELS if any(c["model"] == name for c in content["cases"])]
     for model, (what, attentions) in itertools.product(models, ATTENTION.items()):
         for attention in attentions:
+            if (model, what, attention, "original") not in found:
+                continue
             base = found[model, what, attention, "original"]
             shown = f"{MODELS[model].label}, {SHOWN.get(what, what)} ({attention})"
             row: list[Any] = [shown, f"{base / 2**30:.2f}"]
@@ -228,19 +236,21 @@ def table(content: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    known = (
-        report.read(NAME)["cases"] if (report.FOLDER / "results" / f"{NAME}.json").is_file() else []
-    )
-    for model in sys.argv[1:] or MODELS:
-        known = [case for case in known if case["model"] != model]
-        for case in cases([model]):
-            known.append({**asdict(case), "bytes": measured(case)})
-            print(f"{known[-1]['bytes'] / 2**30:.3f} GiB {case}", flush=True)
+    models = [name for name in sys.argv[1:] if name in MODELS] or MODELS
+    whats = [name for name in sys.argv[1:] if name in ATTENTION] or [*ATTENTION]
+    for model in models:
+        own = []
+        for case in cases(model, whats):
+            own.append({**asdict(case), "bytes": measured(case)})
+            print(f"{own[-1]['bytes'] / 2**30:.3f} GiB {case}", flush=True)
+        file = report.FOLDER / "results" / f"{NAME}.json"
+        earlier = report.read(NAME)["cases"] if file.is_file() else []
+        others = [c for c in earlier if c["model"] != model or c["what"] not in whats]
         content = {
             "versions": report.versions(("torch", "transformers")),
             "rows": ROWS,
             "tokens": {name: each.tokens for name, each in MODELS.items()},
-            "cases": known,
+            "cases": [*others, *own],
         }
         report.write(NAME, content, table(content))
 
