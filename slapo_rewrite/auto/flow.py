@@ -258,7 +258,11 @@ def is_row(split: Split) -> bool:
 
 
 def components(flow: Flow) -> list[tuple[frozenset[str], frozenset[str]]]:
-    """Producers and the consumers that they reach, those that hang together in one."""
+    """Producers and the consumers that they reach, those that hang together in one.
+
+    Where a layer is both, layers take turns in the order in which they run: what is given parts is
+    a consumer, and gives whole values to the producers behind it, as in a state-space block.
+    """
     found: list[tuple[set[str], set[str]]] = []
     for consumer, producers in flow.sources.items():
         if not producers:
@@ -272,4 +276,17 @@ def components(flow: Flow) -> list[tuple[frozenset[str], frozenset[str]]]:
             else:
                 apart.append(known)
         found = [*apart, (given, taken)]
-    return [(frozenset(given), frozenset(taken)) for given, taken in found]
+    turns = (
+        _in_turns(flow, given, taken) if given & taken else (given, taken) for given, taken in found
+    )
+    return [(frozenset(given), frozenset(taken)) for given, taken in turns]
+
+
+def _in_turns(flow: Flow, given: set[str], taken: set[str]) -> tuple[set[str], set[str]]:
+    """Which layers of a component are producers, and which are consumers of their parts."""
+    producers: set[str] = set()
+    for layer in flow.sources:  # in the order in which they run
+        if layer in given | taken and not flow.sources[layer] & producers:
+            producers.add(layer)
+    consumers = taken - producers
+    return (producers & given, consumers) if consumers else (given, taken)

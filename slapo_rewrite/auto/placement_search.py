@@ -352,13 +352,14 @@ class Search:
                 yield Group((*packed, *among, *ends))
 
     def _for_each_head(self, path: str, producers: Iterable[str]) -> tuple[Shard, ...]:
-        """What the module around a component has for each head: attention sinks, scales."""
+        """What the module around a component has for each head or feature: sinks, scales."""
         widths = [self._sizes(pattern)[1] for pattern in producers]
         names = [
             name
             for module in self.modules.get(path, ())[:1]
             for name, own in module.named_parameters(recurse=False)
-            if own.dim() == 1 and len(own) > 1 and any(w % len(own) == 0 for w in widths)
+            if own.dim() and len(own) > 1
+            if any(w % len(own) == 0 if own.dim() == 1 else w == len(own) for w in widths)
         ]
         return tuple(Shard(path, (name,), 0) for name in names)
 

@@ -37,6 +37,18 @@ class Packed(nn.Module):
         return self.out(q * k + v)
 
 
+class StateSpace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.select = nn.Linear(8, 16), nn.Linear(16, 6)
+        self.step, self.leave = nn.Linear(2, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = self.enter(x)
+        step, write = self.select(x).split([2, 4], dim=-1)
+        return self.leave(x * self.step(step) * write.sum(-1, keepdim=True))
+
+
 class Assigned(nn.Module):
     def __init__(self):
         super().__init__()
@@ -70,6 +82,11 @@ def test_producers_of_one_consumer_hang_together():
     assert pairs == {("k q v", "o")}
     assert flow.between == {"norm": {"q"}} and flow.ends == {"o"}
     assert found(MLP())[1] == {("gate up", "down")}
+
+
+def test_layers_that_are_both_take_turns():
+    """What is given parts adds up, and what is behind it begins with whole values again."""
+    assert found(StateSpace())[1] == {("enter step", "leave select")}
 
 
 def test_what_is_written_in_place_is_followed():

@@ -21,6 +21,7 @@ SOURCES = {
     "looped_blocks": "looped_blocks.py",
     "packed_by_group": "packed_qkv.py",
     "packed_by_head": "packed_qkv.py",
+    "state_space": "state_space.py",
     "torch_layers": "torch_layers.py",
 }
 
@@ -55,6 +56,15 @@ def verified(name: str, folder: Path, settings: list[str], worlds: tuple[list[in
             "packed_by_group",
             {'*.attention.qkv ["weight", "bias"], axis=0', '*.attention.proj "weight", axis=1'},
         ),
+        (
+            "state_space",
+            {
+                '*.mixer.enter "weight", axis=0, parts=2',
+                '*.mixer.{step,conv} ["weight", "bias"], axis=0',
+                '*.mixer "log_decay", axis=0',
+                '*.mixer.{select,leave} "weight", axis=1',
+            },
+        ),
     ],
 )
 def test_what_is_split(name, split):
@@ -78,6 +88,7 @@ PARTS = ["ckpt_ratio=0.5", "fuse=true"]
         ("audio_pairs", [*STAGES, "ckpt_ratio=0.5"], ([], 2, 2)),
         ("einsum_lm", PARTS, ([2], 0, 0)),
         ("looped_blocks", ["fuse=true"], ([2], 0, 0)),
+        ("state_space", ["ckpt_ratio=0.5"], ([2, 4], 0, 0)),
         ("packed_by_group", PARTS, ([2], 0, 0)),
         ("packed_by_head", PARTS, ([2], 0, 0)),
         ("torch_layers", ["fuse=true"], ([2], 0, 0)),
