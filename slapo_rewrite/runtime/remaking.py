@@ -21,7 +21,12 @@ def same_weights(module: nn.Module) -> Iterator[None]:
     taken: tuple[str, ...] = ()
     for path, made in module.named_modules():
         replaced = before.get(path, made)
-        if made is not replaced and not path.startswith(taken):
+        if made is replaced:
+            continue
+        # What others have noted on a module, that it is initialised say, holds on.
+        notes = {name for name, value in vars(replaced).items() if value is True}
+        vars(made).update(dict.fromkeys(notes - vars(made).keys(), True))
+        if not path.startswith(taken):
             weights = replaced.state_dict(keep_vars=True)
             # What is packed is drawn otherwise.
             if weights.keys() == made.state_dict(keep_vars=True).keys():
