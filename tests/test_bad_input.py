@@ -101,7 +101,6 @@ def line_of(text: str, part: str = MODEL) -> int:
 
 
 FIRST = line_of("")
-TWICE = "\n\ndef schedule(s):\n    pass\n"
 
 
 def test_source_does_not_parse(run: Run):
@@ -115,12 +114,6 @@ def test_source_does_not_parse(run: Run):
 def test_schedule_does_not_parse(run: Run):
     text = run("", schedule="def model(m):\n    return m.Model(\n")
     assert "s.py:2" in text and "'(' was never closed" in text
-
-
-def test_two_schedules_in_one_file(run: Run):
-    text = run("pass\n\ndef schedule(s):\n    pass", schedule=MODEL + "    pass\n" + TWICE)
-    assert "`schedule` is defined twice" in text
-    assert text.index(f"s.py:{FIRST + 3}:1") < text.index(f"s.py:{FIRST - 1}:1")
 
 
 def test_a_command_that_there_is_not(run: Run, capsys):

@@ -113,7 +113,6 @@ class ScheduleFile:
             ) from None
         except (OSError, ValueError) as error:
             raise errors.ScheduleError(f"cannot read `{path}`: {error}") from None
-        _scheduled_once(text, path)
         module = types.ModuleType(MODULE)
         module.__file__ = str(path)
         sys.modules[module.__name__] = module
@@ -174,6 +173,15 @@ class ScheduleFile:
                 found = (traceback.tb_frame.f_code, traceback.tb_lasti)
             traceback = traceback.tb_next
         return self.span_at(*found) if found else None
+
+    def shadowed(self) -> list[str]:
+        """What is to be said of each `schedule` that another one takes the place of."""
+        found = [n for n in self.tree.body if isinstance(n, ast.FunctionDef)]
+        lines = [n.lineno for n in found if n.name == "schedule"]
+        return [
+            f"line {n}: this `schedule` is not run: line {lines[-1]} defines another one"
+            for n in lines[:-1]
+        ]
 
     def span_at(self, code: types.CodeType, instruction: int) -> Span:
         """The place of one bytecode instruction of this file."""
@@ -274,27 +282,6 @@ class ScheduleFile:
                 f"`{text}` is not a value for knob `{knob.name}`: {error}",
                 at=self._parameter(knob.name),
             ) from None
-
-
-def _scheduled_once(text: str, path: Path) -> None:
-    """Refuses a second `schedule`, which would take the place of the first unseen.
-
-    Raises:
-        ScheduleError: There is one.
-    """
-    lines = lines_of(text)
-    heads = [
-        Span(str(path), node.lineno, 1, len(lines[node.lineno - 1]), lines[node.lineno - 1])
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef) and node.name == "schedule"
-    ]
-    if len(heads) > 1:
-        raise errors.ScheduleError(
-            "`schedule` is defined twice, and the first would not be run",
-            at=heads[-1],
-            also=heads[:-1],
-            hint="make one of what they do a knob's choice, or put each into a file of its own",
-        )
 
 
 def _span(node: ast.expr | ast.arg, path: str, lines: Sequence[str]) -> Span:

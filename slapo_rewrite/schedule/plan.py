@@ -61,7 +61,7 @@ class Plan:
         self.idle: dict[str, Directive] = {}
         self.seldom: dict[str, Directive] = {}
         self.notes: dict[int, tuple[Mapping[str, object], ...]] = {}
-        self.warnings: list[str] = []
+        self.warnings: list[str] = schedule.shadowed()
         self.references: tuple[Reference, ...] = ()
         self.order = {path: number for number, path in enumerate(tree.nodes)}
         # What put other modules into the tree, to be done again where that is built anew.

@@ -94,6 +94,8 @@ def in_precisions(tmp_path: Path, monkeypatch, steps: int) -> tuple[list[float],
                 (folder / "mixed.py").write_text(MIXED)
                 command = ["gpt.py", "--schedule", "mixed.py", "-o", "output", "--single-file"]
                 assert cli.main(command) == cli.DONE
+                for module in ("gpt", "schedule"):  # of this folder, which others know not
+                    sys.modules.pop(module, None)
                 shutil.copy(folder / "output" / "gpt.py", folder / "gpt.py")
                 assert "BFloat16Linear(" in (folder / "gpt.py").read_text()
             found.append(by_forked(folder, 1, "--single", "--steps", str(steps)))

@@ -102,3 +102,11 @@ def test_a_whole_number_as_a_default_of_a_fraction_is_one(tmp_path):
     path.write_text("def model(m): ...\ndef schedule(s, ratio: float = 1): ...\n")
     ratio = ScheduleFile.load(str(path)).settings([])["ratio"]
     assert type(ratio) is float and ratio == 1.0
+
+
+def test_a_schedule_that_another_one_takes_the_place_of_is_told(tmp_path):
+    file = tmp_path / "s.py"
+    lines = ["def model(m): ...", "def schedule(s): ...", "def schedule(s): ..."]
+    file.write_text("\n".join(lines))
+    (said,) = ScheduleFile.load(str(file)).shadowed()
+    assert said == "line 2: this `schedule` is not run: line 3 defines another one"
