@@ -231,6 +231,7 @@ def check(folder):
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_other_configurations_compute_the_same(tmp_path):
     prepare(tmp_path, {**CASES, **FEW})

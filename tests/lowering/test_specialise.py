@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.marks import long
 from tests.numbers import Case, compare, prepare
 from tests.processes import run
 from tests.rewriting import changed_lines, refused, rewritten
@@ -249,7 +250,7 @@ def check(folder) -> None:
     compare(folder, CASES)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.processes)])
+@pytest.mark.parametrize("world", [long(1), pytest.param(2, marks=pytest.mark.processes)])
 def test_numbers(tmp_path, world):
     prepare(tmp_path, CASES)
     run(check, world, tmp_path)

@@ -12,6 +12,7 @@ from slapo_rewrite.emit.explanation import explain
 from slapo_rewrite.emit.rewrite import Output, rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.lowering import lower
+from tests.marks import long
 from tests.numbers import Case, compare, prepare
 from tests.processes import run
 from tests.rewriting import refused, rewritten
@@ -231,7 +232,7 @@ def check_tied(folder: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, long(3)])
 def test_a_table_that_is_the_head_as_well(tmp_path, world):
     prepare(tmp_path, TIED)
     run(check_tied, world, tmp_path)

@@ -312,7 +312,7 @@ def check_starting(folder):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, long(4)])
-@pytest.mark.parametrize("build", [build_layers, SecondHalf])
+@pytest.mark.parametrize("build", [build_layers, long(SecondHalf)])
 def test_a_rank_holds_its_part_while_it_starts(world, build):
     number = 16 * world if build is build_layers else 32 * world  # 64 MiB a rank
     run(check_what_is_held, world, build, (8, 2), (1024, number), fresh=True)

@@ -46,6 +46,7 @@ def few_objects():
     gc.unfreeze()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few_objects")
 def test_ten_times_the_statements_take_at_most_ten_times_as_long(tmp_path):
     def seconds(count: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.marks import long
 from tests.numbers import Case, compare, prepare
 from tests.processes import run
 from tests.zoo import test_attention, test_norms, test_stand_in
@@ -23,7 +24,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [long(1), 2, long(4)])
 def test_the_numbers_of_the_whole_model(folder, world):
     """Of the 22 features of a norm four ranks have 6, 6, 5 and 5."""
     run(compare, world, folder, CASES)

@@ -1144,7 +1144,8 @@ def round_like_hardware() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", nargs="*", default=[*CASES])
+    parser.add_argument("--but", nargs="*", default=[])
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         round_like_hardware()
@@ -1152,7 +1153,7 @@ def main() -> None:
     found: dict[str, str | None] = {}
     seconds: dict[str, float] = {}
     for name, function in CASES.items():
-        if arguments.only in name:
+        if name in arguments.only and name not in arguments.but:
             started = time.perf_counter()
             try:
                 function(arguments.device)

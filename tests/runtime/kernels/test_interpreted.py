@@ -14,10 +14,27 @@ from tests.runtime.kernels.cases import CASES
 pytest.importorskip("triton")
 
 
+# What takes the interpreter long: many sizes and options of what shorter cases run as well.
+SLOW = {
+    "bias_and_gelu",
+    "cross_entropy_of_any_size",
+    "cross_entropy_with_every_option",
+    "dropout_keeps_its_share",
+    "every_dropout_goes_back_by_its_own_mask",
+    "linear_cross_entropy_with_every_option",
+    "rotary_of_whole_and_partial_heads",
+}
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, str | None]:
     """What each case found: one process for all, since starting costs more than most of them."""
-    return run({"TRITON_INTERPRET": "1"})
+    return run({"TRITON_INTERPRET": "1"}, "--but", *sorted(SLOW))
+
+
+@pytest.fixture(scope="module")
+def found_slowly() -> dict[str, str | None]:
+    return run({"TRITON_INTERPRET": "1"}, "--only", *sorted(SLOW))
 
 
 def run(environment: dict[str, str], *arguments: str) -> dict[str, str | None]:
@@ -33,9 +50,15 @@ def run(environment: dict[str, str], *arguments: str) -> dict[str, str | None]:
     return json.loads(done.stdout.splitlines()[-1])["found"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - SLOW))
 def test_a_kernel_computes_what_it_stands_for(name, found):
     assert found[name] is None, found[name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(SLOW))
+def test_so_does_it_in_all_sizes_and_ways(name, found_slowly):
+    assert found_slowly[name] is None, found_slowly[name]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
