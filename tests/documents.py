@@ -39,6 +39,8 @@ BLOCK = re.compile(
 READERS = {"python": ast.parse, "json": json.loads, "yaml": yaml.safe_load, "toml": tomllib.loads}
 SHOWN_ALONE = {"text", "bash"}
 BERT = "transformers.models.bert.modeling_bert"
+# What torch's threads say where they end a process that is done: once in hundreds of runs.
+ABORTED = "terminate called without an active exception"
 TARGETS = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -194,5 +196,9 @@ class Reader:
             found = shutil.which(program, path=f"{Path(sys.executable).parent}:/usr/bin:/bin")
             assert found, program
             done = subprocess.run([found, *arguments], capture_output=True, text=True, timeout=900)
+            if ABORTED in done.stderr:
+                done = subprocess.run(
+                    [found, *arguments], capture_output=True, text=True, timeout=900
+                )
             assert done.returncode == exits, done.stdout + done.stderr
             assert not shown or shows(shown, done.stdout), f"{command}\n{done.stdout}"
