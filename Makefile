@@ -81,6 +81,9 @@ bench: $(READY)
 	$(BIN)/python -m benchmark.kernel_facts
 	$(BIN)/python -m benchmark.pipeline_simulation
 	$(BIN)/python -m benchmark.plan_memory
+	$(BIN)/python -m benchmark.checkpoint_budget
+	$(BIN)/python -m benchmark.release_memory
+	$(BIN)/python -m benchmark.tune_example
 	$(BIN)/python -m benchmark.collectives
 	$(BIN)/python -m benchmark.loading
 	$(BIN)/python -m benchmark.tensor_parallel

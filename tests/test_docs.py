@@ -13,6 +13,7 @@ from benchmark import (
     readability,
     report,
     rewrite_time,
+    tune_example,
 )
 from slapo_rewrite import cli
 from slapo_rewrite.primitives import registry
@@ -141,7 +142,14 @@ def test_the_readme_is_short():
 
 @pytest.mark.parametrize(
     "measured",
-    [readability, rewrite_time, pipeline_simulation, plan_memory, checkpoint_budget],
+    [
+        readability,
+        rewrite_time,
+        pipeline_simulation,
+        plan_memory,
+        checkpoint_budget,
+        tune_example,
+    ],
     ids=lambda m: m.NAME,
 )
 def test_figures_are_those_of_the_result_files(measured):
