@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from slapo_rewrite.model.calls import calls_watched
 from slapo_rewrite.model.layers import Split, splits_of
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import CONTAINERS
@@ -196,23 +197,16 @@ class _Recorder(TorchFunctionMode):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Notes calls of layers, and skips what happens inside of them."""
-        handles = []
+        watched = []
         for path, module in self.model.named_modules():
             if path and any(True for _ in module.parameters(recurse=False)):
                 pattern = pattern_of(self.model, path, self.flow.apart)
                 if any(is_column(split) for split in (splits_of(module) or {}).values()):
-                    enter, leave = self._of_layer(module, pattern, path)
-                    handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-                    handles.append(module.register_forward_hook(leave))
+                    watched.append((module, *self._of_layer(module, pattern, path)))
                 else:
-                    handles.append(
-                        module.register_forward_pre_hook(self._of_other(pattern), with_kwargs=True)
-                    )
-        try:
+                    watched.append((module, self._of_other(pattern), None))
+        with calls_watched(watched):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _of_layer(self, module: nn.Module, pattern: str, path: str) -> tuple[Any, Any]:
         is_table = isinstance(module, nn.Embedding)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from slapo_rewrite.model.calls import calls_watched
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.tree import is_container
 
@@ -82,15 +83,12 @@ def calls_of(
         modules: The modules that are asked about.
     """
     called: list[str] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, path=path: called.append(path))
+    watched = [
+        (module, lambda *_, path=path: called.append(path), None)
         for path, module in modules.items()
     ]
-    try:
+    with calls_watched(watched):
         _run(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return called
 
 
@@ -160,14 +158,9 @@ class _Counter(TorchDispatchMode):
         def leave(number: int) -> Callable[..., None]:
             return lambda *told: self._results[number].extend(_tensors(told[-1])[:1])
 
-        hooks = [e.register_forward_pre_hook(enter(i)) for i, e in enumerate(elements)]
-        hooks += [e.register_forward_hook(leave(i)) for i, e in enumerate(elements)]
-        try:
-            with saved_tensors_hooks(self._hold, lambda tensor: tensor):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        watched = calls_watched((e, enter(i), leave(i)) for i, e in enumerate(elements))
+        with watched, saved_tensors_hooks(self._hold, lambda tensor: tensor):
+            yield
 
     def _hold(self, tensor: Tensor) -> Tensor:
         if _storage(tensor) not in self._known:

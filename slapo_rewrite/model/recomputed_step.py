@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from slapo_rewrite.hugging_face import CACHES
+from slapo_rewrite.model.calls import calls_watched
 from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, first_line
 from slapo_rewrite.model.layer_kinds import Fold, folds_of, lists_of
 from slapo_rewrite.model.meta_device import without_dynamo
@@ -111,12 +112,8 @@ def _called_once(layers: Mapping[nn.Module, Node]) -> Iterator[None]:
     def seen(node: Node) -> Callable[..., None]:
         return lambda *_: counts.update([node.path])
 
-    hooks = [layer.register_forward_pre_hook(seen(node)) for layer, node in layers.items()]
-    try:
+    with calls_watched((layer, seen(node), None) for layer, node in layers.items()):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
     for path, times in counts.items():
         if times > 1:
             raise DoesNotRun(f"`{path}` is called {times} times")

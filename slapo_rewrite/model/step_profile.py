@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slapo_rewrite.model.calls import calls_watched
 from slapo_rewrite.model.costs import FREE, PICKING, OnMeta, flops_of
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.storages import Storages
@@ -229,15 +230,14 @@ class _Counter(TorchDispatchMode):
         """Inside, it is seen which layer runs, on the way there and back."""
         hooks = [p.register_post_accumulate_grad_hook(self._add) for p in model.parameters()
                  if p.requires_grad]  # fmt: skip
-        for listed, modules in layers.items():
-            for number, module in enumerate(modules):
-                place = Place(listed, number, True)
-                hooks.append(
-                    module.register_forward_pre_hook(self._enters(place), with_kwargs=True)
-                )
-                hooks.append(module.register_forward_hook(self._leaves(place)))
+        places = [
+            (module, Place(listed, number, True))
+            for listed, modules in layers.items()
+            for number, module in enumerate(modules)
+        ]
         try:
-            yield
+            with calls_watched((m, self._enters(p), self._leaves(p)) for m, p in places):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()

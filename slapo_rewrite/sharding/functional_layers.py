@@ -7,9 +7,7 @@ written as one: a sharded layer knows when its bias is to be added, and its grad
 from __future__ import annotations
 
 import ast
-import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -38,28 +36,6 @@ def spelled_call(
     place = place_of(frame) if frame is not None else None
     name = _named(text_at(place, editable)) if place is not None else None
     return (layer, place, name) if place is not None and name is not None else None
-
-
-@contextlib.contextmanager
-def forwards_watched(modules: Iterable[nn.Module], inside: Callable[[], bool]) -> Iterator[None]:
-    """Has `layer.forward(x)` taken for `layer(x)`, whose hooks see it.
-
-    Args:
-        modules: The layers.
-        inside: Whether a layer is being called.
-    """
-    watched = [module for module in modules if "forward" not in vars(module)]
-    for module in watched:
-        vars(module)["forward"] = functools.partial(_forwarded, module, inside)
-    try:
-        yield
-    finally:
-        for module in watched:
-            del vars(module)["forward"]
-
-
-def _forwarded(module: nn.Module, inside: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
-    return type(module).forward(module, *args, **kwargs) if inside() else module(*args, **kwargs)
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slapo_rewrite.model.calls import forward_as_call
 from slapo_rewrite.model.layers import Layer, replicated
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Node
@@ -29,7 +30,7 @@ from slapo_rewrite.sharding.boundaries import (
     leave_border,
     leave_layer,
 )
-from slapo_rewrite.sharding.functional_layers import forwards_watched, is_linear
+from slapo_rewrite.sharding.functional_layers import is_linear
 from slapo_rewrite.sharding.local_values import install_values
 from slapo_rewrite.sharding.packed_parts import ratio_of
 from slapo_rewrite.sharding.placements import (
@@ -71,7 +72,8 @@ def installed(run: Run, device: torch.device) -> Iterator[None]:
         for path, holder in holders.items():
             _mark_sizes(run, run.tree.nodes[path], holder, undo)
         _watch_functions(run, undo)
-        with forwards_watched(run.layers, lambda: run.depth > 0):
+        crossed = [_live_at(run.tree.nodes[path]) for path in run.asked.borders]
+        with forward_as_call([*run.layers, *crossed]):
             yield
     finally:
         for action in reversed(undo):
@@ -254,10 +256,7 @@ def _install_parameters(
 def _install_borders(
     run: Run, node: Node, borders: Sequence[ModuleBoundary], undo: list[Callable[[], None]]
 ) -> None:
-    # The module that stands there now: a sharded layer has taken the original's place.
-    parent = node.parent
-    live = parent.live._modules.get(node.name, node.live) if parent else node.live
-    live = live if isinstance(live, nn.Module) and hasattr(live, "_followed_path") else node.live
+    live = _live_at(node)
     borders = [b for b in borders if b.value is None]
     after = [b for b in borders if b.mode == "fwd_post"]
     for border in after:
@@ -268,6 +267,13 @@ def _install_borders(
         enter = functools.partial(enter_border, run, node, border)
         handle: Any = live.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         undo.append(handle.remove)
+
+
+def _live_at(node: Node) -> nn.Module:
+    """The module that stands at a place now: a sharded layer has taken the original's."""
+    parent = node.parent
+    live = parent.live._modules.get(node.name) if parent else None
+    return live if isinstance(live, nn.Module) and hasattr(live, "_followed_path") else node.live
 
 
 def _know_parameters(run: Run) -> None:

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from slapo_rewrite.model.calls import calls_watched
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.meta_device import KnownResults, answer_to, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.sharding.functional_layers import forwards_watched, is_linear, spelled_call
+from slapo_rewrite.sharding.functional_layers import is_linear, spelled_call
 from slapo_rewrite.sharding.tracked_sizes import Shape, numbers, shapes
 
 # Functions that make tensors from sizes or numbers.
@@ -99,18 +100,11 @@ class Trace(TorchFunctionMode):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Skips what happens inside the layers."""
-        handles, layers = [], [self.tree.nodes[path].live for path in self.layers]
-        for live in layers:
-            handles.append(live.register_forward_pre_hook(self._enter))
-            handles.append(live.register_forward_hook(self._leave))
-        try:
-            with forwards_watched(layers, lambda: self.depth > 0):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        layers = [self.tree.nodes[path].live for path in self.layers]
+        with calls_watched((layer, self._enter, self._leave) for layer in layers):
+            yield
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.depth += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from slapo_rewrite.model.calls import calls_watched
 from slapo_rewrite.model.tree import is_container
 
 MOST = 6  # each of them is tried, which takes a training step of a small model
@@ -50,14 +51,11 @@ def other_ends(model: nn.Module, small: nn.Module, step: Callable[[], Any]) -> l
 def returns_of(model: nn.Module, step: Callable[[], Any]) -> Sequence[str]:
     """The paths of the modules that a step calls, in the order in which they return."""
     returned: list[str] = []
-    hooks = [
-        module.register_forward_hook(lambda *_, path=path: returned.append(path))
+    watched = [
+        (module, None, lambda *_, path=path: returned.append(path))
         for path, module in model.named_modules()
         if path
     ]
-    try:
+    with calls_watched(watched):
         step()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return returned

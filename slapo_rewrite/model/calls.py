@@ -1,0 +1,71 @@
+"""Seeing a model's modules being called: `module.forward(x)` is as good a call as `module(x)`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+Enter = Callable[[nn.Module, Any, Any], None]
+Leave = Callable[[nn.Module, Any, Any], None]
+
+
+@contextlib.contextmanager
+def calls_watched(
+    watched: Iterable[tuple[nn.Module, Enter | None, Leave | None]],
+) -> Iterator[None]:
+    """Has functions told of each call of modules meanwhile.
+
+    Args:
+        watched: Modules, each with what is told before it runs (itself, the arguments, the keyword
+            arguments) and what is told afterwards (itself, the arguments, the result).
+    """
+    watched = list(watched)
+    handles: list[Any] = []
+    with forward_as_call(module for module, _, _ in watched):
+        try:
+            for module, enter, leave in watched:
+                if enter is not None:
+                    handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                if leave is not None:
+                    handles.append(module.register_forward_hook(leave))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@contextlib.contextmanager
+def forward_as_call(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Has `module.forward(x)` carried out as `module(x)` meanwhile, so that its hooks see it."""
+    called: set[nn.Module] = set()  # their hooks are at work, and their `forward` comes next
+    handles, own = [], {module: vars(module).get("forward") for module in modules}
+    for module in own:
+        handles.append(module.register_forward_pre_hook(lambda m, _: called.add(m), prepend=True))
+        call = functools.partial(_call, module, module.forward, called)
+        vars(module)["forward"] = functools.update_wrapper(call, module.forward)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, forward in own.items():
+            del vars(module)["forward"]
+            if forward is not None:
+                vars(module)["forward"] = forward
+
+
+def _call(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    called: set[nn.Module],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if module not in called:
+        return module(*args, **kwargs)
+    called.remove(module)
+    return forward(*args, **kwargs)
