@@ -23,6 +23,8 @@ from slapo_rewrite.model.layers import SHARES, Layer
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding import CALL, ArgumentChange, Attribute, ShardingResult, Statistic
 
+# What `split`, `expand`, `view` and `reshape` call the sizes that they are given.
+_SIZES = ("split_size", "split_size_or_sections", "size", "shape")
 # How a list of sizes is written that must be this rank's shares.
 _LIST_OF_SHARES = "[{part_size}(size) for size in {argument}]"
 
@@ -155,6 +157,7 @@ class ChangeArgument(Change):
         arguments: list[ast.expr] = list(node.args)
         if (text.file.qualified(node.func) or "").startswith("torch."):
             arguments = arguments[1:]
+        arguments = arguments or [k.value for k in node.keywords if k.arg in _SIZES]
         if len(arguments) == len(self.index) == 1:
             alone = arguments[0]
             arguments = alone.elts if isinstance(alone, (ast.Tuple, ast.List)) else arguments

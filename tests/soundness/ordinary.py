@@ -232,6 +232,22 @@ ORDINARY = {
     "forward called by name": block(
         UP_DOWN, "return self.down.forward(self.up.forward(x).relu())", FEED_FORWARD
     ),
+    "module called by forward": block(
+        "self.pre, self.ff = nn.Linear(8, 8), FeedForward()",
+        "return x + self.ff.forward(self.pre(x))",
+        "ff.{gate,up} weight 0; ff.down weight 1",
+        's["inner.ff"].sync("bwd_post", "all_reduce")\ns.infer_sync()',
+        top="class FeedForward(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.gate, self.up = nn.Linear(8, 24, bias=False), nn.Linear(8, 24, bias=False)\n"
+        "        self.down = nn.Linear(24, 8)\n\n    def forward(self, x):\n"
+        "        return self.down(F.silu(self.gate(x)) * self.up(x))\n\n",
+    ),
+    "sizes by name": block(
+        PACKED,
+        "h, g = self.up(x).split(split_size=[24, 24], dim=-1)\n"
+        "return self.down((h.sigmoid() * g).reshape(shape=(*x.shape[:-1], 24)))",
+        PACKED_SHARDS,
+    ),
     "one of two of a class": block(
         "self.e, self.one, self.other = nn.Embedding(24, 8), Twin(), Twin()",
         "ids = (x[..., 0] * 100).long().abs() % 24\nx = x + self.e(ids)\n"
