@@ -241,11 +241,16 @@ class Search:
         ]
 
     def _enough(self, groups: list[Group]) -> list[Group]:
-        """Adds what does not pay, the largest first, while little of the model is split."""
+        """Adds what does not pay, the largest first, while little of the model is split.
+
+        Where nothing pays at all, as in a small stand-in for the model that is meant, everything is
+        split.
+        """
+        least = LEAST_SHARE if groups else 1.0
         known = {pattern for group in groups for pattern in group.patterns}
         left = [pair for pair in self._components() if self._worth(*pair) <= 0]
         left.sort(key=lambda pair: self._size(pair[0] | pair[1]))
-        while left and sum(g.parameters for g in groups) < LEAST_SHARE * self.total:
+        while left and sum(g.parameters for g in groups) < least * self.total:
             # What was refused elsewhere in the model is tried last.
             hopeful = [pair for pair in left if self._way.get(_shape(*pair), 0) is not None]
             producers, consumers = pair = (hopeful or left)[-1]
@@ -361,7 +366,7 @@ class Search:
             if own.dim() and len(own) > 1
             if any(w % len(own) == 0 if own.dim() == 1 else w == len(own) for w in widths)
         ]
-        return tuple(Shard(path, (name,), 0) for name in names)
+        return (Shard(path, tuple(names), 0),) if names else ()
 
     def _packings(self, columns: list[tuple[Shard, ...]]) -> Iterator[tuple[Shard, ...]]:
         """The producers, as one block each, and as packed as what takes them apart says."""

@@ -10,6 +10,10 @@ from slapo_rewrite import __version__
 from slapo_rewrite.auto.placement_search import Found, Group, Shard
 
 LINE_LENGTH = 100
+NONE_PAYS = (
+    "At these sizes collectives take longer than splitting saves: it is for memory, or for the "
+    "larger model that this one stands for."
+)
 
 _HEADER = """
 What is split, whether it may be, and what its collectives take was worked out by slapo-rewrite
@@ -61,8 +65,11 @@ def schedule_text(
         body.append(f'layers = s["{main}"]')
     if found.groups:
         body.append("if tensor_parallel:")
+        none_pays = not any(group.pays for group in found.groups)
+        if none_pays:
+            body += [*(f"    {line}" for line in _comment(NONE_PAYS, LINE_LENGTH - 8)), ""]
         for group in found.groups:
-            body += [f"    {line}" for line in _written(group, main)]
+            body += [f"    {line}" for line in _written(group, main, none_pays)]
         body += [f"    {line}" for line in _left(found)]
         body.append("    s.infer_sync()")
     else:
@@ -130,9 +137,10 @@ def _selected(path: str, main: str | None) -> str:
     return f's["{path}"]'
 
 
-def _written(group: Group, main: str | None) -> list[str]:
+def _written(group: Group, main: str | None, none_pays: bool) -> list[str]:
     """The lines of a group, modules that are split alike in one."""
-    lines = _comment(_reason(group), LINE_LENGTH - 8)
+    slow = "" if group.pays or none_pays else " It takes longer than it saves, and is for memory."
+    lines = _comment(_reason(group) + slow, LINE_LENGTH - 8)
 
     def alike(shard: Shard) -> tuple[str, str]:
         return shard.pattern.rpartition(".")[0], shard.arguments()
@@ -160,8 +168,7 @@ def _reason(group: Group) -> str:
     if len(group.patterns) == 1:
         return f"{size}, whose results are put together."
     once = "; the gradient of what goes in is summed once" if group.summed else ""
-    slow = "" if group.pays else " It takes longer than it saves, and is for memory."
-    return f"{size}: outputs are split, then inputs, and what comes out is summed{once}.{slow}"
+    return f"{size}: outputs are split, then inputs, and what comes out is summed{once}."
 
 
 def _spoken(number: int) -> str:
