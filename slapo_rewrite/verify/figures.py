@@ -128,8 +128,14 @@ def rounding_of(checks: Iterable[Check]) -> float:
 
 
 def may_be_rounding(check: Check, rounding: float) -> bool:
-    """Whether a difference is too large, and within a few times what rounding does."""
-    return not check.ok and check.error is not None and 0 < check.error <= ROUNDING * rounding
+    """Whether a difference is too large, and as small as rounding may be where numbers cancel.
+
+    Args:
+        check: The comparison.
+        rounding: What rounding does to the original.
+    """
+    most = max(ROUNDING * rounding, LARGEST_ROUNDING)
+    return not check.ok and check.error is not None and 0 < check.error <= most
 
 
 def settle(check: Check, rounding: float, exact: Check | None) -> None:
@@ -146,6 +152,8 @@ def settle(check: Check, rounding: float, exact: Check | None) -> None:
     if exact is not None and exact.error is not None:
         check.ok = exact.ok
         check.detail = f"{exact.error:.1e} in float64" + (", so it is rounding" if exact.ok else "")
+    elif check.error > ROUNDING * rounding:
+        return
     elif check.own is not None and check.own <= LARGEST_ROUNDING:
         check.ok = check.error <= ROUNDING * check.own
         check.detail = "as rounding does to the original itself" if check.ok else check.detail
