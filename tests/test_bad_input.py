@@ -296,9 +296,14 @@ def test_a_source_that_cannot_be_imported(run: Run):
 
 
 def test_a_name_that_is_taken(run: Run):
+    """It is imported by another one, unless that is taken, too."""
     source = SOURCE.replace("def make(width)", "def checkpoint(width)")
+    (run.folder / "net.py").write_text(f"{source}\ntorch_checkpoint = None\n")
+    assert "both `checkpoint` and `torch_checkpoint` mean" in run('s["layers.*"].checkpoint()')
     (run.folder / "net.py").write_text(source)
-    assert "`checkpoint` means something else in net.py" in run('s["layers.*"].checkpoint()')
+    assert main(["net.py", "--schedule", "s.py", "-o", "out"]) == 0
+    text = (run.folder / "out" / "net.py").read_text()
+    assert "import checkpoint as torch_checkpoint" in text and "return torch_checkpoint(" in text
 
 
 def test_output_is_a_file(run: Run, capsys):

@@ -120,19 +120,21 @@ class Imports:
         return f"{name}({', '.join(given)})"
 
     def outside(self, module: str, name: str, causes: tuple[Directive, ...]) -> str:
-        """The reference to a name of an installed package."""
-        if self.file.imports.get(name) == f"{module}.{name}":
-            return name
-        if self._taken(name):
+        """The reference to a name of an installed package, by another name where it is taken."""
+        for known, meaning in self.file.imports.items():
+            if meaning == f"{module}.{name}":
+                return known
+        used = f"{module.partition('.')[0]}_{name}" if self._taken(name) else name
+        if self._taken(used):
             raise errors.NameTaken(
-                f"`{name}` means something else in {self.file.path.name}, and is needed from "
-                f"`{module}`",
+                f"both `{name}` and `{used}` mean something else in {self.file.path.name}, and "
+                f"`{name}` is needed from `{module}`",
                 at=causes[0].at if causes else None,
-                hint="rename it in the source",
+                hint="rename one of them in the source",
             )
-        self.packages.setdefault(module, set()).add(name)
+        self.packages.setdefault(module, set()).add(name if used == name else f"{name} as {used}")
         self._causes.setdefault(module, []).extend(causes)
-        return name
+        return used
 
     def functional(self, name: str, causes: tuple[Directive, ...]) -> str:
         """The reference to a function of `torch.nn.functional`."""

@@ -79,8 +79,10 @@ class Spelling:
                 origin = f"{RUNTIME}{module}.{name}"
                 self.references[written] = Reference(origin, f".{module}", name, written)
         for module, names in imports.packages.items():
-            for name in sorted(names):
-                self.references[name] = Reference(f"{module}.{name}", module, name, name)
+            for shown in sorted(names):  # perhaps by another name: `a as b`
+                name, _, written = shown.partition(" as ")
+                written = written or name
+                self.references[written] = Reference(f"{module}.{name}", module, shown, written)
 
     def _called(self, kernel: str, backend: str) -> str:
         """A function that rules call: of `kernels`, or of the module that carries it out.
