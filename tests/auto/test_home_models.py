@@ -61,7 +61,7 @@ def verified(name: str, folder: Path, settings: list[str], worlds: tuple[list[in
             {
                 '*.mixer.enter "weight", axis=0, parts=2',
                 '*.mixer.{step,conv} ["weight", "bias"], axis=0',
-                '*.mixer "log_decay", axis=0',
+                '*.mixer ["log_decay", "skip"], axis=0',
                 '*.mixer.{select,leave} "weight", axis=1',
             },
         ),
