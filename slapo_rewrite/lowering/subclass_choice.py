@@ -115,6 +115,7 @@ class SubclassChoice:
     def of_foreign(self, cls: type, nodes: list[Node]) -> list[Edit]:
         """A class of another file can be given a subclass here, before the class that makes it."""
         edits: list[Edit] = []
+        wanted = []
         for node in nodes:
             changes = self.changes.by_path.get(node.path, {})
             wrappers = [
@@ -126,8 +127,11 @@ class SubclassChoice:
                 continue
             every = merged_causes(*(causes for _, causes in wrappers))
             at, owner = self.changes.site(node, every)
-            site = self.changes.sites[at.start]
             made = self.changes.by_path.get(owner.path, {}).get(at)
+            wanted.append((node, wrappers, every, at, made))
+        # What one place makes has several nodes: each is given what stood there before any was.
+        for node, wrappers, every, at, made in wanted:
+            site = self.changes.sites[at.start]
             called = self.changes.class_called(site, node)
             known: object = cls
             if isinstance(made, UseSubclass):  # the file that defines the class has specialised it

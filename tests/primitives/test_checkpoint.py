@@ -318,3 +318,42 @@ def test_real_models(name, tmp_path):
     if "save" in line:
         assert have_counts.get("addmm", 0) == want_counts.get("addmm", 0)
     assert list(model.state_dict()) == list(original.state_dict())
+
+
+FROM_A_FUNCTION = """
+import torch
+from torch import nn
+
+
+def FeedForward(width):
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width))
+
+
+class Mix(nn.Module):
+    def __init__(self, width, is_first):
+        super().__init__()
+        self.own = nn.Linear(width, width) if is_first else nn.Identity()
+
+    def forward(self, x):
+        return self.own(x)
+
+
+class Model(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        for i in range(3):
+            self.blocks.append(nn.ModuleList([Mix(width, i == 0), FeedForward(width)]))
+
+    def forward(self, x):
+        for mix, feed_forward in self.blocks:
+            x = x + feed_forward(mix(x))
+        return x
+"""
+
+
+def test_what_a_function_makes_for_layers_of_several_kinds_is_wrapped_once(tmp_path):
+    schedule = SCHEDULE + '    s["blocks.*.1"].checkpoint()\n'
+    changed = changed_lines(rewritten(tmp_path, FROM_A_FUNCTION, schedule))
+    made = "    return CheckpointedSequential(nn.LayerNorm(width), nn.Linear(width, width))"
+    assert f"+{made}\n" in changed and changed.count("+class ") == 1
