@@ -159,7 +159,7 @@ class Search:
         self.total = sum(p.numel() for p in oracle.project.tree.root.live.parameters())
         most = max((p.rows // max(1, len(p.paths)) for p in flow.layers.values()), default=1)
         self.scale = TOKENS / max(1, most)
-        self.refusals: dict[str, str] = {}
+        self._refusals: dict[str, tuple[int, str]] = {}
         self._way: dict[tuple[str, ...], int | None] = {}  # which was legal, by what it looks like
         known = [p for p in flow.layers if p in self.modules]
         self.step = sum(map(self._saved, known)) / (1 - 1 / RANKS)
@@ -188,7 +188,7 @@ class Search:
         groups = self._enough(groups)
         taken = {pattern for group in groups for pattern in group.patterns}
         whole = {
-            p: self.refusals.get(p, "splitting it would cost more than it saves")
+            p: self._refusals.get(p, (0, "splitting it would cost more than it saves"))[1]
             for p in (*self.flow.layers, *self.flow.tables)
             if p not in taken and p in self.modules and self._size([p]) > 0.001 * self.total
         }
@@ -201,14 +201,19 @@ class Search:
 
     def _legal(self, group: Group) -> bool:
         if self.oracle.asked >= MOST_ASKED:
-            for pattern in group.patterns:
-                self.refusals.setdefault(pattern, f"not tried, since {MOST_ASKED} others were")
+            self._refuse([group], f"not tried, since {MOST_ASKED} others were")
             return False
         refused = self.oracle.refusal(lines_of([group]))
         if refused is not None:
-            for pattern in group.patterns:
-                self.refusals.setdefault(pattern, refused.message)
+            self._refuse([group], refused.message)
         return refused is None
+
+    def _refuse(self, groups: Sequence[Group], why: str) -> None:
+        """Notes why the last of some groups is not split: what is nearest says most of a layer."""
+        near = _common(groups[-1].patterns).count(".") if len(groups) == 1 else 0
+        for pattern in groups[-1].patterns:
+            if near > self._refusals.get(pattern, (-1, ""))[0]:
+                self._refusals[pattern] = near, why
 
     # -- components of producers and consumers
 
@@ -403,7 +408,7 @@ class Search:
         splits = [(n, a) for (n, a), s in known if s.takes_part and not is_row(s)]
         names = [n for n, _ in splits if getattr(module, n, None) is not None]
         if not splits:
-            names = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 1]
+            names = [n for n, p in module.named_parameters(recurse=False) if p.dim() and len(p) > 1]
         return Shard(pattern, tuple(names), 0) if names else None
 
     def _summed_once(self, group: Group, producers: frozenset[str]) -> Group:
@@ -527,8 +532,7 @@ class Search:
     def _fits(self, groups: Sequence[Group]) -> bool:
         refused = self.oracle.refusal(lines_of(groups))
         if refused is not None:
-            for pattern in groups[-1].patterns:
-                self.refusals.setdefault(pattern, refused.message)
+            self._refuse(groups, refused.message)
         return refused is None
 
 
