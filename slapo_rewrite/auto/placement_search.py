@@ -11,6 +11,7 @@ collectives take; whether it is legal, sharding propagation says.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -391,6 +392,10 @@ class Search:
         for count in dict.fromkeys((*counts, *guesses)):
             if 1 < count < 8 and size % count == 0:
                 yield (size // count,) * count
+        # Queries beside keys and values that several of them share.
+        for sizes in pieces:
+            if len(set(sizes)) > 1 and size % (sum(sizes) // math.gcd(*sizes)) == 0:
+                yield tuple(piece * size // sum(sizes) for piece in sizes)
 
     def _shards(self, pattern: str, wanted: Callable[[Split], bool]) -> tuple[Shard, ...]:
         """A layer split over its outputs, or its inputs; empty where it cannot be."""

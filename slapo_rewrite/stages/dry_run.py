@@ -9,6 +9,7 @@ import random
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from operator import attrgetter
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.liveness import blocks, statements
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model import small_model
+from slapo_rewrite.runtime.stages import keep
 from slapo_rewrite.stages.fewer_layers import Kept, is_short_of
 from slapo_rewrite.stages.program import ARGUMENT, Program, Version
 from slapo_rewrite.stages.stage_inputs import Stage, Stages
@@ -297,7 +299,7 @@ class Trial:
         models = []
         for paths in held:
             models.append(copy.deepcopy(self.pristine, dict(shared)))
-            leave_only(models[-1], paths)
+            keep(models[-1], [attrgetter(path)(models[-1]) for path in paths])
         given: Any = tuple(inputs[name] for name, _ in stages.stages[0].given)
         named = {name: inputs[given] for name, given in stages.arguments().items()}
         *forwards, loss = functions
@@ -321,18 +323,6 @@ def random_states() -> tuple[Any, ...]:
     other = np.random.get_state(legacy=False)["state"]
     own = torch.get_rng_state().tolist()
     return own, random.getstate(), other["key"].tolist(), other["pos"]
-
-
-def leave_only(module: nn.Module, paths: Sequence[str]) -> None:
-    """Takes the modules out that neither lie on paths nor lead to them."""
-    for name, child in list(module.named_children()):
-        inner = [p.removeprefix(f"{name}.") for p in paths if p.startswith(f"{name}.")]
-        if name in paths:
-            continue
-        if inner:
-            leave_only(child, inner)
-        else:
-            setattr(module, name, None)
 
 
 def is_same(one: Any, other: Any) -> bool:

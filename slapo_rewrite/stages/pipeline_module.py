@@ -17,6 +17,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.errors import Span
+from slapo_rewrite.runtime.stages import own_tensors
 from slapo_rewrite.stages.defining_files import DefiningFiles
 from slapo_rewrite.stages.environment import NOT_NONE
 from slapo_rewrite.stages.program import ARGUMENT, Depth
@@ -189,8 +190,7 @@ def _longest(model: Any, steps: Sequence[str]) -> str:
     for step in steps:
         inner = getattr(found, "_modules", {}).get(step)
         if inner is None:
-            tensors = {**found._parameters, **found._buffers}
-            if tensors.get(step) is not None:
+            if step in own_tensors(found):
                 return ".".join([*path, step])
             return "" if hasattr(found, step) and _is_written_out(found, step) else ".".join(path)
         found = inner

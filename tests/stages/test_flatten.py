@@ -248,3 +248,11 @@ def test_how_many_layers_there_are(tmp_path):
     assert method(text, 1, "held").startswith(
         "def held(self):\n    return self.layers[2:], self.last"
     )
+
+
+def test_a_tensor_that_is_no_buffer_is_held_where_it_is_read(tmp_path):
+    lines = ["x = self.first(x + self.positions)", "x = self.inner(x) * self.scales"]
+    text = stages_of(tmp_path, *lines, init="self.positions, self.scales = torch.rand(2, 8)")
+    held = [method(text, number, "held") for number in (0, 1)]
+    assert ["self.positions" in each for each in held] == [True, False]
+    assert ["self.scales" in each for each in held] == [False, True]
