@@ -228,7 +228,7 @@ def _names(model: nn.Module) -> set[str]:
 
 
 def _digest(tensor: Tensor) -> str:
-    data = tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    data = tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(data).hexdigest()
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from slapo_rewrite.model import small_model
 from slapo_rewrite.verify.checks import Checks
 from slapo_rewrite.verify.figures import Check, settle
+from slapo_rewrite.verify.staged import _digest
 from slapo_rewrite.verify.original import Rewritten
 from slapo_rewrite.verify.pair import Pair
 from slapo_rewrite.verify.report import Directive
@@ -156,3 +157,8 @@ def test_classes_that_a_record_tells_of(tmp_path):
     assert rewritten_classes(tmp_path, record, directives) == [
         {"name": "A", "stem": "m", "module": None, "lines": ["s.py:2: s.b()"]}
     ]
+
+
+def test_parameters_without_axes_have_digests():
+    one, other = torch.tensor(1.0), torch.tensor(2.0)
+    assert _digest(one) == _digest(one.clone()) != _digest(other)
