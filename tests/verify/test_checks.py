@@ -9,11 +9,11 @@ from torch import nn
 from slapo_rewrite.model import small_model
 from slapo_rewrite.verify.checks import Checks
 from slapo_rewrite.verify.figures import Check, settle
-from slapo_rewrite.verify.staged import _digest
 from slapo_rewrite.verify.original import Rewritten
 from slapo_rewrite.verify.pair import Pair
 from slapo_rewrite.verify.report import Directive
 from slapo_rewrite.verify.run import rewritten_classes
+from slapo_rewrite.verify.staged import _digest
 
 
 class Decoder(nn.Module):
