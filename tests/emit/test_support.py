@@ -122,17 +122,17 @@ def write_it_by_itself() -> None:
     assert write("one", support="") == 0
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [spoil_a_helper, lose_a_helper, lose_the_folder, forget_the_output, write_it_by_itself],
-)
-def test_check_says_no(spoil, capsys):
+def test_check_says_no(capsys):
     assert write("one") == 0
-    spoil()
-    assert write("one", "s.py", "--check") == 1
-    assert "not current: " in capsys.readouterr().out
-    assert write("one", "s.py", "--force") == 0
-    assert write("one", "s.py", "--check") == 0
+    for spoil in (
+        *(spoil_a_helper, lose_a_helper, lose_the_folder, forget_the_output),
+        write_it_by_itself,
+    ):
+        spoil()
+        assert write("one", "s.py", "--check") == 1, spoil.__name__
+        assert "not current: " in capsys.readouterr().out
+        assert write("one", "s.py", "--force") == 0
+        assert write("one", "s.py", "--check") == 0, spoil.__name__
 
 
 def test_check_says_no_where_helpers_are_beside_the_model(capsys):

@@ -53,13 +53,18 @@ def model(forward: str, *init: str, classes: str = "") -> str:
 def both(folder: Path, source: str, schedule: str) -> tuple[Any, Any, Any, str]:
     """The original's class built, the output's, the schedule, and the output's text."""
     output = rewritten(folder, source, schedule)
+    return *built(folder, written(folder, output)), output.files[output.model_file]
+
+
+def built(folder: Path, output: Path) -> tuple[Any, Any, Any]:
+    """The models of the original and of an output's model file, and the schedule, of a folder."""
     given: Any = ScheduleFile.load(str(folder / "s.py")).module
     found = []
-    for path in (max(folder.glob("source_*.py")), written(folder, output)):
+    for path in (max(folder.glob("source_*.py")), output):
         torch.manual_seed(0)
         found.append(given.model(imported(path)).double())
     found[1].load_state_dict(found[0].state_dict())
-    return *found, given, output.files[output.model_file]
+    return *found, given
 
 
 def same(folder: Path, source: str, schedule: str = SCHEDULE, *, train: bool = True) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.rewriting import refused
-from tests.rules.alike import SCHEDULE, both, hold_alike, model, same
+from tests.rewriting import refused, rewritten, written
+from tests.rules.alike import SCHEDULE, built, hold_alike, model, same
 
 TWO_ACTIVATIONS = model(
     "return self.second(self.first(x)),",
@@ -246,17 +249,32 @@ FUSED = {
 }
 
 
+@pytest.fixture(scope="module")
+def fused_model(tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
+    """Rewrites one of `FUSED`, once for all that is put on it: where, and the model file."""
+
+    @functools.cache
+    def of(name: str) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp("fused")
+        source, line = FUSED[name]
+        schedule = SCHEDULE.replace("s.apply_all()", line)
+        if "cross" in line:
+            schedule = schedule.replace(
+                "sum(output.pow(3).mean() for output in outputs)", "outputs[0]"
+            )
+        output = rewritten(folder, source, schedule)
+        assert any(each in output.files[output.model_file] for each in NOTICED)
+        return folder, written(folder, output)
+
+    return of
+
+
 @pytest.mark.parametrize("later", LATER)
 @pytest.mark.parametrize("fused", FUSED)
-def test_what_is_put_around_a_layer_later(fused, later, tmp_path):
-    source, line = FUSED[fused]
+def test_what_is_put_around_a_layer_later(fused, later, fused_model):
     if later == "a parametrization" and fused.startswith(("activation", "dropout")):
         pytest.skip("it has no parameter")
-    schedule = SCHEDULE.replace("s.apply_all()", line)
-    if "cross" in line:
-        schedule = schedule.replace("sum(output.pow(3).mean() for output in outputs)", "outputs[0]")
-    *models, given, text = both(tmp_path, source, schedule)
-    assert any(each in text for each in NOTICED)
+    *models, given = built(*fused_model(fused))
     for module in models:
         LATER[later](module)
     hold_alike(*models, given)

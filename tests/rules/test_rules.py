@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from slapo_rewrite import errors
 from slapo_rewrite.emit.kernels import libraries
+from slapo_rewrite.emit.rewrite import Output
 from slapo_rewrite.fusion import Numerics, Rule, Twice
 from slapo_rewrite.fusion.match_rules import compiled
 from slapo_rewrite.fusion.registry import rules
@@ -49,15 +53,27 @@ def test_its_kernels_exist(rule: Rule):
         assert name in libraries()[module].defined
 
 
+@pytest.fixture(scope="module")
+def rewritten_example(tmp_path_factory) -> Callable[[Rule, int], tuple[Path, Output, Path]]:
+    """Rewrites an example, once for all tests: where it lies, the output, and its model file."""
+
+    @functools.cache
+    def of(name: str, number: int) -> tuple[Path, Output, Path]:
+        example, folder = ALL[name].examples[number], tmp_path_factory.mktemp(name)
+        output = rewritten(folder, example.source, example.schedule)
+        return folder, output, written(folder, output)
+
+    return lambda rule, number: of(rule.name, number)
+
+
 @pytest.mark.parametrize(("rule", "number"), EXAMPLES, ids=named)
-def test_example(rule: Rule, number: int, tmp_path):
-    example = rule.examples[number]
-    output = rewritten(tmp_path, example.source, example.schedule)
-    assert changed_lines(output) == example.diff
+def test_example(rule: Rule, number: int, rewritten_example):
+    folder, output, path = rewritten_example(rule, number)
+    assert changed_lines(output) == rule.examples[number].diff
     for name, text in output.files.items():
         if name.endswith(".py"):
             ast.parse(text)
-    compare(rule, tmp_path, output)
+    compare(rule, folder, output, path)
 
 
 def recorded(output) -> list[dict]:
@@ -65,13 +81,13 @@ def recorded(output) -> list[dict]:
     return json.loads(output.files["rewrite.json"]).get("rules", [])
 
 
-def compare(rule: Rule, folder, output) -> None:
+def compare(rule: Rule, folder: Path, output: Output, path: Path) -> None:
     """Outputs and every gradient of the original and of the rewritten model, on a CPU."""
     schedule = ScheduleFile.load(str(folder / "s.py")).module
     original = imported(next(folder.glob("source_*.py")))
     found = []
     weights = None
-    for module in (original, imported(written(folder, output))):
+    for module in (original, imported(path)):
         torch.manual_seed(0)
         model = schedule.model(module).double()
         weights = model.state_dict() if weights is None else weights
@@ -114,13 +130,12 @@ CONDITIONS = {
 
 @pytest.mark.parametrize("condition", CONDITIONS)
 @pytest.mark.parametrize(("rule", "number"), EXAMPLES, ids=named)
-def test_conditions(rule: Rule, number: int, condition: str, tmp_path):
+def test_conditions(rule: Rule, number: int, condition: str, rewritten_example):
     """What a rule's page says of a condition holds of its examples, on a CPU."""
     assert condition in "\n".join(rule.conditions.lines())
-    example = rule.examples[number]
-    output = rewritten(tmp_path, example.source, example.schedule)
-    schedule = ScheduleFile.load(str(tmp_path / "s.py")).module
-    modules = [imported(next(tmp_path.glob("source_*.py"))), imported(written(tmp_path, output))]
+    folder, output, path = rewritten_example(rule, number)
+    schedule = ScheduleFile.load(str(folder / "s.py")).module
+    modules = [imported(next(folder.glob("source_*.py"))), imported(path)]
     torch.manual_seed(0)
     state = schedule.model(modules[0]).state_dict()
     try:
