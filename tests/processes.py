@@ -24,20 +24,21 @@ def run(
     world: int,
     *args: Any,
     timeout_s: float = 120,
-    fresh: bool = False,
+    start: str = "",
 ) -> list[Any]:
     """Call `function(*args)` on every rank of a group of `world` processes.
 
     `function` must be importable (at the top level of its module): the processes come from a fork
-    server that has torch imported and nothing of the tests. In a world of one it is called right
-    here, without a group.
+    server that has torch and a few modules of the tests imported. In a world of one it is called
+    right here, without a group.
 
     Args:
         function: What every rank calls.
         world: How many ranks there are.
         args: What it is called with.
         timeout_s: After how many seconds the ranks are ended.
-        fresh: Start new interpreters: what is forked shares memory with the server for a while.
+        start: How they are started instead: "spawn" for new interpreters (what is forked shares
+            memory with the server for a while), "fork" to go on from this process.
 
     Returns:
         What the ranks returned, by rank: anything that `torch.save` can write.
@@ -50,8 +51,8 @@ def run(
         return [function(*args)]
     with tempfile.TemporaryDirectory() as folder:
         job = (world, folder, timeout_s, dict(os.environ), function, args)
-        start: Any = multiprocessing.get_context("spawn") if fresh else context()
-        ranks = [start.Process(target=_rank_main, args=(rank, *job)) for rank in range(world)]
+        starter: Any = multiprocessing.get_context(start) if start else context()
+        ranks = [starter.Process(target=_rank_main, args=(rank, *job)) for rank in range(world)]
         for process in ranks:
             process.start()
         finished = _wait(ranks, time.monotonic() + timeout_s)

@@ -315,7 +315,7 @@ def check_starting(folder):
 @pytest.mark.parametrize("build", [build_layers, long(SecondHalf)])
 def test_a_rank_holds_its_part_while_it_starts(world, build):
     number = 16 * world if build is build_layers else 32 * world  # 64 MiB a rank
-    run(check_what_is_held, world, build, (8, 2), (1024, number), fresh=True)
+    run(check_what_is_held, world, build, (8, 2), (1024, number), start="spawn")
 
 
 @pytest.mark.processes
