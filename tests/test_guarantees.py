@@ -184,17 +184,6 @@ def test_check_and_explain(tmp_path, monkeypatch, capsys):
     assert (out / "gpt.py").read_text().endswith("# mine\n")
 
 
-def test_check_of_a_current_output_needs_no_torch(tmp_path):
-    out = tmp_path / "out"
-    arguments = [CASES[-1][0], "--schedule", CASES[-1][1], "-o", str(out)]
-    code = (
-        "import sys; from slapo_rewrite.cli import main; code = main(sys.argv[1:]);"
-        "assert 'torch' not in sys.modules and 'libcst' not in sys.modules; sys.exit(code)"
-    )
-    subprocess.run([sys.executable, "-m", "slapo_rewrite", *arguments], check=True, cwd=ROOT)
-    subprocess.run([sys.executable, "-c", code, *arguments, "--check"], check=True, cwd=ROOT)
-
-
 def test_the_result_must_define_what_the_original_defines(tmp_path):
     path = tmp_path / "a.py"
     path.write_text("class A:\n    pass\n")
