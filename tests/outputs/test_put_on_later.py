@@ -147,7 +147,7 @@ def compared(source: Path, output: Path) -> None:
         y = same(*both(group), "nothing")
         assert len(list(kernels_behind(y))) == 4
         for what, put in HOOKS.items():
-            # Alone, on all at once: what a hook on one of them does there, rules/test_alike.py tells.
+            # Alone, on all at once: rules/test_alike.py has each by itself.
             for names in [MODULES] if group is alone else [(name,) for name in MODULES]:
                 one, other, x = both(group)
                 for model in (one, other):
