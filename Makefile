@@ -51,7 +51,9 @@ test: $(READY)
 test-long: $(READY)
 	$(PYTEST) -m long
 
-test-all: test test-long
+# In one run, which imports what takes long and makes what many tests look at once.
+test-all: $(READY)
+	$(PYTEST) $(TESTS)
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.soundness.fuzz --seconds $(SECONDS)
