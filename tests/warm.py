@@ -20,6 +20,7 @@ MODULES += [f"transformers.models.{n}.modeling_{n}" for n in ("bert", "gpt2", "l
 # What an engine's ranks import where they are asked to train, with ZeRO half of the time they take.
 MODULES += ["deepspeed.ops.op_builder.all_ops", "deepspeed.module_inject.auto_ep_layer"]
 MODULES += ["deepspeed.runtime.zero.muon.muon_optimizer", "torch.profiler._cupti_monitor"]
+MODULES += ["peft"]  # some seconds on each rank
 # What the modules import that hold the functions which ranks call.
 MODULES += ["hypothesis", "pytest", "tests.numbers", "tests.rewriting"]
 MODULES += ["tests.frozen"]  # after all others
