@@ -81,13 +81,13 @@ def recorded(output) -> list[dict]:
     return json.loads(output.files["rewrite.json"]).get("rules", [])
 
 
-def compare(rule: Rule, folder: Path, output: Output, path: Path) -> None:
+def compare(rule: Rule, folder: Path, output: Output, path: Path | None = None) -> None:
     """Outputs and every gradient of the original and of the rewritten model, on a CPU."""
     schedule = ScheduleFile.load(str(folder / "s.py")).module
     original = imported(next(folder.glob("source_*.py")))
     found = []
     weights = None
-    for module in (original, imported(path)):
+    for module in (original, imported(path or written(folder, output))):
         torch.manual_seed(0)
         model = schedule.model(module).double()
         weights = model.state_dict() if weights is None else weights
