@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_rewrite.model import small_model
+from slapo_rewrite.model.results import tensors
 
 
 def sized_inputs(
@@ -41,6 +42,12 @@ def sized_inputs(
         return torch.empty(shape, dtype=value.dtype, device="meta")
 
     return {name: resized(value) for name, value in made.items()}
+
+
+def rows_of(schedule: Any, model: nn.Module) -> int:
+    """How many rows the schedule's own inputs have."""
+    made = small_model.training_inputs(schedule, model)
+    return next((t.shape[0] for t in tensors(made) if t.dim()), 1)
 
 
 def positions_of(model: nn.Module) -> int | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
+from itertools import pairwise
+from operator import itemgetter
+from typing import NamedTuple
 
 from slapo_rewrite.model.folded_step import Counted
-from slapo_rewrite.model.step_profile import Part
-from slapo_rewrite.simulate.balance import stage_ends
+from slapo_rewrite.model.step_profile import NOTHING, Part
 from slapo_rewrite.simulate.hardware import Hardware
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches, pipelined_seconds
@@ -87,69 +89,91 @@ COMPUTE, TRAFFIC, TENSOR = "compute", "memory traffic", "tensor-parallel communi
 BUBBLE, REPLICAS, SENDS, STEP = "bubble", "gradient all-reduce", "stage transfers", "optimizer"
 
 
+class _StagePart(NamedTuple):
+    """What a stage of a pipeline runs.
+
+    Attributes:
+        runs: Pieces of the step.
+        sent: Bytes a row that go on to the next stage.
+        parameters: How many it holds on a rank.
+    """
+
+    runs: Runs
+    sent: float
+    parameters: float
+
+
 class Predictor:
     """Predicts what ways of one rewrite on so many ranks take.
 
     Args:
-        counted: What was counted without recomputation, and with all of it.
+        counted: What was counted without recomputation, and with all of it; the other way round,
+            what was counted as it is, and None.
         hardware: The GPUs.
         precision: What is trained in.
         node: How many GPUs a node has.
-        cut_sizes: What stages are made even by: a size for each layer.
+        cut: For a number of stages, how many layers there are up to the end of each.
     """
 
     def __init__(
         self,
-        counted: tuple[Counted, Counted],
+        counted: tuple[Counted, Counted | None],
         hardware: Hardware,
         precision: str,
         node: int,
-        cut_sizes: Sequence[float],
+        cut: Callable[[int], Sequence[int]],
     ) -> None:
         self.unfolded = Unfolded(*counted)
         self.plain = counted[0]
         self.hardware, self.precision, self.node = hardware, precision, node
-        self.cut_sizes = cut_sizes
-        self._stages = cache(self._cut)
+        self.cut = cut
+        self._parts = cache(self._stage_parts)
+        self._unlike = cache(self._first_unlike)
         self._times = cache(self._stage_seconds)
 
     def memory(self, way: Way) -> tuple[float, float]:
         """Bytes that the fullest rank holds at most, and how many of these outlast a step."""
+        stages = self._unlike(way.pipeline, way.recomputed)
+        return max((self.stage_memory(way, number) for number in stages), key=itemgetter(0))
+
+    def stage_memory(self, way: Way, number: int) -> tuple[float, float]:
+        """Likewise of a rank of one stage."""
+        part = self._parts(way.pipeline, way.recomputed)[number]
         kept = states(self.precision, way.zero, way.data)
         gathered = kept.layers * self._largest_layer * self._width
-        memory = state_bytes = 0.0
-        for number, (runs, _, parameters) in enumerate(self._stages(way.pipeline, way.recomputed)):
-            live = live_micro_batches(number, way.pipeline, way.micro_batches)
-            held = self.plain.profile.buffers + self.plain.profile.inputs.of(way.rows) * live
-            held += gathered + kept.most(runs, parameters, way.rows, live, way.micro_batches)
-            if held > memory:
-                memory, state_bytes = held, parameters * kept.each + kept.fixed + gathered
-        return memory, state_bytes
+        live = live_micro_batches(number, way.pipeline, way.micro_batches)
+        held = self.plain.profile.buffers + self.plain.profile.inputs.of(way.rows) * live
+        held += gathered
+        held += kept.most(part.runs, part.parameters, way.rows, live, way.micro_batches)
+        return held, part.parameters * kept.each + kept.fixed + gathered
+
+    def stages(self, way: Way) -> list[Stage]:
+        """What a micro-batch takes in each stage, and the optimizer's step."""
+        found = []
+        for part in self._parts(way.pipeline, way.recomputed):
+            forward, backward, _ = self._times(part.runs, way.rows, way.tensor)
+            if way.zero == 3:  # parameters are gathered for both passes, layer by layer
+                link_to_all = self._link(way.data, way.tensor * way.pipeline)
+                layers = sum(times for piece, times in part.runs if piece.is_layer)
+                gathered = link_to_all.all_gather(part.parameters * self._width, way.data)
+                gathered += layers * link_to_all.latency
+                forward, backward = max(forward, gathered), max(backward, gathered)
+            optimizer = self._optimizer(way, part.parameters)
+            found.append(Stage(forward, backward, part.sent * way.rows, optimizer=optimizer))
+        return found
 
     def predicted(self, way: Way) -> Predicted:
         """What a way takes."""
-        parts, stages = self._stages(way.pipeline, way.recomputed), []
+        parts, stages = self._parts(way.pipeline, way.recomputed), self.stages(way)
         memory, state_bytes = self.memory(way)
-        works: list[dict[str, float]] = []
-        for runs, sent, parameters in parts:
-            forward, backward, work = self._times(runs, way.rows, way.tensor)
-            if way.zero == 3:  # parameters are gathered for both passes, layer by layer
-                link_to_all = self._link(way.data, way.tensor * way.pipeline)
-                layers = sum(times for piece, times in runs if piece.is_layer)
-                gathered = link_to_all.all_gather(parameters * self._width, way.data)
-                gathered += layers * link_to_all.latency
-                forward, backward = max(forward, gathered), max(backward, gathered)
-            works.append(work)
-            stages.append(Stage(forward, backward, sent * way.rows))
-        stride = way.tensor * way.data
-        pipe = self._link(way.pipeline, stride)
+        pipe = self.between_stages(way)
         seconds = pipelined_seconds(stages, way.micro_batches, pipe)
         slowest = max(range(len(stages)), key=lambda n: stages[n].forward + stages[n].backward)
-        parameters = max(part[2] for part in parts)
-        reduced = self._replicas(way, parameters, stages[slowest].backward)
-        optimizer = self._optimizer(way, parameters)
+        work = self._times(parts[slowest].runs, way.rows, way.tensor)[2]
+        reduced = self._replicas(way, max(p.parameters for p in parts), stages[slowest].backward)
+        optimizer = max(stage.optimizer for stage in stages)
         total = seconds + reduced + optimizer
-        shares = {k: v * way.micro_batches / total for k, v in works[slowest].items()}
+        shares = {k: v * way.micro_batches / total for k, v in work.items()}
         sends = 2 * pipe.send(stages[slowest].sent) if way.pipeline > 1 else 0.0
         shares[SENDS] = way.micro_batches * sends / total
         busy = sum(s.forward + s.backward for s in stages) * way.micro_batches / way.pipeline
@@ -157,15 +181,22 @@ class Predictor:
         shares |= {BUBBLE: bubble, REPLICAS: reduced / total, STEP: optimizer / total}
         if way.zero == 3:
             waits = stages[slowest].forward + stages[slowest].backward
-            waits -= sum(works[slowest].values())
+            waits -= sum(work.values())
             shares[REPLICAS] += max(0.0, waits) * way.micro_batches / total
         return Predicted(way, total, memory, state_bytes, bubble, shares)
 
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether the layers that run are those that stages are cut between."""
-        called = sum(len(self.plain.stands_for[listed]) for listed in self.unfolded.lists)
-        return called == len(self.cut_sizes)
+    @cached_property
+    def layers(self) -> list[str]:
+        """The paths of the layers that stages can be cut between, as they run."""
+        return [
+            f"{listed}.{number}"
+            for listed in self.unfolded.lists
+            for number in range(len(self.plain.stands_for[listed]))
+        ]
+
+    def between_stages(self, way: Way) -> Link:
+        """What connects neighbouring stages."""
+        return self._link(way.pipeline, way.tensor * way.data)
 
     @property
     def _width(self) -> int:
@@ -176,14 +207,13 @@ class Predictor:
         return max(self.layer_parameters.values(), default=0.0)
 
     @cached_property
-    def layer_parameters(self) -> dict[tuple[str, int], float]:
-        """How many parameters each layer has on a rank, by list and number."""
-        found: dict[tuple[str, int], float] = {}
+    def layer_parameters(self) -> dict[str, float]:
+        """How many parameters each layer has on a rank, by its path."""
+        found = dict.fromkeys(self.layers, 0.0)
         for listed in self.unfolded.lists:
             for name, count in self.plain.names.items():
                 if name.startswith(f"{listed}."):
-                    number = int(name.removeprefix(f"{listed}.").partition(".")[0])
-                    found[listed, number] = found.get((listed, number), 0.0) + count
+                    found[f"{listed}.{name.removeprefix(f'{listed}.').partition('.')[0]}"] += count
         return found
 
     def _link(self, ranks: int, stride: int) -> Link:
@@ -242,35 +272,36 @@ class Predictor:
         share = way.data if way.zero else 1
         return 2 * parameters * 16 / share / self.hardware.device.bandwidth
 
-    def _cut(self, count: int, ratio: float) -> list[tuple[Runs, float, float]]:
-        """For each stage what runs, bytes a row that go on from it, how many parameters it has."""
+    def _stage_parts(self, count: int, ratio: float) -> list[_StagePart]:
+        """What each of so many stages runs."""
         pieces = self.unfolded.pieces(ratio)
+        if count == 1:
+            return [_StagePart(in_runs(pieces), 0.0, float(sum(self.plain.names.values())))]
         layers = [n for n, piece in enumerate(pieces) if piece.is_layer]
-        ends = [len(self.cut_sizes)]
-        if count > 1:
-            ends = _ends(tuple(self.cut_sizes), count)
+        ends = self.cut(count)
         bounds = [0, *(layers[end - 1] + 1 for end in ends[:-1]), len(pieces)]
-        own = [
-            self.layer_parameters.get((listed, number), 0.0)
-            for listed in self.unfolded.lists
-            for number in range(len(self.plain.stands_for[listed]))
+        own = list(self.layer_parameters.values())
+        sent = next(iter(self.plain.profile.between.values()), NOTHING).each
+        outside = [*self.outside_parameters]
+        outside[1:1] = [0.0] * (count - 2)
+        return [
+            _StagePart(
+                in_runs(pieces[bounds[number] : bounds[number + 1]]),
+                sent if number < count - 1 else 0.0,
+                sum(own[start:end]) + outside[number],
+            )
+            for number, (start, end) in enumerate(pairwise([0, *ends]))
         ]
-        found: list[tuple[Runs, float, float]] = []
-        start = 0
-        between = next(iter(self.plain.profile.between.values()), None)
-        first, last = self.outside_parameters
-        for number, end in enumerate(ends):
-            runs = in_runs(pieces[bounds[number] : bounds[number + 1]])
-            parameters = sum(own[start:end])
-            if count == 1:
-                parameters = float(sum(self.plain.names.values()))
-            else:
-                parameters += first if number == 0 else 0.0
-                parameters += last if number == count - 1 else 0.0
-            sent = between.each if between and number < count - 1 else 0.0
-            found.append((runs, sent, parameters))
-            start = end
-        return found
+
+    def _first_unlike(self, count: int, ratio: float) -> list[int]:
+        """The numbers of the stages without those that run what one before them does.
+
+        That one has more micro-batches under way, and holds no less.
+        """
+        found: dict[tuple[Runs, float], int] = {}
+        for number, part in enumerate(self._parts(count, ratio)):
+            found.setdefault((part.runs, part.parameters), number)
+        return list(found.values())
 
     @cached_property
     def outside_parameters(self) -> tuple[float, float]:
@@ -285,12 +316,6 @@ class Predictor:
             first += count if is_first else 0.0
             last += count if not is_first or any(place.listed for place in users) else 0.0
         return first, last
-
-
-@cache
-def _ends(sizes: tuple[float, ...], count: int) -> list[int]:
-    """Where stages end: the same in all rewrites, and on any number of ranks."""
-    return stage_ends(sizes, count)
 
 
 def ways(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from slapo_rewrite.plan.rewritten_step import Found, StepShape, counted_rewrite
 from slapo_rewrite.schedule.choices import declared
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.source_module import import_source
+from slapo_rewrite.simulate.balance import stage_ends
 from slapo_rewrite.simulate.byte_sizes import byte_size, gib
 from slapo_rewrite.simulate.hardware import Hardware
 
@@ -152,6 +154,8 @@ class _Planner:
         self.values = schedule.settings(wanted.fixed)
         self.refused: dict[int, str] = {}
         self.layers: Sequence[float] = ()
+        # The same in all rewrites, and on any number of ranks.
+        self.cut = cache(lambda count: stage_ends(self.layers, count))
         self.ratios = [float(self.values.get(RATIO, 0.0))]
         if RATIO in self.free:
             choices = declared(schedule.module.schedule).get(RATIO)
@@ -217,10 +221,12 @@ class _Planner:
             if not self.layers:  # the first one is of one rank: whole layers are cut between
                 self.layers = both[0].cut_sizes
             predictors[ranks] = Predictor(
-                both, wanted.hardware, wanted.precision, wanted.node, self.layers
+                both, wanted.hardware, wanted.precision, wanted.node, self.cut
             )
         most = 1
-        if STAGES in self.free and all(p.can_be_cut for p in predictors.values()):
+        if STAGES in self.free and all(
+            len(p.layers) == len(self.layers) for p in predictors.values()
+        ):
             most = max(1, len(self.layers))
         grouped: dict[Way, list[Way]] = {}
         for way in ways(wanted.gpus, wanted.batch, list(predictors), most, self.ratios):

@@ -6,8 +6,8 @@ what they say. For each number of ranks it is built again with two layers of eac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, first_line
-from slapo_rewrite.model.layer_kinds import Fold, folds_of, lists_of, shortened
+from slapo_rewrite.model.layer_kinds import folds_of, lists_of, shortened
 from slapo_rewrite.model.meta_device import pretend_world, without_dynamo
 from slapo_rewrite.model.short_build import built_short, filled, full_names
 from slapo_rewrite.model.tree import Tree, build_model
@@ -67,10 +67,13 @@ def counted_rewrite(
 
     def count(emitted: Emitted, tree: Tree) -> None:
         is_split = emitted.helper("tensor_parallel") is not None
-        folds = folds_of(lists_of(tree))
+        rewritten = Countable(module, emitted.module, emitted.modules(), tree)
         for ranks in sizes if is_split else sizes[:1]:
             try:
-                found[ranks] = _counted(module, emitted, tree, folds, ranks, shape)
+                plain, again = rewritten.counted(
+                    ranks, shape, _keeping_all(emitted.modules()), nullcontext()
+                )
+                found[ranks] = plain, again
             except DoesNotRun as error:
                 found[ranks] = str(error)
 
@@ -78,42 +81,56 @@ def counted_rewrite(
     return found
 
 
-def _counted(
-    schedule: Any,
-    emitted: Emitted,
-    tree: Tree,
-    folds: Mapping[str, Fold],
-    ranks: int,
-    shape: StepShape,
-) -> tuple[Counted, Counted]:
-    """Counts a step on one of several ranks that share each layer.
+@dataclass(frozen=True)
+class Countable:
+    """A model of which a step is counted.
 
-    Returns:
-        Without the recomputation that the rewrite has, and with it.
-
-    Raises:
-        DoesNotRun: The model cannot be built so, or does not run.
+    Attributes:
+        schedule: The schedule's module.
+        module: The module that it is built from.
+        helpers: The modules whose kernels are taken to run as on a GPU.
+        tree: It, at its full depth.
     """
-    with pretend_world(ranks) if ranks > 1 else nullcontext(), without_dynamo():
-        try:
-            model = built_short(lambda: build_model(schedule.model, emitted.module), tree, folds)
-        except errors.ModelError as error:
-            raise DoesNotRun(first_line(error.__cause__ or error)) from error
-        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        filled(model, folds)
-        cut_sizes = _cut_sizes(Tree(model)) if ranks == 1 else []
-        layers = shortened(model, folds)
-        kernels = emitted.modules() if shape.is_gpu else None
-        step = FoldedStep(schedule, model, layers, shape.sequence, shape.dtype, kernels)
-        with _keeping_all(emitted.modules()):
-            plain = step.count()
-        again = step.count()
-    stands_for = {path: fold.stands_for for path, fold in folds.items()}
-    names = full_names(sizes, folds)
-    return (
-        Counted(plain, stands_for, names, cut_sizes),
-        Counted(again, stands_for, names, cut_sizes),
-    )
+
+    schedule: Any
+    module: ModuleType
+    helpers: Sequence[ModuleType]
+    tree: Tree
+
+    def counted(
+        self, ranks: int, shape: StepShape, *ways: AbstractContextManager[None]
+    ) -> list[Counted]:
+        """Counts a step on one of several ranks that share each layer.
+
+        Args:
+            ranks: How many they are.
+            shape: What a step is.
+            ways: It is counted once inside of each.
+
+        Raises:
+            DoesNotRun: The model cannot be built so, or does not run.
+        """
+        folds = folds_of(lists_of(self.tree))
+        with pretend_world(ranks) if ranks > 1 else nullcontext(), without_dynamo():
+            try:
+                model = built_short(
+                    lambda: build_model(self.schedule.model, self.module), self.tree, folds
+                )
+            except errors.ModelError as error:
+                raise DoesNotRun(first_line(error.__cause__ or error)) from error
+            sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+            filled(model, folds)
+            cut_sizes = _cut_sizes(Tree(model)) if ranks == 1 else []
+            layers = shortened(model, folds)
+            kernels = self.helpers if shape.is_gpu else None
+            step = FoldedStep(self.schedule, model, layers, shape.sequence, shape.dtype, kernels)
+            profiles = []
+            for way in ways:
+                with way:
+                    profiles.append(step.count())
+        stands_for = {path: fold.stands_for for path, fold in folds.items()}
+        names = full_names(sizes, folds)
+        return [Counted(profile, stands_for, names, cut_sizes) for profile in profiles]
 
 
 def _cut_sizes(tree: Tree) -> list[float]:

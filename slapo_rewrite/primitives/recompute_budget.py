@@ -125,14 +125,12 @@ def _step(call: Call) -> Step:
 
 def _rows(call: Call) -> int:
     """Rows of the schedule's own inputs."""
-    from slapo_rewrite.model.results import tensors
-    from slapo_rewrite.model.small_model import training_inputs
+    from slapo_rewrite.model.sized_inputs import rows_of
 
     try:
-        made = training_inputs(call.schedule, call.tree.root.live)
+        return rows_of(call.schedule, call.tree.root.live)
     except Exception as error:  # the schedule's own code
         raise _uncounted(call, error) from error
-    return next((t.shape[0] for t in tensors(made) if t.dim()), 1)
 
 
 def _check_layers(call: Call, nodes: Sequence[Node]) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from slapo_rewrite import errors
@@ -28,6 +29,7 @@ class Models:
 
     Attributes:
         schedule: The schedule's module.
+        source: The original's module.
         original: The original's model.
         alone: The output's in one process.
         rank: The output's on the first of `world` ranks.
@@ -38,6 +40,7 @@ class Models:
     """
 
     schedule: Any
+    source: ModuleType
     original: Tree
     alone: Tree
     rank: Tree
@@ -86,6 +89,7 @@ def built(
             raise NotBuilt(f"its sizes do not fit {ranks} ranks: give another --world")
         yield Models(
             project.schedule.module,
+            project.module,
             original,
             alone,
             rank,

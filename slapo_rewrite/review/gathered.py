@@ -69,9 +69,10 @@ class Review:
     def _takes(self) -> str:
         if self.prediction is None:
             return f"Predicted: nothing, because {self.not_predicted or self.not_built}."
-        before, after = self.prediction.models[0], self.prediction.models[-1]
-        memory = f"{size(before.total_memory)} becomes {size(after.total_memory)}"
-        times = [duration(each.total_seconds) for each in (before, after)]
+        models = self.prediction.models
+        before, after = models[0].predicted, models[-1].predicted
+        memory = f"{size(before.memory)} becomes {size(after.memory)}"
+        times = [duration(each.seconds) for each in (before, after)]
         return f"Predicted for a GPU: memory of {memory}, a step of {' becomes '.join(times)}."
 
     def _verified(self) -> str:

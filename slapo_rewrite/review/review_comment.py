@@ -97,9 +97,9 @@ def _predicted(review: Review) -> Iterator[str]:
     assert prediction is not None
     models = prediction.models
     rows = [[kind, *(size(m.memory[kind]) for m in models)] for kind in models[0].memory]
-    rows += [["**memory**", *(size(model.total_memory) for model in models)]]
+    rows += [["**memory**", *(size(model.predicted.memory) for model in models)]]
     rows += [[kind, *(duration(m.seconds[kind]) for m in models)] for kind in models[0].seconds]
-    rows += [["**step**", *(duration(model.total_seconds) for model in models)]]
+    rows += [["**step**", *(duration(model.predicted.seconds) for model in models)]]
     yield from _table(("", *(model.name for model in models)), rows)
     yield f"\nCounted, not measured: a step with {prediction.batch}, in bfloat16, on H200s."
 

@@ -89,6 +89,6 @@ def drawn(review: Review) -> dict[str, Markup]:
         "memory": plots.bars(names, memory, "GB", "memory"),
         "time": plots.bars(names, seconds, "ms", "time"),
     }
-    if prediction.stages is not None:
-        found["stages"] = plots.timeline(prediction.stages, "stages")
+    if prediction.stages is not None and prediction.stages.timeline is not None:
+        found["stages"] = plots.timeline(prediction.stages.timeline, "stages")
     return {name: Markup(svg) for name, svg in found.items()}

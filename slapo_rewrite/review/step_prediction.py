@@ -1,34 +1,30 @@
-"""What a training step takes, predicted: of the original, and of the output on one rank.
+"""What a training step takes, as `plan` predicts it: of the original, and of the output on a rank.
 
-Forward passes are counted on the meta device (`model.costs`), the output's with the sizes that a
-rank has; a backward pass is taken for two of them. Nothing is measured.
+Steps are counted on the meta device, the output's with the sizes that a rank has, as the output is:
+with what it recomputes, and cut where it is cut. Nothing is measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
-from slapo_rewrite.model import small_model
-from slapo_rewrite.model.costs import Cost, costs_of, elements_of
-from slapo_rewrite.model.meta_device import pretend_world
-from slapo_rewrite.model.tree import build_model
+from slapo_rewrite.model.sized_inputs import positions_of, rows_of, sized_inputs
+from slapo_rewrite.plan.candidates import Predicted, Predictor, Way
+from slapo_rewrite.plan.rewritten_step import Countable, StepShape
 from slapo_rewrite.review.built_models import Models
 from slapo_rewrite.simulate.hardware import hardware
-from slapo_rewrite.simulate.pipeline import Bytes, Stage, Step, simulate
-from slapo_rewrite.simulate.stage_costs import backward_seconds, forward_seconds
+from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches
+from slapo_rewrite.simulate.pipeline import Stage, Step, simulate
+from slapo_rewrite.simulate.training_state import states
 
 # Where the tool makes the inputs up: rows of a batch, and tokens in each, as far as there are.
 ROWS, TOKENS = 8, 512
-GPU = hardware("h200")
-DTYPE = torch.bfloat16
+GPU, NODE, PRECISION = hardware("h200"), 8, "bf16"
 
 
 class NotPredicted(Exception):
@@ -36,28 +32,54 @@ class NotPredicted(Exception):
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """What one model takes for a step on one GPU.
+class ModelStep:
+    """What one model takes for a step of one micro-batch on one GPU.
 
     Attributes:
         name: Which model, on what.
-        memory: Bytes, by what they are for.
-        seconds: Seconds, by what is done.
+        predicted: What is predicted.
     """
 
     name: str
-    memory: Mapping[str, float]
-    seconds: Mapping[str, float]
+    predicted: Predicted
 
     @property
-    def total_memory(self) -> float:
-        """All bytes."""
-        return sum(self.memory.values())
+    def memory(self) -> Mapping[str, float]:
+        """Bytes, by what they are for: activations are what the fullest moment takes besides."""
+        kept = states(PRECISION, self.predicted.way.zero, self.predicted.way.data)
+        parameters = self.predicted.states / kept.each
+        own = {
+            "weights": parameters * kept.weight,
+            "gradients": parameters * kept.gradient,
+            "optimizer": parameters * kept.optimizer,
+        }
+        return {**own, "activations": self.predicted.memory - self.predicted.states}
 
     @property
-    def total_seconds(self) -> float:
-        """All seconds."""
-        return sum(self.seconds.values())
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds, by what is done."""
+        return {
+            kind: share * self.predicted.seconds for kind, share in self.predicted.shares.items()
+        }
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A step of the output's pipeline.
+
+    Attributes:
+        predicted: What is predicted of it.
+        stages: What each stage takes for a micro-batch.
+        live: How many micro-batches each holds activations of at most.
+        memory: Bytes that a rank of each holds at most.
+        timeline: What each does when; None where there is no DeepSpeed to tell the order.
+    """
+
+    predicted: Predicted
+    stages: Sequence[Stage]
+    live: Sequence[int]
+    memory: Sequence[float]
+    timeline: Step | None
 
 
 @dataclass(frozen=True)
@@ -67,230 +89,93 @@ class Prediction:
     Attributes:
         models: The original, and the output, in one process and on a rank of several.
         batch: The shapes of the inputs, in words.
-        stages: A step of the pipeline; None where there is none, or no DeepSpeed to tell its order.
-        micro_batches: Of how many micro-batches that is.
-        remarks: What is not counted.
+        stages: A step of the pipeline; None where there is none.
+        remarks: What is not shown.
     """
 
-    models: tuple[Predicted, ...]
+    models: tuple[ModelStep, ...]
     batch: str
-    stages: Step | None
-    micro_batches: int
+    stages: Stages | None
     remarks: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """A model's elements, and what they cost."""
-
-    paths: list[str]
-    costs: list[Cost]
-    summed: list[float]  # seconds of the collectives in a forward pass
-    parameters: int
 
 
 def predicted(models: Models) -> Prediction:
     """Predicts a step.
 
-    Args:
-        models: The original's model and the output's. They are in bfloat16 afterwards.
-
     Raises:
         NotPredicted: The model does not run without values, or there are no inputs for it.
     """
+    schedule, emitted, world = models.schedule, models.emitted, models.world
+    original = Countable(schedule, models.source, (), models.original)
+    output = Countable(schedule, emitted.module, emitted.modules(), models.rank)
     try:
-        inputs = _inputs(models.schedule, models.original.root.live)
-        original = _counted(models.original.root.live, inputs, 1)
-        alone = _counted(models.alone.root.live, inputs, 1)
-        rank = alone
-        if models.world > 1:
-            with pretend_world(models.world):
-                model = build_model(models.schedule.model, models.emitted.module)
-                rank = _counted(model, inputs, models.world)
+        rows, sequence = _sizes(models)
+        given = sized_inputs(schedule, models.original.root.live, rows, sequence)
+        shape = StepShape(sequence, torch.bfloat16, is_gpu=True)
+        steps = [("the original", original, 1), ("rewritten", output, 1)]
+        if world > 1:
+            steps[1:] = [
+                ("rewritten, in one process", output, 1),
+                (f"rewritten, a rank of {world}", output, world),
+            ]
+        predictors = [_predictor(models, step, ranks, shape) for _, step, ranks in steps]
     except Exception as error:  # the model's own code, and the schedule's
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise NotPredicted(reason) from error
-    recomputed = _recomputed(models)
-    rows = [_step("the original", original, ()), _step("rewritten", alone, recomputed)]
-    if models.world > 1:
-        rows[1:] = [
-            _step("rewritten, in one process", alone, recomputed),
-            _step(f"rewritten, a rank of {models.world}", rank, recomputed),
-        ]
-    ends = _ends(rank.paths, models.cuts)
-    micro_batches = 2 * len(ends)
-    step = _pipeline(rank, ends, recomputed, micro_batches) if len(ends) > 1 else None
-    return Prediction(
-        tuple(rows), _described(inputs), step, micro_batches, tuple(_remarks(models, ends, step))
+    found = tuple(
+        ModelStep(name, predictor.predicted(Way(tensor=ranks, rows=rows)))
+        for (name, _, ranks), predictor in zip(steps, predictors, strict=True)
     )
+    stages = _stages(predictors[-1], models, rows)
+    return Prediction(found, _described(given), stages, tuple(_remarks(models, stages)))
 
 
-def _inputs(schedule: Any, model: nn.Module) -> dict[str, Any]:
-    """One step's arguments on the meta device; those that the tool makes up in a usual size."""
-    made = small_model.training_inputs(schedule, model)
-    config: Any = getattr(model, "config", None)
-    tokens = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
-    small = (small_model.BATCH, small_model.TOKENS)
-
-    def sized(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        shape = tuple(value.shape)
-        if not hasattr(schedule, "inputs") and shape[:1] == small[:1]:
-            shape = (ROWS, tokens, *shape[2:]) if shape[:2] == small else (ROWS, *shape[1:])
-        dtype = DTYPE if value.is_floating_point() else value.dtype
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    return {name: sized(value) for name, value in made.items()}
+def _sizes(models: Models) -> tuple[int, int | None]:
+    """Rows of a micro-batch, and tokens of a row; None for those of the schedule's `inputs`."""
+    model = models.original.root.live
+    if hasattr(models.schedule, "inputs"):
+        return rows_of(models.schedule, model), None
+    return ROWS, min(TOKENS, positions_of(model) or TOKENS)
 
 
-def _counted(model: nn.Module, inputs: Mapping[str, Any], world: int) -> _Counted:
-    model.to(DTYPE).train()
-    paths = elements_of(model, inputs)
-    listener = _Listener(len(paths), world)
-    with listener.follows([model.get_submodule(path) for path in paths]), listener:
-        costs = costs_of(model, inputs, paths)
-    return _Counted(paths, costs, listener.seconds, sum(p.numel() for p in model.parameters()))
+def _predictor(models: Models, step: Countable, ranks: int, shape: StepShape) -> Predictor:
+    (counted,) = step.counted(ranks, shape, nullcontext())
+    predictor = Predictor((counted, None), GPU, PRECISION, NODE, lambda _: _ends(models, predictor))
+    return predictor
 
 
-class _Listener(TorchDispatchMode):
-    """Times the collectives of a forward pass, each for the element that was called last."""
-
-    def __init__(self, count: int, world: int) -> None:
-        super().__init__()
-        self.seconds, self._world, self._now = [0.0] * count, world, 0
-
-    @contextmanager
-    def follows(self, elements: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, it is seen which element is called."""
-
-        def enter(number: int) -> None:
-            self._now = number
-
-        with ExitStack() as stack:
-            for i, element in enumerate(elements):
-                hook = element.register_forward_pre_hook(lambda *_, number=i: enter(number))
-                stack.callback(hook.remove)
-            yield
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        namespace, _, name = func._schema.name.partition("::")
-        if namespace == "c10d":
-            size = max(_size(value) for value in args[:2])
-            time = GPU.inside.all_reduce if name.startswith("allreduce") else GPU.inside.all_gather
-            self.seconds[self._now] += time(size, self._world)
-        return results
+def _ends(models: Models, predictor: Predictor) -> list[int]:
+    """For each stage how many layers there are up to its end; none if one ends elsewhere."""
+    layers = predictor.layers
+    if not models.cuts or any(cut not in layers for cut in models.cuts):
+        return []
+    return [*sorted(layers.index(cut) + 1 for cut in models.cuts), len(layers)]
 
 
-def _size(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.nbytes
-    return sum(map(_size, value)) if isinstance(value, list | tuple) else 0
-
-
-def _recomputed(models: Models) -> tuple[str, ...]:
-    """The paths of the modules that run forward again in the backward pass."""
-    whole = (d for d in models.directives if d.primitive == "checkpoint" and "(" in d.text)
-    return tuple(path for d in whole if d.text.endswith("checkpoint()") for path in d.paths)
-
-
-def _is_below(path: str, above: str) -> bool:
-    return not above or f"{path}.".startswith(f"{above}.")
-
-
-def _again(counted: _Counted, recomputed: Sequence[str]) -> list[bool]:
-    """Which elements run forward a second time."""
-    return [any(_is_below(path, above) for above in recomputed) for path in counted.paths]
-
-
-def _step(name: str, counted: _Counted, recomputed: Sequence[str]) -> Predicted:
-    forward = forward_seconds(counted.costs, GPU.device)
-    again = _again(counted, recomputed)
-    summed = sum(counted.summed)
-    each = Bytes()
-    return Predicted(
-        name,
-        {
-            "weights": counted.parameters * each.weight,
-            "gradients": counted.parameters * each.gradient,
-            "optimizer": counted.parameters * each.optimizer,
-            "activations": sum(cost.held for cost in counted.costs),
-        },
-        {
-            "forward": sum(forward),
-            "backward": sum(backward_seconds(counted.costs, GPU.device)),
-            "recomputation": sum(t for t, twice in zip(forward, again, strict=True) if twice),
-            # As many sums go back as go there, and those of what is computed again.
-            "communication": 2 * summed
-            + sum(t for t, twice in zip(counted.summed, again, strict=True) if twice),
-        },
-    )
-
-
-def _ends(paths: Sequence[str], cuts: Sequence[str]) -> list[int]:
-    """For each stage the index behind its last element."""
-    ends = {
-        max((i for i, path in enumerate(paths, 1) if _is_below(path, cut)), default=0)
-        for cut in cuts
-    }
-    return sorted({*ends - {0}, len(paths)})
-
-
-def _pipeline(
-    counted: _Counted, ends: Sequence[int], recomputed: Sequence[str], micro_batches: int
-) -> Step | None:
-    forward = [
-        computed + summed
-        for computed, summed in zip(
-            forward_seconds(counted.costs, GPU.device), counted.summed, strict=True
-        )
-    ]
-    backward = [
-        computed + summed + (there if twice else 0.0)
-        for computed, summed, there, twice in zip(
-            backward_seconds(counted.costs, GPU.device),
-            counted.summed,
-            forward,
-            _again(counted, recomputed),
-            strict=True,
-        )
-    ]
-    stages = []
-    for start, end in pairwise([0, *ends]):
-        part = counted.costs[start:end]
-        sizes = {name: size for cost in part for name, size in cost.parameters.items()}
-        count = sum(sizes.values())
-        stages.append(
-            Stage(
-                forward=sum(forward[start:end]),
-                backward=sum(backward[start:end]),
-                sent=part[-1].sent if end < len(counted.costs) else 0,
-                parameters=count,
-                held=sum(cost.held for cost in part),
-                optimizer=2 * Bytes().of(count, 1) / GPU.device.bandwidth,
-            )
-        )
-    try:
-        return simulate(stages, micro_batches, pipeline=GPU.inside)
-    except ImportError:
+def _stages(predictor: Predictor, models: Models, rows: int) -> Stages | None:
+    ends = _ends(models, predictor)
+    if not ends:
         return None
+    way = Way(models.world, len(ends), rows=rows, micro_batches=2 * len(ends))
+    stages = predictor.stages(way)
+    numbers = range(len(ends))
+    live = [live_micro_batches(number, len(ends), way.micro_batches) for number in numbers]
+    memory = [predictor.stage_memory(way, number)[0] for number in numbers]
+    try:
+        link = predictor.between_stages(way)
+        timeline = simulate(stages, way.micro_batches, pipeline=link)
+    except ImportError:
+        timeline = None
+    return Stages(predictor.predicted(way), stages, live, memory, timeline)
 
 
-def _described(inputs: Mapping[str, Any]) -> str:
+def _described(inputs: Mapping[str, object]) -> str:
     shown = [f"{name} {list(v.shape)}" for name, v in inputs.items() if isinstance(v, Tensor)]
     return ", ".join(shown)
 
 
-def _remarks(models: Models, ends: Sequence[int], step: Step | None) -> Iterator[str]:
-    if any(hasattr(module, "runs_triton") for module in models.emitted.modules()):
-        yield "fused kernels are counted as the operators that they stand for"
-    partly = [
-        d.text
-        for d in models.directives
-        if d.primitive == "checkpoint" and not d.text.endswith("checkpoint()")
-    ]
-    if partly:
-        yield "what a checkpoint of a part of a layer computes again is not counted"
-    if len(ends) > 1 and step is None:
-        yield "the stages are not timed: DeepSpeed, whose order they run in, is not installed"
+def _remarks(models: Models, stages: Stages | None) -> Iterator[str]:
+    if models.cuts and stages is None:
+        yield "Stages are not shown: one ends elsewhere than behind a layer of a list"
+    elif stages is not None and stages.timeline is None:
+        yield "What each stage does when is not shown: DeepSpeed, whose order that is, is missing"

@@ -7,12 +7,16 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slapo_rewrite import cli
 from slapo_rewrite.emit import record
+from slapo_rewrite.plan.planning import Wanted, plan
+from slapo_rewrite.review.gathered import gathered
+from slapo_rewrite.review.step_prediction import GPU, NODE, PRECISION
 from tests.golden import ROOT
 from tests.review.pages import Element, parsed
 
@@ -221,9 +225,8 @@ def test_the_prediction_is_told_with_and_without(page):
     assert heads[1:] == ["the original", "rewritten, in one process", "rewritten, a rank of 2"]
     rows = {r.all("td")[0].text: [td.text for td in r.all("td")[1:]] for r in table.all("tr")[1:]}
     assert rows["weights"] == ["248.9 MB", "248.9 MB", "125.3 MB"]
-    assert rows["recomputation"][0] == "0" != rows["recomputation"][1]
-    assert rows["communication"][1] == "0" != rows["communication"][2]
-    assert "fused kernels are counted as" in section.text
+    assert rows["tensor-parallel communication"][1] == "0"
+    assert rows["tensor-parallel communication"][2] != "0"
     assert len(section.all("svg")) == 3
     assert {"weights", "rewritten, a rank of 2", "stage 1"} <= {t.text for t in section.all("text")}
 
@@ -233,7 +236,22 @@ def test_stages_are_a_timeline(page):
     assert "2 stages, 4 micro-batches" in section.text
     stages = [[td.text for td in row.all("td")] for row in section.all("table")[1].all("tr")[1:]]
     assert [row[0] for row in stages] == ["0", "1"]
-    assert [row[4] for row in stages] == ["2", "1"], "the first stage runs ahead"
+    assert [row[3] for row in stages] == ["2", "1"], "the first stage runs ahead"
+
+
+def test_the_prediction_is_that_of_plan(gpt):
+    with contextlib.chdir(gpt):
+        stages = gathered(Path("out")).prediction.stages
+        way = stages.predicted.way
+        fixed = ["fuse=true", "ckpt_ratio=0.5", "sequence_parallel=false"]
+        wanted = Wanted(
+            "gpt.py", "s.py", fixed, 4, GPU, GPU.memory, way.rows * way.micro_batches, None, NODE,
+            PRECISION,
+        )  # fmt: skip
+        found = {replace(each.way, recomputed=0.0): each for each in plan(wanted).best}
+    same = found[replace(way, fused=True)]
+    assert same.way.recomputed == 0.5
+    assert replace(same, way=way) == stages.predicted
 
 
 def test_code_stays_code(net):
