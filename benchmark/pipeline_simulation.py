@@ -19,18 +19,12 @@ from itertools import pairwise
 from typing import Any
 
 from benchmark import report
+from benchmark.split_stages import Split, forward_seconds, made_of, step_seconds
 from slapo_rewrite.model.costs import Cost
 from slapo_rewrite.simulate.balance import stage_ends
-from slapo_rewrite.simulate.hardware import hardware
+from slapo_rewrite.simulate.hardware import Device, hardware
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.pipeline import Stage, Step, simulate
-from slapo_rewrite.simulate.stage_costs import (
-    Device,
-    Split,
-    forward_seconds,
-    made_of,
-    step_seconds,
-)
 from tests.simulate.engine import RealClock, compared
 from tests.simulate.shapes import LLAMA_33B, PUBLISHED, SHAPES
 

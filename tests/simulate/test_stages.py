@@ -2,11 +2,11 @@
 
 import pytest
 
+from benchmark.split_stages import Split, made_of
 from slapo_rewrite.model.costs import Cost
 from slapo_rewrite.simulate.hardware import Device
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.pipeline import Bytes, Tie, simulate
-from slapo_rewrite.simulate.stage_costs import Split, made_of
 
 DEVICE = Device(flops=100, bandwidth=10)
 COSTS = [
