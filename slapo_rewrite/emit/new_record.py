@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import __version__
+from slapo_rewrite.changes.mixed_precision import HalfPrecision
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive, needed_depth
@@ -52,6 +53,7 @@ def record_text(
     rules = [{"directive": n, **note} for n, notes in plan.notes.items() for note in notes]
     given = dict(item.split("=", 1) for item in options.settings)
     further = sorted(name for names in options.further.values() for name in names)
+    half = {asked.dtype for s in plan.states.values() for asked, _ in s.asks(HalfPrecision)}
     support = {"folder": options.support, "uses": as_recorded(draft.uses or {})}
     warnings = [without_folder(warning) for warning in draft.warnings]
     content = {
@@ -71,6 +73,7 @@ def record_text(
         **({"support": support} if options.support is not None else {}),
         **({"with": further} if further else {}),
         **({"depth": depth} if depth > 2 else {}),
+        **({"half": sorted(half)} if half else {}),
         "packages": packages(project, own),
         **({"copies": copied(copies)} if copies else {}),
         "depends": depends(project, copies, own),

@@ -76,6 +76,7 @@ SHAPE: Any = {
     "support?": {"folder": str, "uses": {"*": [str]}},
     "with?": [str],
     "depth?": int,
+    "half?": [str],
     "absolute?": {"*": [int]},
     "packages?": {"*": str},
     "copies?": {"*": {"module": str, "sha256": str}},

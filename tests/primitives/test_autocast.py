@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -344,6 +345,13 @@ def test_the_advice_of_a_refusal_works(tmp_path):
     assert keep is not None
     output = rewritten(tmp_path, source("return self.c(self.a(x))[0]", made), ONE % keep[0])
     assert "return self.c(self.a(x).float())[0]" in forward_of(output)
+
+
+def test_the_record_says_which_dtype_was_asked_for(tmp_path):
+    """What the output's text happens to say is no answer."""
+    schedule = MODEL + 'def schedule(s):\n    s.autocast("float16")\n'
+    output = rewritten(tmp_path, f"# Not .bfloat16().\n{BLOCK}", schedule)
+    assert json.loads(output.files["rewrite.json"])["half"] == ["float16"]
 
 
 def test_verification_says_what_it_left_out_and_what_rounding_does(tmp_path):
