@@ -34,6 +34,7 @@ from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model.emitted import imported
 from slapo_rewrite.model.folded_step import Counted
 from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
+from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.simulate.step_memory import Unfolded, in_runs
 from slapo_rewrite.simulate.training_state import states
@@ -86,14 +87,13 @@ def predicted(case: Case, schedule: str, known: dict[Any, tuple[Counted, Counted
         schedule: The schedule's file.
         known: What has been counted before; is added to.
     """
-    file = ScheduleFile.load(schedule)
     ranks = 2 if case.way == SPLIT else 1
     key = (case.model, case.fused, ranks)
     if key not in known:
         said = [f"fuse={case.fused}", "ckpt_ratio=1.0"]
         shape = StepShape(TOKENS, torch.float32, is_gpu=False)
         source = source_of(case.model)
-        found = counted_rewrite(source, schedule, file.module, said, [ranks], shape)[ranks]
+        found = counted_rewrite(Project(source, schedule), said, [ranks], shape)[ranks]
         assert not isinstance(found, str), found
         known[key] = found
     both = known[key]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,32 @@ def rewrite(
         RewriteError: Something in the source, the schedule or the knobs is wrong.
     """
     options = Options(settings, single_file, optional_helpers(further), support, tries)
-    project = Project(source, schedule)
+    with _emitting(Project(source, schedule), options) as emission:
+        return emission.run()
+
+
+@collector_paused()
+def try_out(project: Project, settings: Sequence[str], trial: Trial) -> None:
+    """Carries out a schedule, and tries the output, of which no more is made than that takes.
+
+    Args:
+        project: The source and the schedule; nothing else has been carried out on it, or will be.
+        settings: Knobs, as `name=value`.
+        trial: What the output is tried with, imported and built.
+
+    Raises:
+        RewriteError: Something in the source, the schedule or the knobs is wrong.
+    """
+    with _emitting(project, Options(settings, tries=trial)) as emission:
+        emission.construct()
+
+
+@contextmanager
+def _emitting(project: Project, options: Options) -> Iterator[_Emission]:
     original = project.module
     try:
         with project.placed("schedule"), without_dynamo():
-            return _Emission(project, options, original).run()
+            yield _Emission(project, options, original)
     finally:
         # While the schedule changed the source, its name stood for what it was changed to.
         sys.modules[project.original.name] = original
@@ -131,6 +153,12 @@ class _Emission:
 
     def run(self) -> Output:
         """All of it, in order: each step goes on with what those before it have made."""
+        self.construct()
+        with self.project.timed("write"):
+            return self._finished()
+
+    def construct(self) -> None:
+        """Makes the output's files, and tries them before anything is written."""
         project = self.project
         with project.timed("rewrite"):
             self.knobs = project.schedule.settings(self.options.settings)
@@ -144,8 +172,6 @@ class _Emission:
             self._share_helpers(self.options.support)
         self.users = own_modules(project.original, project.schedule.tree, project.loaded)
         self._construct()
-        with project.timed("write"):
-            return self._finished()
 
     def _lower(self) -> None:
         """What the schedule asked for becomes edits, and names the rewritten files."""
@@ -276,7 +302,7 @@ class _Emission:
         draft.helpers = files
 
     def _construct(self) -> None:
-        """The output is imported, built and run before anything is written."""
+        """The output is imported, built and run."""
         anew = [*self.users, self.project.original.name]
         tries = self.options.tries or functools.partial(
             rehearsed, self.draft, self.project, self.plan, self.original, self.sizes

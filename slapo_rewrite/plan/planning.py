@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from slapo_rewrite import errors
-from slapo_rewrite.code.file import SourceFile, locate
 from slapo_rewrite.plan.candidates import Predicted, Predictor, Way, ways
 from slapo_rewrite.plan.rewritten_step import Found, StepShape, counted_rewrite
+from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.choices import declared
 from slapo_rewrite.schedule.load import ScheduleFile
-from slapo_rewrite.schedule.source_module import import_source
 from slapo_rewrite.simulate.balance import stage_ends
 from slapo_rewrite.simulate.byte_sizes import byte_size, gib
 from slapo_rewrite.simulate.hardware import Hardware
@@ -135,7 +134,6 @@ def plan(wanted: Wanted, progress: Callable[[str], None] = lambda text: None) ->
     schedule = ScheduleFile.load(wanted.schedule)
     knobs = set(schedule.knobs)
     schedule.settings(wanted.fixed)
-    import_source(SourceFile.read(*locate(wanted.source)))  # once, for all processes
     planner = _Planner(wanted, schedule, progress)
     best, others = planner.run()
     planned = Planned(wanted, best, others, planner.refused, planner.assumptions(), knobs)
@@ -168,7 +166,7 @@ class _Planner:
         variants = list(self._variants())
         jobs = [(self.wanted, self._settings(v), self._sizes(v)) for v in variants]
         self.progress(f"counting a step of {len(jobs)} rewrites")
-        for variant, counted in zip(variants, in_processes(_count, jobs), strict=True):
+        for variant, counted in zip(variants, counted_in_processes(jobs), strict=True):
             self.progress(f"predicting{' with fusion' * variant.fused}")
             for alike, predictor in self._ways(variant, counted):
                 _predict(alike, predictor, self.wanted.memory, fits, others)
@@ -261,31 +259,54 @@ class _Planner:
         ]
 
 
-def _count(wanted: Wanted, settings: list[str], sizes: list[int]) -> Found:
+def _count(
+    wanted: Wanted, settings: list[str], sizes: list[int], project: Project | None = None
+) -> Found:
     """Rewrites once, and counts a step on each number of ranks."""
-    schedule = ScheduleFile.load(wanted.schedule)
     is_gpu = wanted.hardware.name != "cpu"
     shape = StepShape(wanted.sequence, DTYPES[wanted.precision], is_gpu)
-    return counted_rewrite(wanted.source, wanted.schedule, schedule.module, settings, sizes, shape)
+    return counted_rewrite(
+        project or Project(wanted.source, wanted.schedule), settings, sizes, shape
+    )
 
 
-def in_processes(
-    function: Callable[..., Found], jobs: Sequence[tuple[Any, ...]]
-) -> Iterator[Found]:
-    """The results of some calls, in order, of processes that go on from this one.
+Job = tuple[Wanted, list[str], list[int]]
 
-    What fails there is called again here, where it can say how.
+
+def counted_in_processes(jobs: Sequence[Job]) -> Iterator[Found]:
+    """What is counted of some rewrites, in order, each in a process that goes on from this one.
+
+    The source and the schedule are read here, once. What fails there is counted again here, where
+    it can say how.
     """
     workers = min(len(jobs), os.cpu_count() or 1)
     if workers == 1 or sys.platform != "linux":
-        yield from (function(*job) for job in jobs)
+        yield from (_count(*job) for job in jobs)
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        for job, future in [(job, pool.submit(function, *job)) for job in jobs]:
+    context = multiprocessing.get_context("fork")
+    project = Project(jobs[0][0].source, jobs[0][0].schedule)
+    running: list[tuple[Any, Any]] = []
+    for number in range(len(jobs) + workers - 1):
+        if number < len(jobs):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_send, args=(sender, *jobs[number], project))
+            process.start()
+            sender.close()
+            running.append((process, receiver))
+        if (done := number - workers + 1) >= 0:
+            process, receiver = running[done]
             try:
-                yield future.result()
-            except Exception:  # also what no other process can be told
-                yield function(*job)
+                found: Found | None = receiver.recv()
+            except EOFError:
+                found = None
+            process.join()
+            yield _count(*jobs[done]) if found is None else found
+
+
+def _send(sender: Any, *job: Any) -> None:
+    """Sends what is counted to the process that waits for it; closes the pipe if nothing is."""
+    with contextlib.suppress(BaseException), contextlib.closing(sender):
+        sender.send(_count(*job))
 
 
 def _predict(

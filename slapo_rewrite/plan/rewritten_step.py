@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from slapo_rewrite import errors
-from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.emit.rewrite import try_out
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, first_line
 from slapo_rewrite.model.layer_kinds import folds_of, lists_of, shortened
@@ -25,6 +25,7 @@ from slapo_rewrite.model.meta_device import pretend_world, without_dynamo
 from slapo_rewrite.model.short_build import built_short, filled, full_names
 from slapo_rewrite.model.tree import Tree, build_model
 from slapo_rewrite.primitives.cut_evenly import ends_of_rounds, layers_in, sizes_of
+from slapo_rewrite.project import Project
 
 # By how many ranks share a layer, what was counted without recomputation and with it; or why not.
 Found = dict[int, "tuple[Counted, Counted] | str"]
@@ -46,9 +47,7 @@ class StepShape:
 
 
 def counted_rewrite(
-    source: str,
-    schedule: str,
-    module: Any,
+    project: Project,
     settings: Sequence[str],
     sizes: Sequence[int],
     shape: StepShape,
@@ -56,9 +55,7 @@ def counted_rewrite(
     """Rewrites once, and counts a step on each number of ranks; on the first, if nothing is split.
 
     Args:
-        source: A file or an importable module.
-        schedule: A file, or the name of a schedule that ships with the tool.
-        module: The schedule's module.
+        project: The source and the schedule, of which nothing has been carried out.
         settings: Knobs, as `name=value`.
         sizes: The numbers of ranks.
         shape: What a step is.
@@ -67,7 +64,7 @@ def counted_rewrite(
 
     def count(emitted: Emitted, tree: Tree) -> None:
         is_split = emitted.helper("tensor_parallel") is not None
-        rewritten = Countable(module, emitted.module, emitted.modules(), tree)
+        rewritten = Countable(project.schedule.module, emitted.module, emitted.modules(), tree)
         for ranks in sizes if is_split else sizes[:1]:
             try:
                 plain, again = rewritten.counted(
@@ -77,7 +74,7 @@ def counted_rewrite(
             except DoesNotRun as error:
                 found[ranks] = str(error)
 
-    rewrite(source, schedule, settings, tries=count)
+    try_out(project, settings, count)
     return found
 
 

@@ -11,7 +11,7 @@ from benchmark.plan_memory import ALONE, SPLIT, ZERO, Case, measured, predicted
 from slapo_rewrite.cli import main
 from slapo_rewrite.plan import planning
 from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
-from slapo_rewrite.schedule.load import ScheduleFile
+from slapo_rewrite.project import Project
 from slapo_rewrite.simulate.hardware import hardware, known_gpus
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches, pipelined_seconds
@@ -67,11 +67,11 @@ def test_the_memory_of_a_step_is_what_torch_counts_in_a_real_one(tmp_path, case)
 
 def test_fused_kernels_are_counted_as_on_a_gpu(tmp_path):
     file = written_schedule("llama", tmp_path)
-    schedule = ScheduleFile.load(file)
     found = []
     for fused in (False, True):
         said, shape = [f"fuse={fused}"], StepShape(TOKENS, torch.bfloat16, is_gpu=True)
-        plain, _ = counted_rewrite(source_of("llama"), file, schedule.module, said, [1], shape)[1]
+        project = Project(source_of("llama"), file)
+        plain, _ = counted_rewrite(project, said, [1], shape)[1]
         parts = [*plain.profile.forward.values(), *plain.profile.backward.values()]
         found.append([sum(p.moved.of(ROWS) for p in parts), sum(p.operators for p in parts)])
     (moved, operators), (less, fewer) = found
