@@ -23,9 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_rewrite.model.calls import calls_watched
 from slapo_rewrite.model.costs import FREE, PICKING, OnMeta, flops_of
+from slapo_rewrite.model.meta_device import KnownOperators, unwatched
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.storages import Storages
 
+# Counts of one model ask for the same again and again: layers are alike, and so are other rewrites.
+_OPERATORS = KnownOperators()
 # Rows of the batch that is counted with: prime, and no size of a model.
 ROWS = 1009
 
@@ -284,13 +287,18 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        results = func(*args, **kwargs)
+        results = _OPERATORS.carry_out(func, args, kwargs)
+        with unwatched():
+            self._happened(func, args, kwargs, results)
+        return results
+
+    def _happened(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
         part, name = self._part, func._schema.name
         part.operators += 1
         read, written = list(tensors((args, kwargs))), list(tensors(results))
         if name.startswith("c10d::"):
             self._communicates(part, name, args)
-            return results
+            return
         for tensor in read if self._is_forward else ():
             if (parameter := self._parameters.get(_key(tensor))) is not None:
                 users = self._profile.users.setdefault(parameter, [])
@@ -303,7 +311,6 @@ class _Counter(TorchDispatchMode):
             part.flops = part.flops.plus(Amount.counted(flops))
         elif not func.is_view and name not in FREE:
             part.moved = part.moved.plus(_of_all(written + (written if name in PICKING else read)))
-        return results
 
     def touches(self, given: Sequence[Tensor]) -> None:
         """One operator reads or writes tensors, each once."""
