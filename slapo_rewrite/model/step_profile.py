@@ -216,7 +216,9 @@ class _Counter(TorchDispatchMode):
     @property
     def _part(self) -> Part:
         parts = self._profile.forward if self._is_forward else self._profile.backward
-        return parts.setdefault(self._place, Part())
+        if (part := parts.get(self._place)) is None:
+            part = parts[self._place] = Part()
+        return part
 
     def turn(self) -> None:
         """The way back begins."""
@@ -295,7 +297,7 @@ class _Counter(TorchDispatchMode):
     def _happened(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
         part, name = self._part, func._schema.name
         part.operators += 1
-        read, written = list(tensors((args, kwargs))), list(tensors(results))
+        read, written = [*tensors(args), *tensors(kwargs)], list(tensors(results))
         if name.startswith("c10d::"):
             self._communicates(part, name, args)
             return
@@ -334,37 +336,35 @@ class _Counter(TorchDispatchMode):
 
     def profile(self) -> Profile:
         """What was counted."""
-        for keeps, attribute in ((False, "peaks"), (True, "kept_peaks")):
-            self._replay(keeps, attribute)
+        self._replay(keeps=False)
+        self._replay(keeps=True)
         return self._profile
 
-    def _replay(self, keeps: bool, attribute: str) -> None:
-        held: Amount = NOTHING
+    def _replay(self, keeps: bool) -> None:
+        """Notes what each part holds, event by event: gradients stay, or go as they are added."""
+        held = NOTHING
         now: tuple[Place, bool] | None = None
-        freed: set[int] = set()
+        part, peaks = Part(), list[Amount]()
         sizes: dict[int, float] = {}
-        for event in self._events:
-            if (event.place, event.is_forward) != now:
-                now, held = (event.place, event.is_forward), NOTHING
-            parts = self._profile.forward if event.is_forward else self._profile.backward
-            part = parts.setdefault(event.place, Part())
-            is_gradient = event.storage in self._gradients
-            size = event.size
-            if is_gradient and event.size == 0.0:  # it has been added up
-                if keeps:
-                    continue
-                size = -sizes[event.storage]
-                freed.add(event.storage)
-            elif is_gradient and event.size > 0:
-                sizes[event.storage] = event.size
-                if keeps:
-                    part.gradients += event.size
-            change = Amount.counted(abs(size))
-            held = held.plus(change, 1.0 if size > 0 else -1.0)
+        for place, is_forward, storage, size in self._events:
+            if (place, is_forward) != now:
+                now, held = (place, is_forward), NOTHING
+                parts = self._profile.forward if is_forward else self._profile.backward
+                part = parts.setdefault(place, Part())
+                peaks = part.kept_peaks if keeps else part.peaks
+            if storage in self._gradients:
+                if size == 0.0:  # it has been added up
+                    if keeps:
+                        continue
+                    size = -sizes[storage]
+                elif size > 0:
+                    sizes[storage] = size
+                    part.gradients += size if keeps else 0.0
+            sign, change = (1.0 if size > 0 else -1.0), Amount.counted(abs(size))
+            held = held.plus(change, sign)
             if not keeps:
-                part.net = part.net.plus(change, 1.0 if size > 0 else -1.0)
+                part.net = part.net.plus(change, sign)
             if size > 0:
-                peaks: list[Amount] = getattr(part, attribute)
                 _add_peak(peaks, held)
 
 

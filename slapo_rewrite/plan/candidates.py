@@ -17,7 +17,7 @@ from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches, 
 from slapo_rewrite.simulate.pipeline import Stage
 from slapo_rewrite.simulate.stage_costs import part_seconds
 from slapo_rewrite.simulate.step_memory import Runs, Unfolded, in_runs
-from slapo_rewrite.simulate.training_state import states
+from slapo_rewrite.simulate.training_state import States, states
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,25 @@ class Predictor:
         stages = self._unlike(way.pipeline, way.recomputed)
         return max((self.stage_memory(way, number) for number in stages), key=itemgetter(0))
 
+    def states(self, way: Way) -> float:
+        """Bytes that outlast a step on the rank that has most of them: no way takes less."""
+        kept = states(self.precision, way.zero, way.data)
+        parts = self._parts(way.pipeline, way.recomputed)
+        return self._lasting(kept, max(part.parameters for part in parts))
+
     def stage_memory(self, way: Way, number: int) -> tuple[float, float]:
         """Likewise of a rank of one stage."""
         part = self._parts(way.pipeline, way.recomputed)[number]
         kept = states(self.precision, way.zero, way.data)
-        gathered = kept.layers * self._largest_layer * self._width
         live = live_micro_batches(number, way.pipeline, way.micro_batches)
         held = self.plain.profile.buffers + self.plain.profile.inputs.of(way.rows) * live
-        held += gathered
+        held += kept.layers * self._largest_layer * self._width
         held += kept.most(part.runs, part.parameters, way.rows, live, way.micro_batches)
-        return held, part.parameters * kept.each + kept.fixed + gathered
+        return held, self._lasting(kept, part.parameters)
+
+    def _lasting(self, kept: States, parameters: float) -> float:
+        gathered = kept.layers * self._largest_layer * self._width
+        return parameters * kept.each + kept.fixed + gathered
 
     def stages(self, way: Way) -> list[Stage]:
         """What a micro-batch takes in each stage, and the optimizer's step."""

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from slapo_rewrite import errors
+from slapo_rewrite.fusion.registry import rules
+from slapo_rewrite.garbage import collector_paused
 from slapo_rewrite.plan.candidates import Predicted, Predictor, Way, ways
 from slapo_rewrite.plan.rewritten_step import Found, StepShape, counted_rewrite
 from slapo_rewrite.project import Project
@@ -119,6 +121,7 @@ class Planned:
         )
 
 
+@collector_paused()
 def plan(wanted: Wanted, progress: Callable[[str], None] = lambda text: None) -> Planned:
     """Plans.
 
@@ -165,6 +168,8 @@ class _Planner:
         others: list[Predicted] = []
         variants = list(self._variants())
         jobs = [(self.wanted, self._settings(v), self._sizes(v)) for v in variants]
+        if FUSE in self.free:
+            rules()  # once, for all processes
         self.progress(f"counting a step of {len(jobs)} rewrites")
         for variant, counted in zip(variants, counted_in_processes(jobs), strict=True):
             self.progress(f"predicting{' with fusion' * variant.fused}")
@@ -317,7 +322,7 @@ def _predict(
     others: list[Predicted],
 ) -> None:
     """More recomputation takes longer: the least that fits is the best of those alike."""
-    for way in alike:
+    for way in alike if predictor.states(alike[0]) <= memory else ():
         if predictor.memory(way)[0] <= memory:
             fits.append(predictor.predicted(way))
             return
