@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_rewrite.model.meta_device import KnownResults, NeedsGraph
+from slapo_rewrite.model.meta_device import KnownOperators, KnownResults, NeedsGraph
 from tests.rewriting import rewritten
 
 X = torch.empty(2, 6, 8, device="meta", requires_grad=True)
@@ -126,3 +126,41 @@ def test_a_model_that_goes_backwards_has_everything_worked_out(tmp_path):
         KnownResults().carry_out(torch.autograd.grad, (X.sum(), X), {})
     output = rewritten(tmp_path, SOURCE, SCHEDULE)
     assert "ColumnParallelLinear(6, 8, bias=False)" in output.files[output.model_file]
+
+
+@pytest.mark.parametrize(
+    "called, is_known",
+    [
+        (lambda ops, x: ops.mm.default(x, x), True),
+        (lambda ops, x: ops.mm.default(x.T, x), True),
+        (lambda ops, x: ops._to_copy.default(x, dtype=torch.bfloat16), True),
+        (lambda ops, x: ops.native_dropout.default(x, 0.1, True), True),
+        (lambda ops, x: ops.empty_like.default(x.T), True),
+        (lambda ops, x: ops._unsafe_view.default(x, [16]), False),
+        (lambda ops, x: ops.t.default(x), False),
+        (lambda ops, x: ops.add_.Tensor(x, x), False),
+        (lambda ops, x: ops.add.Tensor(x, torch.ones(())), False),
+    ],
+)
+def test_an_operator_gives_the_same_when_it_is_known(called, is_known):
+    known = KnownOperators()
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return known.carry_out(func, args, kwargs or {})
+
+    def about(results):
+        results = results if isinstance(results, tuple) else (results,)
+        x_memory = x.untyped_storage()._cdata
+        return [
+            (t.shape, t.stride(), t.dtype, t.device, t.untyped_storage().nbytes(),
+             t.untyped_storage()._cdata == x_memory)
+            for t in results
+        ]  # fmt: skip
+
+    x = torch.empty(4, 4, device="meta")
+    want = about(called(torch.ops.aten, x))
+    with Mode():
+        found = [about(called(torch.ops.aten, x)) for _ in range(2)]
+    assert found == [want, want]
+    assert len(known._known) == is_known
