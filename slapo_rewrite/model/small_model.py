@@ -55,7 +55,15 @@ _HEADS = (
     "num_decoder_attention_heads",
 )
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
-_HEAD_SIZES = ("head_dim", "d_kv", "kv_channels", "attention_head_dim", "global_head_dim")
+_HEAD_SIZES = (
+    "head_dim",
+    "d_kv",
+    "kv_channels",
+    "attention_head_dim",
+    "global_head_dim",
+    "dim_head",
+    "d_head",
+)
 _INNER = (
     "intermediate_size",
     "ffn_dim",
@@ -66,6 +74,11 @@ _INNER = (
     "ffn_hidden_size",
     "inner_dim",
     "dense_ffn_hidden_size",
+    "dim_ff",
+    "d_inner",
+    "intermediate_size_mlp",
+    "dense_intermediate_size",
+    "shared_intermediate_size",
 )
 POSITIONS = (
     "max_position_embeddings",
@@ -107,6 +120,8 @@ _AT_MOST = {  # sizes that stand alone
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 16,
     "num_kv_shared_layers": 0,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 
 
@@ -352,11 +367,14 @@ def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]])
         for name, value in vars(config).items()
         if not name.startswith("_") and isinstance(value, int) and not isinstance(value, bool)
     }
-    sizes = _head_sizes(numbers)
+    per_layer = {name: v for name, v in vars(config).items() if name in _INNER and _is_uniform(v)}
+    sizes = _head_sizes(numbers | {name: values[0] for name, values in per_layer.items()})
     for own, value in list(vars(config).items()):
         name = standard.get(own, own)
         if hasattr(value, "to_dict") and hasattr(value, "attribute_map"):
             _shrink(value, depth, layers)
+        elif name in per_layer and name in sizes:
+            setattr(config, own, type(value)([sizes[name]] * len(value)))
         elif name in sizes:
             setattr(config, own, sizes[name])
         elif name in POSITIONS and name in numbers:
@@ -369,6 +387,13 @@ def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]])
         _shrink_layers(config, depth, layers)
     _shrink_rotary(config)
     _shrink_vocabulary(config)
+
+
+def _is_uniform(value: Any) -> bool:
+    """Whether a value is a list of one number for every layer."""
+    return isinstance(value, (list, tuple)) and len({*map(repr, value)}) == 1 == len(
+        {type(v) for v in value} & {int}
+    )
 
 
 def _head_sizes(numbers: Mapping[str, int]) -> dict[str, int]:
@@ -450,8 +475,11 @@ def _shrink_rotary(config: Any) -> None:
     rotary = getattr(config, "rope_parameters", None)
     if not isinstance(rotary, dict):
         return
+    takes_sections = "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", ())
     for parameters in (rotary, *(v for v in rotary.values() if isinstance(v, dict))):
         frequencies = int(HEAD_SIZE * float(parameters.get("partial_rotary_factor") or 1.0)) // 2
+        if takes_sections and "rope_type" in parameters:  # without them it takes a large head's
+            parameters.setdefault("mrope_section", [1, 1, 1])
         for name, value in parameters.items():
             if name in ("short_factor", "long_factor") and isinstance(value, list):
                 parameters[name] = value[:frequencies]

@@ -76,6 +76,17 @@ def test_heads_that_are_not_as_wide_as_the_model_stay_so():
     assert small.head_dim * small.num_attention_heads != small.hidden_size
 
 
+def test_parts_of_rotary_frequencies_add_up_to_a_small_head():
+    small = small_model.small_config(transformers.Qwen2VLConfig().text_config)
+    assert small.rope_parameters["mrope_section"] == [4, 2, 2]
+
+
+def test_widths_that_are_given_for_every_layer_are_small():
+    small = small_model.small_config(transformers.Gemma3nTextConfig())
+    assert set(small.intermediate_size) == {4 * small.hidden_size}
+    assert len(small.intermediate_size) == small.num_hidden_layers
+
+
 def test_every_kind_of_layer_is_kept():
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = transformers.Gemma2Config(num_hidden_layers=12, layer_types=kinds * 2)
