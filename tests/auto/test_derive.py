@@ -4,10 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.auto.derive import Derived, derive
 from slapo_rewrite.auto.schedule_text import NONE_PAYS
+from slapo_rewrite.auto.step import Step, tried
 from slapo_rewrite.cli import main
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
@@ -160,6 +162,14 @@ def test_a_lone_component_without_a_loss_gets_a_stand_in(tmp_path):
     text = derive(str(source)).text
     assert shards(text) == {'up ["weight", "bias"], axis=0', 'down "weight", axis=1'}
     assert "A stand-in" in text
+
+
+def test_a_stand_in_says_something_of_what_is_normalised():
+    step = Step("", (), "m.LayerNorm(8)", inputs={"input": "3 * torch.randn(2, 8) + 1"})
+    schedule = tried(step, nn).namespace()
+    (x,) = schedule.inputs(None).values()
+    schedule.loss(nn.LayerNorm(8)(x.requires_grad_())).backward()
+    assert x.grad.abs().max() > 1e-3
 
 
 def test_the_class_may_be_named(tmp_path):
