@@ -53,11 +53,21 @@ def nudge(model: nn.Module) -> None:
                 tensor.mul_(1 + signs * torch.finfo(torch.float32).eps / 2)
 
 
+# What draws numbers, and what fills a tensor with them.
+_DRAWING = ("rand", "randn", "rand_like", "randn_like")
+_FILLING = ("uniform_", "normal_", "exponential_", "log_normal_", "cauchy_")
+
+
 class _Float64(TorchFunctionMode):
-    """Whatever asks for float32 gets float64."""
+    """Whatever asks for float32 gets float64; random numbers are those that float32 would get."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _DRAWING:
+            return func(*args, **{**kwargs, "dtype": torch.float32}).double()
+        if name in _FILLING and args[0].dtype is torch.float64:
+            return args[0].copy_(func(args[0].float(), *args[1:], **kwargs))
         if func is Tensor.float:
             func = Tensor.double
         elif func is not Tensor.view:  # the same bits by another name

@@ -87,6 +87,7 @@ class Staged(Original):
         self.engine.build(pipeline, built.args, built.kwargs)
         held = self.engine.stage.float()
         self.switch_dropout_off(held)
+        self.draw_alike(self.engine.stage)
         sizes = [sum(p.numel() for p in m.parameters()) for m in (held, self.original)]
         self.share = sizes[0] / max(1, sizes[1])
 
@@ -170,9 +171,21 @@ class Staged(Original):
         return self.training.bf16 and model is self.original
 
     def _loss(self, model: nn.Module, inputs: Batch) -> Tensor:
-        outputs, given = self.outputs(model, inputs)
-        loss: Tensor = self.twin.loss_of(self.schedule, outputs, given)
+        with self.twin.drawing(SEED):
+            outputs, given = self.outputs(model, inputs)
+            loss: Tensor = self.twin.loss_of(self.schedule, outputs, given)
         return loss
+
+    def draw_alike(self, stage: nn.Module) -> None:
+        """Lets a stage draw for each micro-batch what the original draws first."""
+        calls: list[contextlib.ExitStack] = []
+
+        def before(*_: object) -> None:
+            calls.append(contextlib.ExitStack())
+            calls[-1].enter_context(self.twin.drawing(SEED))
+
+        stage.register_forward_pre_hook(before)
+        stage.register_forward_hook(lambda *_: calls.pop().close())
 
     def train_stages(self) -> Trained:
         """Trains the stages; gradients are only known where each parameter has its own."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from slapo_rewrite.primitives.checkpoint import MODEL, STACK
+from slapo_rewrite.verify.probes import in_float64
+from slapo_rewrite.verify.rank_layout import Layout
 from slapo_rewrite.verify.run import verify
 from tests.rewriting import rewritten, written
 
@@ -14,6 +17,29 @@ DRAWS = {
     "numpy": ("import numpy\n", "torch.tensor(numpy.random.rand(8), dtype=torch.float32)"),
     "python": ("import random\n", "random.random()"),
 }
+CUT = MODEL + 'def schedule(s):\n    s["blocks.0"].cut_pipeline_stage(target="torch")\n'
+
+
+def test_float64_draws_what_float32_draws():
+    def drawn():
+        torch.manual_seed(0)
+        like = torch.ones(2)
+        noise = torch.rand(3), torch.randn(2, 2, dtype=torch.float32), torch.rand_like(like)
+        return *noise, like.uniform_(-1, 1).exp(), torch.empty(3).normal_()
+
+    narrow = drawn()
+    with in_float64():
+        wide = drawn()
+    assert all(tensor.dtype is torch.float64 for tensor in wide)
+    torch.testing.assert_close([tensor.float() for tensor in wide], [*narrow])
+
+
+@pytest.mark.processes
+def test_what_the_first_stage_draws_is_the_same(tmp_path):
+    head, _, tail = STACK.rpartition("        for block")
+    source = f"{head}        x = x + torch.rand(8)\n        for block{tail}"
+    report = verify(written(tmp_path, rewritten(tmp_path, source, CUT)).parent, [Layout(2)])
+    assert report.ok, report.render()
 
 
 @pytest.mark.processes
