@@ -45,6 +45,8 @@ _LAYERS = (
     "num_encoder_layers",
     "num_decoder_layers",
 )
+# Lists of the layers that are of some kind, by their numbers.
+_NUMBERS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "cross_attention_layers")
 _HEADS = (
     "num_attention_heads",
     "n_heads",
@@ -312,10 +314,18 @@ def _deepened(small: Any, full: Any, kept: Mapping[int, Sequence[int]]) -> Any:
             setattr(found, name, _deepened(own, value, kept))
         elif name in counts:
             setattr(found, name, len(kept.get(value, range(value))))
+        elif name in _NUMBERS_OF_LAYERS and value:
+            count = next(iter(counts.values()), 0)
+            setattr(found, name, _renumbered(value, kept.get(count, range(count))))
         elif isinstance(value, (list, tuple)) and len(value) > 2 and len(value) in counts.values():
             picked = (value[i] for i in kept.get(len(value), range(len(value))))
             setattr(found, name, type(value)(picked))
     return found
+
+
+def _renumbered(numbers: Any, kept: Sequence[int]) -> Any:
+    """The numbers that layers of some kind have where only some layers are there."""
+    return type(numbers)(new for new, old in enumerate(kept) if old in numbers)
 
 
 def _paths(model: nn.Module) -> set[str]:
@@ -447,7 +457,11 @@ def _shrink_layers(config: Any, depth: int | None, layers: Mapping[int, Sequence
         for name, value in vars(config).items()
         if isinstance(value, (list, tuple)) and len(value) > 2 and len(value) in counts.values()
     }
+    count = next(iter(counts.values()))
+    numbered = {n: getattr(config, n) for n in _NUMBERS_OF_LAYERS if getattr(config, n, None)}
     if depth is None or layers:
+        for name, numbers in numbered.items():
+            setattr(config, name, _renumbered(numbers, layers.get(count, range(count))))
         for name, values in per_layer.items():
             picked = (values[i] for i in layers.get(len(values), range(len(values))))
             setattr(config, name, type(getattr(config, name))(picked))
@@ -455,14 +469,17 @@ def _shrink_layers(config: Any, depth: int | None, layers: Mapping[int, Sequence
             setattr(config, name, len(layers.get(value, range(value))))
         return
     kept = list(range(depth))
-    if per_layer:
-        kinds = list(zip(*per_layer.values(), strict=False))
+    of_kind = [[number in numbers for number in range(count)] for numbers in numbered.values()]
+    if per_layer or of_kind:
+        kinds = list(zip(*per_layer.values(), *of_kind, strict=False))
         first_of_kind = {repr(kind): index for index, kind in reversed(list(enumerate(kinds)))}
         kept = sorted(first_of_kind.values())[:4]
         depth = min(depth, len(kinds))
         kept = sorted([*kept, *(i for i in range(depth) if i not in kept)][: max(depth, len(kept))])
     for name, values in per_layer.items():
         setattr(config, name, type(getattr(config, name))(values[i] for i in kept))
+    for name, numbers in numbered.items():
+        setattr(config, name, _renumbered(numbers, kept))
     for name, value in counts.items():
         setattr(config, name, min(value, len(kept)))
     pattern = getattr(config, "attention_types", None)  # GPT-Neo: [[["global", "local"], 12]]

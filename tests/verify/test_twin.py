@@ -87,6 +87,14 @@ def test_widths_that_are_given_for_every_layer_are_small():
     assert len(small.intermediate_size) == small.num_hidden_layers
 
 
+def test_layers_that_are_numbered_are_kept_with_others():
+    config = transformers.Qwen2MoeConfig(mlp_only_layers=[0, 1])
+    small = small_model.small_config(config)
+    assert (small.mlp_only_layers, small.num_hidden_layers) == ([0], 2)
+    deep = small_model.small_config(config, kept={config.num_hidden_layers: [1, 5, 6]})
+    assert (deep.mlp_only_layers, deep.num_hidden_layers) == ([0], 3)
+
+
 def test_every_kind_of_layer_is_kept():
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = transformers.Gemma2Config(num_hidden_layers=12, layer_types=kinds * 2)
