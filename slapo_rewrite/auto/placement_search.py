@@ -179,9 +179,8 @@ class Search:
 
     def run(self) -> Found:
         """Everything, in order."""
-        groups = self._blocks()
+        groups = self._with_experts(self._blocks())
         taken = {pattern for group in groups for pattern in group.patterns}
-        groups += self._experts()
         groups += self._vocabulary(taken)
         taken = {pattern for group in groups for pattern in group.patterns}
         groups += self._alone(taken)
@@ -428,9 +427,11 @@ class Search:
 
     # -- what stands alone
 
-    def _experts(self) -> list[Group]:
-        """Experts that are one parameter for all: each is split inside."""
-        found = []
+    def _with_experts(self, groups: list[Group]) -> list[Group]:
+        """Adds experts that are one parameter for all: each is split inside.
+
+        What runs beside them goes with them where there is no other way: the sum is of both then.
+        """
         for pattern in self.flow.between:
             modules = self.modules.get(pattern, ())
             if not modules:
@@ -438,14 +439,30 @@ class Search:
             cubes = {n: p for n, p in modules[0].named_parameters(recurse=False) if p.dim() == 3}
             if len(cubes) < 2 or any(min(p.shape) < 2 for p in cubes.values()):
                 continue
-            for group in self._ways_of_experts(pattern, modules[0]):
+            inside = f"{pattern.rpartition('.')[0]}."
+            beside = [g for g in groups if all(p.startswith(inside) for p in g.patterns)]
+            for group in self._ways_of_experts(pattern, modules[0], beside):
                 if self._legal(group):
-                    size = self._size([pattern])
-                    found.append(replace(group, parameters=size, is_experts=True))
+                    split = {*group.patterns}
+                    groups = [g for g in groups if not split & {*g.patterns}]
+                    size = self._size(split)
+                    groups.append(replace(group, parameters=size, is_experts=True))
                     break
-        return found
+        return groups
 
-    def _ways_of_experts(self, pattern: str, module: nn.Module) -> Iterator[Group]:
+    def _ways_of_experts(
+        self, pattern: str, module: nn.Module, beside: Sequence[Group]
+    ) -> Iterator[Group]:
+        parent = pattern.rpartition(".")[0]
+        for shards in self._shards_of_experts(pattern, module):
+            yield Group(shards)
+            if parent in self.modules:
+                yield Group(shards, both=(parent,))
+                more = tuple(shard for group in beside for shard in group.shards)
+                if more:
+                    yield Group((*more, *shards), both=(parent,))
+
+    def _shards_of_experts(self, pattern: str, module: nn.Module) -> Iterator[tuple[Shard, ...]]:
         own = dict(module.named_parameters(recurse=False))
         cubes = [n for n, p in own.items() if p.dim() == 3]
         *ups, down = cubes
@@ -463,11 +480,7 @@ class Search:
                     bias = f"{name}_bias"
                     if bias in own and own[bias].dim() == 2:
                         shards.append(Shard(pattern, (bias,), 1, parts))
-                group = Group((*shards, Shard(pattern, (down,), down_axis)))
-                yield group
-                parent = pattern.rpartition(".")[0]
-                if parent in self.modules:
-                    yield replace(group, both=(parent,))
+                yield (*shards, Shard(pattern, (down,), down_axis))
 
     def _vocabulary(self, taken: set[str]) -> list[Group]:
         """Embeddings over the vocabulary, and the heads that give a number for each word."""

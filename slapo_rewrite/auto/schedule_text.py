@@ -164,7 +164,9 @@ def _reason(group: Group) -> str:
     if group.is_vocabulary:
         return f"{size}: each rank has as many words of the vocabulary."
     if group.is_experts:
-        return f"{size}: each rank has a part of every expert."
+        more = len({*group.patterns}) > 1
+        beside = " and of what runs beside them, and the sum of all is taken once" if more else ""
+        return f"{size}: each rank has a part of every expert{beside}."
     if len(group.patterns) == 1:
         return f"{size}, whose results are put together."
     once = "; the gradient of what goes in is summed once" if group.summed else ""

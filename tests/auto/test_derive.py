@@ -75,6 +75,15 @@ def shards(text: str) -> set[str]:
                 '*.mlp.experts "down_proj", axis=2',
             },
         ),
+        (
+            "qwen2_moe",
+            {
+                '*.mlp.shared_expert.{gate_proj,up_proj} "weight", axis=0',
+                '*.mlp.shared_expert.down_proj "weight", axis=1',
+                '*.mlp.experts "gate_up_proj", axis=1, parts=2',
+                '*.mlp.experts "down_proj", axis=2',
+            },
+        ),
     ],
 )
 def test_blocks_are_split_as_by_hand(name, split):
