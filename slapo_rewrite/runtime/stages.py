@@ -90,6 +90,19 @@ class ShardedStage(Stage):
         return full_state_dict(self)
 
 
+class Unlike:
+    """Any setting but one value."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return other != self.value
+
+    def __repr__(self) -> str:
+        return f"anything but {self.value!r}"
+
+
 def model_class(stage: type) -> Any:
     """The class of the model that a stage is one of."""
     return next(kind for kind in stage.__mro__ if not issubclass(kind, Stage))

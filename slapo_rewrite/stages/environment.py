@@ -40,6 +40,19 @@ CHANGING = frozenset({"training"})
 NOT_NONE = ...
 
 
+@dataclass(frozen=True)
+class Unlike:
+    """What is relied on of a setting of which it is asked only whether it is one value.
+
+    Attributes:
+        other: What it is not.
+        was: What it is.
+    """
+
+    other: object
+    was: object
+
+
 def is_module(value: object) -> bool:
     """Whether a value is a module of the model."""
     return hasattr(type(value), "named_parameters")
@@ -102,14 +115,13 @@ class Environment:
         read: dict[str, Any] = {}
         way = truth(test, lambda operand: self.value(operand, read), calls=False)
         if way is not None:
-            self.rely_on(read)
+            self.rely_on(_unlike(test, read, way) or read)
         return way
 
     def rely_on(self, read: Mapping[str, Any]) -> None:
         """Settings that something was decided by."""
         for path, value in read.items():
-            if value is not NOT_NONE or path not in self.settings:
-                self.settings[path] = value
+            self.settings[path] = _stronger(self.settings.get(path, value), value)
 
     def settled(self, node: ast.expr) -> Worth:
         """What is known of an expression from here on, whatever becomes of its parts.
@@ -252,6 +264,24 @@ class Environment:
         except TypeError:
             pass
         return UNKNOWN
+
+
+def _unlike(test: ast.expr, read: Mapping[str, Any], way: bool) -> dict[str, Any] | None:
+    """What a test relies on where it only asks whether a setting is a number or a text; or None."""
+    match test:
+        case ast.Compare(ops=[ast.Eq() | ast.NotEq() as op], comparators=[ast.Constant(value=one)]):
+            is_other = way == isinstance(op, ast.NotEq)
+            if is_other and len(read) == 1 and type(one) in (int, str):
+                return {path: Unlike(one, was) for path, was in read.items()}
+    return None
+
+
+def _stronger(one: object, other: object) -> object:
+    """What is relied on of a setting that two tests asked of."""
+    if one == other:
+        return one
+    exact = [v for v in (one, other) if v is not NOT_NONE and not isinstance(v, Unlike)]
+    return exact[0] if exact else next(v.was for v in (one, other) if isinstance(v, Unlike))
 
 
 def is_accessor(method: Any) -> bool:

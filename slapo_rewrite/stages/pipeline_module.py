@@ -19,7 +19,7 @@ from slapo_rewrite.code.text import accessor
 from slapo_rewrite.errors import Span
 from slapo_rewrite.runtime.stages import own_tensors
 from slapo_rewrite.stages.defining_files import DefiningFiles
-from slapo_rewrite.stages.environment import NOT_NONE
+from slapo_rewrite.stages.environment import NOT_NONE, Unlike
 from slapo_rewrite.stages.program import ARGUMENT, Depth
 from slapo_rewrite.stages.stage_inputs import Stage, Stages, reads_of
 from slapo_rewrite.stages.step_loss import FUNCTION
@@ -438,7 +438,8 @@ class PipelineText:
         kind = self._kind
         of_schedule = {"modules": {FUNCTION}} if self.has_function else {}
         engine = {self.engine.module: {f"{kind}Pipeline"}}
-        return {"stages": {f"{kind}Stage"}, **engine, **of_schedule}
+        some = {"Unlike" for value in self.settings.values() if isinstance(value, Unlike)}
+        return {"stages": {f"{kind}Stage", *some}, **engine, **of_schedule}
 
     @property
     def _kind(self) -> str:
@@ -503,6 +504,8 @@ class PipelineText:
 
 def shown(value: object) -> str:
     """A setting's value as source."""
+    if isinstance(value, Unlike):
+        return f"Unlike({value.other!r})"
     return "..." if value is NOT_NONE else repr(value)
 
 

@@ -12,6 +12,7 @@ from slapo_rewrite.runtime import deepspeed_pipeline, torch_pipeline
 from slapo_rewrite.runtime.deepspeed_pipeline import check_layout
 from slapo_rewrite.runtime.deferred_init import construct
 from slapo_rewrite.runtime.stages import (
+    Unlike,
     check_settings,
     check_ties,
     has_place,
@@ -98,6 +99,9 @@ def test_a_stage_without_layers_is_refused():
 def test_settings_that_are_given():
     model = nn.Linear(2, 2)
     check_settings(model, {"bias": ...})
+    check_settings(model, {"training": Unlike(2)})
+    with pytest.raises(ValueError, match=r"`training` is True, and .* but True"):
+        check_settings(model, {"training": Unlike(True)})
     model.bias = None
     with pytest.raises(ValueError, match="`bias` is None"):
         check_settings(model, {"bias": ...})
