@@ -50,6 +50,8 @@ def loss_text(stages: Stages, depth: Depth | None = None) -> str:
     if f"\n{last}".rpartition(f"\n{result} = ")[2] != f"\n{last}" and result.isidentifier():
         lines[-1] = f"\n{last}".replace(f"\n{result} = ", "\nreturn ", 1).strip("\n")
         result = ""  # given right away
+    single = map(stages.spelled, stages.single_numbers(stages.stages[-1]))
+    unpacked += [f"({name},) = {name}" for name in single]
     body = [*unpacked, *more, *lines, *([f"return {result}"] if result else [])]
     return defined(f"def loss(self, {first}, {second}):", body)
 

@@ -122,8 +122,16 @@ class Stages:
             seen, name = self.seen[version], self.spelled(version)
             is_made = version not in stage.given and stage is not self.stages[-1]
             is_copied = seen.is_scattered and is_made
-            texts.append(f"{name}.contiguous()" if is_copied else seen.sent(name, beside))
+            text = f"{name}.contiguous()" if is_copied else seen.sent(name, beside)
+            texts.append(f"{name}[None]" if version in self.single_numbers(stage) else text)
         return ", ".join(texts)
+
+    def single_numbers(self, stage: Stage) -> list[Version]:
+        """The numbers that the last stage hands on in a row each: torch joins outputs by rows."""
+        if not self.by_name or stage is not self.stages[-1]:
+            return []
+        likes = {version: self.seen[version].like for version in stage.hands_on}
+        return [version for version, like in likes.items() if like is not None and not like[0]]
 
     def taken_apart(self, stage: Stage) -> list[Version]:
         """The values of which a stage hands on the parts."""

@@ -190,6 +190,25 @@ def loss(self, outputs, y):
     assert 'inputs={"x": "x", "weight": "weight"}, label="y"' in text
 
 
+SCORED = """\
+class Scored(nn.Linear):
+    def forward(self, x, y):
+        x = super().forward(x)
+        return F.mse_loss(x, y), x
+
+
+class Inner("""
+
+
+def test_for_torch_a_single_number_is_handed_to_the_loss_in_a_row(tmp_path):
+    source = written("x = self.first(x)").replace("class Inner(", SCORED, 1)
+    source = source.replace("F.mse_loss(self.last(x), y)", "self.last(x, y)[0]")
+    source = source.replace("self.last = nn.Linear", "self.last = Scored")
+    text = rewritten(tmp_path, source, FOR_TORCH.format(cut='s["first"]')).files["pipeline.py"]
+    assert method(text, 1, "forward").endswith("return last_output_0[None], last_output_1")
+    assert "    (last_output_0,) = last_output_0\n" in method(text, 1, "loss")
+
+
 COST = """\
 def cost(x, y, count=None):
     return F.mse_loss(x, y) if count is None else F.mse_loss(x, y, reduction="sum") / count
