@@ -269,7 +269,11 @@ class Environment:
 def _unlike(test: ast.expr, read: Mapping[str, Any], way: bool) -> dict[str, Any] | None:
     """What a test relies on where it only asks whether a setting is a number or a text; or None."""
     match test:
-        case ast.Compare(ops=[ast.Eq() | ast.NotEq() as op], comparators=[ast.Constant(value=one)]):
+        case ast.Compare(
+            left=ast.Attribute(),
+            ops=[ast.Eq() | ast.NotEq() as op],
+            comparators=[ast.Constant(value=one)],
+        ):
             is_other = way == isinstance(op, ast.NotEq)
             if is_other and len(read) == 1 and type(one) in (int, str):
                 return {path: Unlike(one, was) for path, was in read.items()}

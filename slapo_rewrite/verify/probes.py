@@ -64,7 +64,9 @@ class _Float64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _DRAWING:
+        like = args[0].dtype if args and isinstance(args[0], Tensor) else torch.float64
+        kind = kwargs.get("dtype") or like
+        if name in _DRAWING and kind in (torch.float32, torch.float64):
             return func(*args, **{**kwargs, "dtype": torch.float32}).double()
         if name in _FILLING and args[0].dtype is torch.float64:
             return args[0].copy_(func(args[0].float(), *args[1:], **kwargs))

@@ -87,6 +87,7 @@ def test_branches_keep_their_form(tmp_path):
         ("self.n = None", "self.n is not None", '{"n": None}'),
         ("self.n = 3", "self.n == 4", '{"n": Unlike(4)}'),
         ("self.n = 3", "not self.n != 4", '{"n": 3}'),
+        ("self.n = 3", "self.n + 1 == 5", '{"n": 3}'),
         ("self.n = True", "self.n == 4", '{"n": Unlike(4)}'),
         ("self.n = 3", "self.n is None or self.n == 4", '{"n": 3}'),
         ("self.n = nn.Linear(8, 8)", "self.n is None", '{"n": ...}'),
