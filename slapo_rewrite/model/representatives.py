@@ -48,6 +48,7 @@ class Representatives:
         self._shared = {live for live, above in holders.items() if len(above) > 1}
         self._kept: dict[str, Node] = {}
         self._elements: dict[str, dict[str, Node]] = {}
+        self._runs: dict[str, list[Node]] = {}
         self._keep(tree.root)
 
     def _keep(self, node: Node) -> None:
@@ -59,6 +60,8 @@ class Representatives:
                 below = tuple(sorted(self._asked.get(child.path, ())))
                 is_shared = any(id(inner.live) in self._shared for inner in child.walk())
                 groups.setdefault((child.kind, below, is_shared and child.path), []).append(child)
+            first = {child.name: group[0] for group in groups.values() for child in group[:2]}
+            self._runs[node.path] = [first[name] for name in children if name in first]
             children = {group[0].name: group[0] for group in groups.values()}
             self._elements[node.path] = children
             for group in groups.values():
@@ -83,14 +86,18 @@ class Representatives:
 
     @contextlib.contextmanager
     def shortened(self) -> Iterator[None]:
-        """The live model with one of each, for as long as it lasts."""
+        """The live model with one of each, in the places of two, for as long as it lasts.
+
+        What the first one is given is of another kind than what it gives to the second: it needs no
+        gradient, or comes in another precision.
+        """
         whole: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        for path, children in self._elements.items():
+        for path, run in self._runs.items():
             modules: dict[str, Any] = self._kept[path].live._modules
-            if len(children) < len(modules):
+            if len(run) < len(modules) or len({id(node.live) for node in run}) < len(run):
                 whole.append((modules, dict(modules)))
                 modules.clear()
-                modules.update((str(i), c.live) for i, c in enumerate(children.values()))
+                modules.update((str(i), node.live) for i, node in enumerate(run))
         try:
             yield
         finally:

@@ -274,6 +274,13 @@ def test_some_layers_of_a_list_stay_in_float32(tmp_path):
     assert lines.count("BFloat16Linear(8, 8)") == lines.count(".float().softmax(-1)") == 1
 
 
+def test_a_later_layer_is_given_what_the_one_before_it_computes(tmp_path):
+    stacked = STACKED.replace("x + self.a(x).softmax(-1)", "self.a(x.softmax(-1))")
+    output = rewritten(tmp_path, HEAD + stacked, ONE % "")
+    assert "return self.a(x.float().softmax(-1))" in changed_lines(output)
+    check_numbers(tmp_path, output)
+
+
 def test_a_small_model_is_followed_where_values_are_asked_for(tmp_path):
     forward = "n = int(x.abs().max().item() * 0) + 1\nreturn self.b(self.a(x).softmax(-1) * n)"
     made = "self.b = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))"

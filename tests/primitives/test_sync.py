@@ -484,3 +484,51 @@ def schedule(s):
 """
     words = refused(tmp_path, source, schedule, "SR305")
     assert "`norm` is `again` too, and this is written where `self.norm` is called" in words
+
+
+STACKED = """\
+import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+"""
+
+
+def test_the_input_of_a_later_layer_needs_its_gradient(tmp_path):
+    """That of the first one does not, which stands for all of them."""
+    schedule = """\
+import torch
+
+
+def model(m):
+    return m.Stack()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 8)}
+
+
+def schedule(s):
+    s["layers.*.up"].shard(["weight", "bias"], axis=0)
+    s["layers.*.down"].shard("weight", axis=1)
+    s["layers.*.down"].sync("fwd_post", "all_reduce")
+"""
+    assert "nothing adds it up" in refused(tmp_path, STACKED, schedule, "SR104")
