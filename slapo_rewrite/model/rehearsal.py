@@ -76,9 +76,12 @@ class OtherStartError(OtherNumbersError):
 
 @dataclass
 class _Step:
-    """What a model computes: outputs in eval mode and in training, gradients, and buffers after.
+    """What a model computes: outputs in training and in eval mode, gradients, and buffers after.
 
     Tensors are the whole model's, by the original's names.
+
+    Attributes:
+        draws: Whether random numbers are drawn.
     """
 
     evaluated: Any
@@ -86,6 +89,7 @@ class _Step:
     loss: torch.Tensor | None
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    draws: bool
 
 
 def rehearse(
@@ -99,8 +103,8 @@ def rehearse(
 ) -> None:
     """Runs the output's small model against the original's.
 
-    Nothing is said of a model that is too large, that does not run on a CPU, or that draws random
-    numbers besides dropout.
+    Nothing is said of a model that is too large, or that does not run on a CPU. One that draws
+    random numbers besides dropout is run in one process: ranks that are threads would share them.
 
     Args:
         schedule: The schedule's module, which builds the models.
@@ -121,16 +125,16 @@ def rehearse(
         _quiet(),
         _without_dropout(),
         small_model.one_thread(),
-        torch.random.fork_rng(devices=[]),
+        small_model.drawing(0),
         casts,
     ):
         reference = _reference(schedule, original, depth) if sizes else None
-        if reference is None:
+        if reference is None or (reference.want.draws and not draws_alike):
             return
         if draws_alike:
             _check_start(reference, schedule, original, output)
         parallel = _helper(output, "to_full") is not None
-        for world in sizes if parallel else (1,):
+        for world in sizes if parallel and not reference.want.draws else (1,):
             try:
                 steps = _on_ranks(world, _Rank(reference, schedule, output, world))
             except OtherNumbersError:
@@ -139,7 +143,7 @@ def rehearse(
                 raise
             for step in steps or ():
                 error, name, what = _worst(reference.want, step)
-                if error > LIMIT[reference.dtype] and reference.repeats(schedule):
+                if error > LIMIT[reference.dtype] and reference.repeats(schedule, original):
                     raise OtherNumbersError(world, name, error, what)
     if is_mixed and reference is not None:
         with _quiet(), _without_dropout(), small_model.one_thread():
@@ -217,14 +221,13 @@ def not_run(
 
 @dataclass
 class _Reference:
-    """The original's small model, its weights and inputs, and what it computes.
+    """What the original's small model computes, with which weights and inputs.
 
     Attributes:
         drawn: The weights that its constructor drew.
         weights: Those that it computes with.
     """
 
-    model: nn.Module
     drawn: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
     inputs: dict[str, Any]
@@ -232,11 +235,11 @@ class _Reference:
     want: _Step
     depth: int
 
-    def repeats(self, schedule: Any) -> bool:
-        """Whether the original computes the same a second time."""
-        self.model.load_state_dict(self.weights)
-        self.model.zero_grad()
-        return _worst(self.want, _step(schedule, self.model, self.inputs, None))[0] == 0.0
+    def repeats(self, schedule: Any, original: types.ModuleType) -> bool:
+        """Whether the original, built anew, computes the same a second time."""
+        model = _drawn(schedule, original, self.depth)[0].to(self.dtype)
+        model.load_state_dict(self.weights)
+        return _worst(self.want, _step(schedule, model, self.inputs, None))[0] == 0.0
 
 
 class _Unfit(Exception):
@@ -295,11 +298,8 @@ def _reference(schedule: Any, original: types.ModuleType, depth: int = 2) -> _Re
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter) * NOISE)
             weights = copy.deepcopy(model.state_dict())
-            numbers = torch.random.get_rng_state()
             want = _step(schedule, model, inputs, None)
-            if not torch.equal(numbers, torch.random.get_rng_state()):
-                return None  # threads would share the random numbers that processes draw alike
-            return _Reference(model, drawn, weights, inputs, dtype, want, depth)
+            return _Reference(drawn, weights, inputs, dtype, want, depth)
         except Exception:  # whatever the user's model does
             continue
     return None
@@ -376,18 +376,19 @@ def _step(
     def whole(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return full(model, named) if full is not None else named
 
-    model.eval()
-    with torch.no_grad():
-        evaluated = model(**copy.deepcopy(inputs))
-    model.train()
-    outputs = model(**inputs)
-    try:
-        loss = small_model.loss_of(schedule, outputs, inputs)
-    except Exception:  # there need not be one, and the schedule's may want other outputs
-        loss = None
-    goal = loss if loss is not None else _goal(outputs, want.outputs if want else outputs)
-    if goal is not None and goal.requires_grad:
-        torch.autograd.backward(goal)
+    draws = want is None or want.draws
+    with small_model.drawing(0) if draws else contextlib.nullcontext():
+        before = small_model.random_states() if draws else ()
+        model.train()
+        outputs = model(**copy.deepcopy(inputs))
+        loss, goal = _goals(schedule, outputs, inputs, want)
+        if goal is not None and goal.requires_grad:
+            torch.autograd.backward(goal)
+        # Last, as what a backward pass does a second time shows in what comes next.
+        model.eval()
+        with torch.no_grad():
+            evaluated = model(**inputs)
+        draws = draws and small_model.random_states() != before
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     zeros = {n: torch.zeros_like(p) for n, p in model.named_parameters() if n not in grads}
     with torch.no_grad():
@@ -397,7 +398,19 @@ def _step(
             loss,
             whole({**zeros, **grads}) if goal is not None else {},
             whole({n: b for n, b in model.state_dict().items() if n not in zeros | grads}),
+            draws,
         )
+
+
+def _goals(
+    schedule: Any, outputs: Any, inputs: dict[str, Any], want: _Step | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The loss, if there is one, and what the backward pass starts from."""
+    try:
+        loss = small_model.loss_of(schedule, outputs, inputs)
+    except Exception:  # there need not be one, and the schedule's may want other outputs
+        loss = None
+    return loss, loss if loss is not None else _goal(outputs, want.outputs if want else outputs)
 
 
 def _goal(outputs: Any, like: Any) -> torch.Tensor | None:

@@ -148,6 +148,16 @@ def drawing(seed: int) -> Iterator[None]:
             numpy.random.set_state(before[1])
 
 
+def random_states() -> tuple[Any, ...]:
+    """What tells whether random numbers were drawn, of torch, of Python or of NumPy."""
+    numpy: Any = sys.modules.get("numpy")
+    own = torch.get_rng_state().tolist(), random.getstate()
+    if not numpy:
+        return own
+    other = numpy.random.get_state(legacy=False)["state"]
+    return *own, other["key"].tolist(), other["pos"]
+
+
 @contextlib.contextmanager
 def casts_left_out() -> Iterator[None]:
     """Values in floating point stay what they are where a method of theirs casts them.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
-import random
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -13,7 +12,6 @@ from operator import attrgetter
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -135,7 +133,7 @@ class Trial:
         names = {*program.parameters, *(n for piece in program.pieces for n in piece.binds)}
         with self.seeded():
             for number, piece in enumerate(program.pieces):
-                before = random_states()
+                before = small_model.random_states()
                 try:
                     exec(compile(piece.source(self.depth), "<stage>", "exec"), scene)
                 except Exception as error:
@@ -147,7 +145,7 @@ class Trial:
                         hint="what decorators and hooks do to a `forward` is not known: let "
                         "inputs(model) give what they add, or cut elsewhere",
                     ) from error
-                drawn = before != random_states()
+                drawn = before != small_model.random_states()
                 for name in piece.binds:
                     (_, kind), *parts = described(scene.get(name), drawn).named(name)
                     if names & {part for part, _ in parts}:  # one of its names is taken
@@ -316,13 +314,6 @@ class Trial:
                 given[0] if len(given) == 1 else given,
                 labels[0] if len(labels) == 1 else labels,
             )
-
-
-def random_states() -> tuple[Any, ...]:
-    """What tells whether random numbers were drawn."""
-    other = np.random.get_state(legacy=False)["state"]
-    own = torch.get_rng_state().tolist()
-    return own, random.getstate(), other["key"].tolist(), other["pos"]
 
 
 def is_same(one: Any, other: Any) -> bool:

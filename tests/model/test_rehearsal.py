@@ -122,3 +122,43 @@ def test_a_class_that_transformers_initialises_by_its_package_is_given_back(tmp_
     source = "transformers.models.wav2vec2_bert.modeling_wav2vec2_bert"
     assert "LibraryModel" not in rewrite(source, str(schedule)).diff(0)
     assert "LibraryModel" in rewrite(source, str(schedule), ["again=true"]).diff(0)
+
+
+TURNING = """\
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.runs = []
+        self.a.register_forward_hook(self.turned)
+
+    def turned(self, module, args, output):
+        self.runs = [*self.runs, 1]
+        return output * len(self.runs)
+
+    def forward(self, x):
+        return self.a(NOISY).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+
+
+@pytest.mark.parametrize("noisy", ["x", "x + torch.rand(8)"])
+def test_a_model_that_computes_something_else_each_time_is_compared_from_the_start(noisy, tmp_path):
+    """One that draws random numbers is run in one process, with the same ones."""
+    schedule = SPLITTING + "    s['blocks.*'].checkpoint()\n"
+    words = refused(tmp_path, TURNING.replace("NOISY", noisy), schedule, "SR106")
+    assert "in one process the gradient of" in words
