@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.save_policy import SavePolicy
 from slapo_rewrite.code.arguments import parameters
-from slapo_rewrite.code.subgraphs import change_of_given
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, varying
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.patterns.effects import plain_calls
 
 # Methods that a run of the model does not call.
 CONSTRUCTING = ("__init__", "reset_parameters", "_init_weights", "init_weights")
@@ -23,7 +26,7 @@ TORCH = ("torch", "F", "nn", "math")
 
 
 def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
-    """Refuses a module whose `forward` changes what it is given, or counts on itself.
+    """Refuses a module whose `forward` changes what it is given.
 
     Raises:
         Unsupported: It does.
@@ -35,13 +38,44 @@ def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
     given = {*parameters(forward)} - {"self", *CACHES}
     if forward.args.kwarg:
         given.discard(forward.args.kwarg.arg)  # a dictionary made by the call
-    found = change_of_given(forward, given)
+    _refuse(home.file, forward, _change(forward, given, node), cause)
+
+
+def check_repeats(files: OutputFiles, nodes: Iterable[Node], cause: Directive) -> None:
+    """Refuses modules that compute something else a second time, or count on themselves.
+
+    Raises:
+        Unsupported: They draw random numbers that are not set back, say.
+    """
+    for node in {inner.cls: inner for each in nodes for inner in each.walk()}.values():
+        home = files.of(node.cls)
+        for method in home.classes.methods(node.cls.__name__) if home is not None else ():
+            assert home is not None
+            if method.name in CONSTRUCTING:
+                continue
+            if method.name == "forward":
+                _refuse(home.file, method, _change(method, set(), node), cause)
+            functions = home.file.functions
+            for each in (method, *(functions[n] for n in plain_calls(method) if n in functions)):
+                _refuse(home.file, each, varying(home.file, [each]), cause)
+
+
+def _change(forward: ast.FunctionDef, given: set[str], node: Node) -> Obstacle | None:
+    """What changes an argument, or counts on the module: but for a buffer, which is set back."""
+    found = change_of_given(forward, given, node.live._buffers)
+    hint = "change a copy of it, or checkpoint modules inside this one"
+    return replace(found, hint=hint) if found else None
+
+
+def _refuse(
+    file: SourceFile, function: ast.FunctionDef, found: Obstacle | None, cause: Directive
+) -> None:
     if found is not None:
         raise errors.Unsupported(
-            f"`forward` {found.words}: it is computed again in the backward pass",
-            at=home.file.at(found.node),
+            f"`{function.name}` {found.words}: it is computed again in the backward pass",
+            at=file.at(found.node),
             cause=cause,
-            hint="change a copy of it, or checkpoint modules inside this one",
+            hint=found.hint,
         )
 
 

@@ -15,7 +15,7 @@ from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.imports import CHECKPOINT
 from slapo_rewrite.changes.placement import Placement, Requested, Subgraph, find_subgraph
 from slapo_rewrite.changes.places import Place
-from slapo_rewrite.changes.recomputation import updates_buffers
+from slapo_rewrite.changes.recomputation import check_repeats, updates_buffers
 from slapo_rewrite.changes.save_policy import SavePolicy, buffers_context, context
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import parsed
@@ -24,7 +24,7 @@ from slapo_rewrite.code.layout import fitting_at
 from slapo_rewrite.code.lines import Causes, written
 from slapo_rewrite.code.liveness import local_names, part_of
 from slapo_rewrite.code.runs import Run, behind, compound
-from slapo_rewrite.code.subgraphs import Calls, called_names, obstacle
+from slapo_rewrite.code.subgraphs import Calls, called_names, obstacle, varying
 from slapo_rewrite.code.text import within
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES
@@ -84,6 +84,7 @@ class RecomputeRegion(Region):
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
         """Likewise, once it is known what updates buffers."""
+        check_repeats(to.files, node.children.values(), cause)
         updates = updates_buffers(to.files, node, self.kept, cause)
         to.add_to_region(node, self.part, replace(self, updates_buffers=updates), cause)
 
@@ -248,7 +249,7 @@ class _Regions:
     def _check(self, wanted: _Wanted, unsure: tuple[str, ...], inputs: list[str]) -> None:
         run, method = wanted.calls.run, wanted.calls.method
         here = f"this part of `{self.class_name}.{method.name}`"
-        found = obstacle(run, inputs)
+        found = obstacle(run, inputs) or varying(self.file, run)
         if found is not None:
             raise errors.Unsupported(
                 f"{here} {found.words}",

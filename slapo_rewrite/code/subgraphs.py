@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from slapo_rewrite.code.dataflow import bound_in
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.liveness import blocks, statements
 
 
@@ -99,6 +101,10 @@ def _holds(statement: ast.stmt, call: ast.Call) -> bool:
     )
 
 
+# What draws random numbers that a second computation does not set back, and what makes a source of
+# them, which draws none itself.
+_OTHER_RANDOM = ("random.", "numpy.random.", "np.random.")
+_SOURCES = {"Random", "RandomState", "Generator", "default_rng", "SeedSequence"}
 # Changes of a value in place, beside methods whose names end with an underscore.
 _MUTATING = {"update", "append", "extend", "insert", "pop", "remove", "clear", "setdefault"}
 
@@ -136,16 +142,19 @@ def obstacle(run: tuple[ast.stmt, ...], inputs: Iterable[str]) -> Obstacle | Non
     return None
 
 
-def change_of_given(method: ast.FunctionDef, given: set[str]) -> Obstacle | None:
+def change_of_given(
+    method: ast.FunctionDef, given: set[str], buffers: Collection[str] = ()
+) -> Obstacle | None:
     """The first thing in a method that changes an argument, or adds to what `self` holds.
 
     Args:
         method: The method.
         given: The arguments that it must leave as they are.
+        buffers: Attributes that it may add to.
     """
     given = set(given)
     for statement in statements(tuple(method.body)):
-        own = {"self"} if _counts(statement) else set()
+        own = {"self"} if _counts(statement, buffers) else set()
         if found := _changing(statement, given | own):
             return found
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
@@ -155,10 +164,37 @@ def change_of_given(method: ast.FunctionDef, given: set[str]) -> Obstacle | None
     return None
 
 
-def _counts(statement: ast.stmt) -> bool:
+def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
+    """The first thing in some statements that gives another value each time.
+
+    Random numbers of torch are set back for a second computation; those of Python and NumPy are
+    not, nor those of a generator, nor an iterator that lives longer.
+
+    Args:
+        file: The file that they stand in.
+        nodes: The statements, or functions.
+    """
+    nodes = list(nodes)
+    own = bound_in(*nodes)
+    for node in (inner for each in nodes for inner in ast.walk(each)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = file.qualified(node.func) or ast.unparse(node.func)
+        taken = [k.value for k in node.keywords if k.arg == "generator"]
+        if name == "next":
+            taken += node.args[:1]
+        drawn = name.startswith(_OTHER_RANDOM) and name.rpartition(".")[2] not in _SOURCES
+        if drawn or any((root := _root(value)) and root not in own for value in taken):
+            words = f"takes `{ast.unparse(node)}`, which gives something else the second time"
+            return Obstacle(node, words, "draw by torch, without a generator, or outside of it")
+    return None
+
+
+def _counts(statement: ast.stmt, buffers: Collection[str]) -> bool:
     """Whether a statement adds to an attribute, or to a list in one, that is no tensor."""
     if isinstance(statement, ast.AugAssign):
-        return isinstance(statement.value, ast.Constant)
+        name = getattr(statement.target, "attr", None)
+        return isinstance(statement.value, ast.Constant) and name not in buffers
     return any(
         isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "append"
         for n in _own_nodes(statement)

@@ -118,6 +118,7 @@ def test_buffers_and_results_that_are_kept(tmp_path):
         ("kept = x[:1]; kept.zero_()", "`kept`"),
         ("size = x.shape[0]; size += 1", None),
         ("x = x * 1; x += 1", None),
+        ("self.steps += 1", None),  # a buffer, which is set back
     ],
 )
 def test_what_would_be_changed_twice_is_refused(tmp_path, statement, changed):
@@ -126,9 +127,49 @@ def test_what_would_be_changed_twice_is_refused(tmp_path, statement, changed):
         "".join(f"        {s}\n" for s in statement.split("; "))
         + "        return x + self.down(h)",
     )
-    source = source.replace("        self.up =", "        self.calls = 0\n        self.up =")
+    made = '        self.calls = 0\n        self.register_buffer("steps", torch.zeros(()))\n'
+    source = source.replace("        self.up =", f"{made}        self.up =")
     if changed is None:
         rewritten(tmp_path, source, SCHEDULE.format(arguments=""))
     else:
         words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
         assert f"`forward` changes {changed} in place, and would do so twice" in words
+
+
+VARYING = {
+    "y = y * random.random()": "`random.random()`",
+    "y = y * np.random.rand()": "`np.random.rand()`",
+    "y = y + torch.rand(16, generator=self.generator)": "generator=self.generator",
+    "y = y * next(self.turns)": "`next(self.turns)`",
+    "y = y * drawn()": "`random.random()`",
+    "self.calls += 1": "changes `self.calls` in place",
+    "y = y * next(iter([1, 2]))": None,
+    "y = y + torch.rand(16, generator=None)": None,
+    "own = itertools.cycle([3, 4]); y = y * next(own)": None,
+}
+
+
+@pytest.mark.parametrize("arguments", ["", '["norm", "track"]'])
+@pytest.mark.parametrize("statement", VARYING)
+def test_what_gives_something_else_the_second_time_is_refused(tmp_path, arguments, statement):
+    """In a module inside of what is checkpointed, and in a function that it calls."""
+    source = NET.format(norm="LayerNorm", update=statement)
+    source = source.replace(
+        "import torch\n",
+        "import itertools\nimport random\n\nimport numpy as np\nimport torch\n",
+        1,
+    )
+    source = source.replace(
+        "class Track", "def drawn():\n    return random.random()\n\n\nclass Track"
+    )
+    source = source.replace(
+        '        self.register_buffer("mean"',
+        "        self.calls, self.generator = 0, torch.Generator()\n"
+        "        self.turns = itertools.cycle([1, 2])\n"
+        '        self.register_buffer("mean"',
+    )
+    schedule = SCHEDULE.format(arguments=arguments)
+    if (words := VARYING[statement]) is None:
+        rewritten(tmp_path, source, schedule)
+    else:
+        assert words in refused(tmp_path, source, schedule, "SR305")
