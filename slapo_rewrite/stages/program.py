@@ -312,6 +312,14 @@ def _is_path(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id == "self"
 
 
+def _length(model: Any, listed: str) -> int | None:
+    """How many modules a list holds; None where it holds others, or is not named plainly."""
+    try:
+        return len(model.get_submodule(listed.removeprefix("self.")))
+    except AttributeError:
+        return None
+
+
 def place_of(
     cut: Cut, statements: Sequence[ast.stmt], flat: Flat, model: Any
 ) -> tuple[int, int | None]:
@@ -356,8 +364,10 @@ def place_of(
                     number,
                     "cut before or after the loop",
                 )
-            if len({len(model.get_submodule(p.removeprefix("self."))) for p in loop.lists}) > 1:
-                raise refused("the lists of this loop differ in length", number, "cut elsewhere")
+            lengths = {_length(model, listed) for listed in loop.lists}
+            if len(lengths) > 1:
+                what = "are not all of modules" if None in lengths else "differ in length"
+                raise refused(f"the lists of this loop {what}", number, "cut elsewhere")
             return number, layer + 1
     found = [
         (number, node)

@@ -97,6 +97,12 @@ def written(*lines: str) -> str:
             "for a, b in zip(self.layers, self.sequence):",
         ),
         (
+            ["for a, b in zip(self.layers, self.first.bias):", "    x = a(x) * b"],
+            's["layers"][0]',
+            "the lists of this loop are not all of modules",
+            "for a, b in zip(self.layers, self.first.bias):",
+        ),
+        (
             ["x = self.first(x)", "F.kept = x", "x = self.inner(x)"],
             's["first"]',
             "`F` is no local name",
