@@ -402,7 +402,7 @@ def _counter(site: Site, text: ClassText, causes: Causes, level: int) -> str:
     if loop.index == "_" and isinstance(node.target, ast.Name):
         text.replace(node.target, holder, lambda _: cst.Name(name), causes, why)
         return name
-    if loop.first not in (0, None) or isinstance(node, ast.For):
+    if loop.first != 0 or loop.every != 1 or isinstance(node, ast.For):
         raise refusal
 
     def counted(target: cst.BaseExpression) -> cst.BaseExpression:

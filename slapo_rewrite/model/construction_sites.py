@@ -293,8 +293,10 @@ class _Numbering:
         self.keys: dict[int, str] = {}
         self._first: dict[tuple[int, Loop], tuple[int, int]] = {}
         self._base = sequence.steps
-        positional = [i for i in sequence.items if i.key is None]
-        self._number([(i, self._inside(i)) for i in positional], 0, self.keys)
+        items = sequence.items
+        known = next((n for n, i in enumerate(items) if i.key == "*"), len(items))
+        for part, start in ((items[:known], 0), (items[known:], None)):
+            self._number([(i, self._inside(i)) for i in part if i.key is None], start, self.keys)
 
     def _inside(self, item: Item) -> tuple[Step, ...]:
         return item.steps[len(common(self._base, item.steps)) :]

@@ -116,6 +116,21 @@ def test_an_outer_loop_that_counts_from_one_is_refused(tmp_path):
     refused(tmp_path, HEAD + loops + TAIL, schedule, "SR103")
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        "[Block(width) for n in range(6) if n % 2]",
+        "[Block(width)] * stages + [Block(width) for n in range(1, stages)]",
+    ],
+)
+def test_a_loop_whose_turns_are_not_the_elements_is_refused(tmp_path, made):
+    source = f"{HEAD}        self.stages = nn.ModuleList({made})\n{TAIL}".replace(
+        "            for block in stage:\n                x = block(x)", "            x = stage(x)"
+    )
+    schedule = SCHEDULE + '    s["stages"][::2].checkpoint()\n'
+    assert "nothing counts them" in refused(tmp_path, source, schedule, "SR103")
+
+
 def test_numbers_of_one_split_stage(tmp_path):
     body = (
         '    s["stages.2.*.up"].shard(["weight", "bias"], axis=0)\n'
