@@ -20,6 +20,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.change_set import ChangeSet
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.imports import EAGER, KERNEL_FILES, Imports
+from slapo_rewrite.changes.places import EndOfConstructor
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Directive
@@ -77,6 +78,15 @@ class OutputFiles:
                 seen.add(node.cls)
                 for file in self._working_in(node):
                     self._open(file)
+
+    def shares_of(self, tree: Tree) -> dict[type, set[str]]:
+        """The attributes that are to be another number on a rank, by the modules' class."""
+        found: dict[type, set[str]] = {}
+        for file in self._files.values():
+            for path, changes in file.changes.by_path.items():
+                names = {p.attribute for p in changes if isinstance(p, EndOfConstructor)}
+                found.setdefault(tree.nodes[path].cls, set()).update(names)
+        return found
 
     def _working_in(self, node: Node) -> Iterator[SourceFile]:
         """The files in which a module is made up and computes."""

@@ -9,7 +9,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.mixed_precision import HalfPrecision
 from slapo_rewrite.directive import needed_depth
 from slapo_rewrite.emit.draft import Draft, Trial
-from slapo_rewrite.emit.shard_check import check_parts, check_subclasses
+from slapo_rewrite.emit.shard_check import check_numbers, check_parts, check_subclasses
 from slapo_rewrite.emit.sibling_files import SiblingFiles
 from slapo_rewrite.model.emitted import Emitted, imported
 from slapo_rewrite.model.rehearsal import OtherNumbersError, rehearse
@@ -49,6 +49,8 @@ def construct(
             name = copies.name(file)
             check_subclasses(file, draft.texts[name], draft.changes[name], built)
         check_parts(emitted, built, project.tree, plan.states, project.sources)
+        if is_split:
+            check_numbers(built, project, copies.outputs)
         tries(emitted, built)
 
 

@@ -26,21 +26,21 @@ ARGUMENTS = ["--gpus", "8", "--gpu", "a100", "--batch", "64", "--sequence", "64"
 def counted_once():
     """What a step takes does not hang on the machine or the batch, and is counted once."""
     known = {}
-    count = planning.in_processes
+    count = planning.counted_in_processes
 
     def key(wanted, settings, sizes):
         on_cpu = wanted.hardware.name == "cpu"
         text = Path(wanted.schedule).read_text()
         return str((text, wanted.sequence, wanted.precision, on_cpu, settings, sizes))
 
-    def counted(function, jobs):
+    def counted(jobs):
         new = [job for job in jobs if key(*job) not in known]
         if new:
-            known.update(zip((key(*job) for job in new), count(function, new), strict=True))
+            known.update(zip((key(*job) for job in new), count(new), strict=True))
         return [known[key(*job)] for job in jobs]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "in_processes", counted)
+        patch.setattr(planning, "counted_in_processes", counted)
         yield
 
 

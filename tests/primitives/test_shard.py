@@ -223,6 +223,15 @@ def test_attributes_that_are_refused(lines, code, words, tmp_path):
         ),
         (LAYER_NORM, PAIR, "SR104", "joins a part of shape [2, 3, 6]"),
         (MLP, PAIR + '    s["fc_in"].shard("weight", axis=1)\n', "SR303", "sharded already"),
+        (
+            MLP.replace("F.gelu(", "self.scale * F.gelu(").replace(
+                "= nn.Identity()\n",
+                "= nn.Identity()\n        self.scale = len(self.fc_in.weight) ** -0.5\n",
+            ),
+            PAIR,
+            "SR305",
+            "`scale` is 0.408248290463863 on a rank of two, and 0.2886",
+        ),
     ],
 )
 def test_refusals(source, lines, code, words, tmp_path):
