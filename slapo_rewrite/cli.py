@@ -120,15 +120,9 @@ def _tell(code: int, **facts: Any) -> int:
 def _rewrite(options: argparse.Namespace) -> int:
     _check_combination(options)
     if _is_auto(options.schedule):
+        _check_names(options, None)
         _work_out(options)
-    if options.output is not None:
-        from slapo_rewrite.emit.output_name import check_name
-
-        single = options.single_file
-        check_name(options.output, options.source, options.schedule, single, options.support)
-        _tidy(options.output)
-        if options.support is not None:
-            _tidy(options.support)
+    _check_names(options, options.schedule)
     from slapo_rewrite.emit import current
 
     asked = current.Asked.of(
@@ -156,6 +150,19 @@ def _rewrite(options: argparse.Namespace) -> int:
     if options.verify and code == DONE:
         return _verified(options.output, options, options.source, options.schedule)
     return code
+
+
+def _check_names(options: argparse.Namespace, schedule: str | None) -> None:
+    """Refuses names that output and support folder cannot have; ends what was interrupted there."""
+    if options.output is None:
+        return
+    from slapo_rewrite.emit.output_name import check_name
+
+    single = options.single_file
+    check_name(options.output, options.source, schedule, single, options.support)
+    _tidy(options.output)
+    if options.support is not None:
+        _tidy(options.support)
 
 
 def _is_auto(schedule: str) -> bool:

@@ -22,7 +22,7 @@ IMPORTED = frozenset({"torch", "transformers", "triton", "deepspeed", "safetenso
 
 
 def check_name(
-    out: Path, source: str, schedule: str, single_file: bool, support: Path | None = None
+    out: Path, source: str, schedule: str | None, single_file: bool, support: Path | None = None
 ) -> None:
     """Refuses a name by which an output could not be imported, or would hide what it imports.
 
@@ -32,7 +32,8 @@ def check_name(
     Args:
         out: The folder, as the user gave it.
         source: A file or an importable module.
-        schedule: A file, or the name of a schedule that ships with the tool.
+        schedule: A file, or the name of a schedule that ships with the tool; None for one that is
+            not there yet.
         single_file: Whether no package is written.
         support: The folder beside it that is to hold its helpers, likewise.
 
@@ -55,12 +56,13 @@ def check_name(
             "letters, digits and underscores that Python has no other use for",
             hint=_another(out, path.name),
         )
-    (file, module), plan = locate_source(source), locate_schedule(schedule)
-    check_apart(out, [file, plan])
+    file, module = locate_source(source)
+    files = [file, *([locate_schedule(schedule)] if schedule is not None else [])]
+    check_apart(out, files)
     if support is not None:
-        _check_beside(out, support, module, [file, plan])
+        _check_beside(out, support, module, files)
         return
-    if _hides(path, module, [file, plan]):
+    if _hides(path, module, files):
         raise errors.UsageError(
             f"an output called `{path.name}` hides the module `{path.name}` from what imports it",
             hint=_another(out, f"{path.name}_rewritten"),

@@ -165,6 +165,14 @@ def test_a_file_that_was_edited_is_not_written_over(tmp_path, capsys):
     assert main(asked) == 0 and other.is_file()
 
 
+def test_a_name_that_no_output_can_have_is_refused_before_the_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("slapo_rewrite.auto.schedule_file.worked_out", None)
+    (tmp_path / "net.py").write_text(MLP)
+    out = tmp_path / "net.out"
+    assert main([str(tmp_path / "net.py"), "--schedule", "auto", "-o", str(out)]) == 2
+    assert "`net.out` cannot be imported" in capsys.readouterr().err
+
+
 def test_a_lone_component_without_a_loss_gets_a_stand_in(tmp_path):
     source = tmp_path / "mlp.py"
     source.write_text(MLP)
