@@ -189,7 +189,7 @@ def measure(
                 ranks = (
                     [in_one_process(*args)]
                     if world == 1
-                    else run(args[0], world, *args[1:], timeout_s=400, fresh=True)
+                    else run(args[0], world, *args[1:], timeout_s=400, start="spawn")
                 )
                 found.setdefault((way, world), []).append(
                     Use(

@@ -11,12 +11,12 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.save_policy import SavePolicy
 from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.effects import plain_calls
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, varying
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.patterns.effects import plain_calls
 
 # Methods that a run of the model does not call.
 CONSTRUCTING = ("__init__", "reset_parameters", "_init_weights", "init_weights")

@@ -7,11 +7,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from slapo_rewrite.code.effects import writes
 from slapo_rewrite.code.evaluate import Constant
 from slapo_rewrite.code.facts import Function, Property, Submodule
 from slapo_rewrite.code.file import SourceFile, read_once
 from slapo_rewrite.patterns.canonical_ops import Operation, by_module, draws, draws_by_name
-from slapo_rewrite.patterns.effects import writes
 from slapo_rewrite.patterns.interprocedural import Through
 from slapo_rewrite.patterns.known_ops import Given, numbered
 from slapo_rewrite.patterns.value_graph import Exit, Value, equal

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.effects import writes
 from slapo_rewrite.code.evaluate import Constant
 from slapo_rewrite.code.facts import Submodule, Tensor
 from slapo_rewrite.patterns.canonical_ops import BINARY, COMPARE, DTYPES, MIRRORED, UNARY
-from slapo_rewrite.patterns.effects import writes
 from slapo_rewrite.patterns.graph_calls import Calls, joined
 from slapo_rewrite.patterns.value_graph import Binding, Value
 

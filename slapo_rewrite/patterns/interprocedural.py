@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Self
 
 from slapo_rewrite.code.arguments import Signature, first_parameter
+from slapo_rewrite.code.effects import is_expression, own_calls, plain_calls, stored, writes
 from slapo_rewrite.code.facts import names_of
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.patterns.effects import is_expression, own_calls, plain_calls, stored, writes
 from slapo_rewrite.patterns.known_ops import Given, Listed
 from slapo_rewrite.patterns.value_graph import Graph, Use, Value
 
