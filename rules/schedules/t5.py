@@ -34,6 +34,9 @@ def schedule(
     tensor_parallel: bool = True,
     parallel_loss: bool = True,
     ckpt_ratio: float = 0.0,
+    memory: str = "",
+    batch: int = 8,
+    sequence: int = 512,
     fork_dropout: bool = False,
     fuse: bool = False,
     fuse_head: bool = False,
@@ -44,6 +47,8 @@ def schedule(
 
     With `parallel_loss` the logits stay split where training computes a loss of them, and only
     the loss is summed; without it they are gathered on every rank.
+    With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
+    rows of `sequence` tokens fits, at the least time; `ckpt_ratio` means nothing then.
     With `fuse` every rule that pays is applied first, before anything is split.
     With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
     With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
@@ -74,6 +79,9 @@ def schedule(
                 s["lm_head"].sync("fwd_post", "all_gather", axis=-1)
     if fork_dropout:
         stacks["**.{SelfAttention,EncDecAttention,DenseReluDense}"].fork_rng()
-    stacks[:ckpt_ratio].checkpoint()
+    if memory:
+        stacks["*"].checkpoint(budget=memory, batch=batch, sequence=sequence)
+    else:
+        stacks[:ckpt_ratio].checkpoint()
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)

@@ -18,10 +18,10 @@ def positions(code: CodeType) -> list[Position]:
 
 
 def accessor(path: str) -> str:
-    """A module path as an expression: `mlp.0.c_fc -> self.mlp[0].c_fc`."""
+    """A module path as an expression: `mlp.0.fc -> self.mlp[0].fc`, `mlp.-1 -> self.mlp[-1]`."""
     text = "self"
     for segment in path.split("."):
-        text += f"[{segment}]" if segment.isdigit() else f".{segment}"
+        text += f"[{segment}]" if segment.lstrip("-").isdigit() else f".{segment}"
     return text
 
 

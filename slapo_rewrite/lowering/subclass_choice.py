@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -198,26 +197,37 @@ class SubclassChoice:
 
     def _relatives(self, definition: Definition) -> tuple[dict[int, str], set[int]]:
         """Where places outside of loops put what they make, and which not all instances have."""
-        found: dict[int, str] = {}
-        count: Counter[int] = Counter()
+        made: dict[int, list[Node]] = {}
         for node in definition.nodes:
             for child in owned(node):
                 try:
                     site = find_site(self.changes.sources, child)
                 except errors.UnfollowableConstruction:
                     continue
-                if site.file is not self.file or site.loops:
-                    continue
-                start = self.file.span(site.value)[0]
-                count[start] += 1
-                if found.setdefault(start, child.relative) != child.relative:
-                    raise errors.UnfollowableConstruction(
-                        f"`{child.path}` is made here, and so is `{found[start]}` of another "
-                        f"`{node.cls.__name__}`",
-                        at=self.file.at(site.value),
-                        hint="schedule all instances alike",
-                    )
-        return found, {start for start in found if count[start] < len(definition.nodes)}
+                if site.file is self.file and not site.loops:
+                    made.setdefault(self.file.span(site.value)[0], []).append(child)
+        few = {start for start, own in made.items() if len(own) < len(definition.nodes)}
+        return {start: self._common_place(own) for start, own in made.items()}, few
+
+    def _common_place(self, children: list[Node]) -> str:
+        """Where one place in the source puts these modules: counted from a list's end, if need be.
+
+        Raises:
+            UnfollowableConstruction: There is no one place in all of their owners.
+        """
+        for place in (lambda c: c.relative, _from_end):
+            first, *others = dict.fromkeys(map(place, children))
+            if first and not others:
+                return str(first)
+        one = children[0]
+        other = next(c for c in children if c.relative != one.relative)
+        assert other.owner is not None
+        raise errors.UnfollowableConstruction(
+            f"`{other.path}` is made here, and so is `{one.relative}` of another "
+            f"`{other.owner.cls.__name__}`",
+            at=self.file.at(find_site(self.changes.sources, one).value),
+            hint="schedule all instances alike",
+        )
 
     def _check_base(self, cls: type, definition: Definition, extra: set[Place]) -> None:
         if AtBase() in extra:
@@ -317,3 +327,14 @@ class SubclassChoice:
                 edits.append(self._class_before(home, wrapper.text, causes, wrapper.why))
         self.changes.at_site(node, replace(made, subclass=name), every)
         return True
+
+
+def _from_end(node: Node) -> str:
+    """A module's place in its owner, counted from its list's end; '' where it is in none.
+
+    A layer that some instances append before it moves it from the front.
+    """
+    within = node.parent
+    if within is None or not within.is_container or not node.name.isdigit():
+        return ""
+    return f"{within.relative}.{int(node.name) - len(within.children)}"

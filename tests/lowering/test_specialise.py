@@ -141,6 +141,45 @@ class Model(nn.Module):
         return x
 """
 
+ENDS = """\
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, dim, crossed):
+        super().__init__()
+        self.steps = nn.ModuleList()
+        self.steps.append(nn.Linear(dim, dim))
+        if crossed:
+            self.steps.append(nn.LayerNorm(dim))
+        self.steps.append(nn.Linear(dim, dim, bias=False))
+
+    def forward(self, x):
+        for step in self.steps:
+            x = x + step(x).tanh()
+        return x
+
+
+class Stack(nn.Module):
+    def __init__(self, dim, crossed):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(dim, crossed) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, dim=8):
+        super().__init__()
+        self.one, self.two = Stack(dim, False), Stack(dim, True)
+
+    def forward(self, x):
+        return self.two(self.one(x))
+"""
+
 HEAD = """\
 import torch
 
@@ -226,6 +265,15 @@ def schedule(s):
     s["blocks"][3:9].checkpoint()
 """,
     ),
+    "from_the_end": Case(
+        ENDS,
+        ONE
+        + """\
+def schedule(s):
+    s["one.blocks.0.steps.1"].checkpoint()
+    s["two.blocks.1.steps.2"].checkpoint()
+""",
+    ),
     "hooks": Case(
         CROSS,
         BOTH
@@ -272,6 +320,18 @@ def test_each_kind_of_instance_has_a_class_of_its_own(tmp_path):
         in changed
     )
     assert changed.count("\n-") + changed.startswith("-") == 1
+
+
+def test_what_stands_at_different_numbers_is_counted_from_the_end(tmp_path):
+    """The last module is the second of some blocks and the third of the others."""
+    case = CASES["from_the_end"]
+    changed = changed_lines(rewritten(tmp_path, case.source, case.schedule))
+    assert "+            self.steps[-1] = CheckpointedLinear(dim, dim, bias=False)\n" in changed
+    last = "        self.steps.append(nn.Linear(dim, dim, bias=False))\n"
+    more = "        if not crossed:\n            self.steps.append(nn.LayerNorm(dim))\n"
+    source = case.source.replace(last, last + more)  # nor from the end
+    words = refused(tmp_path, source, case.schedule, "SR103")
+    assert "`two.blocks.1.steps.2` is made here, and so is `steps.1` of another `Block`" in words
 
 
 def test_one_parent_s_instance_changes_and_the_other_s_does_not(tmp_path):
