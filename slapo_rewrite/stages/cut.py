@@ -19,16 +19,7 @@ from slapo_rewrite.stages.dry_run import Trial
 from slapo_rewrite.stages.fewer_layers import Kept, is_uniform, kept_layers
 from slapo_rewrite.stages.inline_forward import Flattening
 from slapo_rewrite.stages.other_ends import other_ends
-from slapo_rewrite.stages.pipeline_module import (
-    PipelineText,
-    check_one_group,
-    check_picked,
-    forward_text,
-    held_by,
-    loss_text,
-    shared_names,
-    ties_of,
-)
+from slapo_rewrite.stages.pipeline_module import PipelineText, forward_text, loss_text
 from slapo_rewrite.stages.program import (
     ARGUMENT,
     Cut,
@@ -37,6 +28,14 @@ from slapo_rewrite.stages.program import (
     with_loss_apart,
 )
 from slapo_rewrite.stages.stage_inputs import Planner, Stages, trains
+from slapo_rewrite.stages.stage_modules import (
+    check_one_group,
+    check_picked,
+    held_by,
+    shared_names,
+    sizes_of,
+    ties_of,
+)
 from slapo_rewrite.stages.step_loss import FUNCTION
 
 
@@ -160,7 +159,8 @@ def _tried(
     texts.append(loss_text(stages, trial.depth))
     held = held_by(stages, model)
     paths = [[part.path for part in parts] for parts in held]
-    trial.check([run(text, world) for text in texts], stages, paths)
+    sizes = sizes_of(stages, held, model, defining, at)
+    trial.check([run(text, world) for text in texts], stages, paths, sizes)
     shared = ties_of(held, model)
     if by_name:
         check_rows(stages, trial.inputs, at)
@@ -171,6 +171,7 @@ def _tried(
     return PipelineText(
         stages,
         held,
+        sizes,
         shared,
         type(model),
         defining,

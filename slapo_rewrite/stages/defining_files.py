@@ -19,7 +19,11 @@ from slapo_rewrite.code.dataflow import read_in
 from slapo_rewrite.code.file import SourceFile, read_once
 from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.stages.environment import CHANGING
-from slapo_rewrite.stages.function_syntax import attributes_set
+from slapo_rewrite.stages.function_syntax import (
+    attributes_set,
+    methods_in,
+    run_in_forward,
+)
 
 # Where stages import a name from: a module, and what of it; '' for the module itself.
 Origin = tuple[str, str]
@@ -118,10 +122,16 @@ class DefiningFiles:
         """Where stages import a name from; None for one that no file binds."""
         return self.origins.get(name) or self.main.origin(name)
 
-    def changing(self, modules: Iterable[object]) -> frozenset[str]:
-        """Attributes that are not what they were when the modules were made."""
+    def changing(self, modules: Iterable[object], by_itself: bool = False) -> frozenset[str]:
+        """Attributes that are not what they were when the modules were made.
+
+        Args:
+            modules: The modules.
+            by_itself: Only what a step changes, whatever else is called between steps.
+        """
         found = {self.main, *filter(None, (self.of(type(module)) for module in modules))}
-        return CHANGING.union(*(attributes_set(each.file) for each in found))
+        methods = [method for each in found for method in methods_in(each.file)]
+        return CHANGING | attributes_set(run_in_forward(methods) if by_itself else methods)
 
     def names_of(self, function: ast.FunctionDef, home: DefiningFile, word: str) -> dict[str, str]:
         """How the stages call the names that a function reads of its file, where otherwise.

@@ -245,6 +245,7 @@ class Trial:
         functions: Sequence[Callable[..., Any]],
         stages: Stages,
         held: Sequence[Sequence[str]],
+        sizes: Sequence[Sequence[str]],
     ) -> None:
         """The stages one after the other must give the model's loss and gradients.
 
@@ -254,13 +255,14 @@ class Trial:
             functions: Each stage's `forward`, and the loss.
             stages: The stages.
             held: The paths that each of them holds.
+            sizes: Those of the modules that each reads sizes of.
 
         Raises:
             CannotCut: They do not.
         """
         wanted = gradients(self.model, self.expected)
         try:
-            result = self.chained(functions, stages, held)
+            result = self.chained(functions, stages, held, sizes)
         except Exception as error:
             raise errors.CannotCut(
                 f"the stages fail where the model does not: {type(error).__name__}: {error}",
@@ -287,6 +289,7 @@ class Trial:
         functions: Sequence[Callable[..., Any]],
         stages: Stages,
         held: Sequence[Sequence[str]],
+        sizes: Sequence[Sequence[str]],
     ) -> Any:
         """The loss that the stages give, one after the other."""
         shared = {id(p): p for p in self.pristine.parameters()}
@@ -295,9 +298,9 @@ class Trial:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             shared[id(own[name])] = parameter
         models = []
-        for paths in held:
+        for paths, shells in zip(held, sizes, strict=True):
             models.append(copy.deepcopy(self.pristine, dict(shared)))
-            keep(models[-1], [attrgetter(path)(models[-1]) for path in paths])
+            keep(models[-1], [attrgetter(path)(models[-1]) for path in paths], shells)
         given: Any = tuple(inputs[name] for name, _ in stages.stages[0].given)
         named = {name: inputs[given] for name, given in stages.arguments().items()}
         *forwards, loss = functions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from slapo_rewrite.code.dataflow import read_in
@@ -20,16 +20,30 @@ def statement_of(function: ast.FunctionDef, node: ast.AST) -> ast.stmt:
     return holding[-1]
 
 
-def attributes_set(file: SourceFile) -> frozenset[str]:
-    """The attributes that methods set after a module was made."""
+def methods_in(file: SourceFile) -> list[ast.FunctionDef]:
+    """The methods of a file's classes that may run once a module is made."""
+    classes = (node for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef))
+    methods = (node for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef))
+    return [method for method in methods if method.name != "__init__"]
+
+
+def run_in_forward(methods: Iterable[ast.FunctionDef]) -> list[ast.FunctionDef]:
+    """Those that a `forward` may come to: by their names, or as Python's own call them."""
+    names, left, found = {"forward"}, list(methods), list[ast.FunctionDef]()
+    while come_to := [m for m in left if m.name in names or m.name.startswith("__")]:
+        found += come_to
+        left = [method for method in left if method not in come_to]
+        for node in (node for method in come_to for node in ast.walk(method)):
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+    return found
+
+
+def attributes_set(methods: Iterable[ast.FunctionDef]) -> frozenset[str]:
+    """The attributes that methods set."""
+    nodes = (node for method in methods for node in ast.walk(method))
     return frozenset(
-        node.attr
-        for cls in ast.walk(file.tree)
-        if isinstance(cls, ast.ClassDef)
-        for method in cls.body
-        if isinstance(method, ast.FunctionDef) and method.name != "__init__"
-        for node in ast.walk(method)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
     )
 
 

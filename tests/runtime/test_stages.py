@@ -13,6 +13,7 @@ from slapo_rewrite.runtime.deepspeed_pipeline import check_layout
 from slapo_rewrite.runtime.deferred_init import construct
 from slapo_rewrite.runtime.stages import (
     Unlike,
+    UnshardedStage,
     check_settings,
     check_ties,
     has_place,
@@ -54,6 +55,19 @@ def test_a_stage_holds_its_part_and_nothing_else():
         assert torch.equal(tensor, whole.state_dict()[name]) and not tensor.is_meta
     assert part.embedding is None and part.layers[0] is None and part.head is None
     assert [has_place(part, f"layers.{i}.weight") for i in range(4)] == [False, False, True, True]
+
+
+def test_modules_stay_for_their_sizes_without_what_they_hold():
+    class Last(UnshardedStage, Model):
+        SIZES = ("embedding",)
+        TIES = (("embedding.weight", "head.weight"),)
+
+        def held(self):
+            return (self.layers[3:],)
+
+    part = Last()
+    assert part.embedding.embedding_dim == 3 and part.embedding.weight is None
+    assert part.head is None and part.state_dict().keys() == {"layers.3.weight", "layers.3.bias"}
 
 
 def test_other_names_of_what_is_held_stay():

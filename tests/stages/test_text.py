@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import black
+import pytest
 
 from slapo_rewrite.emit.rewrite import rewrite
 from tests.rewriting import refused, rewritten
@@ -128,6 +129,52 @@ def test_a_stage_holds_what_its_methods_read(tmp_path):
 def held(self):
     return self.inner, self.sequence, self.last, self.layers"""
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "method_body", "sizes"),
+    [
+        ("x = x / self.first.in_features", "return x", "first"),
+        ("x = self.mixed(x)", "return x / self.sequence[0].in_features", None),
+        ("x = self.mixed(x)", "return x / self.seen.inner.width", "seen.inner"),
+        ("x = self.mixed(x)", "return x / self.seen.rounds", None),
+        ("x = self.mixed(x) / self.inner.a.in_features", "return x", None),
+    ],
+)
+def test_sizes_of_a_module_that_another_stage_holds(line, method_body, sizes, tmp_path):
+    """What is counted there as the model runs is no size; what is held needs no mention."""
+    source = written("x = self.first(self.seen(x))", "x = self.inner(x)", line)
+    source += f"\n    def mixed(self, x):\n        {method_body}\n"
+    source = source.replace(
+        "        self.inner =", "        self.seen = Seen(width)\n        self.inner ="
+    )
+    source += """
+
+class Size(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+
+    def resize(self, width):  # which no step calls
+        self.width = width
+
+
+class Seen(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner, self.rounds = Size(width), 8
+
+    def forward(self, x):
+        self.rounds += {step}
+        return x
+""".replace("{step}", "0" if "rounds" in method_body else "1")
+    schedule = SCHEDULE.format(cut='s["first"]')
+    if "rounds" in method_body:
+        words = refused(tmp_path, source, schedule, "SR310")
+        assert "`seen.rounds`, which changes as the model runs, in another stage" in words
+        return
+    text = rewritten(tmp_path, source, schedule).files["pipeline.py"]
+    assert f'SIZES = ("{sizes}",)' in text if sizes else "SIZES" not in text
 
 
 def test_settings_that_decide_are_checked_when_stages_are_built(tmp_path):

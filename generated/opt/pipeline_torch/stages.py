@@ -41,6 +41,8 @@ class Stage(nn.Module):
     SETTINGS: ClassVar[Mapping[str, Any]] = {}
     # The names of each parameter that has several, numbers as `*`.
     TIES: ClassVar[Iterable[tuple[str, ...]]] = ()
+    # The modules of other stages whose sizes it reads; without memory they stay.
+    SIZES: ClassVar[Iterable[str]] = ()
     # What the stage holds of the model.
     held: Callable[[], Iterable[nn.Module | Tensor]]
     # Makes a model with memory for what is held.
@@ -57,7 +59,7 @@ class Stage(nn.Module):
         self.made_by(make, lambda model: tensors_of(model.held()))
         check_settings(self, self.SETTINGS)
         check_ties(self, self.TIES)
-        keep(self, self.held())
+        keep(self, self.held(), self.SIZES)
 
 
 class ShardedStage(Stage):
@@ -143,7 +145,9 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in own.items() if isinstance(value, Tensor)}
 
 
-def keep(model: nn.Module, held: Iterable[nn.Module | Tensor]) -> None:
+def keep(
+    model: nn.Module, held: Iterable[nn.Module | Tensor], sizes: Iterable[str] = ()
+) -> None:
     """Leaves nothing in a model but what a stage holds.
 
     Other names of a parameter that is held stay as well, so that each stage has all
@@ -152,6 +156,7 @@ def keep(model: nn.Module, held: Iterable[nn.Module | Tensor]) -> None:
     Args:
         model: The model.
         held: Modules and parameters.
+        sizes: Paths of modules that stay without what they hold, for their sizes.
 
     Raises:
         ValueError: The model is not as deep as the one that was cut.
@@ -171,6 +176,8 @@ def keep(model: nn.Module, held: Iterable[nn.Module | Tensor]) -> None:
                 getattr(module, "sharded_parameters", {}).pop(name, None)
     for path, module in reversed([*model.named_modules(remove_duplicate=False)]):
         inside = [*module.modules()]
+        if any(f"{each}.".startswith(f"{path}.") for each in sizes):
+            continue
         if path and modules.isdisjoint(inside) and not any(map(own_tensors, inside)):
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, None)

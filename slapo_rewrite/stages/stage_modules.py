@@ -1,0 +1,272 @@
+"""What each stage holds of the model, and what several of them share."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.text import accessor
+from slapo_rewrite.errors import Span
+from slapo_rewrite.runtime.stages import own_tensors
+from slapo_rewrite.stages.defining_files import DefiningFiles
+from slapo_rewrite.stages.stage_inputs import Stages, reads_of
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one stage holds.
+
+    Attributes:
+        text: The expression for it: `self.bert.embeddings`, `self.bert.encoder.layer[6:]`.
+        path: Of the module or parameter, or of the list that the layers are in.
+        value: The module, layers or parameter.
+        picked: Whether the stage takes elements of it that it works out as it runs.
+    """
+
+    text: str
+    path: str
+    value: Any
+    picked: bool = False
+
+    @property
+    def tensors(self) -> list[Any]:
+        """Its parameters and buffers."""
+        if hasattr(self.value, "parameters"):
+            return [*self.value.parameters(), *self.value.buffers()]
+        return [self.value]
+
+
+def held_by(stages: Stages, model: Any) -> list[list[Held]]:
+    """What each stage holds, in the model's order; what training leaves alone is with the last."""
+    found = [_used(stages, number, model) for number in range(len(stages.stages))]
+    there = {id(t) for stage in found for h in stage for t in h.tensors}
+    names = dict(model.named_modules())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in there:
+            path, above = name, name.rpartition(".")[0]
+            while above and not _tensors(names[above]) & there:
+                path, above = above, above.rpartition(".")[0]
+            value = names.get(path, tensor)
+            found[-1].append(Held(accessor(path), path, value))
+            there |= {id(t) for t in found[-1][-1].tensors}
+    return found
+
+
+def _tensors(module: Any) -> set[int]:
+    return {id(t) for t in (*module.parameters(), *module.buffers())}
+
+
+def _texts(stages: Stages, number: int) -> list[str]:
+    """What a stage runs, the loss with the last one."""
+    stage = stages.stages[number]
+    texts = stages.lines(stage, None, stages.returned(stage))
+    if number + 1 == len(stages.stages):
+        texts += [*stages.lines(stages.tail, None, stages.program.loss), stages.program.loss]
+    return texts
+
+
+def _used(stages: Stages, number: int, model: Any) -> list[Held]:
+    found: dict[str, Held] = {}
+    for text in _texts(stages, number):
+        slices = {
+            ast.unparse(node.value): ast.unparse(node)
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
+        }
+        picked = {
+            ast.unparse(node.value)
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Subscript)
+            and not isinstance(node.slice, ast.Slice | ast.Constant)
+        }
+        for steps in reads_of(model, text):
+            path = _longest(model, steps)
+            if path:
+                spelled = accessor(path)
+                is_picked = spelled in picked
+                if spelled in slices:
+                    spelled = held_slice(slices[spelled])
+                is_picked |= spelled in found and found[spelled].picked
+                value = eval(spelled, {"self": model})
+                found[spelled] = Held(spelled, path, value, is_picked)
+    order = {name: n for n, (name, _) in enumerate(model.named_modules())}
+    return sorted(found.values(), key=lambda held: order.get(held.path, len(order)))
+
+
+def held_slice(text: str) -> str:
+    """Layers of a list, to the end where a setting of the model says how far."""
+    node = ast.parse(text, mode="eval").body
+    assert isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
+    first, stop = node.slice.lower, node.slice.upper
+    upper = ast.unparse(stop) if isinstance(stop, ast.Constant) else ""
+    lower = ast.unparse(first) if first else ""
+    listed = ast.unparse(node.value)
+    return f"{listed}[{lower}:{upper}]" if lower or upper else listed
+
+
+def _longest(model: Any, steps: Sequence[str]) -> str:
+    """The path to a module that is called, to a list of them, or to a tensor.
+
+    Empty for what is another attribute of a module that is written out: its config, say.
+    """
+    found, path = model, list[str]()
+    for step in steps:
+        inner = getattr(found, "_modules", {}).get(step)
+        if inner is None:
+            if step in own_tensors(found):
+                return ".".join([*path, step])
+            return "" if hasattr(found, step) and _is_written_out(found, step) else ".".join(path)
+        found = inner
+        path.append(step)
+    return ".".join(path)
+
+
+def sizes_of(
+    stages: Stages,
+    held: Sequence[Sequence[Held]],
+    model: Any,
+    files: DefiningFiles,
+    at: Span | None,
+) -> list[list[str]]:
+    """The modules of others that each stage reads sizes of: `self.embed.embedding_dim`.
+
+    Args:
+        stages: The stages.
+        held: What each of them holds.
+        model: The model.
+        files: Those that define its classes.
+        at: The schedule's line, for refusals.
+
+    Raises:
+        CannotCut: What is read changes as the model runs, elsewhere.
+    """
+    found = []
+    for number, own in enumerate(held):
+        there = [f"{part.path}." for part in own]
+        sizes: dict[str, None] = {}
+        for text in _texts(stages, number):
+            for path, name in _read_of_modules(model, text):
+                if any(f"{path}.".startswith(h) or h.startswith(f"{path}.") for h in there):
+                    continue
+                if name in files.changing([model.get_submodule(path)], by_itself=True):
+                    raise errors.CannotCut(
+                        f"stage {number} reads `{path}.{name}`, which changes as the model runs, "
+                        "in another stage",
+                        at=at,
+                        hint="hand it on as a value, or cut elsewhere",
+                    )
+                sizes[path] = None
+        found.append([*sizes])
+    return found
+
+
+def _read_of_modules(model: Any, text: str) -> Iterator[tuple[str, str]]:
+    """The plain attributes that a text reads of modules, by the path of each."""
+    for steps in reads_of(model, text):
+        owner, path = model, list[str]()
+        for step in steps:
+            inner = getattr(owner, "_modules", {}).get(step)
+            if inner is None:
+                is_plain = hasattr(owner, step) and step not in own_tensors(owner)
+                if path and is_plain and _is_written_out(owner, step):
+                    yield ".".join(path), step
+                break
+            owner = inner
+            path.append(step)
+
+
+def _is_written_out(module: Any, step: str) -> bool:
+    """Whether reading this attribute does not need what the module holds."""
+    return step in vars(module) or callable(getattr(type(module), step, None))
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameters that the same stages hold.
+
+    Attributes:
+        key: What the tie is called.
+        names: By stage, the parameters' names there.
+    """
+
+    key: str
+    names: dict[int, tuple[str, ...]]
+
+
+def ties_of(held: Sequence[Sequence[Held]], model: Any) -> list[Tie]:
+    """The parameters that more than one stage holds, for each group of stages."""
+    spelled: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        spelled.setdefault(id(parameter), []).append(name)
+    where: dict[int, dict[int, str]] = {}
+    for number, stage in enumerate(held):
+        for part in stage:
+            for tensor in part.tensors:
+                names = spelled.get(id(tensor), [])
+                own = [n for n in names if f"{n}.".startswith(f"{part.path}.")]
+                if own:
+                    where.setdefault(id(tensor), {}).setdefault(number, own[0])
+    groups: dict[tuple[int, ...], list[dict[int, str]]] = {}
+    for by_stage in where.values():
+        if len(by_stage) > 1:
+            groups.setdefault(tuple(by_stage), []).append(by_stage)
+    return [
+        Tie(
+            next(iter(group[0].values())).rpartition(".")[0].rpartition(".")[2] or "shared",
+            {number: tuple(by_stage[number] for by_stage in group) for number in numbers},
+        )
+        for numbers, group in groups.items()
+    ]
+
+
+def check_one_group(ties: Sequence[Tie], at: Span | None) -> None:
+    """Refuses more groups of stages with shared parameters than DeepSpeed can keep in step.
+
+    Raises:
+        CannotCut: There are several.
+    """
+    if len(ties) > 1:
+        one, other = (next(iter(tie.names.values()))[0] for tie in ties[:2])
+        raise errors.CannotCut(
+            f"`{one}` and `{other}` are shared by different stages, and DeepSpeed ties a stage to "
+            "one group of others only",
+            at=at,
+            hint='cut so that the same stages share both, or for target="torch"',
+        )
+
+
+def check_picked(held: Sequence[Sequence[Held]], at: Span | None) -> None:
+    """Refuses stages that each take elements of one container, worked out as they run.
+
+    All of them would hold the whole of it, and DeepSpeed keep it in step by gradients that each
+    has for its own elements only.
+
+    Raises:
+        CannotCut: There are such stages.
+    """
+    seen: dict[str, int] = {}
+    for number, stage in enumerate(held):
+        for part in stage:
+            picks = part.picked and hasattr(part.value, "parameters")
+            if picks and any(True for _ in part.value.parameters()):
+                first = seen.setdefault(part.path, number)
+                if first != number:
+                    raise errors.CannotCut(
+                        f"stages {first} and {number} both take elements of `{part.path}` by a key "
+                        "that is worked out, so each would hold all of it",
+                        at=at,
+                        hint='cut for target="torch", or keep each element in the layer it goes '
+                        "with",
+                    )
+
+
+def shared_names(model: Any) -> list[tuple[str, ...]]:
+    """The names of parameters that have several, numbers written as `*`."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(re.sub(r"\d+", "*", name))
+    return sorted({tuple(sorted(set(group))) for group in names.values() if len(group) > 1})
