@@ -17,7 +17,7 @@ from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.construction_sites import Site
-from slapo_rewrite.model.join import Sources, find_site, resolve, size_at
+from slapo_rewrite.model.join import Sources, find_site, holder_of, resolve, size_at
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Node
 
@@ -79,7 +79,8 @@ class ChangeSet:
         start = self.file.span(site.value)[0]
         self.sites[start] = site
         # Where a place outside of loops puts its module may differ between instances.
-        index = _index(site.path, node.relative) if site.is_repeated else ""
+        relative = holder_of(site, node)[1]
+        index = _index(site.path, relative) if site.is_repeated else ""
         for each in self._indices(site, node) if index else (index,):
             self.indices.add(start, each)
         holder = node.parent if index.isdecimal() else None
@@ -101,8 +102,9 @@ class ChangeSet:
     def _indices(self, site: Site, node: Node) -> list[str]:
         """The indices of a module, and of those that it or a list element above it stands for."""
         names = []
-        path = node.path[: len(node.path) - len(node.relative)]
-        for want, have in zip(site.path.split("."), node.relative.split("."), strict=False):
+        relative = holder_of(site, node)[1]
+        path = node.path[: len(node.path) - len(relative)]
+        for want, have in zip(site.path.split("."), relative.split("."), strict=False):
             path += have
             if want == "*":
                 names.append(self.siblings.get(path, (have,)))

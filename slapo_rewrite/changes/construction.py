@@ -109,7 +109,7 @@ class Construction(Change):
         Raises:
             UnfollowableConstruction: It is not.
         """
-        odd = site.kind in ("argument", "alias", "factory") or (
+        odd = site.kind in ("alias", "factory") or (
             site.kind == "helper" and (bool(site.inner) or isinstance(self, ReplaceModule))
         )
         if odd or not isinstance(site.value, ast.Call):

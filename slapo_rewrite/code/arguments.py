@@ -124,11 +124,17 @@ def arguments_by(call: ast.Call, *names: str) -> dict[str, ast.expr]:
 def argument_of(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.expr | None:
     """The expression that a call gives a parameter, its default where the call does not give it.
 
+    Of `*args` it is a tuple of those that the call gives.
+
     Returns:
         None where that cannot be told: a star argument may hide it, or there is no such parameter.
     """
     signature = Signature.of(function, bound=first_parameter(function) in ("self", "cls"))
     bound = signature.bind(given_by(call))
+    if name == signature.rest:
+        first = len(signature.positional)
+        hidden = any(isinstance(a, ast.Starred) for a in call.args[:first])
+        return None if hidden else ast.Tuple(call.args[first:], ast.Load())
     if name in bound.given or bound.may_be_given(name):
         return bound.given.get(name)
     return signature.defaults.get(name)

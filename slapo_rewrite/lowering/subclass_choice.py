@@ -19,7 +19,7 @@ from slapo_rewrite.changes.definition import Definition
 from slapo_rewrite.changes.imports import Function, Imports
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.parameter_attributes import Annotate
-from slapo_rewrite.changes.places import AtBase, Place
+from slapo_rewrite.changes.places import AtBase, AtSite, Place
 from slapo_rewrite.changes.pretrained import LIBRARY, is_of_library, is_pretrained
 from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
@@ -66,6 +66,7 @@ class SubclassChoice:
         """Gives the instances that want more than the class does a subclass of their own."""
         if not extra:
             return []
+        self._check_own(cls, definition, extra)
         edits: list[Edit] = []
         name = cls.__name__
         beyond = extra - set(WRAPPERS)
@@ -228,6 +229,25 @@ class SubclassChoice:
             at=self.file.at(find_site(self.changes.sources, one).value),
             hint="schedule all instances alike",
         )
+
+    def _check_own(self, cls: type, definition: Definition, extra: set[Place]) -> None:
+        """A subclass makes what its class makes once more, and nothing else.
+
+        What is made outside of the class and given to it is not made there; what is given to
+        something that is made anew would be as it was.
+        """
+        changed = {at.start for _, at in self.changes.made}
+        given = [s for n, s in self.changes.sites.items() if s.kind == "argument" and n in changed]
+        for place in extra:
+            site = self.changes.sites[place.start] if isinstance(place, AtSite) else None
+            if site is not None and any(other.function is site.function for other in given):
+                raise errors.UnfollowableConstruction(
+                    f"instances of `{cls.__name__}` differ, and here a module that another one is "
+                    "given is scheduled too",
+                    at=self.file.at(site.value),
+                    cause=definition.causes[place],
+                    hint="schedule all instances alike",
+                )
 
     def _check_base(self, cls: type, definition: Definition, extra: set[Place]) -> None:
         if AtBase() in extra:

@@ -239,12 +239,20 @@ class Expressions:
         self, form: str, args: list[ast.expr], keywords: list[ast.keyword], here: Here
     ) -> list[Sequence]:
         """The elements that a module container is made with."""
+        given = args or [k.value for k in keywords if k.arg in {"modules", "values", "parameters"}]
+        match form, given:
+            case ("sequential", [ast.Starred(value=ast.Name() as all_of_them)]) | (
+                "list",
+                [ast.Name() as all_of_them],
+            ):
+                values = self._values(all_of_them, here)
+                if [v.kind for v in values] == ["argument"]:  # who calls the constructor made them
+                    return [Sequence([Item("*", values, here.steps, "argument")], here.steps)]
         if form == "sequential":
             if len(args) == 1 and self._is_dict(args[0]):
                 return self._sequences(args[0], here)
             positions = ast.List(list(args), ast.Load())
             return self._sequences(positions, here, "sequential")
-        given = args or [k.value for k in keywords if k.arg in {"modules", "values", "parameters"}]
         return self._sequences(given[0], here) if given else [Sequence([], here.steps)]
 
     def _is_dict(self, expr: ast.expr) -> bool:

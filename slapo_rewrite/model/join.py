@@ -17,11 +17,12 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import argument_of, arguments_by
 from slapo_rewrite.code.dataflow import names_in
-from slapo_rewrite.code.syntax import assignments
+from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.syntax import assignments, counter_of
 from slapo_rewrite.model import constructed_values, construction_calls
 from slapo_rewrite.model.constructed_values import Evaluator, Scene, Unknown
 from slapo_rewrite.model.construction_sites import Site
-from slapo_rewrite.model.constructor_values import Frame
+from slapo_rewrite.model.constructor_values import Frame, Loop
 from slapo_rewrite.model.sources import Level, Sources
 from slapo_rewrite.model.tree import Node
 
@@ -30,6 +31,7 @@ __all__ = [
     "called_root",
     "find_parameter_site",
     "find_site",
+    "holder_of",
     "looked_up",
     "resolve",
     "size_at",
@@ -54,6 +56,18 @@ def find_parameter_site(sources: Sources, node: Node, name: str) -> Site:
         UnfollowableConstruction: No site, or no single one, can be named.
     """
     return _Search(sources).parameter(node, name)
+
+
+def holder_of(site: Site, node: Node) -> tuple[Node, str]:
+    """The module whose class holds a module's site, and the module's path from there.
+
+    The owner, unless somebody gave it the module that he had made.
+    """
+    assert node.owner is not None
+    holder = _holder(node, site) if site.kind == "argument" else None
+    if holder is None:
+        return node.owner, node.relative
+    return holder, node.path[len(holder.path) + 1 :] if holder.path else node.path
 
 
 def resolve(sources: Sources, expr: ast.expr, site: Site, node: Node) -> object | None:
@@ -273,8 +287,12 @@ class _Search:
             return None
         path = f"{site.path}.{found.site.path}"
         given = replace(site, path=path, kind="argument", value=expr, container=False)
-        if isinstance(expr, ast.Name):
-            given = _assigned(given, expr.id)
+        given = _followed(given)
+        if path.endswith(".*"):
+            element = _element(given, int(node.name)) if node.name.isdecimal() else None
+            if element is None:
+                return None
+            given = _followed(element)
         called = _Candidate(given, outer, _numbers(site, outer, found.holder))
         makes = isinstance(given.value, ast.Call | ast.Subscript)
         return given if makes and self._fits(called, node) is not False else None
@@ -297,8 +315,7 @@ class _Search:
         expr = given.get(layer if name.endswith(".*") else name)
         if expr is None:
             return None
-        found = replace(site, path=f"{site.path}.{name}", value=expr, container=False)
-        return _assigned(found, expr.id) if isinstance(expr, ast.Name) else found
+        return _followed(replace(site, path=f"{site.path}.{name}", value=expr, container=False))
 
     def _global(self, node: Node, site: Site) -> Site | None:
         """The module-level assignment of a module that is made once, at import."""
@@ -466,14 +483,37 @@ def _numbers(site: Site, holder: Node, node: Node) -> tuple[str, ...]:
     return match.groups() if match else ()
 
 
-def _assigned(site: Site, name: str) -> Site:
-    """The site's value followed to the last assignment of a local variable before it."""
+def _followed(site: Site) -> Site:
+    """The site's value, where a local variable stands there followed to its last assignment."""
+    if not isinstance(site.value, ast.Name):
+        return site
+    name = site.value.id
     before = (site.value.lineno, site.value.col_offset)
     for each in reversed(assignments(site.function, name)):
         statement = each.statement
         if isinstance(statement, ast.Assign) and (statement.lineno, statement.col_offset) < before:
+            if not any(is_name(target, name) for target in statement.targets):
+                return site  # one of several that are given together
             return replace(site, statement=statement, value=statement.value)
     return site
+
+
+def _element(site: Site, number: int) -> Site | None:
+    """An element of the list that a site makes, or is given; None where it cannot be told."""
+    match site.value:
+        case ast.List(elts=[ast.Starred(value=value)]) | ast.Tuple(elts=[ast.Starred(value=value)]):
+            return _element(_followed(replace(site, value=value)), number)
+        case ast.List(elts=elts) | ast.Tuple(elts=elts):
+            if any(isinstance(e, ast.Starred) for e in elts[: number + 1]) or number >= len(elts):
+                return None
+            return replace(site, value=elts[number], path=f"{site.path[:-1]}{number}")
+        case (
+            ast.ListComp(elt=elt, generators=[turn]) | ast.GeneratorExp(elt=elt, generators=[turn])
+        ) if not turn.ifs:
+            counter = counter_of(turn.target, turn.iter)
+            loop = Loop(turn, site.frame, counter, first=0)
+            return replace(site, value=elt, steps=(*site.steps, loop))
+    return None
 
 
 def _passed(candidates: list[_Candidate], node: Node) -> _Candidate | None:

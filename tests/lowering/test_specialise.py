@@ -180,6 +180,54 @@ class Model(nn.Module):
         return self.two(self.one(x))
 """
 
+HANDED = """\
+from torch import nn
+
+
+class Residual(nn.Module):
+    def __init__(self, *inner):
+        super().__init__()
+        self.inner = nn.ModuleList(inner)
+
+    def forward(self, x):
+        for each in self.inner:
+            x = x + each(x)
+        return x
+
+
+class Two(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh())
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.one = Residual(Two(dim), nn.Linear(dim, dim))
+        named = Two(dim)
+        self.named = Residual(named)
+
+    def forward(self, x):
+        return self.named(self.one(x))
+
+
+class Model(nn.Module):
+    def __init__(self, dim=8):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(dim) for _ in range(3)])
+        self.plain = nn.ModuleList([Residual(Two(dim)) for _ in range(3)])
+        self.last = Residual(*[nn.Linear(dim, dim) for _ in range(2)])
+
+    def forward(self, x):
+        for each in [*self.blocks, *self.plain]:
+            x = each(x)
+        return self.last(x)
+"""
+
 HEAD = """\
 import torch
 
@@ -272,6 +320,19 @@ def schedule(s):
 def schedule(s):
     s["one.blocks.0.steps.1"].checkpoint()
     s["two.blocks.1.steps.2"].checkpoint()
+""",
+    ),
+    "given": Case(
+        HANDED,
+        ONE
+        + SPLIT
+        + """\
+def schedule(s):
+    split_mlp(s["{blocks.*.one,plain.*}.inner.0"])
+    s["blocks.*.named.inner.0"].checkpoint()
+    s["last.inner.0"].shard(["weight", "bias"], axis=0)
+    s["last.inner.0"].sync("bwd_post", "all_reduce")
+    s["last.inner.0"].sync("fwd_post", "all_gather", axis=-1)
 """,
     ),
     "hooks": Case(
@@ -635,3 +696,33 @@ def test_a_function_that_does_not_know_the_size_of_a_head(tmp_path):
     text = refused(tmp_path, source, schedule, "SR103")
     assert "multiples of `self.size`, which `proj`, which makes it, does not know" in text
     assert "make `self.q` in the constructor itself" in text
+
+
+@pytest.mark.parametrize(
+    ("lines", "made"),
+    [
+        (['s["blocks.*.one.inner.0"].checkpoint()'], "Residual(CheckpointedTwo(dim), nn.Linear("),
+        (['s["blocks.*.one.inner.1"].checkpoint()'], "Residual(Two(dim), CheckpointedLinear("),
+        (['s["blocks.*.named.inner.0"].checkpoint()'], "named = CheckpointedTwo(dim)"),
+        (
+            ['s["plain.0.inner.0"].checkpoint()'],
+            "Residual(CheckpointedTwo(dim) if i == 0 else Two(",
+        ),
+        (['s["plain.*.inner.0.up"].checkpoint()'], "Residual(ScheduledTwo(dim)) for _ in range(3)"),
+        (['s["last.inner.0"].checkpoint()'], "CheckpointedLinear(dim, dim) if i == 0 else nn.Lin"),
+        (['s["blocks.0.one.inner.0"].checkpoint()'], None),
+        (['s["blocks.{1,2}.named.inner.0"].checkpoint()'], None),
+        (  # a subclass would make the others anew, as they were
+            ['s["blocks.*.named.inner.0"].checkpoint()', 's["blocks.0.one"].checkpoint()'],
+            None,
+        ),
+    ],
+)
+def test_modules_that_are_given_to_another_one(lines, made, tmp_path):
+    schedule = ONE + "def schedule(s):\n" + "".join(f"    {line}\n" for line in lines)
+    if made is None:
+        words = refused(tmp_path, HANDED, schedule, "SR103")
+        assert "here a module that another one is given is scheduled too" in words
+    else:
+        text = rewritten(tmp_path, HANDED, schedule).files["source_0.py"]
+        assert made in " ".join(text.split()), text

@@ -287,6 +287,24 @@ class M(nn.Module):
         self.d = self.a.inner
         self.e = self.f = nn.Linear(2, 2)
 """,
+    "lists given to others": """
+class All(nn.Module):
+    def __init__(self, *inner, more=()):
+        super().__init__()
+        self.inner = nn.ModuleList(inner)
+        self.more = nn.Sequential(*more)
+
+class M(nn.Module):
+    def __init__(self, n=2):
+        super().__init__()
+        self.a = All(nn.Linear(2, 2), nn.ReLU())
+        self.b = All(*[nn.Linear(2, 2) for _ in range(n)])
+        self.c = nn.ModuleList([All(*(nn.Linear(2, 2) for _ in range(i + 1))) for i in range(n)])
+        layers = [nn.Linear(2, 2), nn.Tanh()]
+        self.d = All(*layers, more=[nn.Linear(2, 2)])
+        layers = [nn.Tanh() for _ in range(n)]
+        self.e = All(nn.Linear(2, 2), more=layers)
+""",
     "torch's own": """
 class M(nn.Module):
     def __init__(self):
@@ -376,6 +394,9 @@ def test_kinds_and_paths(tmp_path):
     given = join(tmp_path, SNIPPETS["modules given to others"])
     assert given.site("a.inner").kind == "argument"
     assert (given.site("a.inner").class_name, given.site("a.inner").path) == ("M", "a.inner")
+    lists = join(tmp_path, SNIPPETS["lists given to others"])
+    assert [lists.site(p).path for p in ("a.inner.1", "b.inner.1")] == ["a.inner.1", "b.inner.*"]
+    assert len(lists.site("c.1.inner.0").loops) == 2
     assert given.site("c.inner").kind == "alias"
     assert given.site("c.inner").alias == "a.inner"
     deep = join(tmp_path, SNIPPETS["put into another module"])
@@ -383,6 +404,33 @@ def test_kinds_and_paths(tmp_path):
         "M",
         "inner.extra",
     )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "*[nn.Linear(2, 2)][::-1], nn.ReLU()",
+        "*few, nn.Linear(2, 2)",
+        "*[nn.Linear(2, 2) for i in range(3) if i]",
+        "*(few + [nn.Linear(2, 2)])",
+        "*both",
+        "*[few[0] for _ in range(1)], *[nn.Linear(2, 2)]",
+    ],
+)
+def test_what_numbers_in_a_list_do_not_tell_is_not_guessed(given, tmp_path):
+    joined = join(
+        tmp_path,
+        SNIPPETS["lists given to others"].partition("class M")[0]
+        + f"""
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        few, both = [nn.ReLU()], [nn.Linear(2, 2), nn.Linear(2, 2)]
+        self.a = All({given})
+""",
+    )
+    with pytest.raises(errors.UnfollowableConstruction):
+        joined.site("a.inner.1")
 
 
 def test_elements_of_a_loop_share_one_site(tmp_path):
