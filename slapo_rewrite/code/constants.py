@@ -97,12 +97,11 @@ class Class:
         return default
 
     def stub(self, method: str) -> inspect.Signature:
-        """The signature of the function that a method defines, without annotations."""
-        outer = next(n for n in self._body if isinstance(n, ast.FunctionDef) and n.name == method)
-        stub = next(n for n in outer.body if isinstance(n, ast.FunctionDef))
+        """The signature of a static method, without annotations."""
+        stub = next(n for n in self._body if isinstance(n, ast.FunctionDef) and n.name == method)
         namespace: dict[str, Any] = {}
         text = f"from __future__ import annotations\n{ast.unparse(stub)}"  # which are not looked up
         exec(text, namespace)
-        own = inspect.signature(namespace[stub.name])
+        own = inspect.signature(namespace[method])
         plain = [p.replace(annotation=p.empty) for p in own.parameters.values()]
         return own.replace(parameters=plain, return_annotation=own.empty)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import keyword
 from typing import Any
 
@@ -17,7 +16,6 @@ from slapo_rewrite.primitives.base import (
     Primitive,
     Refusal,
     parameter_hint,
-    signature_of,
 )
 from slapo_rewrite.primitives.shard import MLP, MODEL
 
@@ -89,12 +87,9 @@ def schedule(s):
         ),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(param_name: str, key: str, value: Any) -> None:
         """`annotate(param_name, key, value)`."""
-
-        def annotate(param_name: str, key: str, value: Any) -> None: ...
-
-        return signature_of(annotate)
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Adds the attribute."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -23,8 +22,8 @@ from slapo_rewrite.fusion.plugged_kernels import plugged
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.fusion.rule import Rule
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
-from slapo_rewrite.primitives.matched import carried_out, nothing_found
+from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
+from slapo_rewrite.primitives.matched import carried_out, engine_of, nothing_found
 from slapo_rewrite.primitives.replace import Rebuilding
 from slapo_rewrite.primitives.shard import MODEL as PLAIN
 
@@ -114,32 +113,22 @@ class Apply(Rebuilding, Rewriting):
         ),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(
+        rule: str,
+        *,
+        backend: str = "triton",
+        device: str | None = None,
+        dtype: str | None = None,
+        concrete_args: Mapping[str, object] | None = None,
+    ) -> None:
         """`apply(rule, *, backend="triton", device=None, dtype=None, concrete_args=None)`."""
 
-        def apply(
-            rule: str,
-            *,
-            backend: str = "triton",
-            device: str | None = None,
-            dtype: str | None = None,
-            concrete_args: Mapping[str, object] | None = None,
-        ) -> None: ...
-
-        return signature_of(apply)
-
-    def rewrites(
-        self,
-        call: Call,
-        nodes: list[Node],
-        states: Mapping[str, ModuleRequests],
-        line_length: int,
-    ) -> Rewrite:
+    def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite:
         """The rule's own replacement at each of its matches."""
         rule, at = rule_named(call), call.directive.at
         inner = below(nodes)
-        earlier = call.references
-        engine = Engine(call.tree, call.sources, states, call.directive, line_length, earlier)
+        engine = engine_of(call)
         given = given_for(call.arguments["concrete_args"], inner, at)
         backends = backends_of(call)
         if backends != Always() and not any(in_torch(f"{OF_KERNELS}{k}") for k in rule.kernels):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import ModuleRequests
-from slapo_rewrite.fusion.engine import Claim, Engine, Skipped
+from slapo_rewrite.fusion.engine import Claim, Skipped
 from slapo_rewrite.fusion.known_branches import given_for
 from slapo_rewrite.fusion.match_rules import Looked, below, look
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.apply import GATED, MODEL, backends_of
-from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
-from slapo_rewrite.primitives.matched import noted
+from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
+from slapo_rewrite.primitives.matched import engine_of, noted
 
 
 class ApplyAll(Rewriting):
@@ -64,30 +62,20 @@ class ApplyAll(Rewriting):
     )
     refusals = (Refusal(GATED, MODEL + 'def schedule(s):\n    s.apply_all("swiglu")\n', "SR206"),)
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(
+        *,
+        backend: str = "triton",
+        device: str | None = None,
+        dtype: str | None = None,
+        concrete_args: Mapping[str, object] | None = None,
+    ) -> None:
         """`apply_all(*, backend="triton", device=None, dtype=None, concrete_args=None)`."""
 
-        def apply_all(
-            *,
-            backend: str = "triton",
-            device: str | None = None,
-            dtype: str | None = None,
-            concrete_args: Mapping[str, object] | None = None,
-        ) -> None: ...
-
-        return signature_of(apply_all)
-
-    def rewrites(
-        self,
-        call: Call,
-        nodes: list[Node],
-        states: Mapping[str, ModuleRequests],
-        line_length: int,
-    ) -> Rewrite:
+    def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite:
         """What all rules give."""
         inner = below(nodes)
-        earlier, backends = call.references, backends_of(call)
-        engine = Engine(call.tree, call.sources, states, call.directive, line_length, earlier)
+        engine, backends = engine_of(call), backends_of(call)
         given = given_for(call.arguments["concrete_args"], inner, call.directive.at)
         claims: list[Claim] = []
         left: list[Skipped] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 from slapo_rewrite import errors
@@ -11,7 +10,7 @@ from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.model.path_patterns import modules_at
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.operations import precision_of
-from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
+from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal
 
 BLOCK = """\
 import torch
@@ -165,12 +164,9 @@ class Autocast(Primitive):
         ),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(dtype: str = "bfloat16", keep: str | Sequence[str] = ()) -> None:
         """`autocast(dtype="bfloat16", keep=())`."""
-
-        def autocast(dtype: str = "bfloat16", keep: str | Sequence[str] = ()) -> None: ...
-
-        return signature_of(autocast)
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Marks the module."""

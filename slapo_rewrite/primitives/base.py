@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,6 +35,8 @@ class Call:
         arguments: By name.
         sources: The files that the model's classes come from.
         tree: The module tree.
+        states: What was asked of modules so far.
+        line_length: The model file's own.
         done: What it changed in the source, once that is done.
         references: What earlier changes of the source use from elsewhere.
     """
@@ -44,6 +46,8 @@ class Call:
     arguments: dict[str, Any]
     sources: Sources
     tree: Tree
+    states: Mapping[str, ModuleRequests]
+    line_length: int
     done: Rewrite | None = None
     references: tuple[Reference, ...] = ()
 
@@ -71,16 +75,14 @@ class Primitive:
     Attributes:
         name: What the schedule calls it.
         needs_calls: Whether it does nothing for a module that is never called.
+        takes: A stub, which has the arguments that it takes in a schedule.
     """
 
     name: ClassVar[str]
+    takes: ClassVar[Callable[..., None]]
     needs_calls: ClassVar[bool] = True
     examples: ClassVar[tuple[Example, ...]] = ()
     refusals: ClassVar[tuple[Refusal, ...]] = ()
-
-    def signature(self) -> inspect.Signature:
-        """The arguments that the primitive takes in a schedule."""
-        raise NotImplementedError
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """What is asked of `node` after this call.
@@ -98,13 +100,7 @@ class Primitive:
         """The same, for a primitive that says why."""
         return Chosen(self.targets(call, nodes))
 
-    def rewrites(
-        self,
-        call: Call,
-        nodes: list[Node],
-        states: Mapping[str, ModuleRequests],
-        line_length: int,
-    ) -> Rewrite | None:
+    def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite | None:
         """How the source changes before the schedule goes on; see `Rewriting`."""
         return None
 
@@ -120,7 +116,7 @@ class Primitive:
         Raises:
             BadArgument: One is missing, or the primitive does not take it.
         """
-        signature = self.signature()
+        signature = inspect.signature(self.takes)
         for name in kwargs:
             if name not in signature.parameters:
                 raise errors.BadArgument(
@@ -142,13 +138,12 @@ class Primitive:
 class Question(Primitive):
     """A verb that asks: it looks at the selected modules, and changes nothing."""
 
-    def answer(self, call: Call, nodes: list[Node], states: Mapping[str, ModuleRequests]) -> Any:
+    def answer(self, call: Call, nodes: list[Node]) -> Any:
         """What the call gives to the schedule.
 
         Args:
             call: The call.
             nodes: The selected modules.
-            states: What was asked of modules so far.
 
         Raises:
             RewriteError: The call does not fit the modules.
@@ -168,20 +163,12 @@ class Rewriting(Primitive):
 
     needs_calls = False
 
-    def rewrites(
-        self,
-        call: Call,
-        nodes: list[Node],
-        states: Mapping[str, ModuleRequests],
-        line_length: int,
-    ) -> Rewrite | None:
+    def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite | None:
         """How the source changes; None where it does not.
 
         Args:
             call: The call.
             nodes: The selected modules.
-            states: What was asked of modules so far.
-            line_length: The model file's own.
 
         Raises:
             RewriteError: It cannot be changed so.
@@ -191,11 +178,6 @@ class Rewriting(Primitive):
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Asks nothing of a module."""
         return state
-
-
-def signature_of(function: Any) -> inspect.Signature:
-    """The signature of a stub that stands for the primitive's arguments."""
-    return inspect.signature(function)
 
 
 def parameter_hint(name: str, node: Node, known: Iterable[str]) -> str:

@@ -21,7 +21,6 @@ from slapo_rewrite.primitives.base import (
     Refusal,
     check_called,
     function_of,
-    signature_of,
     subgraph_of,
 )
 
@@ -174,25 +173,22 @@ class Checkpoint(Primitive):
         ),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(
+        subgraph: str | Sequence[str] | None = None,
+        order_args_fn: None = None,
+        *,
+        save: str | Sequence[str] | Callable[..., Any] | None = None,
+        name: str | None = None,
+        budget: str | None = None,
+        batch: int | None = None,
+        sequence: int | None = None,
+        precision: str = "bf16",
+        micro_batches: int = 1,
+        zero: int = 0,
+        replicas: int = 1,
+    ) -> None:
         """`checkpoint(subgraph=None, order_args_fn=None, *, save=None, budget=None, ...)`."""
-
-        def checkpoint(
-            subgraph: str | Sequence[str] | None = None,
-            order_args_fn: None = None,
-            *,
-            save: str | Sequence[str] | Callable[..., Any] | None = None,
-            name: str | None = None,
-            budget: str | None = None,
-            batch: int | None = None,
-            sequence: int | None = None,
-            precision: str = "bf16",
-            micro_batches: int = 1,
-            zero: int = 0,
-            replicas: int = 1,
-        ) -> None: ...
-
-        return signature_of(checkpoint)
 
     def choose(self, call: Call, nodes: list[Node]) -> Chosen:
         """The modules that were selected; with a budget, what of them has to be recomputed."""
@@ -206,7 +202,7 @@ class Checkpoint(Primitive):
         return fitted(call, nodes)
 
     def _check_step(self, call: Call) -> None:
-        given, parameters = call.arguments, self.signature().parameters
+        given, parameters = call.arguments, inspect.signature(self.takes).parameters
         if given["budget"] is None:
             wrong = [name for name in OF_STEP if given[name] != parameters[name].default]
             words = "says which step has to fit a budget, and there is none"

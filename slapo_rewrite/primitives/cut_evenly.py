@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,7 +11,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.model.small_model import training_inputs
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Refusal, signature_of
+from slapo_rewrite.primitives.base import Call, Example, Refusal
 from slapo_rewrite.primitives.cut_pipeline_stage import MODEL, STACK, CutPipelineStage
 from slapo_rewrite.simulate.balance import stage_ends
 from slapo_rewrite.simulate.hardware import hardware
@@ -97,12 +96,11 @@ class CutEvenly(CutPipelineStage):
         ),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(  # type: ignore[override]
+        n: int, by: str = "parameters", target: str = "deepspeed"
+    ) -> None:
         """`cut_evenly(n, by="parameters", target="deepspeed")`."""
-
-        def cut_evenly(n: int, by: str = "parameters", target: str = "deepspeed") -> None: ...
-
-        return signature_of(cut_evenly)
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Marks the layer."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import ClassVar
 
@@ -15,7 +14,6 @@ from slapo_rewrite.primitives.base import (
     Primitive,
     Refusal,
     check_called,
-    signature_of,
 )
 
 STACK = """\
@@ -139,12 +137,9 @@ class CutPipelineStage(Primitive):
         ),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(target: str = "deepspeed") -> None:
         """`cut_pipeline_stage(target="deepspeed")`."""
-
-        def cut_pipeline_stage(target: str = "deepspeed") -> None: ...
-
-        return signature_of(cut_pipeline_stage)
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Marks the module."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.model.layers import MULTIPLIED, qualified
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import check_uncalled
-from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
+from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal
 from slapo_rewrite.primitives.shard import MLP, MODEL
 
 
@@ -92,12 +91,9 @@ class Decompose(Primitive):
         ),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes() -> None:
         """`decompose()`."""
-
-        def decompose() -> None: ...
-
-        return signature_of(decompose)
 
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
         """The layers; what a call of one does besides would be lost."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Question, Refusal, signature_of
+from slapo_rewrite.primitives.base import Call, Example, Question, Refusal
 from slapo_rewrite.primitives.find import MLP, MODEL, found
 
 
@@ -66,20 +64,17 @@ def schedule(s):
     )
     refusals = (Refusal(MLP, MODEL + "def schedule(s):\n    s.explain(lambda x: x)\n", "SR210"),)
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(
+        pattern: Callable[..., Any] | type | str,
+        *,
+        concrete_args: Mapping[str, object] | None = None,
+    ) -> None:
         """`explain(pattern, *, concrete_args=None)`."""
 
-        def explain(
-            pattern: Callable[..., Any] | type | str,
-            *,
-            concrete_args: Mapping[str, object] | None = None,
-        ) -> None: ...
-
-        return signature_of(explain)
-
-    def answer(self, call: Call, nodes: list[Node], states: Mapping[str, ModuleRequests]) -> str:
+    def answer(self, call: Call, nodes: list[Node]) -> str:
         """The matches, or the nearest misses."""
-        matches = found(call, nodes, states)
+        matches = found(call, nodes)
         text = "\n".join([*map(str, matches), *(miss.render() for miss in matches.misses)])
         print(text or "nothing is found, nor anything near")
         return text

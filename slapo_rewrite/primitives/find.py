@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.fusion import known_branches
 from slapo_rewrite.fusion.match_rules import pattern_for, scopes_for
 from slapo_rewrite.model.sources import Sources
@@ -19,7 +17,7 @@ from slapo_rewrite.patterns.search import (
     find_calls,
     path_predicate,
 )
-from slapo_rewrite.primitives.base import Call, Example, Question, Refusal, signature_of
+from slapo_rewrite.primitives.base import Call, Example, Question, Refusal
 
 MLP = """\
 import torch
@@ -241,32 +239,27 @@ def schedule(s):
         ),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(
+        pattern: Callable[..., Any] | type | str | None = None,
+        *,
+        where: Callable[[CallSite], bool] | None = None,
+        concrete_args: Mapping[str, object] | None = None,
+    ) -> None:
         """`find(pattern=None, *, where=None, concrete_args=None)`."""
 
-        def find(
-            pattern: Callable[..., Any] | type | str | None = None,
-            *,
-            where: Callable[[CallSite], bool] | None = None,
-            concrete_args: Mapping[str, object] | None = None,
-        ) -> None: ...
-
-        return signature_of(find)
-
-    def answer(
-        self, call: Call, nodes: list[Node], states: Mapping[str, ModuleRequests]
-    ) -> Matches:
+    def answer(self, call: Call, nodes: list[Node]) -> Matches:
         """The matches in all selected modules."""
-        return found(call, nodes, states)
+        return found(call, nodes)
 
 
-def found(call: Call, nodes: list[Node], states: Mapping[str, ModuleRequests]) -> Matches:
+def found(call: Call, nodes: list[Node]) -> Matches:
     """The matches of a call's pattern in all selected modules."""
     sources, at, wanted = call.sources, call.directive.at, call.arguments["pattern"]
     where = call.arguments.get("where")
     given = known_branches.given_for(call.arguments.get("concrete_args"), nodes, at)
     for node in nodes:
-        _check_original(node, states, at)
+        _check_original(call, node)
     if (wanted is None) is (where is None):
         raise errors.BadArgument(
             f"`{call.directive.primitive}` takes a pattern, or a predicate as `where`", at=at
@@ -310,18 +303,16 @@ def _by_predicate(
     return find_calls(scopes_for(nodes, sources), lambda _, site: bool(where(site)))
 
 
-def _check_original(
-    node: Node, states: Mapping[str, ModuleRequests], at: errors.Span | None
-) -> None:
+def _check_original(call: Call, node: Node) -> None:
     """What stands in the place of a replaced module has to be known."""
     above: Node | None = node
     while above is not None:
-        state = states.get(above.path)
+        state = call.states.get(above.path)
         new = state.replacement if state is not None else None
         if new is not None and above.cls.__name__ != new.target.name:
             raise errors.Unsupported(
                 f"`{above.path}` was replaced by what cannot be looked into",
-                at=at,
+                at=call.directive.at,
                 cause=new.cause,
                 hint="look for the pattern before the module is replaced",
             )

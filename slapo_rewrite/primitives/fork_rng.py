@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 from slapo_rewrite import errors
@@ -16,7 +15,6 @@ from slapo_rewrite.primitives.base import (
     Primitive,
     Refusal,
     check_called,
-    signature_of,
     subgraph_of,
 )
 
@@ -134,12 +132,9 @@ class ForkRng(Primitive):
         Refusal(BLOCK, MODEL + 'def schedule(s):\n    s["dropout"].fork_rng(seed=1)\n', "SR206"),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(subgraph: str | Sequence[str] | None = None) -> None:
         """`fork_rng(subgraph=None)`."""
-
-        def fork_rng(subgraph: str | Sequence[str] | None = None) -> None: ...
-
-        return signature_of(fork_rng)
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Marks the module."""

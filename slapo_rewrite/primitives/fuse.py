@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.fusion.engine import Calling, Claim, Engine
 from slapo_rewrite.fusion.extract_function import moved
 from slapo_rewrite.fusion.match_rules import look, scopes_for
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match
-from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
+from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
 from slapo_rewrite.primitives.find import MLP, MODEL, found
-from slapo_rewrite.primitives.matched import carried_out, nothing_found, opening
+from slapo_rewrite.primitives.matched import carried_out, engine_of, nothing_found, opening
 
 COMPILERS = (None, "inductor", "triton")
 MASKED = """\
@@ -181,26 +179,17 @@ class Fuse(Rewriting):
         Refusal(MLP, BIAS_GELU + '    s.fuse(bias_gelu, name="forward")\n', "SR105"),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(
+        pattern: Callable[..., Any] | type | str,
+        compiler: str | None = None,
+        name: str | None = None,
+        *,
+        concrete_args: Mapping[str, object] | None = None,
+    ) -> None:
         """`fuse(pattern, compiler=None, name=None, *, concrete_args=None)`."""
 
-        def fuse(
-            pattern: Callable[..., Any] | type | str,
-            compiler: str | None = None,
-            name: str | None = None,
-            *,
-            concrete_args: Mapping[str, object] | None = None,
-        ) -> None: ...
-
-        return signature_of(fuse)
-
-    def rewrites(
-        self,
-        call: Call,
-        nodes: list[Node],
-        states: Mapping[str, ModuleRequests],
-        line_length: int,
-    ) -> Rewrite:
+    def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite:
         """The matches as functions, methods or kernels."""
         compiler, at = call.arguments["compiler"], call.directive.at
         if compiler not in COMPILERS:
@@ -209,11 +198,10 @@ class Fuse(Rewriting):
                 at=at,
             )
         name = name_of(call)
-        matches = found(call, nodes, states)
+        matches = found(call, nodes)
         if not matches:
             raise nothing_found(name, matches.nearest, at)
-        earlier = call.references
-        engine = Engine(call.tree, call.sources, states, call.directive, line_length, earlier)
+        engine = engine_of(call)
         if any(match.drawn is not None for match in matches):
             claims = [opening(engine, match, name) for match in matches]
         elif compiler == "triton":

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import Packed, packed
 from slapo_rewrite.fusion.spelled_names import SCHEDULE
@@ -20,13 +18,7 @@ from slapo_rewrite.primitives.base import Call
 from slapo_rewrite.runtime.weights import weight_of
 
 
-def in_place_of(
-    call: Call,
-    matches: Matches,
-    target: Function,
-    states: Mapping[str, ModuleRequests],
-    line_length: int,
-) -> Rewrite:
+def in_place_of(engine: Engine, call: Call, matches: Matches, target: Function) -> Rewrite:
     """Subclasses that hold one module in the place of several calls on one operand.
 
     Raises:
@@ -34,7 +26,6 @@ def in_place_of(
         BadArgument: What the module is made with is not known.
     """
     at, name = call.directive.at, module_name(call)
-    engine = Engine(call.tree, call.sources, states, call.directive, line_length)
     groups: dict[str, list[tuple[Match, ...]]] = {}
     for group in matches.groups:
         groups.setdefault(group[0].path, []).append(group)

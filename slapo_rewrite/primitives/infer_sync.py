@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import InferSync as InferSyncState
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
+from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal
 from slapo_rewrite.primitives.shard import MLP, MODEL
 
 
@@ -99,12 +98,9 @@ def schedule(s):
         Refusal(MLP, MODEL + 'def schedule(s):\n    s.infer_sync("bwd_post")\n', "SR206"),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes() -> None:
         """`infer_sync()`."""
-
-        def infer_sync() -> None: ...
-
-        return signature_of(infer_sync)
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Leaves the collectives of the module and below it open, until all shards are known."""

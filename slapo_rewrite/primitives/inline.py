@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from slapo_rewrite import errors
@@ -16,7 +15,7 @@ from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import check_uncalled
-from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
+from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
 from slapo_rewrite.primitives.shard import MODEL as PLAIN
 
 BLOCK = """\
@@ -107,12 +106,9 @@ class Inline(Rewriting):
         ),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(child: str) -> None:
         """`inline(child)`."""
-
-        def inline(child: str) -> None: ...
-
-        return signature_of(inline)
 
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
         """The submodules."""
@@ -135,19 +131,13 @@ class Inline(Rewriting):
             )
         return found
 
-    def rewrites(
-        self,
-        call: Call,
-        nodes: list[Node],
-        states: Mapping[str, ModuleRequests],
-        line_length: int,
-    ) -> Rewrite:
+    def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite:
         """The child's `forward` in the methods of the selected modules' class."""
         by_class: dict[type, list[Node]] = {}
         for node in nodes:
             by_class.setdefault(node.cls, []).append(node)
         edits: dict[tuple[int, int], Edit] = {}
-        path = call.arguments["child"]
+        path, cause, length = call.arguments["child"], call.directive, call.line_length
         for cls, same in by_class.items():
             children = {self._child(call, node).cls for node in same}
             if len(children) > 1:
@@ -159,7 +149,7 @@ class Inline(Rewriting):
             forward = self._forward(call, self._child(call, same[0]), file)
             calling = [m for m in methods if _calls(m, path)]
             self._check_all(call, cls, calling, nodes)
-            for edit in inline_edits(file, methods, path, forward, call.directive, line_length):
+            for edit in inline_edits(file, methods, path, forward, cause, length):
                 edits[edit.start, edit.end] = edit
         return Rewrite(list(edits.values()))
 

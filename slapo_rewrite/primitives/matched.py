@@ -9,7 +9,6 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.fusion.engine import Calling, Claim, Engine, Skipped
 from slapo_rewrite.fusion.match_rules import Looked, spots
@@ -20,6 +19,12 @@ from slapo_rewrite.primitives.find import found
 from slapo_rewrite.primitives.held import dotted, in_place_of, module_name
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def engine_of(call: Call) -> Engine:
+    """What carries out the claims of a call."""
+    tree, sources, states = call.tree, call.sources, call.states
+    return Engine(tree, sources, states, call.directive, call.line_length, call.references)
 
 
 def carried_out(
@@ -101,9 +106,7 @@ def nothing_found(name: str, nearest: Miss | None, at: errors.Span | None) -> er
     )
 
 
-def replaced(
-    call: Call, nodes: list[Node], states: Mapping[str, ModuleRequests], line_length: int
-) -> Rewrite:
+def replaced(call: Call, nodes: list[Node]) -> Rewrite:
     """A call of the new function in the place of each match.
 
     Raises:
@@ -112,13 +115,13 @@ def replaced(
     """
     new, at = call.arguments["new_mod"], call.directive.at
     function = function_of(call, new, "what takes the place of a pattern")
-    matches = found(call, nodes, states)
+    matches = found(call, nodes)
     if not matches:
         said = getattr(call.arguments["pattern"], "__name__", str(call.arguments["pattern"]))
         raise nothing_found(said, matches.nearest, at)
-    is_module = isinstance(new, type)
+    engine, is_module = engine_of(call), isinstance(new, type)
     if is_module and isinstance(call.arguments["pattern"], str):
-        return in_place_of(call, matches, function, states, line_length)
+        return in_place_of(engine, call, matches, function)
     if is_module and call.arguments["weights"] is not None:
         raise errors.Unsupported(
             "weights are mapped where a whole module is replaced, or calls side by side", at=at
@@ -128,7 +131,6 @@ def replaced(
             raise errors.BadArgument(
                 f"`{name}` is for a module, and `{function.name}` is a function", at=at
             )
-    engine = Engine(call.tree, call.sources, states, call.directive, line_length)
     origin = dotted(function)
     if not is_module:
         return carried_out(engine, [_claim(call, m, new, origin) for m in matches], [])

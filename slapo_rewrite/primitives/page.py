@@ -74,7 +74,7 @@ def described(name: str) -> Page:
             f"there is no primitive `{name}`", hint=errors.did_you_mean(name, (*found, *known))
         )
     primitive = _primitive(name)
-    call = f"{name}{primitive.stub('signature')}"
+    call = f"{name}{primitive.stub('takes')}"
     return Page(call, primitive.doc, (), primitive.get("examples", ()))
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change_set import own_copy
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.dead_values import Death, deaths
 from slapo_rewrite.code.edit import Edit, Put
 from slapo_rewrite.code.file import SourceFile
@@ -22,7 +20,7 @@ from slapo_rewrite.fusion.match_rules import below
 from slapo_rewrite.fusion.method_users import Sharing
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.watched_functions import Live, live_functions
-from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting, signature_of
+from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
 from slapo_rewrite.primitives.checkpoint import MODEL
 
 if TYPE_CHECKING:
@@ -128,20 +126,11 @@ class Release(Rewriting):
         Refusal(BLOCK, MODEL + "def schedule(s):\n    s.release(sequence=0)\n", "SR206"),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(*, sequence: int | None = None) -> None:
         """`release(*, sequence=None)`."""
 
-        def release(*, sequence: int | None = None) -> None: ...
-
-        return signature_of(release)
-
-    def rewrites(
-        self,
-        call: Call,
-        nodes: list[Node],
-        states: Mapping[str, ModuleRequests],
-        line_length: int,
-    ) -> Rewrite:
+    def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite:
         """The functions that the modules run, with what pays dropped."""
         from slapo_rewrite.model.held_memory import CannotMeasure  # imports triton
 
@@ -157,7 +146,7 @@ class Release(Rewriting):
             given = _inputs(call, sequence)
             if (order := _order(call, nodes, lives, sharing, given)) is not None:
                 # What is dropped then is told by the function as it stands then.
-                edits = _reordering(sharing.file, order, call.directive, line_length)
+                edits = _reordering(sharing.file, order, call.directive, call.line_length)
                 return Rewrite(edits, again=True)
             dropped = _paying(call, lives, found, given)
         except (CannotMeasure, ValueError) as error:
@@ -171,7 +160,7 @@ class Release(Rewriting):
         if not dropped:
             return Rewrite([], warnings=(_unchanged(call.directive),))
         functions = {death: found[death] for death in dropped}
-        return Rewrite(_edits(sharing.file, functions, call.directive, line_length))
+        return Rewrite(_edits(sharing.file, functions, call.directive, call.line_length))
 
 
 def _unchanged(cause: Directive) -> str:

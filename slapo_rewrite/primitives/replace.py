@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,7 +26,6 @@ from slapo_rewrite.primitives.base import (
     Primitive,
     Refusal,
     function_of,
-    signature_of,
 )
 from slapo_rewrite.primitives.held import check_stateless, class_of
 from slapo_rewrite.primitives.matched import replaced
@@ -406,34 +404,25 @@ class Replace(Replacing):
         Refusal(GATE, PACKED + 'def schedule(s):\n    s["gated"].replace(PackedGate)\n', "SR308"),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(
+        new_mod: type | Callable[..., Any],
+        pattern: Callable[..., Any] | type | str | None = None,
+        *,
+        name: str | None = None,
+        args: str | None = None,
+        weights: Mapping[str, str | Weight] | None = None,
+        concrete_args: Mapping[str, object] | None = None,
+    ) -> None:
         """`replace(new_mod, pattern=None, *, name=, args=, weights=, concrete_args=)`."""
 
-        def replace(
-            new_mod: type | Callable[..., Any],
-            pattern: Callable[..., Any] | type | str | None = None,
-            *,
-            name: str | None = None,
-            args: str | None = None,
-            weights: Mapping[str, str | Weight] | None = None,
-            concrete_args: Mapping[str, object] | None = None,
-        ) -> None: ...
-
-        return signature_of(replace)
-
-    def rewrites(
-        self,
-        call: Call,
-        nodes: list[Node],
-        states: Mapping[str, ModuleRequests],
-        line_length: int,
-    ) -> Rewrite | None:
+    def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite | None:
         """A call of the new function in the place of each match of a pattern."""
         if call.arguments["pattern"] is None:
             if call.arguments["concrete_args"] is not None:
                 raise errors.BadArgument("`concrete_args` is for a pattern", at=call.directive.at)
             return None
-        return replaced(call, nodes, states, line_length)
+        return replaced(call, nodes)
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Records the new class, which a pattern may have asked for."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Refusal, signature_of
+from slapo_rewrite.primitives.base import Call, Example, Refusal
 from slapo_rewrite.primitives.replace import SCALED, Replacing
 from slapo_rewrite.primitives.shard import MLP, MODEL
 from slapo_rewrite.runtime.weights import Weight
@@ -63,18 +62,15 @@ class ReplaceAll(Replacing):
         ),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(
+        type: type | str,
+        make: type | Callable[..., Any],
+        *,
+        args: str | None = None,
+        weights: Mapping[str, str | Weight] | None = None,
+    ) -> None:
         """`replace_all(type, make, *, args=None, weights=None)`."""
-
-        def replace_all(
-            type: type | str,
-            make: type | Callable[..., Any],
-            *,
-            args: str | None = None,
-            weights: Mapping[str, str | Weight] | None = None,
-        ) -> None: ...
-
-        return signature_of(replace_all)
 
     def targets(self, call: Call, nodes: list[Node]) -> list[Node]:
         """Every module of the type at or below the selected ones."""

@@ -18,7 +18,6 @@ from slapo_rewrite.primitives.base import (
     Primitive,
     Refusal,
     parameter_hint,
-    signature_of,
 )
 
 MLP = """\
@@ -227,14 +226,9 @@ class Shard(Primitive):
         Refusal(MEAN, OF_MEAN + 'def schedule(s):\n    s.shard("features", axis=0)\n', "SR104"),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(names: str | Sequence[str], axis: int, *, parts: int | Sequence[int] = 1) -> None:
         """`shard(names, axis, *, parts=1)`."""
-
-        def shard(
-            names: str | Sequence[str], axis: int, *, parts: int | Sequence[int] = 1
-        ) -> None: ...
-
-        return signature_of(shard)
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Adds one split for each name."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from slapo_rewrite.changes.places import BeforeBases
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal, signature_of
+from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal
 from slapo_rewrite.primitives.checkpoint import MODEL, STACK
 
 
@@ -108,12 +107,9 @@ class StepInBackwardPrimitive(Primitive):
         ),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes() -> None:
         """`step_in_backward()`."""
-
-        def step_in_backward() -> None: ...
-
-        return signature_of(step_in_backward)
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Marks the model."""

@@ -17,7 +17,6 @@ from slapo_rewrite.primitives.base import (
     Primitive,
     Refusal,
     function_of,
-    signature_of,
 )
 from slapo_rewrite.primitives.shard import MLP, MODEL
 
@@ -282,19 +281,16 @@ def schedule(s):
         ),
     )
 
-    def signature(self) -> inspect.Signature:
+    @staticmethod
+    def takes(
+        mode: str,
+        sync_op_or_fn: str | Callable[..., Any],
+        *,
+        axis: int | None = None,
+        tensor_parallel_output_grad: bool | None = None,
+        of: str | None = None,
+    ) -> None:
         """`sync(mode, sync_op_or_fn, *, axis=None, tensor_parallel_output_grad=None, of=None)`."""
-
-        def sync(
-            mode: str,
-            sync_op_or_fn: str | Callable[..., Any],
-            *,
-            axis: int | None = None,
-            tensor_parallel_output_grad: bool | None = None,
-            of: str | None = None,
-        ) -> None: ...
-
-        return signature_of(sync)
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Adds the collective; whether it fits the module's shards is judged when all are known."""

@@ -95,10 +95,18 @@ class Plan:
             shares,
         )
         arguments = primitive.bind(args, kwargs, at)
-        sources, tree, earlier = self.sources, self.tree, self.references
-        call = Call(directive, self.schedule.module, arguments, sources, tree, None, earlier)
+        call = Call(
+            directive,
+            self.schedule.module,
+            arguments,
+            self.sources,
+            self.tree,
+            self.states,
+            self.line_length,
+            references=self.references,
+        )
         if isinstance(primitive, Question):
-            return primitive.answer(call, nodes, self.states)
+            return primitive.answer(call, nodes)
         call, nodes = self._rewritten(primitive, call, nodes)
         if (done := call.done) is not None:
             self.idle |= dict.fromkeys(done.absorbed, directive)
@@ -166,7 +174,7 @@ class Plan:
     ) -> tuple[Call, list[Node]]:
         """A call and its modules, once the source is changed as it says, if it says so."""
         while True:
-            rewrite = primitive.rewrites(call, list(nodes), self.states, self.line_length)
+            rewrite = primitive.rewrites(call, list(nodes))
             rewrite = rewrite.after(call.done) if rewrite is not None else None
             if rewrite is None or not rewrite.edits:
                 return replace(call, done=rewrite), nodes

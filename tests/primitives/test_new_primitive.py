@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Primitive, check_called, signature_of
+from slapo_rewrite.primitives.base import Call, Primitive, check_called
 from slapo_rewrite.primitives.checkpoint import MODEL, STACK
 from tests.rewriting import changed_lines, imported, refused, rewritten, written
 
@@ -65,10 +64,8 @@ class Record(Primitive):
 
     name = "record"
 
-    def signature(self) -> inspect.Signature:
-        def record(label: str) -> None: ...
-
-        return signature_of(record)
+    @staticmethod
+    def takes(label: str) -> None: ...
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         check_called(call, node)
