@@ -98,9 +98,21 @@ class Project:
         self.directives = plan.directives
         selection = Selection(plan, [self.tree.root])
         run = functools.partial(self.schedule.module.schedule, selection, **knobs)
-        self.schedule.guarded(run, "`schedule`")
+        try:
+            self.schedule.guarded(run, "`schedule`")
+        except errors.RewriteError as error:
+            self._point_at(error)
+            raise
         plan.check_cuts()
         return plan
+
+    def _point_at(self, error: errors.RewriteError) -> None:
+        """Has what is refused while the schedule runs name the line that was running, always."""
+        line = self.schedule.span_of(error.__traceback__)
+        if error.at is None:
+            error.at = line
+        elif line is not None and line not in (error.at, *error.also):
+            error.also = (*error.also, line)
 
     def _changed(self, directive: Directive, rewrite: Rewrite) -> tuple[Tree, Sources]:
         """Changes the source, and builds the model that it defines then."""
@@ -110,11 +122,7 @@ class Project:
             self.references[reference] = merged_causes(causes, [directive])
         self.file = self.file.edited(text)
         self.module = run_source(self.file, self.references)
-        try:
-            with self.timed("tree"):
-                self.tree = Tree(build_model(self.schedule.module.model, self.module))
-        except errors.ModelError as error:
-            error.also = (*error.also, *([directive.at] if directive.at else []))
-            raise
+        with self.timed("tree"):
+            self.tree = Tree(build_model(self.schedule.module.model, self.module))
         self.sources = Sources(self.file, {SCHEDULE})
         return self.tree, self.sources

@@ -460,7 +460,6 @@ class Engine:
         if any(settled.values()):
             raise errors.Unsupported(
                 "some instances of a class get a subclass, and are made in another file",
-                at=self.cause.at,
                 hint="select all instances alike",
             )
         return edits
@@ -474,8 +473,7 @@ class Engine:
             if found is None or found[0] is not self.file:
                 raise errors.Unsupported(
                     f"`{claim.node.cls.__name__}` has no constructor in {self.file.path.name}: "
-                    f"there is no place to make `{claim.what}`",
-                    at=self.cause.at,
+                    f"there is no place to make `{claim.what}`"
                 )
             last = found[1].body[-1]
             place = AtNode("text", last.lineno, last.col_offset, what=claim.constructor)
@@ -567,7 +565,6 @@ class Engine:
                 f"`{min(taken)}` is a local variable of `{function.name}`, and is needed for "
                 f"`{claim.what}`",
                 at=self.file.at(function),
-                cause=self.cause,
                 hint="rename the variable in the source",
             )
 

@@ -45,19 +45,18 @@ class Moved:
         return reindented(formatted(text, indent, line_length), indent, 0)
 
 
-def moved(match: Match, graph: Graph, at: errors.Span | None, method: bool) -> Moved:
+def moved(match: Match, graph: Graph, method: bool) -> Moved:
     """Takes the statements of a match out.
 
     Args:
         match: The match.
         graph: The values of its function.
-        at: The line of the schedule that asks.
         method: Whether the new function is a method: it sees the module's attributes by itself.
 
     Raises:
         NoMatch: They need a local variable that holds something else where the result is.
     """
-    return _Moving(match, graph, at, method).run()
+    return _Moving(match, graph, method).run()
 
 
 def _named(match: Match) -> Match:
@@ -78,9 +77,9 @@ def _first(lines: tuple[int, list[str]]) -> int:
 
 
 class _Moving:
-    def __init__(self, match: Match, graph: Graph, at: errors.Span | None, method: bool) -> None:
+    def __init__(self, match: Match, graph: Graph, method: bool) -> None:
         match = _named(match)
-        self.match, self.graph, self.at, self.method = match, graph, at, method
+        self.match, self.graph, self.method = match, graph, method
         self.file = match.file
         self.moved = Moved()
         self.inner = {id(node) for node in match.nodes}
@@ -147,7 +146,6 @@ class _Moving:
                 raise errors.NoMatch(
                     "a result has no name that it keeps",
                     at=self.file.at(result.site.node),
-                    also=[self.at],
                     hint="give it a line and a name of its own in the model",
                 )
             if not names and (names := self._read_as(result, read)):
@@ -247,7 +245,6 @@ class _Moving:
             raise errors.NoMatch(
                 f"`{node.id}` is needed here, and holds something else where the result is",
                 at=self.file.at(node),
-                also=[self.at],
             )
         return self._given(node.id, node.id, node)
 
@@ -257,7 +254,6 @@ class _Moving:
             raise errors.NoMatch(
                 f"two different things would be called `{name}` in the new function",
                 at=self.file.at(node),
-                also=[self.at],
                 hint=f"give the pattern a parameter for `{text}`",
             )
         self.found[name] = text

@@ -89,8 +89,7 @@ def packed(engine: Engine, groups: Iterable[tuple[Packed, Sequence[Match]]]) -> 
             edits.append(_subclass(engine, node, group, new, new_name))
         elif made[node.cls][1] != how:
             raise errors.Unsupported(
-                f"modules of class `{node.cls.__name__}` call different submodules",
-                at=engine.cause.at,
+                f"modules of class `{node.cls.__name__}` call different submodules"
             )
         weights = new.weights or {
             f"{new.name}.{tensor}": concat(*(f"{match.root.called}.{tensor}" for match in group))
@@ -110,10 +109,9 @@ def _linears(engine: Engine, node: Node, group: Sequence[Match]) -> list[Any]:
             f"{listed(paths)} are not linear layers of one module: how their results are packed "
             "is not known",
             at=group[0].place,
-            cause=engine.cause,
         )
     for path, live in zip(paths, lives, strict=True):
-        check_uncalled(f"{node.path}.{path}" if node.path else path, live, engine.cause.at)
+        check_uncalled(f"{node.path}.{path}" if node.path else path, live)
     return lives
 
 
@@ -140,7 +138,6 @@ def _check_unread(engine: Engine, node: Node, group: Sequence[Match]) -> None:
                         raise errors.Unsupported(
                             f"`{of}.{name}` is read here, so nothing can take its place",
                             at=engine.file.at(read),
-                            cause=engine.cause,
                         )
 
 
@@ -150,7 +147,7 @@ def _subclass(
     """The subclass for the modules of one class."""
     left, name = tuple(str(match.root.called) for match in group), new.name
     if hasattr(node.live, name):
-        raise errors.NameTaken(f"`{node.cls.__name__}` has a `{name}` already", at=engine.cause.at)
+        raise errors.NameTaken(f"`{node.cls.__name__}` has a `{name}` already")
     made = [_Made.read(engine.sources, node, each) for each in left]
     arguments, before, sizes = new.arguments, tuple[str, ...](), None
     equal = len({node.children[each].live.out_features for each in left}) == 1
@@ -305,7 +302,6 @@ def _side_by_side(
                 "these calls stand in different branches, so one call cannot give all results",
                 at=first.place,
                 also=[match.place],
-                cause=engine.cause,
             )
     names = [_bound(function, statements, number, group) for number in range(len(group))]
     operand = _operand(engine, first)

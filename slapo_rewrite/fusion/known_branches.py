@@ -45,7 +45,7 @@ class ConcreteArgs:
 NOTHING = ConcreteArgs({})
 
 
-def given_for(values: object, nodes: Iterable[Node], at: errors.Span | None) -> ConcreteArgs:
+def given_for(values: object, nodes: Iterable[Node]) -> ConcreteArgs:
     """The `concrete_args` of a line of the schedule.
 
     Raises:
@@ -56,7 +56,6 @@ def given_for(values: object, nodes: Iterable[Node], at: errors.Span | None) -> 
     if not isinstance(values, Mapping):
         raise errors.BadArgument(
             f"`concrete_args` maps names of arguments to values, not {values!r}",
-            at=at,
             hint='write concrete_args={"use_cache": False}',
         )
     known: dict[str, None] = {}
@@ -67,7 +66,6 @@ def given_for(values: object, nodes: Iterable[Node], at: errors.Span | None) -> 
         if name not in known:
             raise errors.BadArgument(
                 f"no selected module takes an argument `{name}`",
-                at=at,
                 hint=errors.did_you_mean(str(name), known) or f"they take {', '.join(known)}",
             )
     return ConcreteArgs(dict(values))

@@ -25,20 +25,20 @@ from slapo_rewrite.patterns.search import Match, Matches, Miss, Scope, find_call
 KERNELS = Always()
 
 
-def pattern_for(wanted: object, sources: Sources, at: errors.Span | None) -> Pattern:
+def pattern_for(wanted: object, sources: Sources) -> Pattern:
     """The pattern that a function or a module class is.
 
     Raises:
         BadArgument: It is neither.
         BadPattern: It is no pure computation.
     """
-    module = as_module(wanted, at)
+    module = as_module(wanted)
     if module is not None:
-        return pattern_of(module, facts_of_pattern(module, sources.main), at)
+        return pattern_of(module, facts_of_pattern(module, sources.main))
     if isinstance(wanted, types.FunctionType):
-        return pattern_of(wanted, None, at)
+        return pattern_of(wanted)
     raise errors.BadArgument(
-        f"a pattern is a function, a module class or a regular expression, not {wanted!r}", at=at
+        f"a pattern is a function, a module class or a regular expression, not {wanted!r}"
     )
 
 
@@ -195,14 +195,14 @@ def kernel_of(expression: Calling | Renamed | Template) -> str | None:
 @functools.cache
 def compiled(alternative: Alternative) -> Pattern:
     """An alternative's pattern, read once."""
-    module = as_module(alternative.pattern, None)
+    module = as_module(alternative.pattern)
     if module is not None:
         raise errors.BadPattern(
             f"`{type(module).__name__}`: the pattern of a rule is a function",
             hint="take what the module holds as parameters",
         )
     assert isinstance(alternative.pattern, types.FunctionType)
-    return pattern_of(alternative.pattern, None, None)
+    return pattern_of(alternative.pattern)
 
 
 read = functools.cache(template_of)

@@ -124,13 +124,12 @@ class Measured:
         return Choice(row.fastest, said)
 
 
-def measured(device: object, dtype: object, at: errors.Span | None) -> Measured:
+def measured(device: object, dtype: object) -> Measured:
     """What is chosen by for a device.
 
     Args:
         device: Its name; None for the GPU at hand.
         dtype: What is trained in; None for what the model's parameters have.
-        at: The schedule's line.
 
     Raises:
         BadArgument: There is no such device or dtype, or no GPU at hand.
@@ -138,29 +137,26 @@ def measured(device: object, dtype: object, at: errors.Span | None) -> Measured:
     if dtype is not None and dtype not in DTYPES:
         raise errors.BadArgument(
             f"`dtype` must be one of {', '.join(map(repr, DTYPES))}, not {dtype!r}",
-            at=at,
             hint=errors.did_you_mean(str(dtype), DTYPES),
         )
     known = tables()
-    table = _at_hand(known, at) if device is None else known.get(str(device))
+    table = _at_hand(known) if device is None else known.get(str(device))
     if table is None and device not in known_gpus():
         names = [*dict.fromkeys((*known, *known_gpus()))]
         raise errors.BadArgument(
             f"there is no device {device!r}",
-            at=at,
             hint=errors.did_you_mean(str(device), names) or "there are " + ", ".join(names),
         )
     return Measured(table or Table(str(device)), None if dtype is None else str(dtype))
 
 
-def _at_hand(known: Mapping[str, Table], at: errors.Span | None) -> Table:
+def _at_hand(known: Mapping[str, Table]) -> Table:
     """The table of this machine's GPU; an empty one where there is none."""
     import torch
 
     if not torch.cuda.is_available():
         raise errors.BadArgument(
             "there is no GPU here to choose for",
-            at=at,
             hint=f'say what is trained on: backend="{MEASURED}", device="h100"',
         )
     name = torch.cuda.get_device_name()

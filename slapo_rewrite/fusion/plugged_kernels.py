@@ -25,11 +25,9 @@ class Plugged:
 
     Attributes:
         module: The module.
-        at: The schedule's line that names it.
     """
 
     module: types.ModuleType
-    at: errors.Span | None
     _checked: set[str] = field(default_factory=set)
 
     def choose(self, rule: Rule, kernel: str, found: RuleMatch) -> Choice:
@@ -51,7 +49,6 @@ class Plugged:
             public = [each for each in vars(self.module) if not each.startswith("_")]
             raise errors.BadArgument(
                 f"`{home}` has no function `{name}`, which the rule calls",
-                at=self.at,
                 hint=errors.did_you_mean(name, public)
                 or f"define it there, or apply by it the rules that it has functions for: "
                 f's.apply(..., backend="{home}")',
@@ -60,7 +57,6 @@ class Plugged:
         if want != have:
             raise errors.BadArgument(
                 f"`{home}.{name}` does not take what `{name}` takes",
-                at=self.at,
                 hint=f"it has to be called so: {name}({', '.join(want)})",
             )
         self._check_numbers(kernel, function)
@@ -78,7 +74,6 @@ class Plugged:
             except Exception as failed:
                 raise errors.OtherNumbers(
                     f"`{home}.{name}({given})` fails on a CPU: {type(failed).__name__}: {failed}",
-                    at=self.at,
                     hint="outputs are run on CPUs, too: have it call PyTorch's operations where "
                     f"its own kernel does not run, as `{kernel}` does",
                 ) from failed
@@ -86,31 +81,30 @@ class Plugged:
                 raise errors.OtherNumbers(
                     f"`{home}.{name}({given})` computes something else than `{name}`: {what} "
                     f"differs by {error:.1e} of the largest value",
-                    at=self.at,
                     hint="on small inputs in float32, on a CPU; what it should compute says "
                     f"`{reference.__module__}.{name}`",
                 )
 
 
-def plugged(name: str, at: errors.Span | None) -> Plugged | None:
+def plugged(name: str) -> Plugged | None:
     """The module of a dotted name; None where there is none.
 
     Raises:
         BadArgument: Importing it fails.
     """
     try:
-        return Plugged(importlib.import_module(name), at)
+        return Plugged(importlib.import_module(name))
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             return None
-        raise _failing(name, error, at) from error
+        raise _failing(name, error) from error
     except Exception as error:
-        raise _failing(name, error, at) from error
+        raise _failing(name, error) from error
 
 
-def _failing(name: str, error: Exception, at: errors.Span | None) -> errors.BadArgument:
+def _failing(name: str, error: Exception) -> errors.BadArgument:
     return errors.BadArgument(
-        f"the module `{name}` cannot be imported: {type(error).__name__}: {error}", at=at
+        f"the module `{name}` cannot be imported: {type(error).__name__}: {error}"
     )
 
 

@@ -118,7 +118,6 @@ class Spelling:
                 raise errors.NameTaken(
                     f"`{name}` is imported from `{other.module.lstrip('.')}`, and would be from "
                     f"`{backend if backend not in WRITTEN else KERNELS}`, too",
-                    at=self.cause.at,
                     hint="have one backend carry it out everywhere",
                 )
 

@@ -93,23 +93,21 @@ class Template:
         return ".".join([meaning, *reversed(tail)])
 
 
-def template_of(function: Callable[..., object], at: errors.Span | None = None) -> Template:
+def template_of(function: Callable[..., object]) -> Template:
     """Reads a replacement that is a function of one `return`.
 
     Raises:
         BadPattern: It does more than to return an expression.
     """
     unwrapped = inspect.unwrap(function)
-    file, node, name = located(unwrapped, at)
+    file, node, name = located(unwrapped)
     body = node.body[1:] if ast.get_docstring(node) is not None else node.body
     match body:
         case [ast.Return(value=ast.expr() as value)]:
             pass
         case _:
             raise errors.BadPattern(
-                "a replacement is one `return` of an expression",
-                at=file.at(node),
-                also=[at],
+                "a replacement is one `return` of an expression", at=file.at(node)
             )
     takes = Signature.of(node)
     if takes.rest or takes.options:

@@ -34,7 +34,7 @@ class ModulePattern(nn.Module):
         raise NotImplementedError
 
 
-def as_module(value: object, at: errors.Span | None) -> nn.Module | None:
+def as_module(value: object) -> nn.Module | None:
     """The module that a pattern is: an instance, or one made of a class; None for anything else.
 
     Raises:
@@ -50,7 +50,6 @@ def as_module(value: object, at: errors.Span | None) -> nn.Module | None:
     except Exception as error:
         raise errors.BadPattern(
             f"`{value.__name__}()` raises {type(error).__name__}: {error}",
-            at=at,
             hint="give an instance of it",
         ) from error
     return made

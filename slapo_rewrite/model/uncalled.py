@@ -25,7 +25,7 @@ def beyond_forward(live: nn.Module) -> str | None:
     return None
 
 
-def check_uncalled(path: str, live: nn.Module, at: errors.Span | None) -> None:
+def check_uncalled(path: str, live: nn.Module) -> None:
     """Refuses to leave out the call of a module that does more than its class's `forward`.
 
     Raises:
@@ -34,6 +34,5 @@ def check_uncalled(path: str, live: nn.Module, at: errors.Span | None) -> None:
     if (reason := beyond_forward(live)) is not None:
         raise errors.Unsupported(
             f"`{path}` has to be called: {reason}",
-            at=at,
             hint="leave it out of the selection, or put into its `forward` what it does besides",
         )

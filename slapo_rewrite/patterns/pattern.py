@@ -85,24 +85,23 @@ class Pattern:
         return frozenset(found)
 
 
-def pattern_of(value: Any, facts: Facts | None, at: errors.Span | None) -> Pattern:
+def pattern_of(value: Any, facts: Facts | None = None) -> Pattern:
     """Reads a pattern from its source.
 
     Args:
         value: A function, or an instance of a module class.
         facts: Of that instance.
-        at: The line of the schedule that asks.
 
     Raises:
         BadPattern: It is not a pure computation, or has no source.
     """
     function = value if isinstance(value, types.FunctionType) else type(value).forward
-    file, node, name = located(inspect.unwrap(function), at)
+    file, node, name = located(inspect.unwrap(function))
     if not isinstance(value, types.FunctionType):
         name = type(value).__name__
-    _check(file, node, at)
+    _check(file, node)
     known = names_around(function)
-    _check_names(file, node, known, at)
+    _check_names(file, node, known)
     graph = graph_of(
         file,
         node,
@@ -111,7 +110,7 @@ def pattern_of(value: Any, facts: Facts | None, at: errors.Span | None) -> Patte
         resolve=live_names(known),
         pattern=True,
     )
-    return _checked(name, file, node, graph, facts is not None, at)
+    return _checked(name, file, node, graph, facts is not None)
 
 
 def names_around(function: types.FunctionType) -> dict[str, Any]:
@@ -120,14 +119,12 @@ def names_around(function: types.FunctionType) -> dict[str, Any]:
     return {**function.__globals__, **closed.nonlocals}
 
 
-def located(
-    function: types.FunctionType, at: errors.Span | None
-) -> tuple[SourceFile, ast.FunctionDef, str]:
+def located(function: types.FunctionType) -> tuple[SourceFile, ast.FunctionDef, str]:
     """Where a live function is defined: the file, its definition, and what to call it."""
     code = function.__code__
     path = Path(code.co_filename)
     if not path.is_file():
-        raise errors.BadPattern(f"the source of `{function.__qualname__}` is not a file", at=at)
+        raise errors.BadPattern(f"the source of `{function.__qualname__}` is not a file")
     file = read_once(path, function.__module__)
     if code.co_name == "<lambda>":
         found = _lambdas(file, code.co_firstlineno)
@@ -136,7 +133,6 @@ def located(
     if len(found) != 1:
         raise errors.BadPattern(
             "which function of this line is the pattern cannot be told",
-            at=at,
             hint="give the pattern a `def` of its own",
         )
     name = "the lambda" if function.__name__ == "<lambda>" else function.__name__
@@ -169,15 +165,13 @@ def _lambdas(file: SourceFile, line: int) -> list[ast.FunctionDef]:
     return found
 
 
-def _check(file: SourceFile, function: ast.FunctionDef, at: errors.Span | None) -> None:
+def _check(file: SourceFile, function: ast.FunctionDef) -> None:
     """Refuses what is no pure computation by its syntax alone."""
 
     def refuse(node: ast.AST, what: str, hint: str | None = None) -> errors.BadPattern:
-        asked = [at] if at else []
         return errors.BadPattern(
             f"a pattern is a pure computation, and this is {what}",
             at=file.at(node),
-            also=asked,
             hint=hint or "write assignments to local names, and one `return`",
         )
 
@@ -205,9 +199,7 @@ def _check(file: SourceFile, function: ast.FunctionDef, at: errors.Span | None) 
             raise refuse(inner, _REFUSED[type(inner)])
 
 
-def _check_names(
-    file: SourceFile, function: ast.FunctionDef, known: dict[str, Any], at: errors.Span | None
-) -> None:
+def _check_names(file: SourceFile, function: ast.FunctionDef, known: dict[str, Any]) -> None:
     """Refuses a name that means nothing: no model has what it would be."""
     names = [n for part in function.body for n in ast.walk(part) if isinstance(n, ast.Name)]
     own = {n.id for n in names if isinstance(n.ctx, ast.Store)}
@@ -217,7 +209,6 @@ def _check_names(
             raise errors.BadPattern(
                 f"`{name.id}` is not defined where the pattern stands",
                 at=file.at(name),
-                also=[at] if at else [],
                 hint="import it in the schedule",
             )
 
@@ -239,22 +230,16 @@ def _said(statement: ast.stmt) -> str:
 
 
 def _checked(
-    name: str,
-    file: SourceFile,
-    function: ast.FunctionDef,
-    graph: Graph,
-    method: bool,
-    at: errors.Span | None,
+    name: str, file: SourceFile, function: ast.FunctionDef, graph: Graph, method: bool
 ) -> Pattern:
     """Refuses what is no pure computation by what it computes."""
-    asked = [at] if at else []
     returned = graph.returned[0]
     roots = (
         tuple(v for _, v in returned.arguments) if returned.operation == "tuple" else (returned,)
     )
 
     def refuse(node: ast.AST, message: str, hint: str | None = None) -> errors.BadPattern:
-        return errors.BadPattern(message, at=file.at(node), also=asked, hint=hint)
+        return errors.BadPattern(message, at=file.at(node), hint=hint)
 
     last = function.body[-1]
     assert isinstance(last, ast.Return) and last.value is not None

@@ -93,7 +93,6 @@ def schedule(s):
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Adds the attribute."""
-        at = call.directive.at
         name, key, value = (call.arguments[n] for n in ("param_name", "key", "value"))
         parameter = node.parameters.get(name)
         if parameter is None:
@@ -101,22 +100,20 @@ def schedule(s):
             raise errors.UnknownParameter(
                 f"`{node.path or 's'}` ({node.cls.__name__}) has no parameter `{name}`"
                 + (": it is a buffer" if is_buffer else ""),
-                at=at,
                 hint="a buffer is another one after each `model.to(...)`"
                 if is_buffer
                 else parameter_hint(str(name), node, node.parameters),
             )
         if not isinstance(key, str) or not key.isidentifier() or keyword.iskeyword(key):
-            raise errors.BadArgument(f"{key!r} is no name for an attribute", at=at)
+            raise errors.BadArgument(f"{key!r} is no name for an attribute")
         if hasattr(parameter, key):
             raise errors.BadArgument(
-                f"parameters have an attribute `{key}` already", at=at, hint="choose another name"
+                f"parameters have an attribute `{key}` already", hint="choose another name"
             )
         for earlier, cause in state.asks(Change):
             if (earlier.name, earlier.key) == (name, key):
                 raise errors.ConflictingEdits(
                     f"`{node.path}.{name}` has an attribute `{key}` already: {earlier.value}",
-                    at=at,
                     cause=cause,
                     hint="take one of the two lines out",
                 )
@@ -134,6 +131,5 @@ def schedule(s):
             pass
         raise errors.BadArgument(
             f"{text} is no literal",
-            at=call.directive.at,
             hint="give a number, a string, True, None, or a tuple, list or dict of these",
         )

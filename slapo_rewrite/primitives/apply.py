@@ -126,15 +126,14 @@ class Apply(Rebuilding, Rewriting):
 
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite:
         """The rule's own replacement at each of its matches."""
-        rule, at = rule_named(call), call.directive.at
+        rule = rule_named(call)
         inner = below(nodes)
         engine = engine_of(call)
-        given = given_for(call.arguments["concrete_args"], inner, at)
+        given = given_for(call.arguments["concrete_args"], inner)
         backends = backends_of(call)
         if backends != Always() and not any(in_torch(f"{OF_KERNELS}{k}") for k in rule.kernels):
             raise errors.BadArgument(
                 f"`{rule.name}` writes operations of torch, which have no other backend",
-                at=at,
                 hint="leave out `backend`",
             )
         if isinstance(rule, Packing):
@@ -143,7 +142,7 @@ class Apply(Rebuilding, Rewriting):
         if call.done is not None and not looked.claims:
             return Rewrite([])
         if not looked.claims and not looked.left:
-            raise nothing_found(rule.name, nearest_miss(rule, inner, call.sources, given), at)
+            raise nothing_found(rule.name, nearest_miss(rule, inner, call.sources, given))
         return carried_out(engine, looked.claims, looked.left, rules=[(rule.name, looked)])
 
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
@@ -166,16 +165,11 @@ def _packed(rule: Packing, engine: Engine, nodes: Sequence[Node]) -> Rewrite:
         NoMatch: It finds none, or none that it may pack.
     """
     found = beside(rule, nodes, engine.sources)
-    at = engine.cause.at
     if not found.groups and found.left:
         match, reason = found.left[0]
-        raise errors.NoMatch(
-            f"`{rule.name}` cannot pack what it finds: {reason}",
-            at=match.place,
-            also=[at],
-        )
+        raise errors.NoMatch(f"`{rule.name}` cannot pack what it finds: {reason}", at=match.place)
     if not found.groups:
-        raise nothing_found(rule.name, None, at)
+        raise nothing_found(rule.name, None)
     note: dict[str, object] = {"rule": rule.name}
     note["applied"] = list(
         dict.fromkeys(with_wildcards(group[0].path) for _, group in found.groups)
@@ -195,7 +189,6 @@ def rule_named(call: Call) -> Rule:
     if name not in known:
         raise errors.BadArgument(
             f"there is no rule {name!r}",
-            at=call.directive.at,
             hint=errors.did_you_mean(str(name), known) or "the rules are " + ", ".join(known),
         )
     return known[name]
@@ -207,21 +200,20 @@ def backends_of(call: Call) -> Backends:
     Raises:
         BadArgument: There is no such backend.
     """
-    backend, at = call.arguments["backend"], call.directive.at
+    backend = call.arguments["backend"]
     if backend == MEASURED:
-        return measured(call.arguments["device"], call.arguments["dtype"], at)
+        return measured(call.arguments["device"], call.arguments["dtype"])
     for name in ("device", "dtype"):
         if call.arguments[name] is not None:
-            raise errors.BadArgument(f'`{name}` is for backend="{MEASURED}"', at=at)
+            raise errors.BadArgument(f'`{name}` is for backend="{MEASURED}"')
     if backend in WRITTEN:
         return Always(backend)
     known = (*WRITTEN, MEASURED)
     named = isinstance(backend, str) and backend
-    found = plugged(backend, at) if named else None
+    found = plugged(backend) if named else None
     if found is None:
         raise errors.BadArgument(
             f"there is no backend {backend!r}",
-            at=at,
             hint=(errors.did_you_mean(backend, known) if named else None)
             or f"there are {', '.join(known)}, and any module that can be imported",
         )

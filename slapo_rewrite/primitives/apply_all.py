@@ -76,7 +76,7 @@ class ApplyAll(Rewriting):
         """What all rules give."""
         inner = below(nodes)
         engine, backends = engine_of(call), backends_of(call)
-        given = given_for(call.arguments["concrete_args"], inner, call.directive.at)
+        given = given_for(call.arguments["concrete_args"], inner)
         claims: list[Claim] = []
         left: list[Skipped] = []
         every: list[tuple[str, Looked]] = []

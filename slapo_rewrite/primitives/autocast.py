@@ -170,14 +170,14 @@ class Autocast(Primitive):
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Marks the module."""
-        at, dtype = call.directive.at, call.arguments["dtype"]
+        dtype = call.arguments["dtype"]
         if dtype not in CASTS:
             raise errors.BadArgument(
-                f"`dtype` is one of {', '.join(map(repr, CASTS))}, not {dtype!r}", at=at
+                f"`dtype` is one of {', '.join(map(repr, CASTS))}, not {dtype!r}"
             )
         if earlier := [cause for _, cause in state.asks(HalfPrecision)]:
             raise errors.ConflictingEdits(
-                f"`{node.path or 's'}` computes in half precision already", at=at, cause=earlier
+                f"`{node.path or 's'}` computes in half precision already", cause=earlier
             )
         return state.asking(HalfPrecision(dtype, _kept(call, node)), call.directive)
 
@@ -189,17 +189,16 @@ def _kept(call: Call, node: Node) -> tuple[str, ...]:
         BadArgument: It is not names.
         UnknownPath: There is no module of a name, and no operation.
     """
-    given, at = call.arguments["keep"], call.directive.at
+    given = call.arguments["keep"]
     names = (given,) if isinstance(given, str) else given
     if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
-        raise errors.BadArgument(f"`keep` must name modules or operations, not {given!r}", at=at)
+        raise errors.BadArgument(f"`keep` must name modules or operations, not {given!r}")
     for name in names:
         if precision_of(name) is None and not modules_at(node, name):
             start = len(node.path) + 1 if node.path else 0
             known = [inner.path[start:] for inner in node.walk() if inner is not node]
             raise errors.UnknownPath(
                 f"`{node.path or 's'}` holds no module `{name}`, and there is no such operation",
-                at=at,
                 hint=errors.did_you_mean(name, known) or "name modules as in s[...]",
             )
     return tuple(names)

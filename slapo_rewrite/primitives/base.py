@@ -15,7 +15,6 @@ from slapo_rewrite.changes.placement import Subgraph
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.errors import Span
 from slapo_rewrite.examples import Example as Example
 from slapo_rewrite.examples import Refusal as Refusal
 from slapo_rewrite.model.sources import Sources
@@ -108,9 +107,7 @@ class Primitive:
         """What later calls find in the place of the module; None where that is the module."""
         return None
 
-    def bind(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], at: Span | None
-    ) -> dict[str, Any]:
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The call's arguments by name, defaults filled in.
 
         Raises:
@@ -121,7 +118,6 @@ class Primitive:
             if name not in signature.parameters:
                 raise errors.BadArgument(
                     f"`{self.name}` takes no argument `{name}`",
-                    at=at,
                     hint=errors.did_you_mean(name, signature.parameters)
                     or f"it takes {', '.join(signature.parameters) or 'none'}",
                 )
@@ -129,7 +125,7 @@ class Primitive:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise errors.BadArgument(
-                f"`{self.name}`: {error}", at=at, hint=f"{self.name}{signature}"
+                f"`{self.name}`: {error}", hint=f"{self.name}{signature}"
             ) from None
         bound.apply_defaults()
         return dict(bound.arguments)
@@ -207,7 +203,6 @@ def check_called(call: Call, node: Node) -> None:
     if node.is_container and node.cls.__name__ in ("ModuleList", "ModuleDict"):
         raise errors.Unsupported(
             f"`{node.path}` is a {node.cls.__name__}: it is never called",
-            at=call.directive.at,
             hint=f'select its elements: s["{node.path}.*"].{call.directive.primitive}()',
         )
 
@@ -223,14 +218,13 @@ def function_of(call: Call, value: Any, what: str) -> Function:
         raise errors.BadArgument(
             f"{what} must be a class or function with a name of its own at the top level of a "
             "file, "
-            f"not {value!r}",
-            at=call.directive.at,
+            f"not {value!r}"
         )
     home = getattr(value, "__module__", None)
     if home == call.schedule.__name__:
         return Function(name, None)
     if not home or home == "builtins":
-        raise errors.BadArgument(f"{what} `{name}` cannot be imported", at=call.directive.at)
+        raise errors.BadArgument(f"{what} `{name}` cannot be imported")
     return Function(name, home)
 
 
@@ -240,20 +234,18 @@ def subgraph_of(call: Call) -> Subgraph | None:
     Raises:
         BadArgument: It is neither a regular expression nor a list of names.
     """
-    given, name, at = call.arguments["subgraph"], call.arguments.get("name"), call.directive.at
+    given, name = call.arguments["subgraph"], call.arguments.get("name")
     if name is not None and not (isinstance(name, str) and name.isidentifier()):
-        raise errors.BadArgument(f"{name!r} is no name for a method", at=at)
+        raise errors.BadArgument(f"{name!r} is no name for a method")
     if given is None:
         if name is not None:
-            raise errors.BadArgument("`name` is for a part: give a `subgraph` as well", at=at)
+            raise errors.BadArgument("`name` is for a part: give a `subgraph` as well")
         return None
     if isinstance(given, str):
         try:
             re.compile(given)
         except re.error as error:
-            raise errors.BadArgument(
-                f"{given!r} is no regular expression: {error}", at=at
-            ) from None
+            raise errors.BadArgument(f"{given!r} is no regular expression: {error}") from None
         return Subgraph(given, name)
     if not isinstance(given, list | tuple) or not given:
         given = [given]
@@ -261,7 +253,6 @@ def subgraph_of(call: Call) -> Subgraph | None:
         raise errors.BadArgument(
             "`subgraph` must be a regular expression or a list of names of what is called, not "
             f"{call.arguments['subgraph']!r}",
-            at=at,
             hint='name the calls of `forward` that are meant: ["attention", "mlp"]',
         )
     return Subgraph(tuple(given), name)

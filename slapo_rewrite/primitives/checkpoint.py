@@ -210,16 +210,14 @@ class Checkpoint(Primitive):
             wrong = [name for name in ("subgraph", "save", "name") if given[name] is not None]
             words = "does not go with a budget, which chooses what is recomputed"
         if wrong:
-            raise errors.BadArgument(f"`{wrong[0]}` {words}", at=call.directive.at)
+            raise errors.BadArgument(f"`{wrong[0]}` {words}")
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Marks the module, or part of it."""
         check_called(call, node)
-        at = call.directive.at
         if call.arguments["order_args_fn"] is not None:
             raise errors.BadArgument(
                 "arguments need no order: they stay as they are, keywords included",
-                at=at,
                 hint="take `order_args_fn` out",
             )
         part = subgraph_of(call)
@@ -228,17 +226,12 @@ class Checkpoint(Primitive):
         regions = state.asks(RecomputeRegion)
         earlier += [cause for region, cause in regions if part in (None, region.part)]
         if earlier:
-            raise errors.Unsupported(
-                f"`{node.path or 's'}` is checkpointed already",
-                at=at,
-                cause=earlier,
-            )
+            raise errors.Unsupported(f"`{node.path or 's'}` is checkpointed already", cause=earlier)
         if part is not None:
             return state.asking(RecomputeRegion(part, kept), call.directive)
         if not node.path:
             raise errors.Unsupported(
                 "the model itself cannot be checkpointed as a whole",
-                at=at,
                 hint="select modules inside it",
             )
         return state.asking(Recompute(kept), call.directive)
@@ -251,7 +244,7 @@ def kept_of(call: Call) -> SavePolicy:
         BadArgument: It is neither names nor a policy.
         UnknownPath: There is no such operation, or none with a result that can be kept.
     """
-    given, at = call.arguments["save"], call.directive.at
+    given = call.arguments["save"]
     if given is None:
         return None
     if callable(given) and not isinstance(given, type):
@@ -261,19 +254,18 @@ def kept_of(call: Call) -> SavePolicy:
         except TypeError:
             raise errors.BadArgument(
                 f"the policy `{policy.name}` must take a context, an operation and its arguments",
-                at=at,
                 hint=f"def {policy.name}(ctx, operation, *args, **kwargs): ...",
             ) from None
         return policy
     names = (given,) if isinstance(given, str) else given
     if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
         raise errors.BadArgument(
-            f"`save` must name operations, or be a function of the schedule, not {given!r}", at=at
+            f"`save` must name operations, or be a function of the schedule, not {given!r}"
         )
     if not names:
-        raise errors.BadArgument("`save` names nothing", at=at, hint="take it out")
+        raise errors.BadArgument("`save` names nothing", hint="take it out")
     try:
         operations(names)
     except UnknownOperation as error:
-        raise errors.UnknownPath(str(error), at=at, hint=error.hint) from None
+        raise errors.UnknownPath(str(error), hint=error.hint) from None
     return tuple(dict.fromkeys(names))

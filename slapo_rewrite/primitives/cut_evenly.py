@@ -110,11 +110,10 @@ class CutEvenly(CutPipelineStage):
 
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
         """The last layer of each stage but the last one."""
-        n, by, at = call.arguments["n"], call.arguments["by"], call.directive.at
+        n, by = call.arguments["n"], call.arguments["by"]
         if by not in MEASURES:
             raise errors.BadArgument(
                 f"stages are made even by {' or '.join(MEASURES)}, not by {by!r}",
-                at=at,
                 hint=errors.did_you_mean(str(by), MEASURES),
             )
         layers = [layer for node in nodes for layer in layers_in(node, "ModuleList")]
@@ -123,7 +122,6 @@ class CutEvenly(CutPipelineStage):
             raise errors.BadArgument(
                 "there are no layers to cut between: the model has no nn.ModuleList, and no "
                 "nn.Sequential",
-                at=at,
                 hint="cut_pipeline_stage() ends a stage after any module that `forward` calls",
             )
         several = len({*map(list_of, layers)}) > 1
@@ -141,7 +139,6 @@ class CutEvenly(CutPipelineStage):
         if isinstance(n, bool) or not isinstance(n, int) or not 2 <= n <= len(sizes):
             raise errors.BadArgument(
                 f"{len(layers)} layers cannot be cut into {n!r} stages",
-                at=at,
                 hint=f"2 to {len(sizes)} stages are possible" if len(sizes) > 1 else None,
             )
         return [layers[end - 1] for end in stage_ends(sizes, n)[:-1]]
@@ -176,7 +173,6 @@ def called_layers(call: Call, layers: list[Node]) -> list[Node]:
         raise errors.BadArgument(
             f"`{layers[0].path}` is called {times} times, and there is no other layer: all that it "
             "computes shares one set of weights, which every stage would have to hold and tie",
-            at=call.directive.at,
             hint="leave the cuts out, or give the model layers of their own weights",
         )
     first = {inner[path].path: inner[path] for path in counts}
@@ -237,7 +233,6 @@ def timed(call: Call, layers: list[Node]) -> tuple[list[Node], list[float]]:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise errors.Unsupported(
             f"what the layers cost cannot be counted: {reason}",
-            at=call.directive.at,
             hint='by="parameters" needs no run of the model',
         ) from error
     ends = [number for number, path in enumerate(paths, 1) if path in found]

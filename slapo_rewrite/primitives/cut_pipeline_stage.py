@@ -147,7 +147,6 @@ class CutPipelineStage(Primitive):
         if target not in TARGETS:
             raise errors.BadArgument(
                 f"stages are cut for {' or '.join(TARGETS)}, not for {target!r}",
-                at=call.directive.at,
                 hint=errors.did_you_mean(str(target), TARGETS),
             )
         if (
@@ -156,14 +155,10 @@ class CutPipelineStage(Primitive):
             check_called(call, node)
         if not node.path:
             raise errors.Unsupported(
-                "the pipeline ends after the model anyway",
-                at=call.directive.at,
-                hint="select a module inside it",
+                "the pipeline ends after the model anyway", hint="select a module inside it"
             )
         if state.cut is not None:
             raise errors.ConflictingEdits(
-                f"a stage ends after `{node.path}` already",
-                at=call.directive.at,
-                cause=state.cut.cause,
+                f"a stage ends after `{node.path}` already", cause=state.cut.cause
             )
         return replace(state, cut=StageCut(target, call.directive))

@@ -98,23 +98,19 @@ class Decompose(Primitive):
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
         """The layers; what a call of one does besides would be lost."""
         for node in nodes:
-            check_uncalled(node.path or "s", node.live, call.directive.at)
+            check_uncalled(node.path or "s", node.live)
         return nodes
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Marks the layer."""
-        at = call.directive.at
         if qualified(node.cls) not in MULTIPLIED:
             raise errors.Unsupported(
                 f"`{node.path or 's'}` is a {node.cls.__name__}, not a linear layer",
-                at=at,
                 hint="select a Linear or transformers' Conv1D",
             )
         if "bias" not in node.parameters:
-            raise errors.Unsupported(f"`{node.path}` has no bias", at=at)
+            raise errors.Unsupported(f"`{node.path}` has no bias")
         if state.decompose is not None:
             earlier = state.decompose.cause.at
-            raise errors.ConflictingEdits(
-                f"`{node.path}` is decomposed already", at=at, also=[earlier]
-            )
+            raise errors.ConflictingEdits(f"`{node.path}` is decomposed already", also=[earlier])
         return replace(state, decompose=DecomposeState(call.directive))

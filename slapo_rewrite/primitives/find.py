@@ -255,35 +255,34 @@ def schedule(s):
 
 def found(call: Call, nodes: list[Node]) -> Matches:
     """The matches of a call's pattern in all selected modules."""
-    sources, at, wanted = call.sources, call.directive.at, call.arguments["pattern"]
+    sources, wanted = call.sources, call.arguments["pattern"]
     where = call.arguments.get("where")
-    given = known_branches.given_for(call.arguments.get("concrete_args"), nodes, at)
+    given = known_branches.given_for(call.arguments.get("concrete_args"), nodes)
     for node in nodes:
         _check_original(call, node)
     if (wanted is None) is (where is None):
         raise errors.BadArgument(
-            f"`{call.directive.primitive}` takes a pattern, or a predicate as `where`", at=at
+            f"`{call.directive.primitive}` takes a pattern, or a predicate as `where`"
         )
     if given.values and not callable(wanted):
         raise errors.BadArgument(
-            "`concrete_args` is for a pattern that is a computation: a call is found on any way",
-            at=at,
+            "`concrete_args` is for a pattern that is a computation: a call is found on any way"
         )
     if where is not None:
-        return _by_predicate(where, nodes, sources, at)
+        return _by_predicate(where, nodes, sources)
     if isinstance(wanted, str):
-        return _by_path(wanted, nodes, sources, at)
-    pattern = pattern_for(wanted, sources, at)
+        return _by_path(wanted, nodes, sources)
+    pattern = pattern_for(wanted, sources)
     by_path = {node.path: node for node in nodes}
     return known_branches.find(pattern, scopes_for(nodes, sources), by_path, sources, given)
 
 
-def _by_path(regex: str, nodes: list[Node], sources: Sources, at: errors.Span | None) -> Matches:
+def _by_path(regex: str, nodes: list[Node], sources: Sources) -> Matches:
     """Calls of submodules by their path below each selected module."""
     try:
         compiled = re.compile(regex)
     except re.error as error:
-        raise errors.BadArgument(f"`{regex}` is not a regular expression: {error}", at=at) from None
+        raise errors.BadArgument(f"`{regex}` is not a regular expression: {error}") from None
     matches = [
         match
         for node in nodes
@@ -295,11 +294,9 @@ def _by_path(regex: str, nodes: list[Node], sources: Sources, at: errors.Span | 
     return Matches(tuple(dict.fromkeys(matches)), (), "0")
 
 
-def _by_predicate(
-    where: object, nodes: list[Node], sources: Sources, at: errors.Span | None
-) -> Matches:
+def _by_predicate(where: object, nodes: list[Node], sources: Sources) -> Matches:
     if not callable(where):
-        raise errors.BadArgument(f"`where` is a function of a call, not {where!r}", at=at)
+        raise errors.BadArgument(f"`where` is a function of a call, not {where!r}")
     return find_calls(scopes_for(nodes, sources), lambda _, site: bool(where(site)))
 
 
@@ -312,7 +309,6 @@ def _check_original(call: Call, node: Node) -> None:
         if new is not None and above.cls.__name__ != new.target.name:
             raise errors.Unsupported(
                 f"`{above.path}` was replaced by what cannot be looked into",
-                at=call.directive.at,
                 cause=new.cause,
                 hint="look for the pattern before the module is replaced",
             )

@@ -191,16 +191,15 @@ class Fuse(Rewriting):
 
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite:
         """The matches as functions, methods or kernels."""
-        compiler, at = call.arguments["compiler"], call.directive.at
+        compiler = call.arguments["compiler"]
         if compiler not in COMPILERS:
             raise errors.BadArgument(
-                f"`compiler` must be one of {', '.join(map(repr, COMPILERS))}, not {compiler!r}",
-                at=at,
+                f"`compiler` must be one of {', '.join(map(repr, COMPILERS))}, not {compiler!r}"
             )
         name = name_of(call)
         matches = found(call, nodes)
         if not matches:
-            raise nothing_found(name, matches.nearest, at)
+            raise nothing_found(name, matches.nearest)
         engine = engine_of(call)
         if any(match.drawn is not None for match in matches):
             claims = [opening(engine, match, name) for match in matches]
@@ -220,7 +219,7 @@ class Fuse(Rewriting):
         names: dict[tuple[str, str], object],
     ) -> Claim:
         """A match as a function or method; `names` holds what is in those so far."""
-        node, at, file = call.tree.nodes[match.path], call.directive.at, call.sources.main
+        node, file = call.tree.nodes[match.path], call.sources.main
         scopes = scopes_for([node], call.sources)
         graph = next(
             s.graph for s in scopes if s.function == match.function and s.graph.file is match.file
@@ -234,10 +233,9 @@ class Fuse(Rewriting):
             raise errors.NoMatch(
                 f"`{match.function}` is no method, so `{name}` cannot be one",
                 at=match.place,
-                also=[at],
                 hint='make it a function: compiler="inductor"',
             )
-        body = moved(match, graph, at, method)
+        body = moved(match, graph, method)
         plain = shown = name if call.arguments["name"] or not method else f"_{name}"
         content, number = (tuple(body.lines), tuple(body.arguments)), 2
         while names.setdefault((owner or "" if method else "", shown), content) != content:
@@ -270,7 +268,6 @@ class Fuse(Rewriting):
             where = file.path.name if compiled else f"`{owner}`"
             raise errors.NameTaken(
                 f"`{name}` means something already in {where}",
-                at=call.directive.at,
                 hint='choose another: fuse(..., name="...")',
             )
 
@@ -286,7 +283,6 @@ class Fuse(Rewriting):
         raise errors.NoMatch(
             f"no rule has a kernel for what `{name_of(call)}` finds",
             at=match.place,
-            cause=call.directive,
             hint=f'the rules with kernels are {names}; compiler="inductor" compiles anything',
         )
 
@@ -297,7 +293,7 @@ def name_of(call: Call) -> str:
     Raises:
         BadArgument: The pattern has no name, or the given one is none.
     """
-    given, pattern, at = call.arguments["name"], call.arguments["pattern"], call.directive.at
+    given, pattern = call.arguments["name"], call.arguments["pattern"]
     name = given if given is not None else getattr(pattern, "__name__", type(pattern).__name__)
     if isinstance(name, str) and name.isidentifier() and not isinstance(given or pattern, str):
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
@@ -306,9 +302,7 @@ def name_of(call: Call) -> str:
     if given is None and call.arguments["compiler"] == "triton":
         return "the pattern"
     if given is not None:
-        raise errors.BadArgument(f"{given!r} is no name", at=at)
+        raise errors.BadArgument(f"{given!r} is no name")
     raise errors.BadArgument(
-        "the pattern has no name for what it finds",
-        at=at,
-        hint='give one: fuse(..., name="...")',
+        "the pattern has no name for what it finds", hint='give one: fuse(..., name="...")'
     )

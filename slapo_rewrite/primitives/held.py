@@ -25,7 +25,7 @@ def in_place_of(engine: Engine, call: Call, matches: Matches, target: Function) 
         NoMatch: The calls do not stand side by side.
         BadArgument: What the module is made with is not known.
     """
-    at, name = call.directive.at, module_name(call)
+    name = module_name(call)
     groups: dict[str, list[tuple[Match, ...]]] = {}
     for group in matches.groups:
         groups.setdefault(group[0].path, []).append(group)
@@ -37,7 +37,6 @@ def in_place_of(engine: Engine, call: Call, matches: Matches, target: Function) 
             if alone
             else "there are calls side by side in several places",
             at=wrong.place,
-            also=[at],
             hint="let the expression match the calls that one module is to take the place of",
         )
     given = call.arguments["weights"]
@@ -58,7 +57,7 @@ def module_name(call: Call) -> str:
     if given is None:
         given = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", call.arguments["new_mod"].__name__).lower()
     if not isinstance(given, str) or not given.isidentifier():
-        raise errors.BadArgument(f"{given!r} is no name for a module", at=call.directive.at)
+        raise errors.BadArgument(f"{given!r} is no name for a module")
     return given
 
 
@@ -80,7 +79,6 @@ def check_stateless(call: Call, node: Node) -> None:
     if held is not None and (tensors := list(held.live.state_dict())):
         raise errors.WeightsMisfit(
             f"`{held.path}` would hold `{tensors[0]}`, and nothing says what that is made of",
-            at=call.directive.at,
             hint="give the function what the pattern's own parameters stand for, or replace the "
             "whole module, with weights=...",
         )

@@ -107,7 +107,6 @@ def schedule(s):
         if state.infer_sync is not None:
             raise errors.Unsupported(
                 f"the syncs of `{node.path or 's'}` are inferred already",
-                at=call.directive.at,
                 cause=state.infer_sync.cause,
             )
         return replace(state, infer_sync=InferSyncState(call.directive))

@@ -120,15 +120,12 @@ class Inline(Rewriting):
             if name not in found.children:
                 raise errors.UnknownPath(
                     f"`{node.path or 's'}` holds no `{path}`",
-                    at=call.directive.at,
                     hint=errors.did_you_mean(path, found.children),
                 )
             found = found.children[name]
-        check_uncalled(found.path, found.live, call.directive.at)
+        check_uncalled(found.path, found.live)
         if found is node:
-            raise errors.BadArgument(
-                f"`inline` takes the path of a submodule, not {path!r}", at=call.directive.at
-            )
+            raise errors.BadArgument(f"`inline` takes the path of a submodule, not {path!r}")
         return found
 
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite:
@@ -142,9 +139,7 @@ class Inline(Rewriting):
             children = {self._child(call, node).cls for node in same}
             if len(children) > 1:
                 names = " and ".join(sorted(f"`{c.__name__}`" for c in children))
-                raise errors.Unsupported(
-                    f"`{path}` is a {names} in different modules", at=call.directive.at
-                )
+                raise errors.Unsupported(f"`{path}` is a {names} in different modules")
             file, methods = self._methods(call, cls)
             forward = self._forward(call, self._child(call, same[0]), file)
             calling = [m for m in methods if _calls(m, path)]
@@ -170,7 +165,6 @@ class Inline(Rewriting):
         raise errors.Unsupported(
             f"`{child.path}` is a {child.cls.__name__}: its `forward` does not stand in "
             f"{file.path.name}, or is not all that calling it does",
-            at=call.directive.at,
             hint=f"copy class `{child.cls.__name__}` into {file.path.name}",
         )
 
@@ -191,7 +185,6 @@ class Inline(Rewriting):
                 raise errors.Unsupported(
                     f"`{node.path}` is a {node.cls.__name__}, which has the methods of "
                     f"`{same[0].path}`, and is not selected",
-                    at=call.directive.at,
                     hint="inline in all modules that share the text",
                 )
 
@@ -200,7 +193,6 @@ class Inline(Rewriting):
         if state.inlined is None and not replace(state, shards=(), shares=()).is_plain():
             raise errors.ConflictingEdits(
                 f"`{node.path}` cannot be inlined after it was scheduled itself",
-                at=call.directive.at,
                 hint="inline first, then schedule what it holds",
             )
         return replace(state, inlined=Inlined(call.directive))

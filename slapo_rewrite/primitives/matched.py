@@ -92,16 +92,16 @@ def noted(
     return tuple(notes)
 
 
-def nothing_found(name: str, nearest: Miss | None, at: errors.Span | None) -> errors.NoMatch:
+def nothing_found(name: str, nearest: Miss | None) -> errors.NoMatch:
     """The error for a computation that stands nowhere."""
     if nearest is None:
-        return errors.NoMatch(f"`{name}` matches nothing here, nor anything near", at=at)
+        return errors.NoMatch(f"`{name}` matches nothing here, nor anything near")
     places = list(spots(nearest))
     return errors.NoMatch(
         f"`{name}` matches nothing; nearest is `{nearest.path or 'the model'}`, "
         f"{nearest.function}: {nearest.stop.reason}",
         at=places[0],
-        also=[*places[1:], *([at] if at else [])],
+        also=places[1:],
         hint=nearest.stop.hint,
     )
 
@@ -113,23 +113,23 @@ def replaced(call: Call, nodes: list[Node]) -> Rewrite:
         BadArgument: The function does not take what the pattern's parameters stand for.
         NoMatch: There is no match, or it cannot be replaced.
     """
-    new, at = call.arguments["new_mod"], call.directive.at
+    new = call.arguments["new_mod"]
     function = function_of(call, new, "what takes the place of a pattern")
     matches = found(call, nodes)
     if not matches:
         said = getattr(call.arguments["pattern"], "__name__", str(call.arguments["pattern"]))
-        raise nothing_found(said, matches.nearest, at)
+        raise nothing_found(said, matches.nearest)
     engine, is_module = engine_of(call), isinstance(new, type)
     if is_module and isinstance(call.arguments["pattern"], str):
         return in_place_of(engine, call, matches, function)
     if is_module and call.arguments["weights"] is not None:
         raise errors.Unsupported(
-            "weights are mapped where a whole module is replaced, or calls side by side", at=at
+            "weights are mapped where a whole module is replaced, or calls side by side"
         )
     for name in ("args", "weights", "name"):
         if call.arguments[name] is not None and not is_module:
             raise errors.BadArgument(
-                f"`{name}` is for a module, and `{function.name}` is a function", at=at
+                f"`{name}` is for a module, and `{function.name}` is a function"
             )
     origin = dotted(function)
     if not is_module:
@@ -140,7 +140,7 @@ def replaced(call: Call, nodes: list[Node]) -> Rewrite:
     for match in matches:
         if hasattr(call.tree.nodes[match.path].live, name):
             where = type(call.tree.nodes[match.path].live).__name__
-            raise errors.NameTaken(f"`{where}` has a `{name}` already", at=at)
+            raise errors.NameTaken(f"`{where}` has a `{name}` already")
         claim = _claim(call, match, new, f"{main.name}.self.{name}")
         claims.append(replace(claim, constructor=made))
     return carried_out(engine, claims, [])
@@ -148,12 +148,12 @@ def replaced(call: Call, nodes: list[Node]) -> Rewrite:
 
 def _claim(call: Call, match: Match, new: Callable[..., Any], origin: str) -> Claim:
     """A call with the match's operands: by name, by position where the names differ."""
-    name, at = origin.rpartition(".")[2], call.directive.at
+    name = origin.rpartition(".")[2]
     called: Callable[..., Any] = getattr(new, "forward", new)
     parameters = list(inspect.signature(called).parameters.values())
     parameters = parameters[1:] if isinstance(new, type) else parameters
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        raise errors.BadArgument(f"`{name}` must name each of its parameters", at=at)
+        raise errors.BadArgument(f"`{name}` must name each of its parameters")
     needed = [p for p in parameters if p.default is p.empty]
     taken = [p for p in parameters if p.name in match.operands]
     operands = dict(match.operands)
@@ -165,7 +165,6 @@ def _claim(call: Call, match: Match, new: Callable[..., Any], origin: str) -> Cl
             raise errors.BadArgument(
                 f"`{name}` takes {_listed(p.name for p in parameters)}, and the pattern gives "
                 f"{_listed(operands)}",
-                at=at,
                 hint="give both the same parameters",
             )
         operands = dict(zip((p.name for p in taken), operands.values(), strict=True))

@@ -81,7 +81,6 @@ def fitted(call: Call, nodes: Sequence[Node]) -> Chosen:
         raise errors.NothingFits(
             f"a step needs {least} at least, whatever of the selected layers is "
             f"recomputed, and {shown_size(step.budget)} is the budget ({step})",
-            at=call.directive.at,
             hint="select more layers, or count smaller micro-batches, or parameters and optimizer "
             "divided (zero=, replicas=)",
         )
@@ -96,26 +95,24 @@ def fitted(call: Call, nodes: Sequence[Node]) -> Chosen:
 
 
 def _step(call: Call) -> Step:
-    given, at = call.arguments, call.directive.at
+    given = call.arguments
     text = given["budget"]
     budget = byte_size(text) if isinstance(text, str) else None
     if budget is None:
-        raise errors.BadArgument(f"{text!r} is no size of a memory", at=at, hint='budget="40GiB"')
+        raise errors.BadArgument(f"{text!r} is no size of a memory", hint='budget="40GiB"')
     for name in ("batch", "sequence", "micro_batches", "zero", "replicas"):
         least = 0 if name == "zero" else 1
         value = given[name]
         if value is not None and (type(value) is not int or value < least):
-            raise errors.BadArgument(f"`{name}` is a number from {least} on, not {value!r}", at=at)
+            raise errors.BadArgument(f"`{name}` is a number from {least} on, not {value!r}")
     if given["precision"] not in PRECISIONS or given["zero"] > 3:
         raise errors.BadArgument(
             f"there is no precision {given['precision']!r} with ZeRO {given['zero']}",
-            at=at,
             hint=f"trained is in {', '.join(PRECISIONS)}, with ZeRO 0 to 3",
         )
     if not hasattr(call.schedule, "inputs") and None in (given["batch"], given["sequence"]):
         raise errors.BadArgument(
             "nothing says what a step is: the schedule has no `inputs`",
-            at=at,
             hint=f'checkpoint(budget="{text}", batch=8, sequence=2048), or write inputs(model)',
         )
     rows = given["batch"] or _rows(call)
@@ -142,7 +139,6 @@ def _check_layers(call: Call, nodes: Sequence[Node]) -> None:
             raise errors.Unsupported(
                 f"`{node.path or 's'}` is no layer of an nn.ModuleList of several: a budget says "
                 "how many of those are recomputed",
-                at=call.directive.at,
                 hint=f'select layers: s["{min(lists)}.*"]' if lists else None,
             )
 
@@ -188,7 +184,6 @@ def _uncounted(call: Call, error: Exception) -> errors.Unsupported:
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     return errors.Unsupported(
         f"a step of this model cannot be counted: {reason}",
-        at=call.directive.at,
         hint="take shares of the layers without a budget: [:0.5].checkpoint()",
     )
 

@@ -134,11 +134,9 @@ class Release(Rewriting):
         """The functions that the modules run, with what pays dropped."""
         from slapo_rewrite.model.held_memory import CannotMeasure  # imports triton
 
-        sequence, at = call.arguments["sequence"], call.directive.at
+        sequence = call.arguments["sequence"]
         if sequence is not None and (type(sequence) is not int or sequence < 1):
-            raise errors.BadArgument(
-                f"`sequence` is how many tokens a row has, not {sequence!r}", at=at
-            )
+            raise errors.BadArgument(f"`sequence` is how many tokens a row has, not {sequence!r}")
         sharing = Sharing(call.tree, call.sources)
         lives = _lives(call, nodes, sharing)
         found = {d: each.function for each in lives for d in deaths(sharing.file, each.function)}
@@ -152,7 +150,6 @@ class Release(Rewriting):
         except (CannotMeasure, ValueError) as error:
             raise errors.Unsupported(
                 f"what is held cannot be measured: {error}",
-                at=at,
                 hint="leave `release` out: it needs a model that runs on the meta device, and "
                 "inputs for it",
             ) from error
@@ -182,7 +179,6 @@ def _lives(call: Call, nodes: Sequence[Node], sharing: Sharing) -> list[Live]:
         raise errors.Unsupported(
             f"`{nodes[0].path}` is a {name}: its `forward` does not stand in "
             f"{sharing.file.path.name}",
-            at=call.directive.at,
             hint=own_copy(name, sharing.file),
         )
     return live_functions(call.tree, sharing.file, [(f, sharing.owner_of(f)) for f in own])
@@ -259,7 +255,6 @@ def _check_selected(
                 f"`{others[0].path or 'the model'}` runs `{function.name}` too, where "
                 f"`{death.name}` is to be dropped, and is not selected",
                 at=sharing.file.at(death.statement),
-                cause=call.directive,
                 hint="select all modules that run it, or the whole model: s.release()",
             )
 

@@ -160,14 +160,13 @@ class Rebuilding(Primitive):
         """
         new, arguments = self._class(call, node), call.arguments.get("args")
         arguments = None if call.done is not None else arguments
-        at, name = call.directive.at, getattr(new, "__name__", "the new module")
+        name = getattr(new, "__name__", "the new module")
         try:
             return built_in_place(call.sources, node, new, arguments)
         except WrongArguments as error:
             shown = "the original's arguments" if arguments is None else f"`{arguments}`"
             raise errors.BadArgument(
                 f"`{name}` cannot be made in the place of `{node.path}` with {shown}: {error}",
-                at=at,
                 hint='give its own: replace(..., args="...")' if arguments is None else None,
             ) from None
         except CannotBuild as error:
@@ -175,11 +174,9 @@ class Rebuilding(Primitive):
                 return None
             raise errors.WeightsMisfit(
                 f"`{name}` cannot be made in the place of `{node.path}`, so nothing is known of "
-                f"its weights: {error}",
-                at=at,
+                f"its weights: {error}"
             ) from None
-        except errors.UnfollowableConstruction as error:
-            error.also = (*error.also, *([at] if at else []))
+        except errors.UnfollowableConstruction:
             if not call.arguments.get("weights"):
                 return None
             raise
@@ -209,18 +206,16 @@ class Replacing(Rebuilding):
 
 def check_free(call: Call, node: Node, state: ModuleRequests) -> None:
     """Refuses to replace the model itself, and what the schedule has changed before."""
-    at = call.directive.at
     if not state.is_plain():
         splits = (state.replacement, *state.shards, *state.shares, *state.syncs)
         causes = [s.cause for s in splits if s] + [c for _, c in state.asks(WrapForward)]
         raise errors.ConflictingEdits(
             f"`{node.path}` cannot be replaced after it was changed",
-            at=at,
             cause=causes,
             hint="replace first, then schedule what stands there",
         )
     if not node.path:
-        raise errors.Unsupported("the model itself cannot be replaced", at=at)
+        raise errors.Unsupported("the model itself cannot be replaced")
 
 
 def check_source(call: Call, arguments: str | None) -> None:
@@ -232,7 +227,6 @@ def check_source(call: Call, arguments: str | None) -> None:
     except (SyntaxError, TypeError):
         raise errors.BadArgument(
             f"`args` must be the constructor's arguments as source, not {arguments!r}",
-            at=call.directive.at,
             hint='write args="config.hidden_size, bias=False"',
         ) from None
 
@@ -251,7 +245,6 @@ def weights_of(call: Call) -> dict[str, Weight]:
             shown = repr(source) if name is None else f"{name!r}: {source!r}"
             raise errors.BadArgument(
                 f"`weights` maps names to what they are made of, not {shown}",
-                at=call.directive.at,
                 hint='write weights={"qkv.weight": concat("query.weight", "key.weight")}, with '
                 "`from slapo_rewrite import concat, split, transpose`",
             )
@@ -264,14 +257,13 @@ def check_fit(call: Call, node: Node, module: nn.Module, weights: Mapping[str, W
     Raises:
         WeightsMisfit: In words.
     """
-    at = call.directive.at
     inner = {n for weight in weights.values() for n in weight.names()}
     for name in sorted(inner & node.live.state_dict().keys()):
         full = f"{node.path}.{name}"
         outside = [n for n in call.tree.ties.get(full, ()) if not n.startswith(f"{node.path}.")]
         if outside and weights.get(name) != Original(name):
             raise errors.WeightsMisfit(
-                f"`{full}` is tied to `{outside[0]}`, so it must keep its name and shape", at=at
+                f"`{full}` is tied to `{outside[0]}`, so it must keep its name and shape"
             )
     try:
         check_weights(node.live, module, weights)
@@ -279,7 +271,6 @@ def check_fit(call: Call, node: Node, module: nn.Module, weights: Mapping[str, W
         near = errors.did_you_mean(error.wrong, error.names) if error.wrong else None
         raise errors.WeightsMisfit(
             f"`{node.path}`: {error}",
-            at=at,
             hint=near
             or 'say what each is made of: replace(..., weights={"qkv.weight": concat(...)})',
         ) from None
@@ -420,7 +411,7 @@ class Replace(Replacing):
         """A call of the new function in the place of each match of a pattern."""
         if call.arguments["pattern"] is None:
             if call.arguments["concrete_args"] is not None:
-                raise errors.BadArgument("`concrete_args` is for a pattern", at=call.directive.at)
+                raise errors.BadArgument("`concrete_args` is for a pattern")
             return None
         return replaced(call, nodes)
 

@@ -88,8 +88,6 @@ class ReplaceAll(Replacing):
                 waiting = list(node.children.values()) + waiting
         if not found and nodes:
             raise errors.UnknownPath(
-                f"no module is a `{name}`",
-                at=call.directive.at,
-                hint=errors.did_you_mean(name, seen),
+                f"no module is a `{name}`", hint=errors.did_you_mean(name, seen)
             )
         return list(found.values())

@@ -241,15 +241,13 @@ class Shard(Primitive):
         ):
             raise errors.BadArgument(
                 f"`names` must be the name of a parameter or an integer attribute, or a list of "
-                f"them, not {given!r}",
-                at=call.directive.at,
+                f"them, not {given!r}"
             )
         for name in names:
             state = self._one(call, node, state, name)
         return state
 
     def _one(self, call: Call, node: Node, state: ModuleRequests, name: str) -> ModuleRequests:
-        at = call.directive.at
         parameter = {**node.buffers, **node.parameters}.get(name)
         if parameter is None and name in _attributes(node):
             return self._share(call, node, state, name)
@@ -262,25 +260,22 @@ class Shard(Primitive):
                     if empty
                     else f"has no parameter `{name}`, and no integer attribute"
                 ),
-                at=at,
                 hint=parameter_hint(name, node, [*node.parameters, *_attributes(node)]),
             )
         for earlier in state.shards:
             if earlier.name == name:
                 raise errors.ShardedTwice(
                     f"`{node.path}.{name}` is sharded already, along axis {earlier.axis}",
-                    at=at,
                     cause=earlier.cause,
                     hint="take one of the two lines out",
                 )
         shape = tuple(parameter.shape)
         axis = call.arguments["axis"]
         if not isinstance(axis, int) or isinstance(axis, bool):
-            raise errors.BadArgument(f"`axis` must be a whole number, not {axis!r}", at=at)
+            raise errors.BadArgument(f"`axis` must be a whole number, not {axis!r}")
         if not -len(shape) <= axis < len(shape):
             raise errors.BadAxis(
                 f"`{node.path}.{name}` has shape {list(shape)}: there is no axis {axis}",
-                at=at,
                 hint=f"its axes are 0 to {len(shape) - 1}"
                 if shape
                 else "a scalar cannot be sharded",
@@ -293,12 +288,11 @@ class Shard(Primitive):
 
     def _share(self, call: Call, node: Node, state: ModuleRequests, name: str) -> ModuleRequests:
         """An integer attribute that becomes this rank's share."""
-        at, spoken = call.directive.at, f"`{node.path or 's'}.{name}`"
+        spoken = f"`{node.path or 's'}.{name}`"
         for earlier in state.shares:
             if earlier.name == name:
                 raise errors.ShardedTwice(
                     f"{spoken} is sharded already",
-                    at=at,
                     cause=earlier.cause,
                     hint="take one of the two lines out",
                 )
@@ -306,22 +300,19 @@ class Shard(Primitive):
         if base is not None and name in inspect.signature(base).parameters:
             raise errors.Unsupported(
                 f"{spoken} says what the weight of a {base.__name__} is: it follows from that",
-                at=at,
                 hint='shard the weight instead: .shard("weight", axis=...)',
             )
         if axis not in (0, -1) or isinstance(axis, bool):
             raise errors.BadAxis(
-                f"{spoken} is a whole number: there is no axis {axis!r}",
-                at=at,
-                hint="give axis=0",
+                f"{spoken} is a whole number: there is no axis {axis!r}", hint="give axis=0"
             )
         if parts != 1:
             raise errors.BadArgument(
-                f"{spoken} is a whole number: it has no parts", at=at, hint="take `parts` out"
+                f"{spoken} is a whole number: it has no parts", hint="take `parts` out"
             )
         size = vars(node.live)[name]
         if size < 2:
-            raise errors.BadSize(f"{spoken} is {size}: there is nothing to split", at=at)
+            raise errors.BadSize(f"{spoken} is {size}: there is nothing to split")
         return replace(state, shares=(*state.shares, ShardedAttribute(name, call.directive)))
 
     def _parts(self, call: Call, node: Node, name: str, size: int) -> tuple[int, ...]:
@@ -336,8 +327,7 @@ class Shard(Primitive):
             sizes = tuple(parts)
         else:
             raise errors.BadArgument(
-                f"`parts` must be a number of equal parts or the sizes of the parts, not {parts!r}",
-                at=call.directive.at,
+                f"`parts` must be a number of equal parts or the sizes of the parts, not {parts!r}"
             )
         given_as_sizes = not isinstance(parts, int)
         if (given_as_sizes and sum(sizes) != size) or size % sum(sizes):
@@ -347,8 +337,7 @@ class Shard(Primitive):
                     f"parts {list(sizes)} add up to {sum(sizes)}"
                     if given_as_sizes
                     else f"it cannot be cut in {len(sizes)} equal parts"
-                ),
-                at=call.directive.at,
+                )
             )
         common = math.gcd(*sizes)
         return tuple(s // common for s in sizes)

@@ -116,17 +116,12 @@ class StepInBackwardPrimitive(Primitive):
         if node.path:
             raise errors.Unsupported(
                 f"`{node.path}` is part of a model: the model itself updates all parameters",
-                at=call.directive.at,
                 hint="s.step_in_backward()",
             )
         if earlier := [cause for _, cause in state.asks(StepInBackward)]:
             raise errors.Unsupported(
-                "the model updates its parameters in the backward pass already",
-                at=call.directive.at,
-                cause=earlier,
+                "the model updates its parameters in the backward pass already", cause=earlier
             )
         if hasattr(node.cls, self.name):
-            raise errors.Unsupported(
-                f"`{node.cls.__name__}` has a `{self.name}` of its own", at=call.directive.at
-            )
+            raise errors.Unsupported(f"`{node.cls.__name__}` has a `{self.name}` of its own")
         return state.asking(StepInBackward(), call.directive)

@@ -294,20 +294,19 @@ def schedule(s):
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Adds the collective; whether it fits the module's shards is judged when all are known."""
-        at, arguments = call.directive.at, call.arguments
+        arguments = call.arguments
         mode, operation, axis = arguments["mode"], arguments["sync_op_or_fn"], arguments["axis"]
         if mode not in MODES:
             raise errors.BadArgument(
                 f"`{mode}` is no mode of `sync`",
-                at=at,
                 hint=errors.did_you_mean(str(mode), MODES) or "the modes are " + ", ".join(MODES),
             )
         if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool)):
-            raise errors.BadArgument(f"`axis` must be a whole number, not {axis!r}", at=at)
+            raise errors.BadArgument(f"`axis` must be a whole number, not {axis!r}")
         summed = arguments["tensor_parallel_output_grad"]
         if summed not in (None, True, False):
             raise errors.BadArgument(
-                f"`tensor_parallel_output_grad` must be True or False, not {summed!r}", at=at
+                f"`tensor_parallel_output_grad` must be True or False, not {summed!r}"
             )
         if isinstance(operation, str):
             chosen: Any
@@ -315,17 +314,16 @@ def schedule(s):
             if mode == "bwd_post" and chosen != "all_reduce":
                 raise errors.Unsupported(
                     f"`bwd_post` cannot be combined with `{operation}`",
-                    at=at,
                     hint="the gradient of a scatter or gather follows from the one in the forward "
                     "pass; only `all_reduce` is a gradient's own",
                 )
         elif arguments["of"] is not None:
-            raise errors.BadArgument("`of` is for collectives, not for functions", at=at)
+            raise errors.BadArgument("`of` is for collectives, not for functions")
         else:
             chosen, scatter_axis = function_of(call, operation, "a sync function"), None
         if summed is not None and chosen != "all_gather":
             raise errors.BadArgument(
-                "`tensor_parallel_output_grad` is about the gradient of an `all_gather`", at=at
+                "`tensor_parallel_output_grad` is about the gradient of an `all_gather`"
             )
         of = call.arguments["of"]
         if of is not None:
@@ -344,9 +342,7 @@ def schedule(s):
         for earlier in state.syncs:
             if replace(earlier, partial_gradient=summed) == added:
                 raise errors.SyncMismatch(
-                    f"`{node.path}` has this sync already",
-                    at=at,
-                    cause=earlier.cause,
+                    f"`{node.path}` has this sync already", cause=earlier.cause
                 )
         return replace(state, syncs=(*state.syncs, added))
 
@@ -361,7 +357,7 @@ def schedule(s):
         Raises:
             BadArgument: `forward` has no such name, or not for this mode.
         """
-        mode, at = call.arguments["mode"], call.directive.at
+        mode = call.arguments["mode"]
         names = self._arguments(node)
         code = getattr(inspect.unwrap(type(node.live).forward), "__code__", None)
         values = [*code.co_varnames[code.co_argcount :], *code.co_cellvars] if code else []
@@ -369,7 +365,6 @@ def schedule(s):
         if of not in known or (mode == "fwd_post" and of in names):
             raise errors.BadArgument(
                 f"`{node.path or 's'}` {_LACKS[mode].format(of)}",
-                at=at,
                 hint=errors.did_you_mean(of, known) or f"it has {', '.join(known) or 'none'}",
             )
         return of if of != names[0] else None
@@ -382,11 +377,10 @@ def schedule(s):
         Raises:
             BadArgument: There is no such collective, or it lacks an axis.
         """
-        at = call.directive.at
         before, arrow, after = asked.partition("->")
         if arrow and before.strip() in LAYOUTS and after.strip() in LAYOUTS:
             if axis is not None:
-                raise errors.BadArgument(f'`"{asked}"` says the axes: it takes no `axis`', at=at)
+                raise errors.BadArgument(f'`"{asked}"` says the axes: it takes no `axis`')
             old, new = LAYOUTS[before.strip()], LAYOUTS[after.strip()]
             if old == new:
                 return "keep", old, None
@@ -397,16 +391,13 @@ def schedule(s):
             known = [f"{a}->{b}" for a in LAYOUTS for b in LAYOUTS]
             raise errors.BadArgument(
                 f"`sync` does not offer `{asked}`",
-                at=at,
                 hint=errors.did_you_mean(asked, [*OPERATIONS, *known])
                 or f"it offers {', '.join(OPERATIONS)}, reshard strings like `RR->RS`, or a "
                 "function of your own",
             )
         if asked == "all_reduce" and axis is not None:
-            raise errors.BadArgument("`all_reduce` takes no axis", at=at)
+            raise errors.BadArgument("`all_reduce` takes no axis")
         if asked != "all_reduce" and axis is None:
             example = "axis=-1" if asked == "all_gather" else "axis=1"
-            raise errors.BadArgument(
-                f"`{asked}` needs an axis", at=at, hint=f"write {example}, say"
-            )
+            raise errors.BadArgument(f"`{asked}` needs an axis", hint=f"write {example}, say")
         return asked, axis, None

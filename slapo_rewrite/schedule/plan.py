@@ -12,7 +12,6 @@ from slapo_rewrite.changes.imports import Reference
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import EMPTY, ModuleRequests
 from slapo_rewrite.directive import Directive, Share
-from slapo_rewrite.errors import Span
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.primitives.base import Call, Primitive, Question
@@ -94,7 +93,7 @@ class Plan:
             tuple(node.path for node in nodes),
             shares,
         )
-        arguments = primitive.bind(args, kwargs, at)
+        arguments = primitive.bind(args, kwargs)
         call = Call(
             directive,
             self.schedule.module,
@@ -127,7 +126,6 @@ class Plan:
             if self.tree.nodes.get(node.path) is not node:
                 raise errors.UnknownPath(
                     f"`{node.path}` was part of a module that has been replaced",
-                    at=at,
                     hint=f's["{node.path}"] selects what stands there now'
                     if node.path in self.tree.nodes
                     else "select from `s` again",
@@ -144,7 +142,7 @@ class Plan:
             if (module := primitive.replacement(call, node)) is not None:
                 grafts[node.path] = module
         if grafts:
-            self._check_untouched(grafts, at)
+            self._check_untouched(grafts)
             self._grafted.append((primitive, call, list(grafts)))
             self._graft(grafts)
         return None
@@ -203,7 +201,6 @@ class Plan:
                 raise errors.ConflictingEdits(
                     f"`{path}` is gone since `{directive.primitive}(...)`, and was scheduled "
                     "before it",
-                    at=directive.at,
                     also=earlier[:1],
                     hint="change the source first, then schedule what stands there",
                 )
@@ -257,7 +254,7 @@ class Plan:
                     hint = "name what is inside instead, on either side of the cut"
                     raise _conflict(words, wrapped[0][1], cut.cause, hint)
 
-    def _check_untouched(self, grafts: Mapping[str, Any], at: Span | None) -> None:
+    def _check_untouched(self, grafts: Mapping[str, Any]) -> None:
         """What a replaced module holds goes with it, so it cannot have been scheduled before."""
         for path, state in self.states.items():
             above = path.rpartition(".")[0]
@@ -267,7 +264,6 @@ class Plan:
                 earlier = [d.at for d in self.directives if path in d.paths and d.at]
                 raise errors.ConflictingEdits(
                     f"`{above}` cannot be replaced after `{path}` in it was changed",
-                    at=at,
                     also=earlier[:1],
                     hint="replace first, then schedule what stands there",
                 )

@@ -43,9 +43,7 @@ class Selection:
             gone = next((n.path for n in self._found if n.path not in now.nodes), None)
             if gone is not None:
                 raise errors.UnknownPath(
-                    f"`{gone}` was part of what has been rewritten",
-                    at=self._plan.schedule.caller(),
-                    hint="select from `s` again",
+                    f"`{gone}` was part of what has been rewritten", hint="select from `s` again"
                 )
             self._found, self._tree = [now.nodes[n.path] for n in self._found], now
         return self._found
@@ -56,8 +54,7 @@ class Selection:
         if isinstance(key, (int, slice)):
             return self._by_index(key)
         raise errors.BadArgument(
-            f"modules are selected by path, index or slice, not by {type(key).__name__}",
-            at=self._plan.schedule.caller(),
+            f"modules are selected by path, index or slice, not by {type(key).__name__}"
         )
 
     def _by_path(self, pattern: str) -> Selection:
@@ -83,7 +80,6 @@ class Selection:
             known = [with_wildcards(path) for path in known]
         return errors.UnknownPath(
             f"no module `{pattern}` below `{self._said}`",
-            at=self._plan.schedule.caller(),
             hint=errors.did_you_mean(pattern, known) or _children_hint(self._nodes[0]),
         )
 
@@ -96,7 +92,6 @@ class Selection:
             if not node.is_container:
                 raise errors.UnknownPath(
                     f"`{node.path}` is a {node.cls.__name__}, not a module list: it has no index",
-                    at=self._plan.schedule.caller(),
                     hint=_children_hint(node),
                 )
             items = list(node.children.values())
@@ -110,8 +105,7 @@ class Selection:
                 picked = items[key]
             except IndexError:
                 raise errors.UnknownPath(
-                    f"`{node.path}` has {len(items)} modules: there is no [{key}]",
-                    at=self._plan.schedule.caller(),
+                    f"`{node.path}` has {len(items)} modules: there is no [{key}]"
                 ) from None
             nodes += picked if isinstance(picked, list) else [picked]
         said = f"{self._said}[{shown}]"
@@ -139,7 +133,7 @@ class Selection:
         else:
             return _fraction(start), _fraction(stop)
         shown = f"{self._said}[{_show_slice(key)}]"
-        raise errors.BadArgument(f"`{shown}`: {wrong}", at=self._plan.schedule.caller(), hint=hint)
+        raise errors.BadArgument(f"`{shown}`: {wrong}", hint=hint)
 
     def _warn_of(self, share: Share, taken: int, length: int) -> None:
         """Says that a share came to nothing, or to everything, and the output is written so."""
@@ -162,15 +156,12 @@ class Selection:
         try:
             compiled = re.compile(regex)
         except re.error as error:
-            raise errors.BadArgument(
-                f"`{regex}` is not a regular expression: {error}", at=self._plan.schedule.caller()
-            ) from None
+            raise errors.BadArgument(f"`{regex}` is not a regular expression: {error}") from None
         below = self._below()
         nodes = [node for path, node in below.items() if compiled.fullmatch(path)]
         if not nodes and self._nodes:
             raise errors.UnknownPath(
                 f"no module below `{self._said}` matches `{regex}`",
-                at=self._plan.schedule.caller(),
                 hint=errors.did_you_mean(regex.replace("\\", ""), below),
             )
         return self._inside(nodes, f"{self._said}.match({regex!r})")
@@ -209,7 +200,6 @@ class Selection:
         if primitive is None:
             raise errors.UnknownPrimitive(
                 f"there is no primitive `{name}`",
-                at=self._plan.schedule.caller(),
                 hint=errors.did_you_mean(name, primitives.registry())
                 or "the primitives are " + ", ".join(primitives.registry()),
             )
