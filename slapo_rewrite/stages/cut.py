@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -72,8 +73,17 @@ def pipeline(
         )
     check_attributes(model, file)
 
+    has_shards = "shards.py" in files
+
     def tried(cuts: Sequence[Cut]) -> PipelineText:
-        return _with_few_layers(files, file, schedule, cuts, sliced, module, tree)
+        """In a small model with few layers, where those speak for all."""
+        run = functools.partial(_tried, file, schedule, cuts, sliced, module, tree, has_shards)
+        kept = kept_layers(tree, cuts)
+        if any(len(numbers) < len(tree.nodes[path].children) for path, numbers in kept.items()):
+            # What is refused there may be the small model's fault: all layers have the last word.
+            with contextlib.suppress(errors.CannotCut):
+                return run(kept)
+        return run({})
 
     try:
         return tried(cuts)
@@ -90,36 +100,14 @@ def pipeline(
     raise refusal
 
 
-def _with_few_layers(
-    files: Mapping[str, str],
-    file: SourceFile,
-    schedule: Any,
-    cuts: Sequence[Cut],
-    sliced: Directive | None,
-    module: ModuleType,
-    tree: Tree,
-) -> PipelineText:
-    """The stages, tried in a small model with few layers where those speak for all.
-
-    Raises:
-        CannotCut: The stages cannot end there.
-    """
-    kept = kept_layers(tree, cuts)
-    if any(len(numbers) < len(tree.nodes[path].children) for path, numbers in kept.items()):
-        # What is refused there may be the small model's fault: all layers have the last word.
-        with contextlib.suppress(errors.CannotCut):
-            return _tried(files, file, schedule, cuts, sliced, module, tree, kept)
-    return _tried(files, file, schedule, cuts, sliced, module, tree, {})
-
-
 def _tried(
-    files: Mapping[str, str],
     file: SourceFile,
     schedule: Any,
     cuts: Sequence[Cut],
     sliced: Directive | None,
     module: ModuleType,
     tree: Tree,
+    has_shards: bool,
     kept: Kept,
 ) -> PipelineText:
     """The stages, tried in a small model with the layers that are kept, or with all.
@@ -177,7 +165,7 @@ def _tried(
         defining,
         flat.settings,
         shared_names(model),
-        "shards.py" in files,
+        has_shards,
         has_function,
     )
 
