@@ -9,7 +9,7 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.bundle import rules_folder
@@ -48,6 +48,34 @@ class Parser(argparse.ArgumentParser):
             hint = "give --schedule FILE, one that ships with the tool, or auto: " + hint
         raise errors.UsageError(message, hint=hint)
 
+    def flag(self, name: str, words: str) -> None:
+        """An option that is given or not."""
+        self.add_argument(name, action="store_true", help=words)
+
+    def option(self, name: str, value: str, words: str, **more: Any) -> None:
+        """An option with a value; with several names, these are parted by a comma."""
+        self.add_argument(*name.split(", "), metavar=value, help=words, **more)
+
+    def path(self, name: str, value: str, words: str, **more: Any) -> None:
+        """An option whose value is a path."""
+        self.option(name, value, words, type=Path, **more)
+
+    def number(self, name: str, words: str, value: str = "N", **more: Any) -> None:
+        """An option whose value is a whole number."""
+        self.option(name, value, words, type=int, **more)
+
+    def several(self, name: str, value: str, words: str, **more: Any) -> None:
+        """An option that may be given again and again."""
+        self.option(name, value, words, action="append", **more)
+
+    def source(self, words: str = "a Python file or an importable module", **more: Any) -> None:
+        """What is rewritten."""
+        self.add_argument("source", metavar="SOURCE", help=words, **more)
+
+    def out(self) -> None:
+        """An output that there is."""
+        self.add_argument("out", metavar="OUT", type=Path, help="an output folder")
+
 
 def _rewrite() -> Parser:
     parser = Parser(
@@ -57,58 +85,43 @@ def _rewrite() -> Parser:
         "other commands (each has a --help of its own):\n  "
         + "\n  ".join(f"slapo-rewrite {name}" for name in PARSERS if name),
     )
-    parser.add_argument("source", metavar="SOURCE", help="a Python file or an importable module")
-    parser.add_argument(
-        "--schedule",
-        "-s",
-        required=True,
-        metavar="S",
-        help="a file, the name of a bundled one, or auto: worked out from the model (auto:CLASS, "
+    parser.source()
+    parser.option(
+        "--schedule, -s",
+        "S",
+        "a file, the name of a bundled one, or auto: worked out from the model (auto:CLASS, "
         "or auto:FILE.py with model(m), inputs(model) and loss(outputs))",
+        required=True,
     )
-    parser.add_argument(
+    parser.path(
         "--write-schedule",
-        type=Path,
-        metavar="FILE",
-        help="where `--schedule auto` writes what it works out (default: OUT_schedule.py)",
+        "FILE",
+        "where `--schedule auto` writes what it works out (default: OUT_schedule.py)",
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="OUT", help="the output folder")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="K=V", help="set a knob (repeatable)"
-    )
-    parser.add_argument(
+    parser.path("-o, --output", "OUT", "the output folder")
+    parser.several("--set", "K=V", "set a knob (repeatable)", default=[])
+    parser.flag(
         "--diff",
-        action="store_true",
-        help="print the unified diff, write nothing; it is kept in ~/.cache/slapo-rewrite for the "
+        "print the unified diff, write nothing; it is kept in ~/.cache/slapo-rewrite for the "
         "next time, but with SLAPO_REWRITE_CACHE=0",
     )
-    parser.add_argument(
-        "--check", action="store_true", help="exit 1 if OUT is not current, write nothing"
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="run original against rewritten afterwards"
-    )
+    parser.flag("--check", "exit 1 if OUT is not current, write nothing")
+    parser.flag("--verify", "run original against rewritten afterwards")
     _add_worlds(parser)
-    parser.add_argument(
-        "--single-file", action="store_true", help="one module instead of a package"
+    parser.flag("--single-file", "one module instead of a package")
+    parser.path(
+        "--support", "DIR", "a folder beside OUT for its helpers, which several outputs share"
     )
-    parser.add_argument(
-        "--support",
-        type=Path,
-        metavar="DIR",
-        help="a folder beside OUT for its helpers, which several outputs share",
-    )
-    parser.add_argument(
+    parser.several(
         "--with",
-        dest="further",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="add a further helper: load_pretrained, save_pretrained, build_deferred, "
+        "NAME",
+        "add a further helper: load_pretrained, save_pretrained, build_deferred, "
         "add_adapters, sharded_state (repeatable)",
+        dest="further",
+        default=[],
     )
-    parser.add_argument("--merge", action="store_true", help="carry hand edits in OUT over")
-    parser.add_argument("--force", action="store_true", help="overwrite hand edits in OUT")
+    parser.flag("--merge", "carry hand edits in OUT over")
+    parser.flag("--force", "overwrite hand edits in OUT")
     parser.add_argument("--version", action="version", version=f"slapo-rewrite {__version__}")
     _add_json(parser, "what --check found, or what was written")
     return parser
@@ -120,7 +133,7 @@ def _verify() -> Parser:
         "Run original against rewritten in real processes and compare their numbers.",
         "slapo-rewrite verify out --world 2",
     )
-    parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
+    parser.out()
     _add_worlds(parser)
     _add_inputs(parser)
     _add_json(parser, "the checks")
@@ -135,22 +148,17 @@ def _explain() -> Parser:
         "the whole of it, to be reviewed:\n  slapo-rewrite explain out --html report.html\n"
         "  slapo-rewrite explain out --markdown",
     )
-    parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
+    parser.out()
     parser.add_argument(
         "place", metavar="FILE:LINE", nargs="?", help="one line; without it, every change"
     )
-    parser.add_argument(
+    parser.path(
         "--html",
-        type=Path,
-        metavar="FILE",
-        help="write a page for review: diff, module tree, rules, verification, prediction",
+        "FILE",
+        "write a page for review: diff, module tree, rules, verification, prediction",
     )
-    parser.add_argument(
-        "--markdown", action="store_true", help="print it in short, for a pull request's comment"
-    )
-    parser.add_argument(
-        "--world", type=int, metavar="N", help="ranks that these tell the sizes on (default: 2)"
-    )
+    parser.flag("--markdown", "print it in short, for a pull request's comment")
+    parser.number("--world", "ranks that these tell the sizes on (default: 2)")
     _add_inputs(parser)
     _add_json(parser, "the changes")
     return parser
@@ -163,11 +171,9 @@ def _update() -> Parser:
         "them\nhas changed, and show what is new. Hand edits stay.",
         "slapo-rewrite update out",
     )
-    parser.add_argument("out", metavar="OUT", type=Path, help="an output folder")
-    parser.add_argument(
-        "--check", action="store_true", help="exit 1 if OUT is not current, write nothing"
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite hand edits in OUT")
+    parser.out()
+    parser.flag("--check", "exit 1 if OUT is not current, write nothing")
+    parser.flag("--force", "overwrite hand edits in OUT")
     _add_inputs(parser)
     _add_json(parser, "what was done")
     return parser
@@ -179,10 +185,8 @@ def _tree() -> Parser:
         "Print the module tree: path, class, parameters, construction site.",
         f"slapo-rewrite tree {BERT}",
     )
-    parser.add_argument("source", metavar="SOURCE", help="a Python file or an importable module")
-    parser.add_argument(
-        "--schedule", "-s", required=True, metavar="S", help="a file, or the name of a bundled one"
-    )
+    parser.source()
+    parser.option("--schedule, -s", "S", "a file, or the name of a bundled one", required=True)
     _add_json(parser, "the modules")
     return parser
 
@@ -214,55 +218,42 @@ def _tune() -> Parser:
         "what runs out of memory, or of time, counts as slower than everything else; what fails "
         "otherwise\nends the search. The same command goes on where it ended.",
     )
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        nargs="?",
-        help="a Python file or an importable module; or the schedule, if it says SOURCE = ...",
+    parser.source(
+        "a Python file or an importable module; or the schedule, if it says SOURCE = ...", nargs="?"
     )
-    parser.add_argument(
-        "--schedule", "-s", metavar="S", help="a file, or the name of a bundled one"
-    )
-    parser.add_argument("--run", metavar="COMMAND", help="trains for a while, for the shell")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
+    parser.option("--schedule, -s", "S", "a file, or the name of a bundled one")
+    parser.option("--run", "COMMAND", "trains for a while, for the shell")
+    parser.path(
+        "-o, --output",
+        "FOLDER",
+        "for trials.jsonl, the rewritten models, logs and surface.png (default: tuned)",
         default=Path("tuned"),
-        metavar="FOLDER",
-        help="for trials.jsonl, the rewritten models, logs and surface.png (default: tuned)",
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="K=V", help="fix a knob (repeatable)"
-    )
-    parser.add_argument(
+    parser.several("--set", "K=V", "fix a knob (repeatable)", default=[])
+    parser.several(
         "--strategy",
-        action="append",
-        metavar="NAME",
-        help="model: what a model of the trials so far expects most of (default); slapo: the "
+        "NAME",
+        "model: what a model of the trials so far expects most of (default); slapo: the "
         "largest batch by bisection, then the ratio; random; exhaustive",
     )
-    parser.add_argument(
-        "--trials", type=int, metavar="N", help="no more than N, those in the record among them"
-    )
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for each run")
-    parser.add_argument(
+    parser.number("--trials", "no more than N, those in the record among them")
+    parser.option("--timeout", "SECONDS", "for each run", type=float)
+    parser.option(
         "--confidence",
+        "P",
+        "end when with this probability nothing is more than 1%% better (default: 0.9)",
         type=float,
         default=0.9,
-        metavar="P",
-        help="end when with this probability nothing is more than 1%% better (default: 0.9)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random numbers")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument(
+    parser.number("--seed", "of random numbers", default=0)
+    parser.flag("--json", "print the result as JSON")
+    parser.path(
         "--replay",
-        type=Path,
-        metavar="GRID",
-        help="instead of running: how many trials the strategies need on measured throughputs, "
+        "GRID",
+        "instead of running: how many trials the strategies need on measured throughputs, "
         'a JSON file {"batch_size": [...], "ckpt_ratio": [...], "throughput": [[...], ...]}',
     )
-    parser.add_argument("--seeds", type=int, metavar="N", help="how often to replay (default: 20)")
+    parser.number("--seeds", "how often to replay (default: 20)")
     return parser
 
 
@@ -276,76 +267,55 @@ def _plan() -> Parser:
         "knobs\n`sequence_parallel`, `pipeline_stages`, `ckpt_ratio` and `fuse`, as far as the "
         "schedule has them.",
     )
-    parser.add_argument("source", metavar="SOURCE", help="a Python file or an importable module")
-    parser.add_argument(
-        "--schedule", "-s", required=True, metavar="S",
-        help="a file, the name of a bundled one, or auto",
-    )  # fmt: skip
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="how many there are")
-    parser.add_argument(
-        "--gpu", default="h100", metavar="NAME",
-        help="what they are: v100, a100, h100 (default), h200, b200; or measure: this machine's",
-    )  # fmt: skip
-    parser.add_argument("--batch", type=int, required=True, metavar="B", help="rows of a step")
-    parser.add_argument(
-        "--sequence", type=int, metavar="L",
-        help="tokens of a row (default: what the schedule's inputs give)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--memory", metavar="SIZE", help="what a rank may hold, 70GiB say (default: all)"
+    parser.source()
+    parser.option(
+        "--schedule, -s", "S", "a file, the name of a bundled one, or auto", required=True
     )
-    parser.add_argument(
-        "--nodes-of", type=int, default=8, metavar="N", help="GPUs of a node (default: 8)"
+    parser.number("--gpus", "how many there are", required=True)
+    parser.option(
+        "--gpu",
+        "NAME",
+        "what they are: v100, a100, h100 (default), h200, b200; or measure: this machine's",
+        default="h100",
     )
+    parser.number("--batch", "rows of a step", "B", required=True)
+    parser.number("--sequence", "tokens of a row (default: what the schedule's inputs give)", "L")
+    parser.option("--memory", "SIZE", "what a rank may hold, 70GiB say (default: all)")
+    parser.number("--nodes-of", "GPUs of a node (default: 8)", default=8)
     parser.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32"), help="default: bf16, on v100 fp16"
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="K=V", help="fix a knob (repeatable)"
+    parser.several("--set", "K=V", "fix a knob (repeatable)", default=[])
+    parser.path(
+        "-o, --output",
+        "OUT",
+        "a folder for the rewritten model, deepspeed.json, launch.sh and plan.json",
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="OUT",
-        help="a folder for the rewritten model, deepspeed.json, launch.sh and plan.json",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw time against memory (.png, .svg)"
-    )
+    parser.flag("--json", "print the plan as JSON")
+    parser.path("--plot", "FILE", "draw time against memory (.png, .svg)")
     return parser
 
 
-def _add_worlds(parser: argparse.ArgumentParser) -> None:
+def _add_worlds(parser: Parser) -> None:
     """What to verify: the whole model, or its pipeline."""
-    parser.add_argument(
-        "--world",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="world sizes to verify the whole model at (default: 1 2)",
-    )
+    parser.number("--world", "world sizes to verify the whole model at (default: 1 2)", nargs="+")
     for name, what in (
         ("--pp", "stages of the pipeline to verify (default: all that there are)"),
         ("--tp", "ranks that share a stage's layers (default: 1)"),
         ("--dp", "replicas of the pipeline (default: 1)"),
     ):
-        parser.add_argument(name, type=int, metavar="N", help=what)
+        parser.number(name, what)
 
 
 def _add_json(parser: Parser, what: str) -> None:
     """An answer for programs."""
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help=f"print {what} as one JSON object, with the exit code and its reason",
-    )
+    parser.flag("--json", f"print {what} as one JSON object, with the exit code and its reason")
 
 
 def _add_inputs(parser: Parser) -> None:
     """Where the original and the schedule of an output are."""
-    parser.add_argument(
-        "--source", metavar="SOURCE", help="the original, if it is not where it was"
-    )
-    parser.add_argument("--schedule", metavar="S", help="the schedule, if it is not where it was")
+    parser.option("--source", "SOURCE", "the original, if it is not where it was")
+    parser.option("--schedule", "S", "the schedule, if it is not where it was")
 
 
 PARSERS: dict[str, Callable[[], Parser]] = {
