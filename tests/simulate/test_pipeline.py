@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.pipeline import Bytes, Stage, Tie, simulate
-from slapo_rewrite.simulate.table import drawn, summary
 
 SECONDS = st.floats(0.001, 10)
 STAGES = st.lists(
@@ -147,21 +146,6 @@ def test_a_stage_does_one_thing_after_the_other_and_each_once(stages, micro_batc
 def test_what_cannot_be_is_refused(make):
     with pytest.raises(ValueError):
         make()
-
-
-def test_a_step_can_be_read():
-    step = simulate([Stage(1, 2, parameters=10**9), Stage(1, 2, held=10**9)], 3, pipeline=Link(0.5))
-    title, header, first, second = summary(step).splitlines()
-    assert title.split() == f"{step.seconds * 1e3:.1f} ms, bubble {step.bubble:.1%}".split()
-    assert header.split()[0] == "stage" and header.split()[-1] == "memory"
-    assert first.split()[:4] == ["0", "3000.0", "6000.0", "3000.0"]
-    assert first.split()[-3:] == ["2", "18.00", "GB"] and second.split()[-3:] == ["1", "1.00", "GB"]
-
-
-def test_a_step_can_be_drawn():
-    step = simulate([Stage(1, 2)] * 2, 3)
-    assert drawn(step, width=12).splitlines() == ["01..aa2bb.cc", ".0aa1bb2cc.."]
-    assert drawn(simulate([Stage(1, 1)], 12), width=24).startswith("0a1b2c")
 
 
 def test_the_package_needs_neither_torch_nor_deepspeed_to_be_imported():
