@@ -19,8 +19,8 @@ from itertools import pairwise
 from typing import Any
 
 from benchmark import report
+from benchmark.element_costs import Cost
 from benchmark.split_stages import Split, forward_seconds, made_of, step_seconds
-from slapo_rewrite.model.costs import Cost
 from slapo_rewrite.simulate.balance import stage_ends
 from slapo_rewrite.simulate.hardware import Device, hardware
 from slapo_rewrite.simulate.links import Link

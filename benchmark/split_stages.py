@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from slapo_rewrite.model.costs import Cost
+from benchmark.element_costs import Cost
 from slapo_rewrite.simulate.hardware import Device
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.pipeline import Bytes, Stage, Tie

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from slapo_rewrite.model.calls import calls_watched
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
+from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import is_container
 
 # What gives a view without saying so, or memory that nothing has been written to yet.
@@ -32,28 +31,13 @@ PICKING = {"aten::embedding", "aten::gather", "aten::index_select"}
 class Cost:
     """What an element of a model costs in one forward pass.
 
-    Of the bytes, those are whole that belong to tensors shaped like what goes from one element to
-    the next: with tensor parallelism every rank has these, and a part of everything else.
-
     Attributes:
-        parameters: Those that it reads, by name: how many numbers each is.
         flops: Of matrix products and attention.
         moved: Bytes that all other operators read and write.
-        moved_whole: Those of them that are whole.
-        held: Bytes kept for the backward pass.
-        held_whole: Those of them that are whole.
-        given: Bytes of the result of the element before it.
-        sent: Bytes of its result; of several, of the first.
     """
 
-    parameters: dict[str, int] = field(default_factory=dict)
     flops: float = 0
     moved: float = 0
-    moved_whole: float = 0
-    held: float = 0
-    held_whole: float = 0
-    given: float = 0
-    sent: float = 0
 
 
 def elements_of(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
@@ -116,13 +100,22 @@ def costs_of(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) 
         ValueError: The elements are not called in this order, each of them once.
     """
     elements = [model.get_submodule(path) for path in paths]
-    counter = _Counter(model, len(paths))
-    with counter.follows(elements), counter:
+    counter = _Counter(len(paths))
+    with calls_watched((e, counter.entering(i), None) for i, e in enumerate(elements)), counter:
         _run(model, inputs)
-    if counter.called != list(range(len(paths))):
-        called = [paths[number] for number in counter.called]
-        raise ValueError(f"`forward` calls {called}, and not each of {list(paths)} once")
-    return counter.costs()
+    check_order(paths, counter.called)
+    return counter.costs
+
+
+def check_order(paths: Sequence[str], called: Sequence[int]) -> None:
+    """Refuses elements that are not called in their order, each of them once.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if [*called] != [*range(len(paths))]:
+        found = [paths[number] for number in called]
+        raise ValueError(f"`forward` calls {found}, and not each of {list(paths)} once")
 
 
 def _run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -132,72 +125,28 @@ def _run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts operators and what they hold, each for the element that was called last."""
+    """Counts operators, each for the element that was called last."""
 
-    def __init__(self, model: nn.Module, count: int) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__()
         self.called: list[int] = []
-        self._costs = [Cost() for _ in range(count)]
-        self._results: list[list[Tensor]] = [[] for _ in range(count)]
-        self._moved: list[list[Tensor]] = [[] for _ in range(count)]
-        self._held: list[list[Tensor]] = [[] for _ in range(count)]
-        self._parameters = {_storage(p): (n, p.numel()) for n, p in model.named_parameters()}
-        self._known = set(self._parameters)
+        self.costs = [Cost() for _ in range(count)]
 
-    @property
-    def _now(self) -> int:
-        return self.called[-1] if self.called else 0
-
-    @contextmanager
-    def follows(self, elements: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, it is seen which element is called, and what autograd keeps."""
-
-        def enter(number: int) -> Callable[..., None]:
-            return lambda *_: self.called.append(number)
-
-        def leave(number: int) -> Callable[..., None]:
-            return lambda *told: self._results[number].extend(_tensors(told[-1])[:1])
-
-        watched = calls_watched((e, enter(i), leave(i)) for i, e in enumerate(elements))
-        with watched, saved_tensors_hooks(self._hold, lambda tensor: tensor):
-            yield
-
-    def _hold(self, tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in self._known:
-            self._known.add(_storage(tensor))
-            self._held[self._now].append(tensor)
-        return tensor
+    def entering(self, number: int) -> Callable[..., None]:
+        """What is told that an element is called."""
+        return lambda *_: self.called.append(number)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        cost, name = self._costs[self._now], func._schema.name
-        read = _tensors((args, kwargs))
-        cost.parameters |= dict(
-            self._parameters[_storage(x)] for x in read if _storage(x) in self._parameters
-        )
+        cost = self.costs[self.called[-1] if self.called else 0]
         flops = flops_of(func, args, kwargs or {}, results)
         if flops is not None:
             cost.flops += flops
-        elif not func.is_view and name not in FREE:
-            written = _tensors(results)
-            self._moved[self._now] += written + (written if name in PICKING else read)
+        elif not func.is_view and func._schema.name not in FREE:
+            written = list(tensors(results))
+            read = written if func._schema.name in PICKING else tensors((args, kwargs))
+            cost.moved += sum(tensor.nbytes for tensor in (*written, *read))
         return results
-
-    def costs(self) -> list[Cost]:
-        """What was counted."""
-        between = {_rows(x) for results in self._results[:-1] for x in results}
-
-        def whole(tensors: list[Tensor]) -> list[Tensor]:
-            return [x for x in tensors if _rows(x) in between]
-
-        for number, cost in enumerate(self._costs):
-            cost.moved, cost.held, cost.sent, cost.given = (
-                _size(tensors[number])
-                for tensors in (self._moved, self._held, self._results, [[], *self._results])
-            )
-            cost.moved_whole = _size(whole(self._moved[number]))
-            cost.held_whole = _size(whole(self._held[number]))
-        return self._costs
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, results: Any) -> float | None:
@@ -212,25 +161,6 @@ def flops_of(func: Any, args: Any, kwargs: Any, results: Any) -> float | None:
         return float(2 * scores * ((3 * width + 2 * again) if is_backward else width + again))
     count = flop_registry.get(func._overloadpacket)
     return None if count is None else float(count(*args, **kwargs, out_val=results))
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
-
-
-def _storage(tensor: Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
-    return number
-
-
-def _rows(tensor: Tensor) -> tuple[int, ...]:
-    """How many rows a tensor has, whatever axes they are on, and how long they are."""
-    width = tensor.shape[-1] if tensor.dim() else 1
-    return (tensor.numel() // max(width, 1), width)
-
-
-def _size(tensors: list[Tensor]) -> int:
-    return sum(x.nbytes for x in tensors)
 
 
 class OnMeta(TorchFunctionMode):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 import transformers
 
-from slapo_rewrite.model.costs import Cost, costs_of
+from benchmark.element_costs import Cost, costs_of
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmark.element_costs import Cost
 from benchmark.split_stages import Split, made_of
-from slapo_rewrite.model.costs import Cost
 from slapo_rewrite.simulate.hardware import Device
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.pipeline import Bytes, Tie, simulate
