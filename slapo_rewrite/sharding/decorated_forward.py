@@ -64,7 +64,7 @@ def never_run(node: Node, forward: Forward) -> NeverRuns:
     return NeverRuns(
         f"`{node.cls.__name__}.forward` does not run: a decorator puts another function in its "
         "place, so that a collective in it would do nothing",
-        Place(forward.code.co_filename, line, line, 4, 4 + len("def forward")),
+        place=Place(forward.code.co_filename, line, line, 4, 4 + len("def forward")),
         hint="put the sync on the module that calls it, or on one inside it",
         sync=(node.path, forward.sync),
     )

@@ -151,7 +151,7 @@ class _Following:
                     raise
                 break
         assert indivisible is not None
-        raise CannotFollow(str(indivisible), indivisible.place, hint=indivisible.hint)
+        raise CannotFollow(str(indivisible), place=indivisible.place, hint=indivisible.hint)
 
     def _whole(self, way: Way) -> Trace:
         """The whole model's run on a way through it.
@@ -188,7 +188,7 @@ class _Following:
                     continue
                 further = self._search(guess)
                 if further.sizes != followed.sizes or not followed.take_in(further):
-                    raise CannotFollow("other sizes have to be a rank's share", None)
+                    raise CannotFollow("other sizes have to be a rank's share")
             except CannotRun as error:
                 if not error.raised:
                     followed.unfollowed.append((f"{way} the model does not run: {error}", None))
@@ -414,7 +414,7 @@ class _Following:
         except Exception as error:
             unfit = CannotFollow(
                 f"`forward` does not fit the sharded sizes: {error}".rstrip(": "),
-                place_in_traceback(error, self.editable),
+                place=place_in_traceback(error, self.editable),
                 hint="where an integer attribute of a module has to be this rank's share for it, "
                 'name the attribute: .shard("its_name", axis=0)',
             )
@@ -431,9 +431,9 @@ def _check_told_apart(followed: ShardingResult) -> None:
             raise CannotFollow(
                 "this call is given a rank's part once and a whole value another time, and its "
                 "size would have to be a rank's share for one of them alone",
-                change.place,
                 change.source,
                 "write -1 for the size, or two calls",
+                place=change.place,
             )
 
 
@@ -445,7 +445,6 @@ def _compare_outputs(expected: Any, got: Any, run: Run) -> None:
         elif want != have:
             raise CannotFollow(
                 f"the model's `{name or 'output'}` is {have} on a rank instead of {want}",
-                None,
                 hint="take the number from what is not split, an attribute set in `__init__` say",
                 position=sys.maxsize,
             )
@@ -460,7 +459,6 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
         raise CannotFollow(
             f"the model's `{name}` has shape {list(have.shape)} on a rank instead of "
             f"{list(want.shape)}",
-            None,
             state.source,
             f"gather it: {_gather_of(want, have)} on the module that makes it",
             position=sys.maxsize,
@@ -471,7 +469,6 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
     if state.kind == PARTIAL:
         raise CannotFollow(
             f"the model's `{name}` is a partial sum on each rank",
-            None,
             state.source,
             'add it up: .sync("fwd_post", "all_reduce")',
             position=sys.maxsize,
@@ -481,7 +478,6 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
         raise CannotFollow(
             f"the model's `{name}` stands inside `{state.covered}`, whose `bwd_post` sync "
             "would count its gradient once for each rank",
-            None,
             state.covered,
             "put the sync where the value goes into sharded layers and nowhere else",
             position=sys.maxsize,

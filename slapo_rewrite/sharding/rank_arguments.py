@@ -37,7 +37,6 @@ def change(
     if attributes or place is None or not fits:
         raise CannotFollow(
             f"{does} {int(size)} where a rank has {want}",
-            run.place(),
             run.origins.get(id(tensor)),
             "keep the size in an integer attribute of the module: attributes follow by themselves",
             attributes=attributes,

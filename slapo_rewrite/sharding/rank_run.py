@@ -114,8 +114,14 @@ class RankRun(TorchFunctionMode):
         self.run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self._carry_out(func, args, with_values(func, args, kwargs or {}))
+        except CannotFollow as error:
+            error.place = error.place or self.run.place()
+            raise
+
+    def _carry_out(self, func: Any, args: Any, kwargs: Any) -> Any:
         run = self.run
-        kwargs = with_values(func, args, kwargs or {})
         if func in QUESTIONS and not run.depth:
             run.flow.tell(func.__name__, list(tensors(args)))
             if (asked := run.editable_place()) is not None:
@@ -146,7 +152,7 @@ class RankRun(TorchFunctionMode):
         if rule and args and isinstance(args[0], torch.Tensor) and known:
             assert entry is not None
             if len(entry.inputs[0]) != args[0].dim():
-                raise CannotFollow("the number of axes depends on the sharded size", run.place())
+                raise CannotFollow("the number of axes depends on the sharded size")
             run.note_call(bool(run.split_axes(args[0])))
             args, kwargs, blocks = rule(run, entry, args, kwargs)
         elif name in ("cat", "concat", "concatenate") and entry is not None and known:
@@ -196,11 +202,7 @@ def _unfit(run: Run, name: str, args: Any, kwargs: Any, error: Exception) -> Can
         )
         hint = "split both along one axis"
     return CannotFollow(
-        message,
-        run.place(),
-        run.source_of((args, kwargs)),
-        hint,
-        attributes=run.attributes_of((args, kwargs)),
+        message, run.source_of((args, kwargs)), hint, attributes=run.attributes_of((args, kwargs))
     )
 
 
@@ -261,7 +263,6 @@ def _check_packing(
         raise CannotFollow(
             f"`{name}` sums over an axis that has {described(one)} in one factor, and "
             f"{described(other)} in the other",
-            run.place(),
             run.source_of(inputs),
             "shard both with the same `parts`",
         )
@@ -272,15 +273,13 @@ def _check(run: Run, entry: Entry, outputs: list[torch.Tensor], args: Any, kwarg
     if len(outputs) != len(entry.outputs):
         raise Diverged(
             f"this gives {len(outputs)} tensors on a rank, and {len(entry.outputs)} without "
-            "sharding",
-            run.place(),
+            "sharding"
         )
     for want, have in zip(entry.outputs, outputs, strict=True):
         if len(want) != have.dim() or any(h > w for h, w in zip(have.shape, want, strict=True)):
             raise CannotFollow(
                 f"the result has shape {list(have.shape)} on a rank, and {list(want)} without "
                 "sharding",
-                run.place(),
                 attributes=run.attributes_of((args, kwargs)),
             )
         split = [a for a, (h, w) in enumerate(zip(have.shape, want, strict=True)) if h != w]
@@ -289,7 +288,6 @@ def _check(run: Run, entry: Entry, outputs: list[torch.Tensor], args: Any, kwarg
             raise CannotFollow(
                 f"the result is split along axes {split[0]} and {split[1]} at once: a rank would "
                 "have one block of it on the diagonal, and none the others",
-                run.place(),
                 run.source_of((args, kwargs)),
                 f"gather one of them before: {gather_line(split[0], have.dim())}",
             )
@@ -305,7 +303,6 @@ def _check_in_place(run: Run, name: str, tensor: torch.Tensor, before: State) ->
     if tensor._is_view():
         raise CannotFollow(
             f"`{name}` writes a {after.kind} into a view of a value that is {_A[before.kind]}",
-            run.place(),
             after.source,
             "write into the value itself, or make a new one with `torch.cat` or `torch.stack`",
         )
@@ -324,7 +321,6 @@ def _check_numbers(run: Run, name: str, entry: Entry, args: Any, kwargs: Any) ->
         if not (name.startswith("conv") and _is_depthwise(entry, want)):
             raise CannotFollow(
                 f"this computes with {have:g} on a rank, and with {want:g} without sharding",
-                run.place(),
                 hint="take it from what is not split, an attribute set in `__init__` say",
             )
 
@@ -353,15 +349,14 @@ def _check_made(
         if want != tuple(have.shape):
             raise CannotFollow(
                 f"`{name}` gives the first {list(have.shape)} of {list(want)} elements here, on "
-                "every rank the same ones",
-                run.place(),
+                "every rank the same ones"
             )
 
 
 def _assigned(run: Run, entry: Entry, args: Any) -> None:
     """`x[...] = y`: into what is split along the same axis as `y`, and into all of that axis."""
     target, key, value = args
-    state, place = run.flow.of(target), run.place()
+    state = run.flow.of(target)
     given = run.flow.of(value) if isinstance(value, torch.Tensor) else State()
     if not _is_mask_of(run, key, target):
         # What an index of the target may not do, an assignment may not either.
@@ -369,7 +364,6 @@ def _assigned(run: Run, entry: Entry, args: Any) -> None:
         if taken is not key:
             raise CannotFollow(
                 "this writes into some of the blocks that lie packed along a split axis",
-                place,
                 state.source,
                 "take them apart, and join them with `torch.cat`",
             )
@@ -382,7 +376,6 @@ def _assigned(run: Run, entry: Entry, args: Any) -> None:
         if not (state.kind == given.kind or (state.kind == PARTIAL and zero) or fresh):
             raise CannotFollow(
                 f"this writes {_A[given.kind]} into {_A[state.kind]}",
-                place,
                 state.source or given.source,
                 REDUCE,
                 remedy=MissingCollective.sum_of(state.source or given.source),
@@ -392,7 +385,6 @@ def _assigned(run: Run, entry: Entry, args: Any) -> None:
     if given.kind == SHARD and state.kind != SHARD:
         raise CannotFollow(
             f"this writes a part into a value that is {_A[state.kind]}",
-            place,
             given.source,
             "gather the part before",
         )
@@ -430,7 +422,6 @@ def _check_same_axis(run: Run, target: torch.Tensor, key: Any, value: torch.Tens
     if axes != want and len(whole) == view.dim():
         raise CannotFollow(
             f"this writes a part along axis {axes[0]} into one along axis {want[0]}",
-            run.place(),
             run.flow.of(value).source,
             "split both along one axis",
         )
@@ -522,7 +513,6 @@ def _blocks_of(
                 raise CannotFollow(
                     f"this joins {described(found[place])} with {described(packed)} along a split "
                     "axis",
-                    run.place(),
                     hint="shard both layers with the same `parts`",
                 )
             found[place] = packed

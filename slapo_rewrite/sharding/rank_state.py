@@ -145,7 +145,7 @@ class Run:
         """
         if self.position >= len(self.entries) or self.entries[self.position].function != func:
             raise Diverged(
-                "with sharded sizes `forward` takes another way than without", self.place()
+                "with sharded sizes `forward` takes another way than without", place=self.place()
             )
         self.position += 1
         return self.entries[self.position - 1]
@@ -252,12 +252,12 @@ class Run:
         """A misuse, with the place in the model where it happens."""
         refused = CannotFollow(
             str(error),
-            place_in_traceback(error, self.editable),
             error.path,
             error.hint,
             sync=error.sync,
             position=self.position,
             remedy=error.remedy,
+            place=place_in_traceback(error, self.editable),
         )
         traceback = error.__traceback__
         while traceback is not None:

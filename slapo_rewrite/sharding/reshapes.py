@@ -83,9 +83,7 @@ def repeat(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     ahead = len(times) - tensor.dim()
     for axis, (whole, here) in enumerate(zip(entry.inputs[0], tensor.shape, strict=True)):
         if whole != here and times and times[ahead + axis] != 1:
-            raise CannotFollow(
-                "this repeats what a rank has, where the whole would be repeated", run.place()
-            )
+            raise CannotFollow("this repeats what a rank has, where the whole would be repeated")
     return args, kwargs, None
 
 
@@ -135,7 +133,6 @@ def _strides(run: Run, tensor: torch.Tensor, attributes: Sequence[Attribute] = (
     return CannotFollow(
         f"`as_strided` reads the memory of a value of which a rank has {tensor.shape[axis]} of "
         f"{run.whole_shape(tensor)[axis]} elements along axis {axis}, not as the whole model does",
-        run.place(),
         run.origins.get(id(tensor)),
         "gather the value before",
         attributes=attributes,
@@ -193,7 +190,7 @@ def _regrouped(
             continue
         if len(split) > 1:
             if not run.flow.of(tensor).copies or len(outs) > 1:
-                raise CannotFollow("this merges two split axes into one", run.place())
+                raise CannotFollow("this merges two split axes into one")
             # The heads that a rank holds, repeated for its own query heads only.
             wanted[outs[0]] = product(here[i] for i in ins)
             continue
@@ -251,7 +248,6 @@ def _not_in_parts(run: Run, tensor: torch.Tensor, packed: Shape) -> CannotFollow
     return CannotFollow(
         f"this regroups features that lie packed in {described(packed)}, as "
         f"{f'`{path}`' if path else 'they'} {'was' if path else 'were'} sharded",
-        run.place(),
         path,
         "take the parts apart first, with `split` or `chunk`, or shard with the `parts` that are "
         "meant here",

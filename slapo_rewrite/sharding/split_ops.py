@@ -112,7 +112,6 @@ def _picked(run: Run, tensor: torch.Tensor, axis: int, whole: int) -> CannotFoll
     return CannotFollow(
         f"this picks from a split axis, which has {tensor.shape[axis]} of {whole} elements on a "
         "rank",
-        run.place(),
         run.origins.get(id(tensor)),
         "gather the value before, or split it with `split` or `chunk`",
     )
@@ -128,7 +127,6 @@ def join(run: Run, entry: Entry, args: Any, kwargs: Any) -> Blocks | None:
     if not all(split):
         raise CannotFollow(
             "this lines up a rank's part with a value that it has whole",
-            run.place(),
             run.source_of(given),
             "gather the part before, or split the other value as well",
         )
@@ -152,7 +150,6 @@ def _check_parts(
     raise CannotFollow(
         f"{f'`{path}`' if path else 'this'} is taken apart in pieces of {list(pieces)} here, but "
         "was not sharded in these parts",
-        run.place(),
         path,
         f"shard it with parts={wanted}, so that every rank has its share of each; if the "
         "pieces are heads, of which a rank has some, regroup with `unflatten` or `view` instead",
@@ -214,7 +211,6 @@ def _check_same(run: Run, item: Any, meant: Any, size: int) -> None:
         raise CannotFollow(
             f"this takes {_written(item)} of an axis that is whole, and {_written(meant)} without "
             "sharding",
-            run.place(),
             hint="take the number from what is not split, an attribute set in `__init__` say",
         )
 
@@ -235,7 +231,6 @@ def _slice(
     if not isinstance(item, slice) or item.step not in (None, 1):
         raise CannotFollow(
             f"this indexes a split axis, which has {here} of {whole} elements on a rank",
-            run.place(),
             run.origins.get(id(tensor)),
             "gather the value before, or split it with `split` or `chunk`",
         )
@@ -252,7 +247,6 @@ def _slice(
         if (cut if cut >= 0 else whole + cut) not in ends_of(packed):
             raise CannotFollow(
                 f"this cuts a split axis at {int(cut)} of {whole}, inside a part",
-                run.place(),
                 run.origins.get(id(tensor)),
                 "shard with the `parts` that are meant here",
             )

@@ -192,13 +192,13 @@ class StandIn:
 
         meant = CannotFollow(
             f"{named(str(error))} (found in the small model that verification runs)",
-            error.place,
             self._path(error.path),
             named(error.hint) if error.hint else None,
             sync=(self.paths[error.sync[0]], error.sync[1]) if error.sync else None,
             remedy=replace(error.remedy, path=self.paths[error.remedy.path])
             if error.remedy
             else None,
+            place=error.place,
         )
         meant.within = self._path(error.within)
         meant.at_values = [replace(m, path=self.paths[m.path]) for m in error.at_values]

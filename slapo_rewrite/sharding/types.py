@@ -376,7 +376,7 @@ class CannotFollow(Exception):
     """An operation that cannot be made to fit the sharded sizes.
 
     Attributes:
-        place: The operation, where it stands in a file.
+        place: The operation, where it stands in a file; by default the one that is carried out.
         path: The sharded layer it concerns, where known.
         hint: What the user can do.
         attributes: Attributes that might mend it if they were this rank's share.
@@ -393,10 +393,10 @@ class CannotFollow(Exception):
     def __init__(
         self,
         message: str,
-        place: Place | None,
         path: str | None = None,
         hint: str | None = None,
         *,
+        place: Place | None = None,
         attributes: Sequence[Attribute] = (),
         changeable: bool = False,
         sync: tuple[str, int] | None = None,

@@ -94,7 +94,6 @@ def note_unit(
         raise CannotFollow(
             f"`{path}` gives heads of {int(size)} features, which are counted here by a rank's "
             "share of them, and would be cut on some numbers of ranks",
-            run.place(),
             path,
             "keep a head's size in an integer attribute of the module that makes the layer",
         )
