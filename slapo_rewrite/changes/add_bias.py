@@ -14,11 +14,10 @@ from slapo_rewrite.changes.border_syncs import calls
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective
-from slapo_rewrite.changes.imports import Function, Imports
+from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtCalls
 from slapo_rewrite.code.build import call, expression
-from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.directive import merged_causes
 from slapo_rewrite.model.layers import MULTIPLIED, Layer, qualified
 from slapo_rewrite.model.tree import Node
@@ -48,7 +47,6 @@ class AddBias(Change):
         """Writes the product and the sum in every call's place."""
         (asked,) = here
         assert isinstance(asked.place, AtCalls)
-        causes = asked.causes
         why = f"the bias of `{asked.place.path}` is added separately"
         hint = "a layer that is called through a container or a loop is not decomposed"
         for node in calls(text, asked, "the sum", hint):
@@ -56,39 +54,39 @@ class AddBias(Change):
                 raise errors.Unsupported(
                     f"`{ast.unparse(node.func)}` is not called with its input alone",
                     at=text.file.at(node),
-                    cause=causes,
+                    cause=text.causes,
                 )
             statement = text.file.statement_of(node)
 
             def make(made: cst.Call) -> cst.BaseExpression:
-                return self._sum(made, text.imports, causes)
+                return self._sum(made, text)
 
-            text.replace(node, statement, make, causes, why)
+            text.replace(node, statement, make, why)
 
-    def _sum(self, made: cst.Call, imports: Imports, causes: Causes) -> cst.BaseExpression:
+    def _sum(self, made: cst.Call, text: ClassText) -> cst.BaseExpression:
         layer, value = made.func, made.args[0].value
 
         def parameter(name: str) -> cst.BaseExpression:
             node = cst.Attribute(layer, cst.Name(name))
             if name not in self.shared:
                 return node
-            return Collective("all_reduce_gradient").of(node, imports, causes)
+            return Collective("all_reduce_gradient").of(node, text.helper)
 
         product: cst.BaseExpression
         if self.before is None and self.after is None and not self.shared:
             # The layer is called if something was put around it meanwhile.
-            function = imports.helper("kernels", "linear_product", causes)
+            function = text.helper("kernels", "linear_product")
             product = call(function, value, layer)
         else:
             if self.before is not None:
-                value = self.before.of(value, imports, causes)
+                value = self.before.of(value, text.helper)
             if self.product == "linear":
-                function = imports.functional("linear", causes)
+                function = text.imports.functional("linear", text.causes)
                 product = call(function, value, parameter("weight"))
             else:
                 product = expression("{x} @ {w}", x=value, w=parameter("weight"))
             if self.after is not None:
-                product = self.after.of(product, imports, causes)
+                product = self.after.of(product, text.helper)
         return expression("{product} + {bias}", product=product, bias=parameter("bias"))
 
 

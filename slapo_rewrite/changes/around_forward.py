@@ -39,17 +39,16 @@ class ForkRandom(WrapForward):
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
         """Decorates `forward`."""
-        (asked,) = here
         method = text.method("forward")
         assert method is not None
-        name = text.imports.helper("rng", "fork_rng", asked.causes)
+        name = text.helper("rng", "fork_rng")
         decorator = cst.Decorator(parsed(f"{name}()"))
 
         def make(made: cst.FunctionDef) -> cst.FunctionDef:
             return made.with_changes(decorators=[*made.decorators, decorator])
 
         why = "random numbers that differ between ranks"
-        text.replace(method, method, make, asked.causes, why)
+        text.replace(method, method, make, why)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ class DeriveFrom(Change):
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
         """Names it as the base, and gives its constructor what it needs."""
-        (asked,) = here
-        layer, file, causes = self.layer, text.file, asked.causes
+        layer, file = self.layer, text.file
         node = file.classes[text.classes.lineage(text.class_name)[-1]]
         base = next(
             (b for b in node.bases if ast.unparse(b).rpartition(".")[2] == self.original), None
@@ -42,19 +41,19 @@ class DeriveFrom(Change):
                 f"`{text.class_name}` does not name `{self.original}` as its base and call its "
                 "constructor by `super()`",
                 at=file.at(node),
-                cause=causes,
+                cause=text.causes,
             )
         why = f"`{node.name}` becomes a {layer.name}"
-        name = text.imports.helper(layer.module, layer.name, causes)
-        text.put(base, node, name, causes, why)
+        name = text.helper(layer.module, layer.name)
+        text.put(base, node, name, why)
         if layer.keywords and constructor is not None and made is not None:
-            keywords = text.imports.keywords(layer, causes)
+            keywords = text.imports.keywords(layer, text.causes)
             statement = text.file.statement_of(made)
 
             def make(call: cst.Call) -> cst.Call:
                 return with_keywords(call, keywords)
 
-            text.replace(made, statement, make, causes, why)
+            text.replace(made, statement, make, why)
 
 
 @dataclass(frozen=True)
@@ -78,11 +77,11 @@ class MixIn(Change):
         (asked,) = here
         assert isinstance(asked.place, BeforeBases)
         node = text.file.classes[asked.place.class_name]
-        name = text.imports.helper(self.module, self.name, asked.causes)
+        name = text.helper(self.module, self.name)
 
         def make(made: cst.ClassDef) -> cst.ClassDef:
             place = len(made.bases) - len(node.bases)  # behind those that came before this one
             added = [*made.bases[:place], cst.Arg(parsed(name)), *made.bases[place:]]
             return made.with_changes(bases=added)
 
-        text.replace(node, node, make, asked.causes, self.why)
+        text.replace(node, node, make, self.why)

@@ -25,7 +25,6 @@ from slapo_rewrite.changes.value_syncs import place_value_sync
 from slapo_rewrite.code.arguments import Signature, arguments_by
 from slapo_rewrite.code.build import code
 from slapo_rewrite.code.dataflow import body_of
-from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.text import accessor, returns
 from slapo_rewrite.directive import merged_causes
 from slapo_rewrite.model.tree import Node
@@ -51,21 +50,20 @@ class SyncInput(Change):
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
         """Binds the argument anew before the first statement."""
-        (asked,) = here
-        forward = text.forward(asked.causes)
+        forward = text.forward()
         positional = Signature.of(forward, bound=True).positional
         if not positional:
             raise errors.Unsupported(
                 f"`{text.class_name}.forward` has no first argument",
                 at=text.file.at(forward),
-                cause=asked.causes,
+                cause=text.causes,
             )
         name = self.of or positional[0]
         for collective in self.collectives:
-            value = code(collective.of(name, text.imports, asked.causes))
+            value = code(collective.of(name, text.helper))
             line = self.where_given(forward, f"{name} = {value}")
             why = f"{collective.function} of {f'`{name}`' if self.of else 'the input'}"
-            text.insert_before(body_of(forward)[0], line, asked.causes, why)
+            text.insert_before(body_of(forward)[0], line, why)
 
     def where_given(self, forward: ast.FunctionDef, text: str) -> str:
         """A statement about the argument, for where that is given."""
@@ -94,15 +92,14 @@ class SyncOutput(Change):
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
         """Puts them around what is returned."""
-        (asked,) = here
         why = f"{', '.join(c.function for c in self.collectives)} of the output"
-        for statement in returns(text.forward(asked.causes)):
+        for statement in returns(text.forward()):
             if statement.value is not None:
-                value = self._returned(statement.value, text, asked.causes)
-                make = _around(self.collectives, text, asked.causes)
-                text.replace(value, statement, make, asked.causes, why, outer=True)
+                value = self._returned(statement.value, text)
+                make = _around(self.collectives, text)
+                text.replace(value, statement, make, why, outer=True)
 
-    def _returned(self, value: ast.expr, text: ClassText, causes: Causes) -> ast.expr:
+    def _returned(self, value: ast.expr, text: ClassText) -> ast.expr:
         """The first tensor in a returned expression."""
         found: ast.expr | None = None if self.nested else value
         if isinstance(value, ast.BinOp) and isinstance(value.left, ast.Tuple):
@@ -118,7 +115,7 @@ class SyncOutput(Change):
                 f"`{text.class_name}.forward` returns its first tensor inside of something that "
                 "is not written out here",
                 at=text.file.at(value),
-                cause=causes,
+                cause=text.causes,
                 hint="return a tuple or a call that names the tensor, or put the sync on a module "
                 "inside",
             )
@@ -143,33 +140,33 @@ class SyncCall(Change):
         """Puts them around it in every call."""
         (asked,) = here
         assert isinstance(asked.place, AtCalls)
-        path, causes = asked.place.path, asked.causes
+        path = asked.place.path
         is_result = self.around == "result"
         functions = ", ".join(c.function for c in self.collectives)
         for call in calls(text, asked, "the collective", "put the sync on a module around it"):
-            value = call if is_result else self._first_argument(call, text, causes)
+            value = call if is_result else self._first_argument(call, text)
             statement = text.file.statement_of(call)
-            make = _around(self.collectives, text, causes)
+            make = _around(self.collectives, text)
             why = f"{functions} of the {self.around} of `{path}`"
-            text.replace(value, statement, make, causes, why, outer=not is_result)
+            text.replace(value, statement, make, why, outer=not is_result)
 
-    def _first_argument(self, call: ast.Call, text: ClassText, causes: Causes) -> ast.expr:
+    def _first_argument(self, call: ast.Call, text: ClassText) -> ast.expr:
         name = self.name or ""
         found = arguments_by(call, name).get(name)
         if found is None:
             raise errors.Unsupported(
                 "this call does not name the argument that the collective is for",
                 at=text.file.at(call),
-                cause=causes,
+                cause=text.causes,
                 hint="put the sync on a module around it",
             )
         return found
 
 
 def _around(
-    collectives: Sequence[Collective], text: ClassText, causes: Causes
+    collectives: Sequence[Collective], text: ClassText
 ) -> Callable[[cst.BaseExpression], cst.BaseExpression]:
-    return lambda node: through(collectives, node, text.imports, causes)
+    return lambda node: through(collectives, node, text.helper)
 
 
 def calls(text: ClassText, asked: Asked, what: str, hint: str) -> list[ast.Call]:
@@ -199,7 +196,7 @@ def calls(text: ClassText, asked: Asked, what: str, hint: str) -> list[ast.Call]
             f"no method of `{text.class_name}` calls `{accessor(place.path)}(...)`: there is no "
             f"place for {what}",
             at=text.at_class(),
-            cause=asked.causes,
+            cause=text.causes,
             hint=hint,
         )
     for call, paths in found:
@@ -211,7 +208,7 @@ def calls(text: ClassText, asked: Asked, what: str, hint: str) -> list[ast.Call]
                 f"this is a call of `{place.path}` and of `{other}` in turn, and only one of them "
                 "is to be changed",
                 at=text.file.at(call),
-                cause=asked.causes,
+                cause=text.causes,
                 hint=f"schedule both alike, or give `{place.path}` a call of its own",
             )
     return [call for call, paths in found if paths[0] == place.path]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,7 +33,10 @@ class ClassText:
 
     Attributes:
         lines: What changes, by statement.
+        causes: The directives that ask for what is written.
     """
+
+    causes: Causes = ()
 
     def __init__(
         self,
@@ -48,6 +52,16 @@ class ClassText:
         self.file = classes.file
         self.lines: dict[ast.stmt, Lines] = {}
 
+    def asked_by(self, causes: Causes) -> ClassText:
+        """The same class, for what these directives ask for."""
+        same = copy.copy(self)
+        same.causes = causes
+        return same
+
+    def helper(self, module: str, name: str) -> str:
+        """The reference to a name of a helper module."""
+        return self.imports.helper(module, name, self.causes)
+
     def methods(self) -> list[ast.FunctionDef]:
         """The methods that instances of the class run."""
         return self.classes.methods(self.class_name)
@@ -56,7 +70,7 @@ class ClassText:
         """One of them."""
         return self.classes.method(self.class_name, name)
 
-    def forward(self, causes: Causes) -> ast.FunctionDef:
+    def forward(self) -> ast.FunctionDef:
         """The class's `forward`.
 
         Raises:
@@ -67,7 +81,7 @@ class ClassText:
             raise errors.Unsupported(
                 f"`{self.class_name}` has no `forward` of its own to put the collective in",
                 at=self.at_class(),
-                cause=causes,
+                cause=self.causes,
                 hint="put the sync on a module inside or around it",
             )
         return found
@@ -87,31 +101,28 @@ class ClassText:
         node: ast.expr | ast.stmt,
         statement: ast.stmt,
         make: Callable[[Any], cst.CSTNode],
-        causes: Causes,
         why: str,
         *,
         outer: bool = False,
     ) -> None:
         """Puts something in the place of a node of a statement; see `code.edit.Edit`."""
-        self.at(statement).inside.append((Edit(node, make, outer), causes, why))
+        self.at(statement).inside.append((Edit(node, make, outer), self.causes, why))
 
-    def put(self, node: ast.expr, statement: ast.stmt, text: str, causes: Causes, why: str) -> None:
+    def put(self, node: ast.expr, statement: ast.stmt, text: str, why: str) -> None:
         """Puts an expression, given by its text, in the place of another."""
-        self.replace(node, statement, lambda _: parsed(text), causes, why)
+        self.replace(node, statement, lambda _: parsed(text), why)
 
-    def insert_before(self, statement: ast.stmt, text: str, causes: Causes, why: str) -> None:
+    def insert_before(self, statement: ast.stmt, text: str, why: str) -> None:
         """Puts a statement before another."""
-        self.at(statement).before.append(Line(text, causes, why))
+        self.at(statement).before.append(Line(text, self.causes, why))
 
-    def insert_after(
-        self, statement: ast.stmt, text: str, causes: Causes, why: str, *, once: bool = False
-    ) -> None:
+    def insert_after(self, statement: ast.stmt, text: str, why: str, *, once: bool = False) -> None:
         """Puts a statement behind another."""
-        self.at(statement).after.append(Line(text, causes, why, once))
+        self.at(statement).after.append(Line(text, self.causes, why, once))
 
-    def place(self, statement: ast.stmt, placed: Splice, causes: Causes, why: str) -> None:
+    def place(self, statement: ast.stmt, placed: Splice, why: str) -> None:
         """Puts text in the place of statements from this one on, or beside it."""
-        self.at(statement).around.append(placed.caused_by(causes, why))
+        self.at(statement).around.append(placed.caused_by(self.causes, why))
 
     # Where ------------------------------------------------------------------------------------
 

@@ -111,7 +111,9 @@ class ClassWriter:
             groups.setdefault(change.group(place), []).append(asked)
         # What takes in the lines of others comes after them.
         for here in sorted(groups.values(), key=lambda group: group[0].change.order):
-            here[0].change.write(text, here)
+            alone = len(here) == 1
+            causes = here[0].causes if alone else merged_causes(*(each.causes for each in here))
+            here[0].change.write(text.asked_by(causes), here)
         return text.lines
 
 

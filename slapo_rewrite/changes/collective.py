@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
 
-from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.code.build import Operand, call, parsed
-from slapo_rewrite.code.lines import Causes
 
 
 @dataclass(frozen=True)
@@ -19,19 +17,19 @@ class Collective:
     function: str
     keywords: tuple[tuple[str, object], ...] = ()
 
-    def of(self, value: Operand, imports: Imports, causes: Causes) -> cst.Call:
-        """The call with a value."""
-        name = imports.helper("tensor_parallel", self.function, causes)
+    def of(self, value: Operand, helper: Callable[[str, str], str]) -> cst.Call:
+        """The call with a value; a name of a helper module is referred to as `helper` says."""
+        name = helper("tensor_parallel", self.function)
         return call(name, value, keywords=[(k, repr(v)) for k, v in self.keywords])
 
 
 def through(
-    collectives: Sequence[Collective], value: Operand, imports: Imports, causes: Causes
+    collectives: Sequence[Collective], value: Operand, helper: Callable[[str, str], str]
 ) -> cst.BaseExpression:
     """A value that goes through collectives, one after the other."""
     node = parsed(value) if isinstance(value, str) else value
     for collective in collectives:
-        node = collective.of(node, imports, causes)
+        node = collective.of(node, helper)
     return node
 
 

@@ -28,7 +28,6 @@ from slapo_rewrite.code.build import (
 )
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.lines import Causes
-from slapo_rewrite.directive import merged_causes
 from slapo_rewrite.model.auto_classes import Lookup
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.layers import Layer, Unit
@@ -46,9 +45,7 @@ class Construction(Change):
         assert isinstance(place, AtSite)
         return Construction, place.start
 
-    def made(
-        self, original: cst.BaseExpression, site: Site, text: ClassText, causes: Causes
-    ) -> cst.BaseExpression:
+    def made(self, original: cst.BaseExpression, site: Site, text: ClassText) -> cst.BaseExpression:
         """What stands in the place of the original construction."""
         raise NotImplementedError
 
@@ -56,13 +53,12 @@ class Construction(Change):
         """What happens there, in a few words."""
         raise NotImplementedError
 
-    def held_by_variable(self, site: Site, text: ClassText, causes: Causes) -> bool:
+    def held_by_variable(self, site: Site, text: ClassText) -> bool:
         """Whether a variable holds the class that is called, and was given another one."""
         return False
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
         """Changes what the site makes, for all elements or by their indices."""
-        causes = merged_causes(*(asked.causes for asked in here))
         changes: dict[str, Construction] = {}
         for asked in here:
             assert isinstance(asked.place, AtSite) and isinstance(asked.change, Construction)
@@ -71,23 +67,23 @@ class Construction(Change):
         site = text.classes.sites[here[0].place.start]
         present = text.indices.of(site)
         if len(set(changes.values())) == 1 and present <= changes.keys():
-            if self.held_by_variable(site, text, causes):
+            if self.held_by_variable(site, text):
                 return
 
             def make(node: cst.BaseExpression) -> cst.BaseExpression:
-                return self.made(node, site, text, causes)
+                return self.made(node, site, text)
 
-            text.replace(site.value, site.statement, make, causes, self.becomes(site))
+            text.replace(site.value, site.statement, make, self.becomes(site))
             return
 
         by_change: dict[Construction | None, set[int]] = {}
-        level = _deciding(site, present, changes, text, causes)
+        level = _deciding(site, present, changes, text)
         for index in sorted(present, key=_numbers):
             number = _numbers(index)[level]
             by_change.setdefault(changes.get(index), set()).add(number)
         groups = list(by_change.values())
         innermost = level == -1
-        regions = text.indices.regions(site, causes, groups, counted=True) if innermost else []
+        regions = text.indices.regions(site, text.causes, groups, counted=True) if innermost else []
         first_apart = bool(regions) and not any(0 in region.numbers for region in regions)
         total = len(present) if innermost else len({_numbers(each)[level] for each in present})
 
@@ -95,15 +91,13 @@ class Construction(Change):
             return membership(variable, numbers, total, regions, site.count)
 
         def choose(node: cst.BaseExpression) -> cst.BaseExpression:
-            return _choice(node, by_change, site, test, text, causes, first_apart)
+            return _choice(node, by_change, site, test, text, first_apart)
 
         why = f"choose by {'share' if regions else 'index'} for `{site.path}`"
-        text.replace(site.value, site.statement, choose, causes, why)
-        variable = _counter(site, text, causes, level)
+        text.replace(site.value, site.statement, choose, why)
+        variable = _counter(site, text, level)
 
-    def check_called(
-        self, site: Site, text: ClassText, causes: Causes, hint: str | None = None
-    ) -> None:
+    def check_called(self, site: Site, text: ClassText, hint: str | None = None) -> None:
         """Refuses a site that is no call that names its class.
 
         Raises:
@@ -116,7 +110,7 @@ class Construction(Change):
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is not made by a call that names its class",
                 at=text.file.at(site.value),
-                cause=causes,
+                cause=text.causes,
                 hint=hint or "write the construction out: self.name = Class(...)",
             )
 
@@ -132,13 +126,11 @@ class UseParallelLayer(Construction):
         """The layer."""
         return f"`{site.path}` becomes a {self.layer.name}"
 
-    def made(
-        self, original: cst.BaseExpression, site: Site, text: ClassText, causes: Causes
-    ) -> cst.BaseExpression:
+    def made(self, original: cst.BaseExpression, site: Site, text: ClassText) -> cst.BaseExpression:
         """The layer with the original's arguments, and its own."""
-        self.check_called(site, text, causes)
-        name = self.subclass or text.imports.helper(self.layer.module, self.layer.name, causes)
-        keywords = layer_keywords(self.layer, site, text, causes)
+        self.check_called(site, text)
+        name = self.subclass or text.helper(self.layer.module, self.layer.name)
+        keywords = layer_keywords(self.layer, site, text)
         return with_keywords(_call(original, name, site), keywords)
 
 
@@ -167,16 +159,14 @@ class ReplaceModule(Construction):
         """The class."""
         return f"`{site.path}` is replaced by {self.target.name}"
 
-    def made(
-        self, original: cst.BaseExpression, site: Site, text: ClassText, causes: Causes
-    ) -> cst.BaseExpression:
+    def made(self, original: cst.BaseExpression, site: Site, text: ClassText) -> cst.BaseExpression:
         """A call of the class; where its weights are others, with the original beside it."""
-        call = self._call(original, site, text, causes)
+        call = self._call(original, site, text)
         if not self.weights:
             return call
 
         def reference(name: str) -> str:
-            return text.imports.helper("weights", name, causes)
+            return text.helper("weights", name)
 
         weights = ", ".join(f'"{n}": {written(w, reference)}' for n, w in self.weights)
         return expression(
@@ -188,26 +178,26 @@ class ReplaceModule(Construction):
         )
 
     def _call(
-        self, original: cst.BaseExpression, site: Site, text: ClassText, causes: Causes
+        self, original: cst.BaseExpression, site: Site, text: ClassText
     ) -> cst.BaseExpression:
         elsewhere = site.kind in ("argument", "alias")
-        keywords = layer_keywords(self.layer, site, text, causes) if self.layer else []
+        keywords = layer_keywords(self.layer, site, text) if self.layer else []
         if self.arguments is not None and not elsewhere:
             # Whatever the expression is, a call of another class takes its place.
-            made = parsed(f"{self._name(text, causes)}({self.arguments})")
+            made = parsed(f"{self._name(text)}({self.arguments})")
         else:
             hint = 'give the new module\'s own constructor arguments: replace(..., args="...")'
-            self.check_called(site, text, causes, None if elsewhere else hint)
-            made = _call(original, self._name(text, causes), site)
+            self.check_called(site, text, None if elsewhere else hint)
+            made = _call(original, self._name(text), site)
         return with_keywords(_call_of(made), keywords)
 
-    def _name(self, text: ClassText, causes: Causes) -> str:
+    def _name(self, text: ClassText) -> str:
         """The class that stands in the place of the original's."""
         if self.subclass is not None:
             return self.subclass
         if self.layer is not None:
-            return text.imports.helper(self.layer.module, self.layer.name, causes)
-        return text.imports.function(self.target, causes)
+            return text.helper(self.layer.module, self.layer.name)
+        return text.imports.function(self.target, text.causes)
 
 
 @dataclass(frozen=True)
@@ -232,34 +222,30 @@ class UseSubclass(Construction):
         """The subclass."""
         return f"`{site.path}` becomes a {self.name}"
 
-    def made(
-        self, original: cst.BaseExpression, site: Site, text: ClassText, causes: Causes
-    ) -> cst.BaseExpression:
+    def made(self, original: cst.BaseExpression, site: Site, text: ClassText) -> cst.BaseExpression:
         """A call of the subclass, or of a method of it."""
         if self.lookup is not None:
-            return self._asked_for(self.lookup, _call_of(original), text, causes)
-        self.check_called(site, text, causes)
+            return self._asked_for(self.lookup, _call_of(original), text)
+        self.check_called(site, text)
         if site.partial is None and any(isinstance(s.value, ast.Call) for s in assigned(site)):
             raise errors.UnfollowableConstruction(
                 f"elements of `{site.path}` differ, and what is called here is not "
                 f"`{self.original}` itself",
                 at=text.file.at(site.value),
-                cause=causes,
+                cause=text.causes,
                 hint=f"write the construction out: {self.original}(...)",
             )
-        name, callee = self.reference(text.imports, causes), site.callee
+        name, callee = self.reference(text.imports, text.causes), site.callee
         if isinstance(callee, ast.Attribute):
             meaning = text.file.qualified(callee.value) or ""
             if meaning.rpartition(".")[2] == self.original:
                 name = f"{name}.{callee.attr}"  # another way to make one
         return _call(original, name, site)
 
-    def _asked_for(
-        self, lookup: Lookup, original: cst.Call, text: ClassText, causes: Causes
-    ) -> cst.BaseExpression:
+    def _asked_for(self, lookup: Lookup, original: cst.Call, text: ClassText) -> cst.BaseExpression:
         """The class for the configurations that ask for it, and for others what stood there."""
-        config = text.imports.function(Function(lookup.name, lookup.module), causes)
-        callee = f"{self.reference(text.imports, causes)}._from_config"
+        config = text.imports.function(Function(lookup.name, lookup.module), text.causes)
+        callee = f"{self.reference(text.imports, text.causes)}._from_config"
         made = parsed(f"{callee}({lookup.arguments})")
         if lookup.arguments is None:
             made = with_callee(original, callee)
@@ -269,7 +255,7 @@ class UseSubclass(Construction):
         """How the file with the construction site refers to the class."""
         return self.name if self.module is None else imports.helper(self.module, self.name, causes)
 
-    def held_by_variable(self, site: Site, text: ClassText, causes: Causes) -> bool:
+    def held_by_variable(self, site: Site, text: ClassText) -> bool:
         """A class that a local variable holds is changed where the variable gets it."""
         callees = [n for n in ast.walk(site.function) if _is_same_name(n, site.callee)]
         if not site.variable or len(callees) > 1:  # other modules are made of it as well
@@ -277,28 +263,26 @@ class UseSubclass(Construction):
         for statement in site.variable:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and node.id == self.original:
-                    name = self.reference(text.imports, causes)
-                    text.put(node, statement, name, causes, self.becomes(site))
+                    name = self.reference(text.imports, text.causes)
+                    text.put(node, statement, name, self.becomes(site))
                     text.at(site.statement).again = True
                     return True
         return False
 
 
-def layer_keywords(
-    layer: Layer, site: Site, text: ClassText, causes: Causes
-) -> list[tuple[str, str]]:
+def layer_keywords(layer: Layer, site: Site, text: ClassText) -> list[tuple[str, str]]:
     """What a layer is given beside the original's arguments.
 
     Raises:
         UnfollowableConstruction: It is split in multiples of what is not known there yet.
     """
-    keywords = text.imports.keywords(layer, causes)
+    keywords = text.imports.keywords(layer, text.causes)
     if layer.unit is not None:
-        keywords.append(("multiple_of", _unit(layer.unit, site, text, causes)))
+        keywords.append(("multiple_of", _unit(layer.unit, site, text)))
     return keywords
 
 
-def _unit(unit: Unit, site: Site, text: ClassText, causes: Causes) -> str:
+def _unit(unit: Unit, site: Site, text: ClassText) -> str:
     """The worth of a unit where a layer is made, be its attribute set there or later."""
     attribute = re.match(r"self\.(\w+)", unit.text)
     if attribute is None:
@@ -308,7 +292,7 @@ def _unit(unit: Unit, site: Site, text: ClassText, causes: Causes) -> str:
             f"`{site.path}` must be split in multiples of `{unit.text}`, which "
             f"`{site.function.name}`, which makes it, does not know",
             at=text.file.at(site.value),
-            cause=causes,
+            cause=text.causes,
             hint=f"make `self.{site.path}` in the constructor itself",
         )
     inside = unit.text[attribute.end() :]
@@ -320,7 +304,7 @@ def _unit(unit: Unit, site: Site, text: ClassText, causes: Causes) -> str:
     raise errors.UnfollowableConstruction(
         f"`{site.path}` must be split in multiples of `{unit.text}`, which is set later",
         at=text.file.at(site.value),
-        cause=causes,
+        cause=text.causes,
         hint=f"set `{attribute[0]}` above `self.{site.path}`",
     )
 
@@ -352,14 +336,13 @@ def _choice(
     site: Site,
     test: Callable[[set[int]], str],
     text: ClassText,
-    causes: Causes,
     first_apart: bool,
 ) -> cst.BaseExpression:
     """`New(...) if i < 6 else Old(...)`."""
     by_text: dict[str, tuple[cst.BaseExpression, set[int]]] = {}
     unchanged = code(original)
     for change, numbers in made.items():
-        node = original if change is None else change.made(original, site, text, causes)
+        node = original if change is None else change.made(original, site, text)
         by_text.setdefault(code(node), (node, set()))[1].update(numbers)
     # What most elements are stands last, the original's own class if it is among them.
     order = sorted(by_text, key=lambda t: (t == unchanged, len(by_text[t][1])))
@@ -372,7 +355,7 @@ def _choice(
     return result
 
 
-def _counter(site: Site, text: ClassText, causes: Causes, level: int) -> str:
+def _counter(site: Site, text: ClassText, level: int) -> str:
     """The variable that counts the elements; the innermost loop is given one where it has none.
 
     Raises:
@@ -387,7 +370,7 @@ def _counter(site: Site, text: ClassText, causes: Causes, level: int) -> str:
     refusal = errors.UnfollowableConstruction(
         f"elements of `{site.path}` differ, and nothing counts them where they are made",
         at=text.file.at(site.value),
-        cause=causes,
+        cause=text.causes,
         hint="number them in the source: for i, ... in enumerate(...)",
     )
     if loop is None or len(site.loops) != 1:  # others may turn within it
@@ -400,7 +383,7 @@ def _counter(site: Site, text: ClassText, causes: Causes, level: int) -> str:
     holder = node if isinstance(node, ast.For) else site.statement
     why = "count the elements"
     if loop.index == "_" and isinstance(node.target, ast.Name):
-        text.replace(node.target, holder, lambda _: cst.Name(name), causes, why)
+        text.replace(node.target, holder, lambda _: cst.Name(name), why)
         return name
     if loop.first != 0 or loop.every != 1 or isinstance(node, ast.For):
         raise refusal
@@ -411,8 +394,8 @@ def _counter(site: Site, text: ClassText, causes: Causes, level: int) -> str:
     def enumerated(iterable: cst.BaseExpression) -> cst.BaseExpression:
         return expression("enumerate({iterable})", iterable=iterable)
 
-    text.replace(node.target, holder, counted, causes, why)
-    text.replace(node.iter, holder, enumerated, causes, why)
+    text.replace(node.target, holder, counted, why)
+    text.replace(node.iter, holder, enumerated, why)
     return name
 
 
@@ -428,7 +411,6 @@ def _deciding(
     present: Collection[str],
     changes: Mapping[str, Construction],
     text: ClassText,
-    causes: Causes,
 ) -> int:
     """Which of the loops around a site tells what its elements become, counted from the inside.
 
@@ -445,7 +427,7 @@ def _deciding(
     raise errors.UnfollowableConstruction(
         f"elements of `{site.path}` differ in a way that no single loop around this tells",
         at=text.file.at(site.value),
-        cause=causes,
+        cause=text.causes,
         hint="treat all elements of one list alike, or make each list where it has a name",
     )
 

@@ -38,12 +38,12 @@ class RegisterHook(Change):
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is made in a loop: a hook cannot be put on one element there",
                 at=text.file.at(site.value),
-                cause=asked.causes,
+                cause=text.causes,
                 hint="put the sync on a module inside the element",
             )
-        function = text.imports.function(self.function, asked.causes)
+        function = text.imports.function(self.function, text.causes)
         line = f"{accessor(site.path)}.{HOOKS[self.mode]}({function})"
-        text.insert_after(site.statement, line, asked.causes, f"hook on `{site.path}`")
+        text.insert_after(site.statement, line, f"hook on `{site.path}`")
 
 
 def place_hook(to: Placement, node: Node, sync: Sync, function: Function) -> None:

@@ -113,15 +113,15 @@ class CastOperand(Change):
             def make(made: cst.BaseExpression) -> cst.BaseExpression:
                 if self.function is None:
                     return expression(f"{{value}}.{self.method}()", value=made)
-                return call(text.imports.helper(MODULE, self.function, asked.causes), made)
+                return call(text.helper(MODULE, self.function), made)
 
             why = f"computed in {'float32' if self.method == 'float' else 'half precision'}"
-            text.replace(value, statement, make, asked.causes, why)
+            text.replace(value, statement, make, why)
             return
         raise errors.Unsupported(
             "what is to be cast here cannot be told apart from what is beside it",
             at=text.span_of(asked.place),
-            cause=asked.causes,
+            cause=text.causes,
             hint="write it as a call with its arguments one by one, or as `a @ b`",
         )
 

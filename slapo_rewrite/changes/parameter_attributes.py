@@ -82,13 +82,14 @@ class Annotate(Requested):
         else:
             self._elements(site, text, by_index)
 
-    def _line(self, statement: ast.stmt, module: str, text: ClassText, wanted: _Wanted) -> None:
-        line = self._call(module, text, wanted)
-        text.insert_after(statement, line, wanted.causes, f"attributes of `{self.name}`")
-
-    def _call(self, module: str, text: ClassText, wanted: _Wanted) -> str:
-        function = text.imports.helper("annotations", "annotate", wanted.causes)
-        return f'{function}({module}, "{self.name}", {", ".join(wanted.arguments)})'
+    def _line(
+        self, statement: ast.stmt, module: str, text: ClassText, wanted: _Wanted, head: str = ""
+    ) -> None:
+        """A call for a module, which a loop with this head may name."""
+        asking = text.asked_by(wanted.causes)
+        function = asking.helper("annotations", "annotate")
+        line = f'{head}{function}({module}, "{self.name}", {", ".join(wanted.arguments)})'
+        asking.insert_after(statement, line, f"attributes of `{self.name}`")
 
     def _check_own(self, site: Site, text: ClassText, wanted: _Wanted) -> None:
         if site.loops or not isinstance(site.statement, (ast.Assign, ast.AnnAssign, ast.Expr)):
@@ -133,8 +134,8 @@ class Annotate(Requested):
             if regions and not is_whole:
                 chosen = [sliced(container, *span) for span in spans(set(numbers), regions)]
             for elements in chosen:
-                line = f"for {variable} in {elements}:\n    {self._call(module, text, wanted)}"
-                text.insert_after(statement, line, wanted.causes, f"attributes of `{self.name}`")
+                head = f"for {variable} in {elements}:\n    "
+                self._line(statement, module, text, wanted, head)
 
 
 def _is_alone(site: Site, container: str, text: ClassText) -> bool:

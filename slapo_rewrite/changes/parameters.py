@@ -43,15 +43,15 @@ class ShardParameter(Change):
         (asked,) = here
         assert isinstance(asked.place, AtParameter)
         site = text.classes.sites[asked.place.start]
-        function = text.imports.helper("tensor_parallel", "shard_parameter", asked.causes)
-        packed = text.imports.value(self.parts, asked.causes) if self.parts is not None else ""
+        function = text.helper("tensor_parallel", "shard_parameter")
+        packed = text.imports.value(self.parts, text.causes) if self.parts is not None else ""
         parts = f", parts={packed}" if packed else ""
         line = f'{function}(self, "{self.name}", axis={self.axis}{parts})'
         bound = getattr(site.statement, "value", None)
         if isinstance(bound, ast.IfExp) and bound is not site.value:  # None for some instances
             line = f"if self.{self.name} is not None:\n    {line}"
         why = f"cut `{self.name}` to this rank's part"
-        text.insert_after(site.statement, line, asked.causes, why)
+        text.insert_after(site.statement, line, why)
 
 
 def place_shard(to: Placement, node: Node, shard: Shard) -> None:
@@ -92,11 +92,11 @@ class ReduceParameterGradient(Change):
         """Adds them up in every method that computes with it."""
         (asked,) = here
         assert isinstance(asked.place, AtReads)
-        causes, found = asked.causes, False
+        found = False
         why = f"`{self.name}` is used on this rank's part: its gradients are added up"
 
         def make(node: cst.BaseExpression) -> cst.BaseExpression:
-            return Collective("all_reduce_gradient").of(node, text.imports, causes)
+            return Collective("all_reduce_gradient").of(node, text.helper)
 
         for method in text.methods():
             if method.name.startswith("_init") or method.name == "__init__":
@@ -108,12 +108,12 @@ class ReduceParameterGradient(Change):
                     is_meant = isinstance(node.value, ast.Name) and node.value.id == "self"
                 if is_meant:
                     statement = text.file.statement_of(node)
-                    text.replace(node, statement, make, causes, why)
+                    text.replace(node, statement, make, why)
                     found = True
         if not found:
             raise errors.Unsupported(
                 f"no method of `{text.class_name}` reads `self.{self.name}`: there is no place to "
                 "add up its gradients",
                 at=text.at_class(),
-                cause=causes,
+                cause=text.causes,
             )

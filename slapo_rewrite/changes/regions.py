@@ -163,7 +163,7 @@ class _Regions:
             return made.with_changes(func=parsed(function), args=args)
 
         why = f"`{self.file.segment(call.func)}`, checkpointed"
-        self.text.replace(call, statement, make, wanted.causes, why)
+        self.text.asked_by(wanted.causes).replace(call, statement, make, why)
         self._empty_caches(wanted, statement, set(names_in(call)))
 
     def _options(self, change: RecomputeRegion, causes: Causes) -> Iterator[tuple[str, str]]:
@@ -180,7 +180,8 @@ class _Regions:
             text = "if self.training:\n    # Computing this a second time would fill the cache a "
             text += "second time.\n" + "".join(f"    {name} = None\n" for name in caches)
             if all(line.text != text for line in self.text.at(statement).before):
-                self.text.insert_before(statement, text, wanted.causes, "no cache in training")
+                asking = self.text.asked_by(wanted.causes)
+                asking.insert_before(statement, text, "no cache in training")
 
     # Several statements -----------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class _Regions:
         fork_rng = self.imports.helper("rng", "fork_rng", wanted.causes)
         placed = run.replaced(compound(f"with {fork_rng}():", text), self.line_length)
         why = "random numbers that differ between ranks"
-        self.text.place(run.statements[0], placed, wanted.causes, why)
+        self.text.asked_by(wanted.causes).place(run.statements[0], placed, why)
 
     def _take_out(self, wanted: _Wanted, change: RecomputeRegion) -> None:
         """A method of the statements, and in their place its checkpointed call."""
@@ -233,7 +234,8 @@ class _Regions:
         why = f"`{name}`, checkpointed"
         statements, text = self._text(wanted)
         placed = statements.replaced(call, self.line_length)
-        self.text.place(run[0], placed, wanted.causes, why)
+        asking = self.text.asked_by(wanted.causes)
+        asking.place(run[0], placed, why)
         self._empty_caches(wanted, run[0], set(inputs))
 
         column, margin = method.col_offset, method.body[0].col_offset
@@ -244,7 +246,7 @@ class _Regions:
         head = f"def {name}({', '.join(['self', *shown])}):"
         head = fitting_at(f"{head} ...", column, self.line_length).removesuffix(" ...")
         placed = behind(self.file, method, compound(head, "\n".join(body)), 1)
-        self.text.place(method, placed, wanted.causes, why)
+        asking.place(method, placed, why)
 
     def _check(self, wanted: _Wanted, unsure: tuple[str, ...], inputs: list[str]) -> None:
         run, method = wanted.calls.run, wanted.calls.method

@@ -16,7 +16,6 @@ from slapo_rewrite.changes.places import AtNode, EndOfConstructor
 from slapo_rewrite.changes.reads import in_forward, readings
 from slapo_rewrite.changes.state import ShardedAttribute
 from slapo_rewrite.code.build import bare, call, parsed
-from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.layers import SHARES, Layer
@@ -43,7 +42,7 @@ class ShardAttribute(Change):
         """Sets it there."""
         (asked,) = here
         name = _attribute(asked)
-        function = text.imports.helper("tensor_parallel", "part_size", asked.causes)
+        function = text.helper("tensor_parallel", "part_size")
         times = f" * {accessor(self.layer)}.replicas" if self.layer else ""
         _at_end(text, asked, f"self.{name} = {function}(self.{name}{times})")
 
@@ -89,7 +88,7 @@ class ReadFullSize(Change):
                 ):
                     why = f"the size of the whole `{ast.unparse(node.value)}`"
                     statement = text.file.statement_of(node)
-                    text.replace(node, statement, make, asked.causes, why)
+                    text.replace(node, statement, make, why)
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class ChangeArgument(Change):
         why = "what depends on the sharded size follows"
         for method, node in text.nodes_at(asked.place):
             if self.index == (CALL,) and isinstance(node, ast.Call):
-                self._call_layer(method, node, text, asked.causes)
+                self._call_layer(method, node, text)
                 return
             if isinstance(node, ast.BinOp):
                 continue
@@ -121,27 +120,25 @@ class ChangeArgument(Change):
                 continue
             statement = text.file.statement_of(node)
             if all(edit.node is not argument for edit, _, _ in text.at(statement).inside):
-                written = self._written(node, argument, is_list, text, asked.causes)
-                text.put(argument, statement, written, asked.causes, why)
+                written = self._written(node, argument, is_list, text)
+                text.put(argument, statement, written, why)
             return
         raise errors.UnfollowableSize(
             "an argument of this call depends on the sharded size, and cannot be told apart "
             "from the others",
             at=text.span_of(asked.place),
-            cause=asked.causes,
+            cause=text.causes,
             hint="write the sizes out one by one, or keep them in integer attributes of the module",
         )
 
-    def _call_layer(
-        self, method: ast.FunctionDef, node: ast.Call, text: ClassText, causes: Causes
-    ) -> None:
+    def _call_layer(self, method: ast.FunctionDef, node: ast.Call, text: ClassText) -> None:
         """Calls a layer, in the place of a function that is given its parameters."""
 
         def make(made: cst.Call) -> cst.Call:
             return call(self.template, made.args[0].value)
 
         why = f"`{self.template}` computes it, with its collectives"
-        text.replace(node, text.file.statement_of(node), make, causes, why)
+        text.replace(node, text.file.statement_of(node), make, why)
 
     def _argument(
         self, node: ast.Call | ast.Subscript, text: ClassText
@@ -169,16 +166,11 @@ class ChangeArgument(Change):
         return _element(argument.elts, self.index[1]), False
 
     def _written(
-        self,
-        node: ast.Call | ast.Subscript,
-        argument: ast.expr,
-        is_list: bool,
-        text: ClassText,
-        causes: Causes,
+        self, node: ast.Call | ast.Subscript, argument: ast.expr, is_list: bool, text: ClassText
     ) -> str:
         template, function = _LIST_OF_SHARES if is_list else self.template, ""
         if "{part_size}" in template:
-            function = text.imports.helper("tensor_parallel", "part_size", causes)
+            function = text.helper("tensor_parallel", "part_size")
         given = text.file.segment(argument)
         written = template.format(argument=given, part_size=function, own="{own}")
         if "{own}" not in written:
@@ -191,8 +183,8 @@ class ChangeArgument(Change):
             isinstance(n, (ast.Name, ast.Attribute, ast.expr_context)) for n in ast.walk(tensor)
         ):
             return written.replace("{own}", f"{text.file.segment(tensor)}.shape")
-        sizes = text.imports.helper("tensor_parallel", "part_sizes", causes)
-        rank = text.imports.helper("tensor_parallel", "rank", causes)
+        sizes = text.helper("tensor_parallel", "part_sizes")
+        rank = text.helper("tensor_parallel", "rank")
         return f"{sizes}({given})[{rank}()]"
 
 
@@ -214,15 +206,14 @@ class ParallelNormStatistic(Change):
         """Takes it over all ranks: a method of a tensor, or a function of torch."""
         (asked,) = here
         assert isinstance(asked.place, AtNode)
-        causes = asked.causes
         for method, node in text.nodes_at(asked.place):
             if not isinstance(node, ast.Call):
                 continue
             is_function = (text.file.qualified(node.func) or "").startswith("torch.")
             if not (node.args if is_function else isinstance(node.func, ast.Attribute)):
                 continue
-            name = text.imports.helper("normalization", self.function, causes)
-            size = text.imports.helper("normalization", "full_size", causes)
+            name = text.helper("normalization", self.function)
+            size = text.helper("normalization", "full_size")
             me = method.args.args[0].arg
             full = parsed(f'{size}({me}, "{self.parameter}")')
 
@@ -240,12 +231,12 @@ class ParallelNormStatistic(Change):
 
             why = f"over all ranks' parts of `{self.parameter}`"
             statement = text.file.statement_of(node)
-            text.replace(node, statement, make, causes, why)
+            text.replace(node, statement, make, why)
             return
         raise errors.UnfollowableSize(
             "this is to be taken over all ranks, and cannot be told apart from what is beside it",
             at=text.span_of(asked.place),
-            cause=causes,
+            cause=text.causes,
             hint="write it as a method of the tensor, `x.mean(-1)`",
         )
 
@@ -267,7 +258,7 @@ def _at_end(text: ClassText, asked: Asked, line: str) -> None:
     constructor = text.method("__init__")
     assert constructor is not None
     why = f"this rank's share of `{_attribute(asked)}`"
-    text.insert_after(constructor.body[-1], line, asked.causes, why, once=True)
+    text.insert_after(constructor.body[-1], line, why, once=True)
 
 
 def place_sizes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from slapo_rewrite import errors
@@ -237,12 +238,13 @@ class SubclassWriter:
         # Everything up to the last argument that goes through a collective is named.
         last = max((names.index(wrap.of) if wrap.of else 0 for wrap in inputs), default=-1)
         values = dict(zip(names, names[: last + 1], strict=False))
+        helper = functools.partial(self.imports.helper, causes=causes)
         lines: list[str] = []
         outputs: list[SyncOutput] = []
         for wrap in wraps:
             if isinstance(wrap, SyncInput) and names:
                 name = wrap.of or names[0]
-                value = code(through(wrap.collectives, name, self.imports, causes))
+                value = code(through(wrap.collectives, name, helper))
                 if wrap.of is None:
                     values[name] = value
                 else:
@@ -256,7 +258,7 @@ class SubclassWriter:
         header = ", ".join(["self", *own, *more])
         result = f"super().forward({', '.join([*values.values(), *more])})"
         for wrap in outputs:
-            result = code(through(wrap.collectives, result, self.imports, causes))
+            result = code(through(wrap.collectives, result, helper))
         text = "\n".join([*lines, f"return {result}"])
         returned = f" -> {self.file.segment(forward.returns)}" if forward.returns else ""
         return (

@@ -38,12 +38,11 @@ class SyncValue(Change):
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
         """Writes the statement."""
-        (asked,) = here
         name, place = self.value.name, self.value.statement
-        line = f"{name} = {code(self.collective.of(name, text.imports, asked.causes))}"
+        line = f"{name} = {code(self.collective.of(name, text.helper))}"
         put = text.insert_after if self.value.is_bound else text.insert_before
         statement = _statement_at(text.file, place)
-        put(statement, line, asked.causes, f"{self.collective.function} of `{name}`")
+        put(statement, line, f"{self.collective.function} of `{name}`")
 
 
 def place_value_sync(

@@ -74,19 +74,17 @@ class VocabParallelLoss(Change):
             raise _refused(
                 "the loss of this rank's part of the logits cannot be told apart here",
                 text.span_of(asked.place),
-                asked.causes,
+                text.causes,
             )
         method, call = found[0]
-        self._change_call(text, text.file.statement_of(call), call, asked.causes)
+        self._change_call(text, text.file.statement_of(call), call)
         calls = [n for p in self.losses for m, n in text.nodes_at(p) if m is method and n]
         if call is calls[-1]:
-            gathers = _Gathers(text, method, calls, asked.causes)
+            gathers = _Gathers(text, method, calls)
             for name, axis in self.names:
                 gathers.write(name, axis, accessor(self.head))
 
-    def _change_call(
-        self, text: ClassText, statement: ast.stmt, call: ast.Call, causes: Causes
-    ) -> None:
+    def _change_call(self, text: ClassText, statement: ast.stmt, call: ast.Call) -> None:
         """Calls the vocabulary-parallel loss with the arguments that stand there."""
         is_plain = text.file.qualified(call.func) == CROSS_ENTROPY
         strange = {k.arg for k in call.keywords} - KEYWORDS
@@ -96,10 +94,10 @@ class VocabParallelLoss(Change):
                 "a vocabulary-parallel loss takes logits, targets, weights of classes, and by name "
                 "`ignore_index`, `reduction` and `label_smoothing`",
                 text.file.at(call),
-                causes,
+                text.causes,
             )
         named = self.function or (PLAIN if is_plain else "vocab_parallel_criterion")
-        name = text.imports.helper(MODULE, named, causes)
+        name = text.helper(MODULE, named)
         takes_head = self.function is None or self.function == PLAIN
 
         def make(made: cst.Call) -> cst.Call:
@@ -113,7 +111,7 @@ class VocabParallelLoss(Change):
             return with_keywords(made, [("head", accessor(self.head))]) if takes_head else made
 
         why = "a loss of this rank's part of the logits"
-        text.replace(call, statement, make, causes, why)
+        text.replace(call, statement, make, why)
 
 
 class _Gathers:
@@ -125,7 +123,6 @@ class _Gathers:
         text: The class.
         method: The method.
         calls: The calls in it that compute losses of the logits, in their order.
-        causes: The directives behind them.
 
     Attributes:
         statement: Behind it all losses are computed that are.
@@ -135,10 +132,8 @@ class _Gathers:
         Unsupported: There are several losses, and a condition leaves out some of them.
     """
 
-    def __init__(
-        self, text: ClassText, method: ast.FunctionDef, calls: Sequence[ast.AST], causes: Causes
-    ) -> None:
-        self.text, self.method, self.calls, self.causes = text, method, calls, causes
+    def __init__(self, text: ClassText, method: ast.FunctionDef, calls: Sequence[ast.AST]) -> None:
+        self.text, self.method, self.calls = text, method, calls
         self.statement = _last_of_all(method, calls)
         self.branches = list(_branches(method, self.statement, calls[-1]))
         around = [branch.node for branch in self.branches]
@@ -149,14 +144,14 @@ class _Gathers:
                     raise _refused(
                         "some of the losses of these logits are left out where this does not hold",
                         text.file.at(node),
-                        causes,
+                        text.causes,
                     )
 
     def write(self, name: str, axis: int, head: str) -> None:
         """Gathers one variable."""
 
         def line() -> str:
-            gather = self.text.imports.helper(MODULE, "whole_logits", self.causes)
+            gather = self.text.helper(MODULE, "whole_logits")
             where = "" if axis == -1 else f", axis={axis}"
             return f"{name} = {gather}({name}, {head}{where})"
 
@@ -164,9 +159,9 @@ class _Gathers:
             # What is returned with a loss is gathered before it, which takes whole logits too.
             returned = isinstance(node, ast.Return)
             insert = self.text.insert_before if returned else self.text.insert_after
-            insert(node, f"if {' or '.join(conditions)}:\n    {line()}", causes, why)
+            insert(node, f"if {' or '.join(conditions)}:\n    {line()}", why)
 
-        why, method, causes = "whole logits", self.method, self.causes
+        why, method = "whole logits", self.method
         is_read = any(_reads_after(method, name, self.statement))
         if isinstance(self.statement, ast.Return):
             loads = _names(self.statement, name, ast.Load)
@@ -191,16 +186,16 @@ class _Gathers:
                 gather_behind(branch.node, self._opposite(branch), *evaluation)
                 evaluation = []
             elif stored:
-                self.text.insert_after(stored[-1], line(), causes, why)
+                self.text.insert_after(stored[-1], line(), why)
             elif other and self._is_elif(other):
                 raise _refused(
                     f"`{name}` must be gathered where this condition does not hold, but other "
                     "conditions follow",
                     self.text.file.at(other[0]),
-                    causes,
+                    self.text.causes,
                 )
             elif other:
-                self.text.insert_before(other[0], line(), causes, why)
+                self.text.insert_before(other[0], line(), why)
             else:
                 self._add_else(branch.node, line())
         if evaluation:
@@ -211,7 +206,7 @@ class _Gathers:
                 within(node, leaving) for node in around
             )
             if early and _loads(leaving, name) and _bound_before(method, name, leaving):
-                self.text.insert_before(leaving, line(), causes, why)
+                self.text.insert_before(leaving, line(), why)
 
     def _can_wait(self, node: ast.If, name: str) -> bool:
         """Whether a gather may stand behind an `if`, where its condition is asked again."""
@@ -242,7 +237,7 @@ class _Gathers:
         placed = in_else(self.text.file, node, line, self.text.line_length)
         if any(edit.start == placed.start for edit in self.text.at(node).around):
             placed = in_else(self.text.file, node, line, self.text.line_length, opened=True)
-        self.text.place(node, placed, self.causes, "whole logits")
+        self.text.place(node, placed, "whole logits")
 
 
 def _refused(words: str, at: errors.Span, causes: Causes) -> errors.Unsupported:

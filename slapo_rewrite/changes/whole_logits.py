@@ -36,12 +36,12 @@ class GatherTiedHead(Change):
             raise errors.Unsupported(
                 "the product with the table of a split embedding cannot be told apart here",
                 at=text.span_of(asked.place),
-                cause=asked.causes,
+                cause=text.causes,
             )
         for node in found:
             embedding = head_of(node)
             assert embedding is not None
-            name = text.imports.helper("tensor_parallel", "tied_head", asked.causes)
+            name = text.helper("tensor_parallel", "tied_head")
 
             def make(
                 made: cst.BaseExpression, name: str = name, layer: str = ast.unparse(embedding)
@@ -51,7 +51,7 @@ class GatherTiedHead(Change):
                 return call(name, x, layer)
 
             statement = text.file.statement_of(node)
-            text.replace(node, statement, make, asked.causes, "whole logits of a split table")
+            text.replace(node, statement, make, "whole logits of a split table")
 
 
 def place_tied_head(to: Placement, head: TiedHead) -> None:

@@ -48,15 +48,14 @@ class RecordForward(Requested):
         to.home(node).changes.add(node.path, OnForward(), self, (cause,))
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
-        (asked,) = here
-        forward = text.forward(asked.causes)
-        function = text.imports.outside("torch.profiler", "record_function", asked.causes)
+        forward = text.forward()
+        function = text.imports.outside("torch.profiler", "record_function", text.causes)
         decorator = cst.Decorator(parsed(f'{function}("{self.label}")'))
 
         def make(made: cst.FunctionDef) -> cst.FunctionDef:
             return made.with_changes(decorators=[*made.decorators, decorator])
 
-        text.replace(forward, forward, make, asked.causes, "recorded")
+        text.replace(forward, forward, make, "recorded")
 
 
 class Record(Primitive):
