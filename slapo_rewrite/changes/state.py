@@ -98,26 +98,8 @@ class Replacement:
 
 
 @dataclass(frozen=True)
-class InferSync:
-    """Collectives that are missing in a module and below are inferred."""
-
-    cause: Directive = field(compare=False)
-
-
-@dataclass(frozen=True)
-class Decompose:
-    """A linear layer's bias added where the layer is called.
-
-    Attributes:
-        cause: The directive that asked.
-    """
-
-    cause: Directive = field(compare=False)
-
-
-@dataclass(frozen=True)
-class Inlined:
-    """The module's `forward` is written where it was called."""
+class Wish:
+    """What is said by its name alone, whoever asks for it."""
 
     cause: Directive = field(compare=False)
 
@@ -151,15 +133,21 @@ class Request:
 
 @dataclass(frozen=True)
 class ModuleRequests:
-    """Everything that was asked of one module."""
+    """Everything that was asked of one module.
+
+    Attributes:
+        infer_sync: Collectives that are missing in it and below are inferred.
+        decompose: Of a linear layer: its bias is added where it is called.
+        inlined: Its `forward` is written where it was called.
+    """
 
     shards: tuple[Shard, ...] = ()
     shares: tuple[ShardedAttribute, ...] = ()
     syncs: tuple[Sync, ...] = ()
     replacement: Replacement | None = None
-    infer_sync: InferSync | None = None
-    decompose: Decompose | None = None
-    inlined: Inlined | None = None
+    infer_sync: Wish | None = None
+    decompose: Wish | None = None
+    inlined: Wish | None = None
     changes: tuple[Request, ...] = ()
     cut: StageCut | None = field(default=None, compare=False)  # changes nothing of the module
 

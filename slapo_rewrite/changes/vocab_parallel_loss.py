@@ -16,6 +16,7 @@ from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import with_callee, with_keywords
 from slapo_rewrite.code.lines import Causes
+from slapo_rewrite.code.liveness import every_block
 from slapo_rewrite.code.runs import in_else
 from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.sharding import ParallelLoss
@@ -256,12 +257,7 @@ def _held(block: ast.AST | Sequence[ast.AST], calls: Sequence[ast.AST]) -> list[
 
 def _last_of_all(method: ast.FunctionDef, calls: Sequence[ast.AST]) -> ast.stmt:
     """The last statement with one of some calls, of the innermost block that holds them all."""
-    blocks = [
-        block
-        for node in ast.walk(method)
-        for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody"))
-        if isinstance(block, list) and len(_held(block, calls)) == len(calls)
-    ]
+    blocks = [b for b in every_block(method) if len(_held(b, calls)) == len(calls)]
     last: ast.stmt = [statement for statement in blocks[-1] if _held(statement, calls)][-1]
     return last
 

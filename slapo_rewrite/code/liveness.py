@@ -112,6 +112,13 @@ def blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
             yield inner
 
 
+def every_block(function: Function) -> Iterator[list[ast.stmt]]:
+    """The blocks of a function, functions inside it included, each before those inside it."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.stmt):
+            yield from blocks(node)
+
+
 def reads(node: ast.AST) -> set[str]:
     """The names that an expression or statement reads before it binds them itself."""
     found: set[str] = set()

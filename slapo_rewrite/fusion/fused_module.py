@@ -294,7 +294,7 @@ def _side_by_side(
         NoMatch: The calls do not stand side by side.
     """
     first = group[0]
-    statements = [engine.sharing.statement_of(match.replaced.node) for match in group]
+    statements = [engine.file.statement_of(match.replaced.node) for match in group]
     function = engine.sharing.function_of(statements[0])
     for match, statement in zip(group, statements, strict=True):
         if match.root.regions != first.root.regions or hasattr(statement, "body"):

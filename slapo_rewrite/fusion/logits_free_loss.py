@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.edit import Edit, NoneIf, Put, substituted
+from slapo_rewrite.code.liveness import every_block
 from slapo_rewrite.code.runs import Run, compound, or_else
 from slapo_rewrite.code.text import accessor, within
 from slapo_rewrite.fusion.lm_head import Declined, Head, Labels, depending, written
@@ -214,7 +215,7 @@ class _Forking:
         head, loss = self.head.call.statement, self.loss.statement
         call = self.loss.node
         assert head is not None and loss is not None and isinstance(call, ast.Call)
-        block = _block(self.function, head)
+        block = next(b for b in every_block(self.function) if head in b)
         holder = next((s for s in block if within(s, loss)), None)
         if holder is None or block.index(holder) <= block.index(head):
             raise Declined("the loss is not computed below the logits, in the same block")
@@ -503,13 +504,3 @@ def _is_output(operation: str) -> bool:
     home, _, name = operation.removeprefix("call ").rpartition(".")
     cls = getattr(sys.modules.get(home), name, None)
     return isinstance(cls, type) and (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields"))
-
-
-def _block(function: ast.FunctionDef, statement: ast.stmt) -> list[ast.stmt]:
-    """The statements among which one stands."""
-    for node in ast.walk(function):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(node, name, None)
-            if isinstance(block, list) and any(s is statement for s in block):
-                return block
-    raise AssertionError(statement)

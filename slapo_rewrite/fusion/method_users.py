@@ -72,10 +72,6 @@ class Sharing:
         """The class that a method stands in; None for a function of the file."""
         return self._homes[id(function)][1]
 
-    def statement_of(self, node: ast.AST) -> ast.stmt:
-        """The innermost statement that holds an expression, or that it is itself."""
-        return self.file.statement_of(node)
-
     @functools.cached_property
     def _homes(self) -> dict[int, tuple[ast.FunctionDef, str | None]]:
         """The function and the class of each node of the file that stands in a function."""

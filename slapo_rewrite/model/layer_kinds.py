@@ -5,7 +5,8 @@ The layers of a list are called one after the other, and those that are made ali
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,23 @@ from slapo_rewrite.model.tree import Node, Tree
 
 # How many layers of a kind are left: what stands between two of them is seen then.
 LEFT = 2
+
+
+@contextlib.contextmanager
+def left_alone(lists: Iterable[tuple[nn.Module, Sequence[nn.Module]]]) -> Iterator[None]:
+    """Lists hold these modules alone, numbered anew, for as long as it lasts."""
+    whole = []
+    for listed, left in lists:
+        modules: dict[str, Any] = listed._modules
+        whole.append((modules, dict(modules)))
+        modules.clear()
+        modules.update((str(number), module) for number, module in enumerate(left))
+    try:
+        yield
+    finally:
+        for modules, before in whole:
+            modules.clear()
+            modules.update(before)
 
 
 def kinds_of(node: Node) -> list[Any]:

@@ -14,6 +14,7 @@ from torch import nn
 from slapo_rewrite.code.dead_values import Death
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.model.held_memory import CannotMeasure, Record, recorded
+from slapo_rewrite.model.layer_kinds import left_alone
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.model.watched_functions import Live
 
@@ -129,7 +130,7 @@ def _is_within(held: Sequence[int], bounds: Sequence[_Bound], function: ast.Func
 @contextlib.contextmanager
 def two_of_each(tree: Tree) -> Iterator[None]:
     """The live model with two modules of each kind in its lists, for as long as it lasts."""
-    whole: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    lists = []
     for node in tree.nodes.values():
         if not isinstance(node.live, nn.ModuleList):
             continue
@@ -137,18 +138,11 @@ def two_of_each(tree: Tree) -> Iterator[None]:
         for child in node.children.values():
             kinds.setdefault(child.kind, []).append(child.live)
         kept = {id(live) for same in kinds.values() for live in same[:2]}
-        modules: dict[str, Any] = node.live._modules
-        left = [live for live in modules.values() if id(live) in kept]
-        if len(left) < len(modules):
-            whole.append((modules, dict(modules)))
-            modules.clear()
-            modules.update((str(n), live) for n, live in enumerate(left))
-    try:
+        left = [live for live in node.live if id(live) in kept]
+        if len(left) < len(node.live):
+            lists.append((node.live, left))
+    with left_alone(lists):
         yield
-    finally:
-        for modules, before in whole:
-            modules.clear()
-            modules.update(before)
 
 
 def measured(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from slapo_rewrite.model.layer_kinds import left_alone
 from slapo_rewrite.model.tree import Node, Tree
 
 
@@ -91,16 +92,10 @@ class Representatives:
         What the first one is given is of another kind than what it gives to the second: it needs no
         gradient, or comes in another precision.
         """
-        whole: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        lists = []
         for path, run in self._runs.items():
-            modules: dict[str, Any] = self._kept[path].live._modules
-            if len(run) < len(modules) or len({id(node.live) for node in run}) < len(run):
-                whole.append((modules, dict(modules)))
-                modules.clear()
-                modules.update((str(i), node.live) for i, node in enumerate(run))
-        try:
+            listed = self._kept[path].live
+            if len(run) < len(listed._modules) or len({id(node.live) for node in run}) < len(run):
+                lists.append((listed, [node.live for node in run]))
+        with left_alone(lists):
             yield
-        finally:
-            for modules, before in whole:
-                modules.clear()
-                modules.update(before)

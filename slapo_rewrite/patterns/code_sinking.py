@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.liveness import every_block
 from slapo_rewrite.code.sinking import Sunk, is_alone
 from slapo_rewrite.code.text import within
 
@@ -30,7 +31,7 @@ def drawn(
         In words why that would change what is computed, or be hard to read, where it would; None
         where the branch does not lie between them.
     """
-    block = next(b for b in _blocks(function) if branch in b)
+    block = next(b for b in every_block(function) if branch in b)
     wanted = list(wanted)
     places = [n for n, s in enumerate(block) if any(within(s, inner) for inner in wanted)]
     place = block.index(branch)
@@ -64,14 +65,6 @@ def way_hint(node: ast.AST, function: ast.FunctionDef | None) -> str | None:
     if not named:
         return None
     return f'if it always goes one way, say which: concrete_args={{"{named[0]}": ...}}'
-
-
-def _blocks(function: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
-    for node in ast.walk(function):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(node, name, None)
-            if isinstance(block, list):
-                yield block
 
 
 def _is_plain(file: SourceFile, branch: ast.If) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slapo_rewrite.precision.half_layers import computes_product
-from slapo_rewrite.sharding.operation_places import is_method, place_of
+from slapo_rewrite.sharding.operation_places import first_argument, is_method, place_of
 from slapo_rewrite.sharding.types import Place
 
 _HERE = os.path.dirname(__file__)
@@ -102,12 +102,6 @@ def _callee(inner: list[FrameType]) -> FrameType | None:
         if parameters_of(frame) and (is_forward or not is_torchs):
             return frame
     return None
-
-
-def first_argument(frame: FrameType) -> object:
-    """What a function was given first, a method's object."""
-    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    return frame.f_locals.get(names[0]) if names else None
 
 
 def parameters_of(frame: FrameType) -> tuple[str, ...]:

@@ -22,11 +22,11 @@ from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.hugging_face import KEEPS_TOKENS
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
-from slapo_rewrite.precision.call_stack import CallStack, first_argument
+from slapo_rewrite.precision.call_stack import CallStack
 from slapo_rewrite.precision.casts import HALVES, CannotCast, Precisions, Wanted
 from slapo_rewrite.precision.precision_run import PrecisionRun
 from slapo_rewrite.sharding.module_state import state_kept
-from slapo_rewrite.sharding.operation_places import place_in_traceback, raised_by
+from slapo_rewrite.sharding.operation_places import first_argument, place_in_traceback, raised_by
 from slapo_rewrite.sharding.trace import device_of
 from slapo_rewrite.sharding.types import CannotRun
 

@@ -25,7 +25,6 @@ from slapo_rewrite.operations import FLOAT32, PRODUCT, name_of, precision_of
 from slapo_rewrite.precision.call_stack import (
     Call,
     CallStack,
-    first_argument,
     parameters_of,
     reading_frame,
 )
@@ -42,7 +41,7 @@ from slapo_rewrite.precision.casts import (
 from slapo_rewrite.precision.dtype_reads import is_harmless, without_autocast
 from slapo_rewrite.precision.half_layers import computes_product
 from slapo_rewrite.runtime import kernels
-from slapo_rewrite.sharding.operation_places import place_of
+from slapo_rewrite.sharding.operation_places import first_argument, place_of
 
 # Kernels take operands in half precision and in float32, and both at once.
 KERNELS = os.path.join(os.path.dirname(kernels.__file__), "")

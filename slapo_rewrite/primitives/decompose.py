@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import Decompose as DecomposeState
-from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.changes.state import ModuleRequests, Wish
 from slapo_rewrite.model.layers import MULTIPLIED, qualified
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import check_uncalled
@@ -113,4 +112,4 @@ class Decompose(Primitive):
         if state.decompose is not None:
             earlier = state.decompose.cause.at
             raise errors.ConflictingEdits(f"`{node.path}` is decomposed already", also=[earlier])
-        return replace(state, decompose=DecomposeState(call.directive))
+        return replace(state, decompose=Wish(call.directive))

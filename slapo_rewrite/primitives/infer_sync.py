@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import InferSync as InferSyncState
-from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.changes.state import ModuleRequests, Wish
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal
 from slapo_rewrite.primitives.shard import MLP, MODEL
@@ -109,4 +108,4 @@ def schedule(s):
                 f"the syncs of `{node.path or 's'}` are inferred already",
                 cause=state.infer_sync.cause,
             )
-        return replace(state, infer_sync=InferSyncState(call.directive))
+        return replace(state, infer_sync=Wish(call.directive))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.changes.state import Inlined, ModuleRequests
+from slapo_rewrite.changes.state import ModuleRequests, Wish
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.inlining import inline_edits
 from slapo_rewrite.code.names import module_paths
@@ -195,7 +195,7 @@ class Inline(Rewriting):
                 f"`{node.path}` cannot be inlined after it was scheduled itself",
                 hint="inline first, then schedule what it holds",
             )
-        return replace(state, inlined=Inlined(call.directive))
+        return replace(state, inlined=Wish(call.directive))
 
 
 def _calls(method: ast.FunctionDef, path: str) -> bool:

@@ -32,6 +32,12 @@ def calling_frame() -> types.FrameType | None:
     return None
 
 
+def first_argument(frame: types.FrameType) -> object:
+    """What a function was given first, a method's object."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(names[0]) if names else None
+
+
 def place_of(frame: types.FrameType) -> Place | None:
     """The place that a frame has come to."""
     return place_at(frame.f_code, frame.f_lasti)

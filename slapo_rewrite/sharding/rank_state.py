@@ -19,6 +19,7 @@ from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.operation_places import (
     calling_frame,
+    first_argument,
     place_at,
     place_in_traceback,
     place_of,
@@ -222,11 +223,11 @@ class Run:
     def note_call(self, is_part: bool) -> None:
         """Notes of a call that may have to change whether it is given a part."""
         frame = caller = calling_frame()
-        while caller is not None and not isinstance(_first_argument(caller), nn.Module):
+        while caller is not None and not isinstance(first_argument(caller), nn.Module):
             caller = caller.f_back
         if frame is not None and caller is not None:
             made = self.calls.setdefault((frame.f_code, frame.f_lasti), set())
-            made.add((id(_first_argument(caller)), is_part))
+            made.add((id(first_argument(caller)), is_part))
 
     def note_changed_calls(self) -> None:
         """Notes which modules make the calls that change, with parts and with whole values."""
@@ -243,7 +244,7 @@ class Run:
 
     def method_owner(self, frame: types.FrameType) -> str | None:
         """The path of the module whose method a frame is in."""
-        module = _first_argument(frame)
+        module = first_argument(frame)
         if not isinstance(module, nn.Module):
             return None
         return next((path for path, node in self.tree.nodes.items() if node.live is module), None)
@@ -266,9 +267,3 @@ class Run:
                 refused.within = self.method_owner(frame) or refused.within
             traceback = traceback.tb_next
         return refused
-
-
-def _first_argument(frame: types.FrameType) -> Any:
-    """What a function was given first, a method's object."""
-    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    return frame.f_locals.get(names[0]) if names else None
