@@ -53,6 +53,7 @@ class Expressions(ABC):
 
     Attributes:
         settings: Attributes of the model that decisions rest on so far, by path.
+        out: Takes the lines.
         comments: Those that wait for the next statement.
         is_aside: Whether what is being written is looked at only.
         named: The `:=` that were written on lines of their own.
@@ -75,6 +76,7 @@ class Expressions(ABC):
         self.model, self.files, self.inside = model, files, inside
         self.also = [cause] if cause else []
         self.settings: dict[str, Any] = {}
+        self.out: list[Line] = []
         self.comments: list[str] = []
         self.is_aside = False
         self.named: set[ast.NamedExpr] = set()
@@ -97,20 +99,20 @@ class Expressions(ABC):
         """The method of a module, as it stands in the file that defines it."""
 
     @abstractmethod
-    def call(self, node: ast.Call, scope: Scope, out: list[Line]) -> str | None:
+    def call(self, node: ast.Call, scope: Scope) -> str | None:
         """How a call reads; None where as it stands."""
 
-    def text(self, node: ast.expr | ast.stmt | ast.keyword, scope: Scope, out: list[Line]) -> str:
+    def text(self, node: ast.expr | ast.stmt | ast.keyword, scope: Scope) -> str:
         """The text of an expression or simple statement in the result."""
         start, end = scope.file.span(node)
         text, position = [], start
-        for first, last, new in sorted(self.edits(node, scope, out)):
+        for first, last, new in sorted(self.edits(node, scope)):
             text += [scope.file.text[position:first], new]
             position = last
         joined = "".join([*text, scope.file.text[position:end]])
         return dedented(joined, scope.file, node)
 
-    def edits(self, node: ast.AST, scope: Scope, out: list[Line]) -> Iterator[tuple[int, int, str]]:
+    def edits(self, node: ast.AST, scope: Scope) -> Iterator[tuple[int, int, str]]:
         """What reads differently in the result."""
         names = scope.names
         new: str | None = None
@@ -118,7 +120,7 @@ class Expressions(ABC):
             own = {n: names.values[n] for n in bound_in(node) if n in names.values}
             names.values.update(dict.fromkeys(own, Unknown()))
             for child in ast.iter_child_nodes(node):
-                yield from list(self.edits(child, scope, out))
+                yield from list(self.edits(child, scope))
             names.values.update(own)
             return
         match node:
@@ -132,38 +134,38 @@ class Expressions(ABC):
             case ast.Subscript() if (value := self.field(node, scope)) is not None:
                 new = value
             case ast.Subscript(value=listed) if self.is_all_of_it(node, scope):
-                new = self.text(listed, scope, out)
+                new = self.text(listed, scope)
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 one, other = names.value(body), names.value(orelse)
                 if one == other and isinstance(one, Constant) and not one.is_setting:
                     new = repr(one.value)
                 elif (known := names.decided(test)) is not None:
                     chosen = body if known else orelse
-                    new = closed(self.text(chosen, scope, out), chosen)
+                    new = closed(self.text(chosen, scope), chosen)
             case ast.BoolOp():
-                new = self.shortened(node, scope, out)
+                new = self.shortened(node, scope)
             case ast.Compare() | ast.UnaryOp(op=ast.Not()):
                 if (truth := names.decided(node)) is not None:
                     new = repr(truth)
             case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
                 added = names.value(right)
                 if isinstance(right, ast.Name) and added == Constant(0):
-                    new = closed(self.text(left, scope, out), left)
+                    new = closed(self.text(left, scope), left)
                 elif (
                     isinstance(left, ast.Name)
                     and isinstance(node.op, ast.Add)
                     and names.value(left) == Constant(0)
                 ):
-                    new = closed(self.text(right, scope, out), right)
+                    new = closed(self.text(right, scope), right)
             case ast.Call():
-                new = self.call(node, scope, out)
+                new = self.call(node, scope)
         if new is not None:
             yield (*span_of(node, scope.file), new)
             return
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr_context | ast.operator | ast.boolop | ast.cmpop):
                 continue
-            yield from self.edits(child, scope, out)
+            yield from self.edits(child, scope)
 
     def name(self, node: ast.Name, scope: Scope) -> str | None:
         """How the result spells a name; None where as it stands."""
@@ -226,7 +228,7 @@ class Expressions(ABC):
         same = scope.names.value(upper) == Constant(full, is_setting=True)
         return same and is_made_for(init.function, steps[-1], number)
 
-    def shortened(self, node: ast.BoolOp, scope: Scope, out: list[Line]) -> str | None:
+    def shortened(self, node: ast.BoolOp, scope: Scope) -> str | None:
         """`a and b` without what is known to be true, `a or b` without what is false."""
         value = scope.names.value(node)
         if isinstance(value, Constant) and not value.is_setting:
@@ -241,8 +243,8 @@ class Expressions(ABC):
             if operand not in kept:
                 scope.names.decided(operand)
         if not kept:
-            return closed(self.text(last, scope, out), last)
+            return closed(self.text(last, scope), last)
         word = " and " if neutral else " or "
         loose = ast.BoolOp | ast.IfExp | ast.Lambda | ast.NamedExpr
-        texts = [(self.text(v, scope, out), v) for v in [*kept, last]]
+        texts = [(self.text(v, scope), v) for v in [*kept, last]]
         return f"({word.join(f'({t})' if isinstance(v, loose) else t for t, v in texts)})"

@@ -113,8 +113,7 @@ class Flattening(Calls):
             if name not in parameters:
                 scope.written[name] = f"model_{name}"
         parameters += [name for name in self.loss.names if name not in parameters]
-        lines: list[Line] = []
-        result = self.block(body_of(function), scope, lines)
+        result, lines = self.block(body_of(function), scope), self.out
         if result is None:
             raise self.refused("`forward` returns nothing", scope, function)
         bound = bound_in(*(ast.parse(line.text) for line in lines)) | set(parameters)
@@ -130,44 +129,44 @@ class Flattening(Calls):
 
     # Statements -------------------------------------------------------------------------------
 
-    def block(self, body: Sequence[ast.stmt], scope: Scope, out: list[Line]) -> Result | None:
+    def block(self, body: Sequence[ast.stmt], scope: Scope) -> Result | None:
         """Writes statements; gives what they return, where they do."""
         for statement in body:
             self.comments += comments_above(scope.file, statement)
-            result = self.statement(statement, scope, out)
+            result = self.statement(statement, scope)
             if result is not None:
                 return result
         return None
 
-    def statement(self, node: ast.stmt, scope: Scope, out: list[Line]) -> Result | None:
+    def statement(self, node: ast.stmt, scope: Scope) -> Result | None:
         """Writes one statement."""
-        self.write_named(node, scope, out)
+        self.write_named(node, scope)
         match node:
             case ast.Return():
-                return self.returned(node, scope, out)
+                return self.returned(node, scope)
             case ast.If():
-                return self.branch(node, scope, out)
+                return self.branch(node, scope)
             case ast.Assign(targets=[target], value=value):
-                self.assigned(node, target, value, scope, out)
+                self.assigned(node, target, value, scope)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
-                self.assigned(node, target, value, scope, out)
+                self.assigned(node, target, value, scope)
             case ast.AnnAssign() | ast.Pass():
                 pass
             case ast.Expr(value=value) if self.is_settled(value, scope):
                 pass
             case ast.For():
-                self.loop(node, scope, out)
+                self.loop(node, scope)
             case ast.Raise() if not self.depth:
                 raise self.refused("a training step ends in this error", scope, node)
             case ast.Assert(test=test) if scope.names.decided(test):
                 self.comments.clear()
             case ast.With():
                 items = ", ".join(
-                    self.text(i.context_expr, scope, out)
+                    self.text(i.context_expr, scope)
                     + (f" as {scope.file.segment(i.optional_vars)}" if i.optional_vars else "")
                     for i in node.items
                 )
-                self.compound(node, f"with {items}:", node.body, scope, out)
+                self.compound(node, f"with {items}:", node.body, scope)
             case _ if isinstance(node, _COMPOUND):
                 raise self.refused(
                     f"a {type(node).__name__.lower()} statement cannot be written out",
@@ -176,11 +175,11 @@ class Flattening(Calls):
                     "put it into the `forward` of a module of its own",
                 )
             case _:
-                self.forget(bound_in(node), scope, node, out)
-                self.emit(self.text(node, scope, out), node, scope, out)
+                self.forget(bound_in(node), scope, node)
+                self.emit(self.text(node, scope), node, scope)
         return None
 
-    def write_named(self, node: ast.stmt, scope: Scope, out: list[Line]) -> None:
+    def write_named(self, node: ast.stmt, scope: Scope) -> None:
         """Writes what a statement's `:=` bind on lines before it."""
         for expression in ast.iter_child_nodes(node):
             if not isinstance(expression, ast.expr):
@@ -195,7 +194,7 @@ class Flattening(Calls):
                         "bind the name on a line of its own",
                     )
             for named in always:
-                self.bind(node, named.target, self.result(named.value, scope, out), scope, out)
+                self.bind(node, named.target, self.result(named.value, scope), scope)
                 self.named.add(named)
 
     def is_settled(self, value: ast.expr, scope: Scope) -> bool:
@@ -216,7 +215,7 @@ class Flattening(Calls):
                     return True
         return False
 
-    def returned(self, node: ast.Return, scope: Scope, out: list[Line]) -> Result:
+    def returned(self, node: ast.Return, scope: Scope) -> Result:
         """What a function gives back."""
         self.comments.clear()
         if self.depth:
@@ -231,33 +230,31 @@ class Flattening(Calls):
                 return Result("None", NONE)
             case ast.Dict(keys=keys, values=values) if all(keys):  # some may be left out
                 pairs = zip(keys, values, strict=True)
-                texts = [[self.text(e, scope, out) for e in pair if e] for pair in pairs]
+                texts = [[self.text(e, scope) for e in pair if e] for pair in pairs]
                 return Result(f"{{{', '.join(map(': '.join, texts))}}}", Unknown(True))
-        return self.result(node.value, scope, out)
+        return self.result(node.value, scope)
 
-    def result(self, node: ast.expr, scope: Scope, out: list[Line]) -> Result:
+    def result(self, node: ast.expr, scope: Scope) -> Result:
         """An expression's text, and what is known of it."""
         if isinstance(node, ast.Call) and (inner := self.callee(node, scope)):
-            return self.inlined(node, *inner, scope, out)
+            return self.inlined(node, *inner, scope)
         if isinstance(node, ast.Tuple) and not any(isinstance(e, ast.Starred) for e in node.elts):
             texts = []
             for each in node.elts:
-                text = self.result(each, scope, out).text
+                text = self.result(each, scope).text
                 is_bare = isinstance(each, ast.Tuple) and not text.startswith("()")
                 texts.append(f"({text})" if is_bare else text)
             listed = ", ".join(texts) + ("," if len(texts) == 1 else "")
             return Result(listed or "()", Unknown(True), tuple(texts))
-        made = self.made(node, scope, out)
+        made = self.made(node, scope)
         if made is not None:
             return Result(written_out(made), made)
         value = scope.names.settled(node)
         if isinstance(node, ast.Call) and isinstance(value, Unknown):
             value = self.known_of_result(node, scope) or value
-        return Result(alone(self.text(node, scope, out)), value)
+        return Result(alone(self.text(node, scope)), value)
 
-    def handed_on(
-        self, target: ast.Name, value: ast.expr, scope: Scope, out: list[Line]
-    ) -> KnownKwargs | None:
+    def handed_on(self, target: ast.Name, value: ast.expr, scope: Scope) -> KnownKwargs | None:
         """A dictionary that is there for `**` in calls only, so that its arguments can stand there.
 
         Its values are names and attributes: what is called is called where it stands. An empty one
@@ -276,47 +273,47 @@ class Flattening(Calls):
             return None
         if not is_handed_on(scope.function, target.id):
             return None
-        texts = {n: self.text(v, scope, out) for n, v in zip(names, value.values, strict=True)}
+        texts = {n: self.text(v, scope) for n, v in zip(names, value.values, strict=True)}
         known = {n: scope.names.settled(v) for n, v in zip(names, value.values, strict=True)}
         return KnownKwargs(texts, known)
 
-    def made(self, node: ast.expr, scope: Scope, out: list[Line]) -> KnownObject | None:
+    def made(self, node: ast.expr, scope: Scope) -> KnownObject | None:
         """The object that a call of a data class with keywords makes."""
         if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
             return None
         cls = scope.names.global_at(node.func)
         if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             return None
-        texts = {str(k.arg): self.text(k.value, scope, out) for k in node.keywords}
+        texts = {str(k.arg): self.text(k.value, scope) for k in node.keywords}
         values = {str(k.arg): scope.names.settled(k.value) for k in node.keywords}
         return KnownObject(cls, texts, values)
 
-    def branch(self, node: ast.If, scope: Scope, out: list[Line]) -> Result | None:
+    def branch(self, node: ast.If, scope: Scope) -> Result | None:
         """Writes the branch that training takes, or all of them."""
         decided = scope.names.decided(node.test)
         if decided is not None:
             taken = node.body if decided else node.orelse
             if not taken:
                 self.comments.clear()
-            return self.block(taken, scope, out)
-        test = alone(self.text(node.test, scope, out))
+            return self.block(taken, scope)
+        test = alone(self.text(node.test, scope))
         given = self.given(scope)
-        self.forget(bound_in(node), scope, node, out)
-        self.compound(node, f"if {test}:", node.body, scope, out, node.orelse, given)
+        self.forget(bound_in(node), scope, node)
+        self.compound(node, f"if {test}:", node.body, scope, node.orelse, given)
         return None
 
-    def loop(self, node: ast.For, scope: Scope, out: list[Line]) -> None:
+    def loop(self, node: ast.For, scope: Scope) -> None:
         """Writes a loop."""
         given = self.given(scope)
-        self.forget(bound_in(node), scope, node, out)
+        self.forget(bound_in(node), scope, node)
         for name, elements in self.elements(node, scope):
             scope.names.values[name] = Unknown(True, is_module=True)
             kinds = {type(element): element for element in elements}
             if len({str(signature_of(element)) for element in kinds.values()}) == 1:
                 scope.elements[name] = elements[0]
-        target, iterable = self.text(node.target, scope, out), self.text(node.iter, scope, out)
+        target, iterable = self.text(node.target, scope), self.text(node.iter, scope)
         head = f"for {target} in {iterable}:"
-        self.compound(node, head, node.body, scope, out, node.orelse, given)
+        self.compound(node, head, node.body, scope, node.orelse, given)
 
     @staticmethod
     def given(scope: Scope) -> set[str]:
@@ -352,7 +349,6 @@ class Flattening(Calls):
         head: str,
         body: Sequence[ast.stmt],
         scope: Scope,
-        out: list[Line],
         orelse: Sequence[ast.stmt] = (),
         given: Set[str] = frozenset(),
     ) -> None:
@@ -363,19 +359,20 @@ class Flattening(Calls):
             head: Its first line.
             body: What it holds.
             scope: The function that it stands in.
-            out: Takes the result.
             orelse: What it holds behind `else`.
             given: The names that are not None before it.
         """
-        self.spell_out(node, scope, out)
+        self.spell_out(node, scope)
         comments, self.comments = self.comments, []
         around, self.unsure = self.unsure, set()
         self.depth += 1
         texts = []
+        out = self.out
         for inner in (body, orelse):
-            lines: list[Line] = []
-            self.block(inner, scope, lines)
+            lines = self.out = []
+            self.block(inner, scope)
             texts.append("\n".join(line.text for line in lines))
+        self.out = out
         self.depth -= 1
         self.comments = comments
         for name in bound_in(node):  # what is known of it inside holds for one way only
@@ -389,35 +386,33 @@ class Flattening(Calls):
             text += f"\nel{texts[1]}"
         elif texts[1]:
             text += f"\nelse:\n{textwrap.indent(texts[1], '    ')}"
-        self.emit(text, node, scope, out)
+        self.emit(text, node, scope)
 
-    def assigned(
-        self, node: ast.stmt, target: ast.expr, value: ast.expr, scope: Scope, out: list[Line]
-    ) -> None:
+    def assigned(self, node: ast.stmt, target: ast.expr, value: ast.expr, scope: Scope) -> None:
         """Writes an assignment, unless what it binds is known."""
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Call):
             inner = self.callee(value, scope)
             if inner is not None:
-                result = self.inlined(value, *inner, scope, out)
-                self.unpacked(node, target, result, scope, out)
+                result = self.inlined(value, *inner, scope)
+                self.unpacked(node, target, result, scope)
                 return
-        if isinstance(target, ast.Name) and (handed := self.handed_on(target, value, scope, out)):
+        if isinstance(target, ast.Name) and (handed := self.handed_on(target, value, scope)):
             scope.names.values[target.id] = handed
             self.comments.clear()
             return
-        result = self.result(value, scope, out)
+        result = self.result(value, scope)
         match target:
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str(key))):
                 if isinstance(known := scope.names.values.get(name), KnownKwargs):
                     known = self.filled(known, name, key, result, scope)
                     scope.names.values[name] = known
-                    self.emit(f"{known.texts[key]} = {result.text}", node, scope, out)
+                    self.emit(f"{known.texts[key]} = {result.text}", node, scope)
                     return
         if not isinstance(target, ast.Name):
-            self.forget(bound_in(node), scope, node, out)
-            self.emit(self.text(node, scope, out), node, scope, out)
+            self.forget(bound_in(node), scope, node)
+            self.emit(self.text(node, scope), node, scope)
             return
-        self.bind(node, target, result, scope, out)
+        self.bind(node, target, result, scope)
 
     def filled(
         self, known: KnownKwargs, name: str, key: str, result: Result, scope: Scope
@@ -434,33 +429,29 @@ class Flattening(Calls):
             value = Unknown(value != NONE)
         return KnownKwargs({**known.texts, key: new}, {**known.values, key: value})
 
-    def spell_out(self, node: ast.stmt, scope: Scope, out: list[Line]) -> None:
+    def spell_out(self, node: ast.stmt, scope: Scope) -> None:
         """Writes down dictionaries that a statement may or may not alter."""
         for name in dict.fromkeys(altered_in(node, {})):
             known = scope.names.values.get(name)
             if isinstance(known, KnownKwargs):
                 texts = self.current(known, scope, node)
                 pairs = ", ".join(f"{key!r}: {text}" for key, text in texts.items())
-                out.append(Line(f"{scope.spelled(name)} = {{{pairs}}}", scope.file.at(node)))
+                self.out.append(Line(f"{scope.spelled(name)} = {{{pairs}}}", scope.file.at(node)))
                 scope.names.values[name] = Unknown(True)
 
-    def unpacked(
-        self, node: ast.stmt, target: ast.Tuple, result: Result, scope: Scope, out: list[Line]
-    ) -> None:
+    def unpacked(self, node: ast.stmt, target: ast.Tuple, result: Result, scope: Scope) -> None:
         """Binds each name of a tuple to its part of a result."""
         names = [e for e in target.elts if isinstance(e, ast.Name)]
         if len(names) != len(target.elts) or len(result.parts) != len(names):
-            self.forget(bound_in(node), scope, node, out)
-            self.emit(f"{self.text(target, scope, out)} = {result.text}", node, scope, out)
+            self.forget(bound_in(node), scope, node)
+            self.emit(f"{self.text(target, scope)} = {result.text}", node, scope)
             return
         for number, name in enumerate(names):
             text = result.parts[number]
             value = Constant(None) if text == "None" else Unknown()
-            self.bind(node, name, Result(text, value), scope, out)
+            self.bind(node, name, Result(text, value), scope)
 
-    def bind(
-        self, node: ast.stmt, target: ast.Name, result: Result, scope: Scope, out: list[Line]
-    ) -> None:
+    def bind(self, node: ast.stmt, target: ast.Name, result: Result, scope: Scope) -> None:
         """Gives a name its value; writes that down where it is not known beforehand."""
         name, value = target.id, result.value
         written = scope.spelled(name)
@@ -479,17 +470,17 @@ class Flattening(Calls):
             self.unsure.add(name)
         self.outdate(written, scope)
         if result.text != written:
-            self.emit(f"{written} = {result.text}", node, scope, out)
+            self.emit(f"{written} = {result.text}", node, scope)
         else:
             self.comments.clear()
 
-    def forget(self, bound: Iterable[str], scope: Scope, node: ast.stmt, out: list[Line]) -> None:
+    def forget(self, bound: Iterable[str], scope: Scope, node: ast.stmt) -> None:
         """From here on these names may stand for something else; writes down what they were."""
         for name in bound:
             value = scope.names.values.get(name)
             if isinstance(value, Constant) and (hasattr(node, "body") or reads_in(node, name)):
                 text = f"{scope.spelled(name)} = {value.value!r}"
-                out.append(Line(text, scope.file.at(node)))
+                self.out.append(Line(text, scope.file.at(node)))
             scope.names.values[name] = Unknown()
             if not isinstance(node, (*_COMPOUND, ast.If)):
                 self.unsure.add(name)
@@ -507,9 +498,9 @@ class Flattening(Calls):
                 if texts != value.texts:
                     scope.names.values[name] = dataclasses.replace(value, texts=texts)
 
-    def emit(self, text: str, node: ast.stmt, scope: Scope, out: list[Line]) -> None:
+    def emit(self, text: str, node: ast.stmt, scope: Scope) -> None:
         """Adds a statement, with the comments that stand above and beside it."""
         above, self.comments = self.comments, []
         if not isinstance(node, _COMPOUND) and not isinstance(node, ast.If):
             text += comment_beside(scope.file, node)
-        out.append(Line("\n".join([*above, text]), scope.file.at(node)))
+        self.out.append(Line("\n".join([*above, text]), scope.file.at(node)))

@@ -34,14 +34,14 @@ class Calls(Expressions):
     """Writes expressions with calls."""
 
     @abstractmethod
-    def block(self, body: Sequence[ast.stmt], scope: Scope, out: list[Line]) -> Result | None:
+    def block(self, body: Sequence[ast.stmt], scope: Scope) -> Result | None:
         """Writes statements; gives what they return, where they do."""
 
     @abstractmethod
-    def result(self, node: ast.expr, scope: Scope, out: list[Line]) -> Result:
+    def result(self, node: ast.expr, scope: Scope) -> Result:
         """An expression's text, and what is known of it."""
 
-    def call(self, node: ast.Call, scope: Scope, out: list[Line]) -> str | None:
+    def call(self, node: ast.Call, scope: Scope) -> str | None:
         """A call without the arguments that it has anyway; the text of a module written out."""
         if (got := scope.names.module_got(node)) is not None:
             return accessor(next(n for n, m in self.model.named_modules() if m is got))
@@ -52,9 +52,9 @@ class Calls(Expressions):
                     key = str(node.args[0].value)
                     if key in extra.texts:
                         return self.current(extra, scope, node)[key]
-                    return self.text(node.args[1], scope, out) if len(node.args) > 1 else "None"
+                    return self.text(node.args[1], scope) if len(node.args) > 1 else "None"
         if (inner := self.callee(node, scope)) is not None:
-            return self.inlined(node, *inner, scope, out).text
+            return self.inlined(node, *inner, scope).text
         taken = signature_of(self.called(node, scope))
         by_name: list[tuple[str, str]] = []
         changed = False
@@ -71,7 +71,7 @@ class Calls(Expressions):
                 changed = True
             else:
                 beside = comment_after(scope.file, keyword)
-                by_name.append((self.text(keyword, scope, out), beside))
+                by_name.append((self.text(keyword, scope), beside))
         positional = list(node.args)
         while positional and taken is not None and not isinstance(positional[-1], ast.Starred):
             parameter = positional_name(taken, len(positional) - 1)
@@ -87,12 +87,12 @@ class Calls(Expressions):
                 break
             last = positional.pop()
             beside = comment_after(scope.file, last)
-            by_name.insert(0, (f"{parameter}={self.text(last, scope, out)}", beside))
+            by_name.insert(0, (f"{parameter}={self.text(last, scope)}", beside))
             changed = True
         if not changed:
             return None
-        function = self.text(node.func, scope, out)
-        kept = [(self.text(a, scope, out), comment_after(scope.file, a)) for a in positional]
+        function = self.text(node.func, scope)
+        kept = [(self.text(a, scope), comment_after(scope.file, a)) for a in positional]
         kept += by_name
         if not any(comment for _, comment in kept):
             return f"{function}({', '.join(text for text, _ in kept)})"
@@ -105,6 +105,7 @@ class Calls(Expressions):
         if not steps or self.is_aside:
             return None
         comments, depth, settings = list(self.comments), self.depth, dict(self.settings)
+        out, self.out = self.out, []
         value: Worth = Unknown()
         self.is_aside = True
         try:
@@ -112,11 +113,11 @@ class Calls(Expressions):
             path = ".".join([scope.names.path, *steps] if scope.names.path else steps)
             method = self.method_of(found, path, "forward")
             self.depth = 0
-            value = self.inlined(node, method, accessor(path), scope, []).value
+            value = self.inlined(node, method, accessor(path), scope).value
         except (errors.CannotCut, AttributeError):
             pass
         self.is_aside = False
-        self.comments, self.depth = comments, depth
+        self.out, self.comments, self.depth = out, comments, depth
         if isinstance(value, KnownObject):
             return Unknown(True, value.cls, value.values)
         self.settings.clear()
@@ -196,20 +197,13 @@ class Calls(Expressions):
 
     # Writing a function where it is called ------------------------------------------------------
 
-    def inlined(
-        self,
-        node: ast.Call,
-        method: Method,
-        prefix: str,
-        scope: Scope,
-        out: list[Line],
-    ) -> Result:
+    def inlined(self, node: ast.Call, method: Method, prefix: str, scope: Scope) -> Result:
         """Writes a function's statements; gives what it returns."""
         self.comments.clear()
         path, function = method.path, method.function
         word = path.rpartition(".")[2] or "model"
         written = self.files.names_of(function, method.home, word)
-        arguments = self.bound(node, method, written, scope, out)
+        arguments = self.bound(node, method, written, scope)
         values: dict[str, Worth] = {}
         names = self.environment(method, values)
         needed = scope.after | self.needed_after(node, scope)
@@ -241,25 +235,20 @@ class Calls(Expressions):
                     f"the arguments of `{path}` change places", scope, node, "name them apart"
                 )
             if target != text:
-                out.append(Line(f"{target} = {text}", at))
+                self.out.append(Line(f"{target} = {text}", at))
         names.me = first_parameter(function)
-        returned = self.block(body_of(function), inner, out)
+        returned = self.block(body_of(function), inner)
         self.comments.clear()
         return returned or Result("None", NONE)
 
     def bound(
-        self,
-        node: ast.Call,
-        method: Method,
-        written: Mapping[str, str],
-        scope: Scope,
-        out: list[Line],
+        self, node: ast.Call, method: Method, written: Mapping[str, str], scope: Scope
     ) -> dict[str, Result]:
         """What each parameter of a method is given by a call."""
         function = method.function
         if any(isinstance(a, ast.Starred) for a in node.args) or function.args.vararg:
             raise self.refused("a call with `*` cannot be written out", scope, node)
-        arguments = [("", self.result(value, scope, out)) for value in node.args]
+        arguments = [("", self.result(value, scope)) for value in node.args]
         for keyword in node.keywords:
             if keyword.arg is None:
                 extra = scope.names.value(keyword.value)
@@ -268,7 +257,7 @@ class Calls(Expressions):
                 given_texts = self.current(extra, scope, keyword.value)
                 arguments += [(k, Result(given_texts[k], extra.values[k])) for k in extra.texts]
             else:
-                arguments.append((keyword.arg, self.result(keyword.value, scope, out)))
+                arguments.append((keyword.arg, self.result(keyword.value, scope)))
         takes = Signature.of(function, bound=True)
         bound = takes.bind(arguments)
         given = bound.given
