@@ -13,7 +13,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import Reference
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.code.file import SourceFile, line_length, locate
+from slapo_rewrite.code.file import SourceFile, locate
 from slapo_rewrite.code.splice import Change, apply_edits
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.join import Sources
@@ -93,8 +93,7 @@ class Project:
 
     def plan(self, knobs: dict[str, Any]) -> Plan:
         """Runs the schedule."""
-        length = line_length(self.original.text)
-        plan = Plan(self.tree, self.schedule, self.sources, self._changed, length)
+        plan = Plan(self.tree, self.schedule, self.sources, self._changed)
         self.directives = plan.directives
         selection = Selection(plan, [self.tree.root])
         run = functools.partial(self.schedule.module.schedule, selection, **knobs)

@@ -11,7 +11,6 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.auto.step import Step
-from slapo_rewrite.code.file import line_length
 from slapo_rewrite.lowering.lower import lower
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.meta_device import without_dynamo
@@ -42,7 +41,6 @@ class Oracle:
             file.write_text(f"{self._head}\n\n{EMPTY}", encoding="utf-8")
             self.project = Project(source, str(file))
         self._file = file
-        self._length = line_length(self.project.original.text)
         self.asked = 0
 
     def refusal(self, lines: Sequence[str]) -> errors.RewriteError | None:
@@ -54,7 +52,7 @@ class Oracle:
         exec(compile(text, str(self._file), "exec", dont_inherit=True), module.__dict__)
         schedule = ScheduleFile("auto", self._file, text, module)
         project = self.project
-        plan = Plan(project.tree, schedule, project.sources, None, self._length)
+        plan = Plan(project.tree, schedule, project.sources)
         selection = Selection(plan, [project.tree.root])
         try:
             with without_dynamo():
@@ -67,7 +65,6 @@ class Oracle:
                     project.sources,
                     self._inputs,
                     self.small,
-                    self._length,
                     thorough=False,
                 )
         except errors.RewriteError as error:

@@ -29,7 +29,6 @@ class ClassText:
         class_name: The class.
         wanted: All that changes, by its place.
         indices: The elements that each loop makes.
-        line_length: The file's own.
 
     Attributes:
         lines: What changes, by statement.
@@ -45,10 +44,9 @@ class ClassText:
         class_name: str,
         wanted: Mapping[Place, object],
         indices: IndexSets,
-        line_length: int,
     ) -> None:
         self.classes, self.imports, self.class_name = classes, imports, class_name
-        self.wanted, self.indices, self.line_length = wanted, indices, line_length
+        self.wanted, self.indices = wanted, indices
         self.file = classes.file
         self.lines: dict[ast.stmt, Lines] = {}
 

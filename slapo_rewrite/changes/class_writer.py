@@ -26,20 +26,19 @@ class ClassWriter:
     Args:
         classes: The classes of the file.
         imports: Takes the names that the edits refer to.
-        line_length: The file's own.
 
     Attributes:
         subclasses: Writes the text of subclasses.
     """
 
-    def __init__(self, classes: ClassHierarchy, imports: Imports, line_length: int) -> None:
-        self.classes, self.imports, self.line_length = classes, imports, line_length
+    def __init__(self, classes: ClassHierarchy, imports: Imports) -> None:
+        self.classes, self.imports = classes, imports
         self.file = classes.file
-        self.subclasses = SubclassWriter(classes, imports, line_length)
+        self.subclasses = SubclassWriter(classes, imports)
 
     def in_place(self, class_name: str, definition: Definition, indices: IndexSets) -> list[Edit]:
         """The edits that make the class what `definition` says."""
-        return written(self.file, self._lines(class_name, definition, indices), self.line_length)
+        return written(self.file, self._lines(class_name, definition, indices))
 
     def subclass(
         self,
@@ -103,7 +102,6 @@ class ClassWriter:
             class_name,
             definition.changes,
             indices,
-            self.line_length,
         )
         groups: dict[Hashable, list[Asked]] = {}
         for place, change in definition.changes.items():

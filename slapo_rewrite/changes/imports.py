@@ -229,15 +229,14 @@ class Imports:
             m.lstrip("."): merged_causes(c) for m, c in self._causes.items() if m.startswith(".")
         }
 
-    def edits(self, line_length: int, inlined: str | None = None) -> list[Edit]:
+    def edits(self, inlined: str | None = None) -> list[Edit]:
         """The import lines: a package's after others of that package, helpers last.
 
         Args:
-            line_length: The file's own.
             inlined: What stands in the place of the helpers' import lines, where the helpers'
                 definitions become part of the file.
         """
-        edits = []
+        edits, line_length = [], self.file.line_length
         statements = [n for n in self.file.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
         for module, names in sorted(self.packages.items()):
             text = fitted(f"from {module} import {', '.join(sorted(names))}", 0, line_length)

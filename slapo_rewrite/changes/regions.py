@@ -102,7 +102,7 @@ class _Regions:
 
     def __init__(self, text: ClassText) -> None:
         self.text, self.file, self.imports = text, text.file, text.imports
-        self.class_name, self.line_length = text.class_name, text.line_length
+        self.class_name, self.line_length = text.class_name, text.file.line_length
         self.names: set[str] = set()
 
     def write(self, here: Sequence[Asked]) -> None:
@@ -197,12 +197,12 @@ class _Regions:
         }
         for statement in inside:
             del lines[statement]
-        return run, run.text(written(self.file, inside, self.line_length))
+        return run, run.text(written(self.file, inside))
 
     def _fork(self, wanted: _Wanted) -> None:
         run, text = self._text(wanted)
         fork_rng = self.imports.helper("rng", "fork_rng", wanted.causes)
-        placed = run.replaced(compound(f"with {fork_rng}():", text), self.line_length)
+        placed = run.replaced(compound(f"with {fork_rng}():", text))
         why = "random numbers that differ between ranks"
         self.text.asked_by(wanted.causes).place(run.statements[0], placed, why)
 
@@ -233,7 +233,7 @@ class _Regions:
         call = f"{'return' if returned else results + ' ='} {function}({call})"
         why = f"`{name}`, checkpointed"
         statements, text = self._text(wanted)
-        placed = statements.replaced(call, self.line_length)
+        placed = statements.replaced(call)
         asking = self.text.asked_by(wanted.causes)
         asking.place(run[0], placed, why)
         self._empty_caches(wanted, run[0], set(inputs))

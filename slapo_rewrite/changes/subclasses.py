@@ -31,12 +31,12 @@ class SubclassWriter:
     Args:
         classes: The classes of the model file.
         imports: Takes the names that the text refers to.
-        line_length: The file's own.
     """
 
-    def __init__(self, classes: ClassHierarchy, imports: Imports, line_length: int) -> None:
-        self.classes, self.imports, self.line_length = classes, imports, line_length
+    def __init__(self, classes: ClassHierarchy, imports: Imports) -> None:
+        self.classes, self.imports = classes, imports
         self.file = classes.file
+        self.line_length = self.file.line_length
 
     def subclass(
         self,
@@ -207,7 +207,7 @@ class SubclassWriter:
                 at=self.file.at(method),
                 hint="schedule all instances alike",
             )
-        edits = written(self.file, lines, self.line_length)
+        edits = written(self.file, lines)
         return definition_text(self.file, method, edits) + "\n"
 
     def forking(self, new_name: str, shown: str, mixed: str, causes: Causes) -> str:

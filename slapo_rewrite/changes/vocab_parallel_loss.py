@@ -235,9 +235,9 @@ class _Gathers:
         return isinstance(block[0], ast.If) and self.text.file.text.startswith("elif", start)
 
     def _add_else(self, node: ast.If, line: str) -> None:
-        placed = in_else(self.text.file, node, line, self.text.line_length)
+        placed = in_else(self.text.file, node, line)
         if any(edit.start == placed.start for edit in self.text.at(node).around):
-            placed = in_else(self.text.file, node, line, self.text.line_length, opened=True)
+            placed = in_else(self.text.file, node, line, opened=True)
         self.text.place(node, placed, "whole logits")
 
 

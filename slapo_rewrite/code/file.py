@@ -51,8 +51,10 @@ class SourceFile:
         tree: ast.Module,
         bom: str = "",
         line_end: str = "\n",
+        line_length: int | None = None,
     ) -> None:
         self.bom, self.line_end = bom, line_end
+        self._line_length = line_length
         self.path = path
         self.display = str(path)
         self.name = name
@@ -92,7 +94,8 @@ class SourceFile:
     def edited(self, text: str) -> SourceFile:
         """The same file with another text."""
         tree = _parse(text, self.path)
-        return SourceFile(self.path, self.name, text, tree, self.bom, self.line_end)
+        own = (self.bom, self.line_end, self.line_length)
+        return SourceFile(self.path, self.name, text, tree, *own)
 
     def as_stored(self, text: str) -> str:
         """A text of this file as it is written, with its mark and its line ends."""
@@ -100,6 +103,13 @@ class SourceFile:
 
     def __repr__(self) -> str:
         return f"SourceFile({self.display!r}, {self.name!r})"
+
+    @property
+    def line_length(self) -> int:
+        """The length the file's lines keep to, those of the text that it was read with."""
+        if self._line_length is None:
+            self._line_length = line_length(self.text)
+        return self._line_length
 
     # Places ---------------------------------------------------------------------------------
 

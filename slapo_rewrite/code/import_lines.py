@@ -21,10 +21,10 @@ def from_module(file: SourceFile, node: ast.ImportFrom, module: str) -> Splice:
     return Splice(*found.span(1), module)
 
 
-def instead(file: SourceFile, node: ast.stmt, lines: Sequence[str], line_length: int) -> Splice:
+def instead(file: SourceFile, node: ast.stmt, lines: Sequence[str]) -> Splice:
     """Statements in the place of one."""
     pad = "\n" + " " * node.col_offset
-    laid_out = pad.join(formatted(line, node.col_offset, line_length) for line in lines)
+    laid_out = pad.join(formatted(line, node.col_offset, file.line_length) for line in lines)
     return Splice(*file.span(node), laid_out)
 
 

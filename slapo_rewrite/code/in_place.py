@@ -35,7 +35,7 @@ class InPlace:
 
 
 def in_place(
-    file: SourceFile, function: ast.FunctionDef, reading: ast.stmt, name: str, line_length: int
+    file: SourceFile, function: ast.FunctionDef, reading: ast.stmt, name: str
 ) -> InPlace | None:
     """The expression for a name that is bound by one statement and read once, by the next.
 
@@ -47,7 +47,6 @@ def in_place(
         function: The function.
         reading: The statement that reads the name.
         name: The name.
-        line_length: The file's own.
     """
     before = _before(function.body, reading)
     match before, reading:
@@ -67,7 +66,7 @@ def in_place(
         return None
     text = file.segment(value)
     written = substituted(file, reading, {reads[0]: text})
-    if "\n" in written or reading.col_offset + len(written) > line_length:
+    if "\n" in written or reading.col_offset + len(written) > file.line_length:
         return None
     return InPlace(before, reads[0], text)
 

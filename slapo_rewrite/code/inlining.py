@@ -33,7 +33,6 @@ def inline_edits(
     path: str,
     forward: ast.FunctionDef,
     cause: Directive,
-    line_length: int,
 ) -> list[Edit]:
     """The edits that put `forward` in the place of the calls of the module at a path.
 
@@ -43,7 +42,6 @@ def inline_edits(
         path: Of the module in it.
         forward: The module's own.
         cause: The directive that asks for it.
-        line_length: The file's own.
 
     Raises:
         Unsupported: It cannot be written there without changing what is computed.
@@ -58,7 +56,7 @@ def inline_edits(
                     raise body.refused("this call is one of several modules", call)
                 text, start, end = _Site(file, body, method, call, cause).written()
                 indent = start - file.text.rindex("\n", 0, start) - 1
-                text = at_column(text, 0, indent, line_length)
+                text = at_column(text, 0, indent, file.line_length)
                 edits.append(Edit(start, end, text, (cause,), f"`{path}` written in"))
     if not edits:
         raise errors.Unsupported(

@@ -70,7 +70,7 @@ def changed(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> dict[ast.stmt,
     return edited(file, inside) if inside else {}
 
 
-def written(file: SourceFile, lines: Mapping[ast.stmt, Lines], line_length: int) -> list[TextEdit]:
+def written(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> list[TextEdit]:
     """The edits of the file that carry out what changes around its statements."""
     edits = list(_removals(file, {s: c for s, c in lines.items() if c.gone}))
     anew = changed(file, {s: c for s, c in lines.items() if not c.gone})
@@ -83,7 +83,7 @@ def written(file: SourceFile, lines: Mapping[ast.stmt, Lines], line_length: int)
         own = change.causes(), "; ".join(dict.fromkeys(why for _, _, why in change.inside))
         above = ""
         for line in change.before:
-            text = fitted(line.text, indent, line_length) + pad
+            text = fitted(line.text, indent, file.line_length) + pad
             if statement in anew and (line.causes, line.why) == own:
                 above += text
             else:
@@ -92,13 +92,13 @@ def written(file: SourceFile, lines: Mapping[ast.stmt, Lines], line_length: int)
             first, last, text = anew[statement]
             if last == end:  # not a header alone
                 comment = file.text[end : past_comment(file, end)]
-                text = fitted(text, indent, line_length, comment, file.text[first:last])
+                text = fitted(text, indent, file.line_length, comment, file.text[first:last])
             lost = [] if change.moved else comments(file.text[first:last])
             lost = [f"{comment}{pad}" for comment in lost if comment not in text]
             edits.append(TextEdit(first, last, "".join([*lost, above, text]), *own))
         for line in change.after:
             place = past_comment(file, end)
-            text = pad + fitted(line.text, indent, line_length)
+            text = pad + fitted(line.text, indent, file.line_length)
             edits.append(TextEdit(place, place, text, line.causes, line.why))
     return edits
 

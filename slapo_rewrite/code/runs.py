@@ -96,9 +96,9 @@ class Run:
         written = {s: substituted(self.file, s, own) for s, own in by_statement.items()}
         return self.text([Edit(*self.file.span(s), text, (), "") for s, text in written.items()])
 
-    def replaced(self, text: str, line_length: int) -> Splice:
+    def replaced(self, text: str) -> Splice:
         """Statements in their place."""
-        return Splice(self.start, self.end, at_column(text, 0, self.column, line_length))
+        return Splice(self.start, self.end, at_column(text, 0, self.column, self.file.line_length))
 
 
 def compound(*parts: str) -> str:
@@ -110,26 +110,23 @@ def compound(*parts: str) -> str:
     return "\n".join(f"{header}\n    {reindented(body, 0, 4)}" for header, body in pairs)
 
 
-def or_else(file: SourceFile, branch: ast.If, text: str, line_length: int) -> Splice:
+def or_else(file: SourceFile, branch: ast.If, text: str) -> Splice:
     """A branch above another, which is taken where the first one is not: `elif`.
 
     Args:
         file: The file.
         branch: The other.
         text: The first, an `if` without `else`.
-        line_length: The file's own.
     """
     start, column = file.span(branch)[0], branch.col_offset
-    above = at_column(text, 0, column, line_length)
+    above = at_column(text, 0, column, file.line_length)
     return Splice(start, start, f"{above}\n{' ' * column}el")
 
 
-def in_else(
-    file: SourceFile, branch: ast.If, text: str, line_length: int, opened: bool = False
-) -> Splice:
+def in_else(file: SourceFile, branch: ast.If, text: str, opened: bool = False) -> Splice:
     """A statement in the `else` that a branch gets; in one that it has got if that is `opened`."""
     end, pad = past_comment(file, file.span(branch)[1]), "\n" + " " * branch.col_offset
-    inner = formatted(text, branch.col_offset + 4, line_length)
+    inner = formatted(text, branch.col_offset + 4, file.line_length)
     return Splice(end, end, f"{'' if opened else f'{pad}else:'}{pad}    {inner}")
 
 

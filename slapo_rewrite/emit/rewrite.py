@@ -14,7 +14,6 @@ from typing import Any
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.state import ModuleRequests
-from slapo_rewrite.code.file import line_length
 from slapo_rewrite.code.splice import Change, Edit, apply_edits
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.emit.construct import construct, rehearsed
@@ -179,7 +178,6 @@ class _Emission:
         self.sizes: tuple[int, ...] = ()
         if not _has_own_code(plan):
             self.sizes = worlds(project.schedule.module, project.tree.root.live)
-        self.length = line_length(project.original.text)
         self.lowered = lower(
             project.tree,
             plan.states,
@@ -188,7 +186,6 @@ class _Emission:
             project.sources,
             self._step_inputs,
             self._small,
-            self.length,
             # What runs on both world sizes, in eval mode too, is told sooner and by its line.
             thorough=len(self.sizes) != 1,
         )
@@ -197,7 +194,7 @@ class _Emission:
         # The schedule's own classes are edited like the model's, and copied from there.
         self.definitions, self.moved = project.schedule, list[Change]()
         if edits := [*self.lowered.edits.pop(SCHEDULE, ())]:
-            edits += self.outputs.named(SCHEDULE).imports.edits(self.length)
+            edits += self.outputs.named(SCHEDULE).imports.edits()
             text, self.moved = apply_edits(self.definitions.text, edits)
             self.definitions = self.definitions.edited(text)
         self._refer()
@@ -242,19 +239,19 @@ class _Emission:
         for file in copies.files.values():
             is_main = file is project.file
             own = self.lowered.edits.get(file.name, [])
-            length = self.length if is_main else line_length(file.text)
             idle: Set[str] = frozenset()
             if len(copies.files) > 1:
                 idle = idle_names(file, apply_edits(file.text, own)[0])
-            redirected = copies.redirections(file, length, idle)
-            added = self.outputs.of_file(file).imports.edits(length, inlined)
+            redirected = copies.redirections(file, idle)
+            added = self.outputs.of_file(file).imports.edits(inlined)
             edits = [*redirected, *own, *added]
             earlier = project.changes if is_main else ()
             before = project.original if is_main else None
-            text, changes = rewritten(file, edits, own, length, earlier, before)
+            text, changes = rewritten(file, edits, own, earlier, before)
             check_text(text, file)
             name = copies.name(file)
-            draft.texts[name], draft.changes[name], draft.lengths[name] = text, changes, length
+            draft.texts[name], draft.changes[name] = text, changes
+            draft.lengths[name] = file.line_length
 
     def _write_helpers(self) -> None:
         """What the rewritten files call."""

@@ -21,7 +21,6 @@ def rewritten(
     file: SourceFile,
     edits: Sequence[Edit],
     own: Sequence[Edit],
-    line_length: int,
     earlier: Sequence[Change] = (),
     original: SourceFile | None = None,
 ) -> tuple[str, list[Change]]:
@@ -31,12 +30,11 @@ def rewritten(
         file: The file as it is before the last edits.
         edits: Every edit of it.
         own: What changed in its classes and functions.
-        line_length: The file's own.
         earlier: Lines that edits before these wrote.
         original: The file before all edits, where that is another one.
     """
     text, _ = apply_edits(file.text, edits)
-    idle = idle_imports(file, text, [*own, *earlier], line_length, original)
+    idle = idle_imports(file, text, [*own, *earlier], original)
     # What stands inside a statement that is written anew is part of that.
     kept = [e for e in edits if not any(i.start < e.start and e.end < i.end for i in idle)]
     # Where an import is redirected, idle names are left out there.
@@ -53,7 +51,6 @@ def idle_imports(
     file: SourceFile,
     text: str,
     edits: Sequence[Edit | Change],
-    line_length: int,
     original: SourceFile | None = None,
 ) -> list[Edit]:
     """Takes out imported names that the original uses and the rewritten text no longer does.
@@ -62,7 +59,6 @@ def idle_imports(
         file: The file as it is before the last edits.
         text: The rewritten text.
         edits: What changed in it.
-        line_length: The file's own.
         original: The file before all edits, where that is another one.
     """
     idle = idle_names(original or file, text) & file.imports.keys()
@@ -80,7 +76,7 @@ def idle_imports(
             lead = "import"
             if isinstance(node, ast.ImportFrom):
                 lead = f"from {file.resolve_import(node)} import"
-            placed = import_lines.instead(file, node, [f"{lead} {names}"], line_length)
+            placed = import_lines.instead(file, node, [f"{lead} {names}"])
         removed.append(placed.caused_by(causes, "import what is used, no more"))
     return removed
 

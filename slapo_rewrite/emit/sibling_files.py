@@ -243,16 +243,13 @@ class SiblingFiles:
 
     # Imports --------------------------------------------------------------------------------
 
-    def redirections(
-        self, file: SourceFile, line_length: int, idle: Set[str] = frozenset()
-    ) -> list[Edit]:
+    def redirections(self, file: SourceFile, idle: Set[str] = frozenset()) -> list[Edit]:
         """The imports of a file as they must be in the output: absolute, or of a copy beside it.
 
         What the file uses of a copy beyond what it imports is imported along with that.
 
         Args:
             file: A file of the output.
-            line_length: The file's own.
             idle: Names that it imports and does not use any more.
 
         Raises:
@@ -266,9 +263,9 @@ class SiblingFiles:
         for node in ast.walk(file.tree):
             if isinstance(node, ast.ImportFrom):
                 more = imports if node in file.tree.body else None
-                edits += self._redirected(file, node, line_length, more, idle)
+                edits += self._redirected(file, node, more, idle)
             elif isinstance(node, ast.Import):
-                edits += self._module_imports(file, node, line_length)
+                edits += self._module_imports(file, node)
             elif isinstance(node, ast.Attribute):
                 edits += self._through_module(file, node)
         return edits
@@ -277,7 +274,6 @@ class SiblingFiles:
         self,
         file: SourceFile,
         node: ast.ImportFrom,
-        line_length: int,
         imports: Imports | None,
         idle: Set[str],
     ) -> Iterator[Edit]:
@@ -322,7 +318,7 @@ class SiblingFiles:
             f"from {lead} import {', '.join(map(ast.unparse, names))}"
             for lead, names in groups.items()
         ]
-        yield instead(file, node, lines, line_length).caused_by(causes, why)
+        yield instead(file, node, lines).caused_by(causes, why)
 
     def _check_star(self, file: SourceFile, node: ast.ImportFrom, base: str) -> None:
         """A star may not bring in what changed: no one sees which names those are."""
@@ -338,9 +334,7 @@ class SiblingFiles:
                     hint="import the names that are used: from ... import " + name,
                 )
 
-    def _module_imports(
-        self, file: SourceFile, node: ast.Import, line_length: int
-    ) -> Iterator[Edit]:
+    def _module_imports(self, file: SourceFile, node: ast.Import) -> Iterator[Edit]:
         """`import layers` of a module that is copied."""
         copied = [a for a in node.names if a.name in self.files]
         if not copied:
@@ -356,7 +350,7 @@ class SiblingFiles:
             shown.append(stem if local == stem else f"{stem} as {local}")
         causes = merged_causes(*(self._causes(a.name) for a in copied))
         lines.append(f"from . import {', '.join(shown)}")
-        placed = instead(file, node, lines, line_length)
+        placed = instead(file, node, lines)
         yield placed.caused_by(causes, "import the copy of the file")
 
     def _through_module(self, file: SourceFile, node: ast.Attribute) -> Iterator[Edit]:

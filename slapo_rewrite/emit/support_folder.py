@@ -72,7 +72,8 @@ def _redirections(
     folder: str, name: str, text: str, modules: Collection[str], line_length: int
 ) -> Iterator[Edit]:
     """The imports of helpers that lie in the support folder, not beside the file, in order."""
-    file = SourceFile(Path(name), Path(name).stem, text, ast.parse(text))
+    tree = ast.parse(text)
+    file = SourceFile(Path(name), Path(name).stem, text, tree, line_length=line_length)
     runs: list[list[ast.ImportFrom]] = []
     for node in (n for n in file.statements if isinstance(n, ast.ImportFrom) and n.level == 1):
         if not runs or runs[-1][-1].end_lineno != node.lineno - 1:
@@ -87,7 +88,7 @@ def _redirections(
             for lead, node in sorted(zip(leads, run, strict=True), key=lambda pair: pair[0])
         ]
         for node, line in zip(run, lines, strict=True):
-            placed = import_lines.instead(file, node, [line], line_length)
+            placed = import_lines.instead(file, node, [line])
             yield placed.caused_by((), "import from the support folder")
 
 

@@ -142,7 +142,6 @@ class MultiSiteRewrite(Protocol):
         self,
         text: str,
         what: str,
-        line_length: int,
         spell: Callable[[str], str],
     ) -> dict[ast.stmt, ReplaceStatement]:
         """What changes, by statement."""
@@ -234,7 +233,6 @@ class Engine:
         sources: The files.
         states: What was asked of modules so far.
         cause: Who asks.
-        line_length: The file's own.
         earlier: What earlier changes of the source use from elsewhere.
     """
 
@@ -244,11 +242,10 @@ class Engine:
         sources: Sources,
         states: Mapping[str, ModuleRequests],
         cause: Directive,
-        line_length: int,
         earlier: Sequence[Reference] = (),
     ) -> None:
         self.tree, self.sources, self.states = tree, sources, states
-        self.cause, self.line_length = cause, line_length
+        self.cause = cause
         self.file: SourceFile = sources.main
         self.earlier = earlier
         self.speller = Spelling(self.file, cause, earlier)
@@ -454,9 +451,9 @@ class Engine:
                     place = AtNode("text", statement.lineno, statement.col_offset)
                     files.main.changes.add(path, place, change, (self.cause,))
                 self._construct(claims.get(path, ()), files.main.changes)
-            settled = specialize(self.tree, files, self.line_length)
+            settled = specialize(self.tree, files)
         self.speller.take(files.main.imports)
-        edits = written(self.file, functions, self.line_length) + settled.pop(self.file.name)
+        edits = written(self.file, functions) + settled.pop(self.file.name)
         if any(settled.values()):
             raise errors.Unsupported(
                 "some instances of a class get a subclass, and are made in another file",
@@ -495,7 +492,7 @@ class Engine:
             self._check_names(claim)
             text = self._text(claim)
             if claim.spread is not None:
-                spread = claim.spread.edits(text, claim.what, self.line_length, self.speller)
+                spread = claim.spread.edits(text, claim.what, self.speller)
                 more += list(spread.values())
             else:
                 function = self.sharing.function_of(claim.match.replaced.node)

@@ -255,7 +255,7 @@ def _holding(
     """
     file, cause = engine.file, engine.cause
     files = OutputFiles(engine.tree, engine.sources)
-    writer = SubclassWriter(files.main.classes, files.main.imports, engine.line_length)
+    writer = SubclassWriter(files.main.classes, files.main.imports)
     name = node.cls.__name__
     constructor = files.main.classes.method(name, "__init__")
     if constructor is None or files.of(node.cls) is not files.main:

@@ -94,7 +94,6 @@ class Fork:
         self,
         text: str,
         what: str,
-        line_length: int,
         spell: Callable[[str], str],
     ) -> Changes:
         """What changes, by statement.
@@ -102,11 +101,10 @@ class Fork:
         Args:
             text: The call that takes the place of head and loss.
             what: What it is, in a word.
-            line_length: The file's own.
             spell: Gives the text for a dotted name.
         """
         condition = "" if self.alone else self.condition(spell(IS_PLAIN))
-        return _Writer(self, text, condition, what, line_length).changes()
+        return _Writer(self, text, condition, what).changes()
 
 
 class _Writer:
@@ -116,10 +114,9 @@ class _Writer:
         text: str,
         condition: str,
         what: str,
-        line_length: int,
     ) -> None:
         self.fork, self.text, self.what, self.condition = fork, text, what, condition
-        self.line_length, self.file = line_length, fork.graph.file
+        self.file = fork.graph.file
 
     def changes(self) -> Changes:
         fork = self.fork
@@ -139,7 +136,7 @@ class _Writer:
         is_none = f"if {fork.name} is None:"
         block = compound(is_none, self._loss())
         if fork.guard is not None and fork.place is fork.guard:
-            placed = or_else(self.file, fork.guard, block, self.line_length)
+            placed = or_else(self.file, fork.guard, block)
             found[fork.guard] = ReplaceStatement(fork.guard, self.what, splices=(placed,))
         elif isinstance(last, ast.Return):
             place = fork.losing[0]
@@ -188,7 +185,7 @@ class _Writer:
         run = Run.of(self.file, statements)
         old = run.text_with(self._named())
         text = "\n".join([*named, compound(test, body, "else:", old)])
-        placed = run.replaced(text, self.line_length)
+        placed = run.replaced(text)
         return ReplaceStatement(statements[0], self.what, splices=(placed,))
 
 

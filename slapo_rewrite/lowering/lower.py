@@ -90,7 +90,6 @@ def lower(
     sources: Sources,
     step_inputs: Callable[[], dict[str, Any]],
     small: Callable[[], tuple[Any, dict[str, Any]]],
-    line_length: int,
     thorough: bool = True,
 ) -> Lowered:
     """The edits that carry out what was asked.
@@ -103,13 +102,12 @@ def lower(
         sources: The source files.
         step_inputs: Makes the keyword arguments of one training step.
         small: Makes a small model with weights, and the keyword arguments of a step of it.
-        line_length: The file's own.
         thorough: Whether the model is followed in eval mode and on more ranks as well.
 
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
-    lowering = _Lowering(tree, dict(states), number, before, sources, line_length, thorough)
+    lowering = _Lowering(tree, dict(states), number, before, sources, thorough)
     return lowering.run(step_inputs, small)
 
 
@@ -121,14 +119,12 @@ class _Lowering:
         number: int,
         before: tuple[Directive, ...],
         sources: Sources,
-        line_length: int,
         thorough: bool,
     ) -> None:
         self.tree, self.states, self.sources = tree, states, sources
         self.thorough = thorough
         self.number, self.before = number, before
         self.file: SourceFile = sources.main
-        self.line_length = line_length
         self.files = OutputFiles(tree, sources)
         self.warnings: list[str] = []
 
@@ -183,7 +179,7 @@ class _Lowering:
             for way, place in followed.unfollowed:
                 where = f"{self.files.at(place).file.display}:{place.line}: " if place else ""
                 self.warnings.append(f"{where}not followed: {way}")
-            edits = specialize(self.tree, self.files, self.line_length)
+            edits = specialize(self.tree, self.files)
             notes = (note for output in self.files for note in output.changes.indices.notes)
             self.warnings += dict.fromkeys(notes)
         return Lowered(self.files, edits, inferred, self.warnings)

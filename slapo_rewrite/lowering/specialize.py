@@ -30,7 +30,7 @@ from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node, Tree
 
 
-def specialize(tree: Tree, files: OutputFiles, line_length: int) -> dict[str, list[Edit]]:
+def specialize(tree: Tree, files: OutputFiles) -> dict[str, list[Edit]]:
     """The edits of each file that carry out the collected changes, by the name of its module.
 
     A class comes before those that make its instances, since what an instance is made of may have
@@ -39,16 +39,13 @@ def specialize(tree: Tree, files: OutputFiles, line_length: int) -> dict[str, li
     Args:
         tree: The module tree.
         files: What was collected for the files; take the names that the edits refer to.
-        line_length: The model file's own.
 
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
     _write_lookups_out(tree, files)
     edits: dict[str, list[Edit]] = {}
-    settling = {
-        output.file.name: _Specializing(tree, output, files, line_length) for output in files
-    }
+    settling = {output.file.name: _Specializing(tree, output, files) for output in files}
     for cls, nodes in _lowest_first(tree):
         home = files.of(cls)
         for name in sorted(settling, key=lambda n: home is None or n != home.file.name):
@@ -113,12 +110,10 @@ def _lowest_first(tree: Tree) -> list[tuple[type, list[Node]]]:
 class _Specializing:
     """The edits of one file."""
 
-    def __init__(
-        self, tree: Tree, output: OutputFile, files: OutputFiles, line_length: int
-    ) -> None:
+    def __init__(self, tree: Tree, output: OutputFile, files: OutputFiles) -> None:
         self.tree, self.file = tree, output.file
         self.changes, self.classes = output.changes, output.classes
-        self.writer = ClassWriter(output.classes, output.imports, line_length)
+        self.writer = ClassWriter(output.classes, output.imports)
         self.variants = SubclassChoice(output.changes, self.writer, output.imports, files)
 
     def of_class(self, cls: type, nodes: list[Node]) -> list[Edit]:

@@ -35,7 +35,6 @@ class Call:
         sources: The files that the model's classes come from.
         tree: The module tree.
         states: What was asked of modules so far.
-        line_length: The model file's own.
         done: What it changed in the source, once that is done.
         references: What earlier changes of the source use from elsewhere.
     """
@@ -46,7 +45,6 @@ class Call:
     sources: Sources
     tree: Tree
     states: Mapping[str, ModuleRequests]
-    line_length: int
     done: Rewrite | None = None
     references: tuple[Reference, ...] = ()
 

@@ -249,13 +249,13 @@ class Fuse(Rewriting):
         if method:
             doc = f"The part of `{match.function}` that computes `{what}`."
             body.arguments = {"self": "", **body.arguments}
-            text = body.written(f"def {shown}", doc, 4, engine.line_length)
+            text = body.written(f"def {shown}", doc, 4, engine.file.line_length)
             del body.arguments["self"]
             expression = Calling(shown, f"{file.name}.self.{shown}", called)
             return Claim(match, node, expression, body.arguments, shown, method=text, moved=True)
         doc = f"The part of `{where}` that computes `{what}`, compiled."
         head = f"@{engine.speller('torch.compile')}\ndef {shown}"
-        text = body.written(head, doc, 0, engine.line_length)
+        text = body.written(head, doc, 0, engine.file.line_length)
         expression = Calling(shown, f"{file.name}.{shown}", called)
         return Claim(match, node, expression, body.arguments, shown, function=text, moved=True)
 

@@ -134,7 +134,7 @@ class Inline(Rewriting):
         for node in nodes:
             by_class.setdefault(node.cls, []).append(node)
         edits: dict[tuple[int, int], Edit] = {}
-        path, cause, length = call.arguments["child"], call.directive, call.line_length
+        path, cause = call.arguments["child"], call.directive
         for cls, same in by_class.items():
             children = {self._child(call, node).cls for node in same}
             if len(children) > 1:
@@ -144,7 +144,7 @@ class Inline(Rewriting):
             forward = self._forward(call, self._child(call, same[0]), file)
             calling = [m for m in methods if _calls(m, path)]
             self._check_all(call, cls, calling, nodes)
-            for edit in inline_edits(file, methods, path, forward, cause, length):
+            for edit in inline_edits(file, methods, path, forward, cause):
                 edits[edit.start, edit.end] = edit
         return Rewrite(list(edits.values()))
 

@@ -23,8 +23,7 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 def engine_of(call: Call) -> Engine:
     """What carries out the claims of a call."""
-    tree, sources, states = call.tree, call.sources, call.states
-    return Engine(tree, sources, states, call.directive, call.line_length, call.references)
+    return Engine(call.tree, call.sources, call.states, call.directive, call.references)
 
 
 def carried_out(

@@ -144,7 +144,7 @@ class Release(Rewriting):
             given = _inputs(call, sequence)
             if (order := _order(call, nodes, lives, sharing, given)) is not None:
                 # What is dropped then is told by the function as it stands then.
-                edits = _reordering(sharing.file, order, call.directive, call.line_length)
+                edits = _reordering(sharing.file, order, call.directive)
                 return Rewrite(edits, again=True)
             dropped = _paying(call, lives, found, given)
         except (CannotMeasure, ValueError) as error:
@@ -157,7 +157,7 @@ class Release(Rewriting):
         if not dropped:
             return Rewrite([], warnings=(_unchanged(call.directive),))
         functions = {death: found[death] for death in dropped}
-        return Rewrite(_edits(sharing.file, functions, call.directive, call.line_length))
+        return Rewrite(_edits(sharing.file, functions, call.directive))
 
 
 def _unchanged(cause: Directive) -> str:
@@ -259,9 +259,7 @@ def _check_selected(
             )
 
 
-def _reordering(
-    file: SourceFile, order: Order, cause: Directive, line_length: int
-) -> list[TextEdit]:
+def _reordering(file: SourceFile, order: Order, cause: Directive) -> list[TextEdit]:
     """Statements written in the places of one another."""
     lines: dict[ast.stmt, Lines] = {}
     why = "independent statements, in the order in which least is held"
@@ -269,21 +267,20 @@ def _reordering(
         if place is not statement:
             edit = Edit(place, Put(file.segment(statement)))
             lines[place] = Lines(inside=[(edit, (cause,), why)])
-    return written(file, lines, line_length)
+    return written(file, lines)
 
 
 def _edits(
     file: SourceFile,
     dropped: Mapping[Death, ast.FunctionDef],
     cause: Directive,
-    line_length: int,
 ) -> list[TextEdit]:
     """Each name written as its expression where it reads well, else in a `del`."""
     lines: dict[ast.stmt, Lines] = {}
     names: dict[ast.stmt, list[str]] = {}
     behind = {death.statement for death in dropped}
     for death, function in dropped.items():
-        place = in_place(file, function, death.statement, death.name, line_length)
+        place = in_place(file, function, death.statement, death.name)
         # Of one statement, one name is written out; one that others die behind stays.
         if place is None or place.gone in behind or death.statement in lines:
             names.setdefault(death.statement, []).append(death.name)
@@ -300,4 +297,4 @@ def _edits(
         )
         line = Line(f"del {', '.join(dead)}", (cause,), why)
         lines.setdefault(statement, Lines()).after.append(line)
-    return written(file, lines, line_length)
+    return written(file, lines)

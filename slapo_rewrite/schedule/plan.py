@@ -42,7 +42,6 @@ class Plan:
         schedule: The schedule file.
         sources: The files.
         change: Changes the source; None where nothing that does so is called.
-        line_length: The model file's own.
     """
 
     def __init__(
@@ -51,10 +50,9 @@ class Plan:
         schedule: ScheduleFile,
         sources: Sources,
         change: Change | None = None,
-        line_length: int = 100,
     ) -> None:
         self.tree, self.schedule, self.sources = tree, schedule, sources
-        self.change, self.line_length = change, line_length
+        self.change = change
         self.directives: list[Directive] = []
         self.states: dict[str, ModuleRequests] = {}
         self.idle: dict[str, Directive] = {}
@@ -101,7 +99,6 @@ class Plan:
             self.sources,
             self.tree,
             self.states,
-            self.line_length,
             references=self.references,
         )
         if isinstance(primitive, Question):

@@ -147,5 +147,5 @@ def test_in_place(body: str, text: str | None):
     statements = [s for s in ast.walk(function) if isinstance(s, ast.Assign)]
     reading = next(s for s in statements if isinstance(s.targets[0], ast.Name)
                    and s.targets[0].id == "b")  # fmt: skip
-    found = in_place(file, function, reading, "a", 100)
+    found = in_place(file, function, reading, "a")
     assert (found.text if found else None) == text

@@ -39,7 +39,7 @@ def test_instead_and_without():
     assert changed(file, import_lines.without(file, first)) == "if b:\n    import c\n".replace(
         "if b", "\nif b"
     ).removeprefix("\n")
-    two = import_lines.instead(file, branch.body[0], ["import d", "import e"], 88)
+    two = import_lines.instead(file, branch.body[0], ["import d", "import e"])
     assert changed(file, two) == "import a\nif b:\n    import d\n    import e\n"
 
 

@@ -69,7 +69,7 @@ def test_text_with_other_operands(file):
 def test_in_their_place(file):
     first, second, *_ = method(file).body
     run = Run.of(file, [first, second])
-    text = changed(file, run.replaced(compound("with a():", run.text()), 88))
+    text = changed(file, run.replaced(compound("with a():", run.text())))
     assert "        with a():\n            y = x + 1  # one more\n            z = " in text
     assert '"""\n  as it is\n"""\n' in text
     assert "# what x is\n        with" in text
@@ -89,7 +89,7 @@ def test_compound(parts, text):
 
 def test_a_branch_above_another(file):
     branch = method(file).body[2]
-    text = changed(file, or_else(file, branch, "if q:\n    return 0", 88))
+    text = changed(file, or_else(file, branch, "if q:\n    return 0"))
     assert "        if q:\n            return 0\n        elif y:\n" in text
 
 
@@ -124,8 +124,8 @@ def test_blank_lines_behind_a_class_that_is_put_before_another(between, added):
 def test_an_else():
     file = read("if a:\n    b  # so\n")
     branch = file.tree.body[0]
-    first = in_else(file, branch, "c", 88)
-    second = in_else(file, branch, "d", 88, opened=True)
+    first = in_else(file, branch, "c")
+    second = in_else(file, branch, "d", opened=True)
     assert changed(file, first, second) == "if a:\n    b  # so\nelse:\n    c\n    d\n"
 
 

@@ -52,5 +52,5 @@ def test_a_relative_import_that_becomes_idle():
     file = SourceFile(Path("pkg/net.py"), "pkg.net", text, ast.parse(text))
     start = text.index("Conv1D()")
     edits = [Edit(start, start + 8, "Other()", (), "replaced")]
-    idle = idle_imports(file, apply_edits(text, edits)[0], edits, 88)
+    idle = idle_imports(file, apply_edits(text, edits)[0], edits)
     assert [e.text for e in idle] == ["from pkg.layers import Norm"]

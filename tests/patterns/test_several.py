@@ -151,6 +151,6 @@ def test_how_it_is_written(tmp_path, body, expected):
     lines = {statement: Lines() for statement in changes}
     for statement, change in changes.items():
         change.add_to(lines[statement], (Directive(0, "apply", None, "", ()),))
-    text, _ = apply_edits(match.file.text, written(match.file, lines, 100))
+    text, _ = apply_edits(match.file.text, written(match.file, lines))
     function = text[text.index("z):") + len("z):") :]
     assert textwrap.dedent(function).strip() == expected
