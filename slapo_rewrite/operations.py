@@ -80,7 +80,7 @@ class Treatment:
 Row = Callable[[Call], Treatment]
 ELEMENTWISE = Treatment(aligned=0)
 FREE = Treatment()
-LAST, LAST_TWO = (-1,), (-2, -1)
+LAST_TWO = (-2, -1)
 
 
 def _elementwise(call: Call) -> Treatment:
@@ -142,14 +142,9 @@ def _all_of_each(call: Call) -> Treatment:
     return Treatment(tuple(set(range(rank)) for rank in call.ranks))
 
 
-def _two_axes(first: int, second: int) -> Row:
-    """An operation that needs whole the two axes that its arguments `dim1` and `dim2` name."""
-
-    def row(call: Call) -> Treatment:
-        named = (call.get("dim1", 2, first), call.get("dim2", 3, second))
-        return Treatment((call.axes(named),))
-
-    return row
+def _diagonal(call: Call) -> Treatment:
+    """`diagonal`: the two axes that its arguments `dim1` and `dim2` name."""
+    return Treatment((call.axes((call.get("dim1", 2, 0), call.get("dim2", 3, 1))),))
 
 
 def _sliding(spatial: int | None) -> Row:
@@ -303,11 +298,11 @@ def _embedding(call: Call) -> Treatment:
     return Treatment((set(), {0}))
 
 
-def _picks(position: int, name: str = "dim", paired: int = 2) -> Row:
+def _picks(position: int, paired: int = 2) -> Row:
     """`gather`, `scatter` and their like: one axis whole, split alike along all others."""
 
     def row(call: Call) -> Treatment:
-        given = call.get(name, position)
+        given = call.get("dim", position)
         over = tuple(call.axes(given, n) for n in range(min(paired, len(call.ranks))))
         return Treatment(over, paired=paired)
 
@@ -448,7 +443,7 @@ def rows() -> dict[str, Row]:
         "flipud": _fixed(0),
         "prelu": _fixed(1),
         "view_as_complex": _fixed(-1, aligned=None),
-        "diagonal": _two_axes(0, 1),
+        "diagonal": _diagonal,
         "diag_embed": _all_of_each,
         "cosine_similarity": _distance(2, 1),
         "pairwise_distance": _distance(9, -1),

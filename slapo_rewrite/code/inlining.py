@@ -56,7 +56,7 @@ def inline_edits(
                     raise body.refused("this call is one of several modules", call)
                 text, start, end = _Site(file, body, method, call, cause).written()
                 indent = start - file.text.rindex("\n", 0, start) - 1
-                text = at_column(text, 0, indent, file.line_length)
+                text = at_column(text, indent, file.line_length)
                 edits.append(Edit(start, end, text, (cause,), f"`{path}` written in"))
     if not edits:
         raise errors.Unsupported(

@@ -39,24 +39,21 @@ def formatted(text: str, indent: int, line_length: int) -> str:
     return "\n".join([lines[0], *((" " * indent + line) if line else line for line in lines[1:])])
 
 
-def at_column(text: str, column: int, indent: int, line_length: int) -> str:
-    """Statements that stand at one column, as they stand at another.
+def at_column(text: str, indent: int, line_length: int) -> str:
+    """Statements that stand at column 0, as they stand at another.
 
-    They are laid out anew where a line would be too long. The first line carries no indentation,
-    before as afterwards.
+    They are laid out anew where a line would be too long. The first line carries no indentation.
     """
-    if column == indent:
-        return text
-    moved = reindented(text, column, indent)
+    moved = reindented(text, 0, indent)
     first, *others = moved.split("\n")
-    if any(len(line) > line_length for line in (" " * indent + first, *others)):
-        return formatted(reindented(text, column, 0), indent, line_length)
+    if indent and any(len(line) > line_length for line in (" " * indent + first, *others)):
+        return formatted(text, indent, line_length)
     return moved
 
 
 def fitting_at(text: str, indent: int, line_length: int) -> str:
     """Statements at column 0, such that no line is too long once they are indented."""
-    return reindented(at_column(text, 0, indent, line_length), indent, 0)
+    return reindented(at_column(text, indent, line_length), indent, 0)
 
 
 def fitted(text: str, indent: int, line_length: int, comment: str = "", before: str = "") -> str:

@@ -98,7 +98,7 @@ class Run:
 
     def replaced(self, text: str) -> Splice:
         """Statements in their place."""
-        return Splice(self.start, self.end, at_column(text, 0, self.column, self.file.line_length))
+        return Splice(self.start, self.end, at_column(text, self.column, self.file.line_length))
 
 
 def compound(*parts: str) -> str:
@@ -119,7 +119,7 @@ def or_else(file: SourceFile, branch: ast.If, text: str) -> Splice:
         text: The first, an `if` without `else`.
     """
     start, column = file.span(branch)[0], branch.col_offset
-    above = at_column(text, 0, column, file.line_length)
+    above = at_column(text, column, file.line_length)
     return Splice(start, start, f"{above}\n{' ' * column}el")
 
 

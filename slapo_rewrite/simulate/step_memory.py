@@ -20,13 +20,11 @@ class Piece:
         forward: What it takes on the way there.
         backward: And back.
         is_layer: Whether it is a layer, with what stands between it and the next one.
-        is_recomputed: Whether it is a layer that is run again on the way back.
     """
 
     forward: Part
     backward: Part
     is_layer: bool
-    is_recomputed: bool = False
 
 
 # Pieces, and how many times each comes one after the other.
@@ -101,8 +99,7 @@ class Unfolded:
             if goes_on and between in forward:  # what stands between this layer and the next
                 there = joined(there, forward[between])
                 back = joined(backward.get(between, Part()), back)
-            is_layer = place.is_layer
-            self._pieces[key] = Piece(there, back, is_layer, is_layer and way > 0)
+            self._pieces[key] = Piece(there, back, place.is_layer)
         return self._pieces[key]
 
 

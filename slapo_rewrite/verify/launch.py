@@ -28,6 +28,7 @@ SERVER = WORKER.with_name("fork_server.py")
 GRACE_S = 3.0  # for the other ranks to say what they saw, once one failed
 LATE_S = 10.0  # after its time a rank that has not ended itself is killed
 POLL_S = 0.05
+MOST_FRAMES = 4  # of a traceback that are told
 PEER_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out wait", re.I)
 # A launcher around this process means its own ranks, not ours.
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -300,7 +301,7 @@ def environment() -> dict[str, str]:
     return environment
 
 
-def _frames(text: str, out: Path, most: int = 4) -> list[str]:
+def _frames(text: str, out: Path) -> list[str]:
     """The innermost places of a traceback that lie in the output, else its last ones."""
     lines = text.splitlines()
     places = [
@@ -309,11 +310,11 @@ def _frames(text: str, out: Path, most: int = 4) -> list[str]:
         if line.startswith('  File "')
     ]
     own = [place for place in places if f'"{out}{os.sep}' in place[0]]
-    return [f"{file}: {code}" for file, code in (own or places)[-most:]]
+    return [f"{file}: {code}" for file, code in (own or places)[-MOST_FRAMES:]]
 
 
-def _hang_frames(text: str, out: Path, most: int = 4) -> list[str]:
+def _hang_frames(text: str, out: Path) -> list[str]:
     """Where a rank hangs: faulthandler names the innermost place first."""
     places = [line.strip() for line in text.splitlines() if line.startswith('  File "')]
     own = [place for place in places if f'"{out}{os.sep}' in place]
-    return (own or places)[:most]
+    return (own or places)[:MOST_FRAMES]
