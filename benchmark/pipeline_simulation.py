@@ -20,11 +20,11 @@ from typing import Any
 
 from benchmark import report
 from benchmark.element_costs import Cost
-from benchmark.split_stages import Split, forward_seconds, made_of, step_seconds
+from benchmark.split_stages import Split, SplitStep, forward_seconds, made_of, step_of, step_seconds
 from slapo_rewrite.simulate.balance import stage_ends
 from slapo_rewrite.simulate.hardware import Device, hardware
 from slapo_rewrite.simulate.links import Link
-from slapo_rewrite.simulate.pipeline import Stage, Step, simulate
+from slapo_rewrite.simulate.pipeline import Stage, simulate
 from tests.simulate.engine import RealClock, compared
 from tests.simulate.shapes import LLAMA_33B, PUBLISHED, SHAPES
 
@@ -146,20 +146,19 @@ def link(span: int) -> Link:
     return WITHIN if span <= IN_MACHINE else BETWEEN
 
 
-def step_of(
+def step_on(
     costs: list[Cost], tensor: int, pipe: int, replicas: int, recomputes: bool
-) -> tuple[Step, int]:
+) -> tuple[SplitStep, int]:
     """A step on so many GPUs, one sequence a micro-batch, and how many of these it has."""
     split = Split(tensor, link(tensor), [1, *[2] * (len(costs) - 2), 1])
     ends = stage_ends(step_seconds(costs, H200, split), pipe)
-    stages, ties = made_of(costs, ends, H200, split=split, replicas=replicas, recomputes=recomputes)
-    step = simulate(
-        stages,
+    step = step_of(
+        *made_of(costs, ends, H200, split=split, recomputes=recomputes),
         SEQUENCES // replicas,
+        H200,
         pipeline=link(2 * tensor * replicas),  # ranks are numbered by tensor, data, pipeline
         data=link(tensor * replicas),
         replicas=replicas,
-        ties=ties,
     )
     return step, SEQUENCES // replicas
 
@@ -173,8 +172,8 @@ def splits(costs: list[Cost], gpus: int, length: int) -> list[dict[str, Any]]:
             if not replicas or replicas > SEQUENCES:
                 continue
             for recomputes in (False, True):
-                step, micro_batches = step_of(costs, tensor, pipe, replicas, recomputes)
-                memory = max(timeline.memory for timeline in step.stages)
+                step, micro_batches = step_on(costs, tensor, pipe, replicas, recomputes)
+                memory = max(step.memory)
                 if memory <= CAPACITY:
                     rows.append(
                         {

@@ -9,7 +9,8 @@ from itertools import pairwise
 from benchmark.element_costs import Cost
 from slapo_rewrite.simulate.hardware import Device
 from slapo_rewrite.simulate.links import Link
-from slapo_rewrite.simulate.pipeline import Bytes, Stage, Tie
+from slapo_rewrite.simulate.pipeline import Stage, simulate
+from slapo_rewrite.simulate.training_state import states
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,51 @@ class Split:
     ranks: int
     link: Link
     reductions: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameters that several stages hold, whose gradients they sum.
+
+    Attributes:
+        parameters: How many.
+        stages: The numbers of the stages.
+    """
+
+    parameters: int
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What each process of a stage does and holds.
+
+    Attributes:
+        stage: What a micro-batch takes.
+        parameters: How many it holds.
+        held: Bytes that one micro-batch keeps from its forward pass to its backward pass.
+        working: Bytes that a pass needs beside these while it runs.
+    """
+
+    stage: Stage
+    parameters: int = 0
+    held: float = 0.0
+    working: float = 0.0
+
+
+@dataclass(frozen=True)
+class SplitStep:
+    """A step with all that follows its last micro-batch.
+
+    Attributes:
+        seconds: From the first instruction of any stage to the last.
+        bubble: The share of the stages' time in which they wait for one another.
+        memory: For each stage the most bytes that it needs.
+    """
+
+    seconds: float
+    bubble: float
+    memory: list[float]
 
 
 def forward_seconds(
@@ -62,10 +108,8 @@ def made_of(
     device: Device,
     *,
     split: Split | None = None,
-    replicas: int = 1,
-    memory: Bytes | None = None,
     recomputes: bool = False,
-) -> tuple[list[Stage], list[Tie]]:
+) -> tuple[list[Share], list[Tie]]:
     """The stages of a pipeline.
 
     Args:
@@ -73,8 +117,6 @@ def made_of(
         ends: For each stage the index behind its last element.
         device: What runs them.
         split: How a stage is shared by several ranks; each then holds a part of its parameters.
-        replicas: How many replicas share the optimizer's states.
-        memory: What a parameter needs.
         recomputes: Whether each element keeps only what it is given, and runs forward again.
 
     Returns:
@@ -83,7 +125,7 @@ def made_of(
     ranks = split.ranks if split else 1
     forward = forward_seconds(costs, device, split)
     backward = backward_seconds(costs, device, split)
-    stages = []
+    shares = []
     holders: dict[str, list[int]] = {}
     for number, (start, end) in enumerate(pairwise([0, *ends])):
         part = costs[start:end]
@@ -92,21 +134,61 @@ def made_of(
             holders.setdefault(name, []).append(number)
         count = sum(parameters.values()) // ranks
         held = [_on_each(cost.held, cost.held_whole, ranks) for cost in part]
-        states = (memory or Bytes()).of(count, replicas)
-        stages.append(
-            Stage(
-                forward=sum(forward[start:end]),
-                backward=sum(backward[start:end]) + recomputes * sum(forward[start:end]),
-                sent=part[-1].sent if end < len(costs) else 0,
-                parameters=count,
-                held=sum(cost.given for cost in part) if recomputes else sum(held),
-                working=max(held) if recomputes else 0.0,
-                optimizer=2 * states / device.bandwidth,  # everything is read and written once
-            )
+        stage = Stage(
+            forward=sum(forward[start:end]),
+            backward=sum(backward[start:end]) + recomputes * sum(forward[start:end]),
+            sent=part[-1].sent if end < len(costs) else 0,
         )
+        kept = sum(cost.given for cost in part) if recomputes else sum(held)
+        shares.append(Share(stage, count, kept, max(held) if recomputes else 0.0))
     sizes = {n: size for cost in costs for n, size in cost.parameters.items()}
     shared = {n: tuple(numbers) for n, numbers in holders.items() if len(numbers) > 1}
-    return stages, [Tie(sizes[n] // ranks, numbers) for n, numbers in shared.items()]
+    return shares, [Tie(sizes[n] // ranks, numbers) for n, numbers in shared.items()]
+
+
+def step_of(
+    shares: Sequence[Share],
+    ties: Sequence[Tie],
+    micro_batches: int,
+    device: Device,
+    *,
+    pipeline: Link,
+    data: Link,
+    replicas: int = 1,
+) -> SplitStep:
+    """A step in bfloat16, with the states of an Adam in float32 divided over the replicas (ZeRO 1).
+
+    Args:
+        shares: The stages, first to last.
+        ties: Parameters that several of them hold.
+        micro_batches: How many make up a step.
+        device: What runs them.
+        pipeline: What connects neighbouring stages, and those that share parameters.
+        data: What connects the replicas of a stage.
+        replicas: How many copies of the pipeline there are.
+    """
+    each = states("bf16", 1, replicas)
+    step = simulate([share.stage for share in shares], micro_batches, pipeline=pipeline)
+    clocks = [timeline.events[-1].end for timeline in step.stages]
+    busy = sum(timeline.busy for timeline in step.stages)
+    for tie in ties:
+        seconds = pipeline.all_reduce(tie.parameters * each.gradient, len(tie.stages))
+        end = max(clocks[number] for number in tie.stages) + seconds
+        for number in tie.stages:
+            clocks[number] = end
+        busy += seconds * len(tie.stages)
+    for number, share in enumerate(shares):
+        seconds = data.all_reduce(share.parameters * each.gradient, replicas)
+        # Everything is read and written once, and each replica's part sent to the others.
+        seconds += 2 * share.parameters * each.each / device.bandwidth
+        seconds += data.all_gather(share.parameters * each.weight, replicas)
+        clocks[number] += seconds
+        busy += seconds
+    memory = [
+        share.parameters * each.each + timeline.live * share.held + share.working
+        for share, timeline in zip(shares, step.stages, strict=True)
+    ]
+    return SplitStep(max(clocks), 1 - busy / (max(clocks) * len(shares)), memory)
 
 
 def _on_each(size: float, whole: float, ranks: int) -> float:

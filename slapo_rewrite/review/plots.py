@@ -33,7 +33,7 @@ EVENTS = {
     "forward": ("forward",),
     "backward": ("backward",),
     "transfer": ("activation", "gradient"),
-    "optimizer": ("optimizer", "gradients", "weights", "ties"),
+    "optimizer": ("optimizer",),
 }
 
 

@@ -34,18 +34,12 @@ class Stage:
         forward: Seconds for one micro-batch.
         backward: Likewise; what it recomputes included.
         sent: Bytes that one micro-batch sends on to the next stage. Their gradient comes back.
-        parameters: How many this process holds.
-        held: Bytes that one micro-batch keeps from its forward pass to its backward pass.
-        working: Bytes that a pass needs beside these while it runs.
-        optimizer: Seconds for the optimizer's step.
+        optimizer: Seconds for what follows the last micro-batch.
     """
 
     forward: float
     backward: float
     sent: float = 0.0
-    parameters: int = 0
-    held: float = 0.0
-    working: float = 0.0
     optimizer: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,49 +48,12 @@ class Stage:
                 raise ValueError(f"a stage's `{name}` cannot be {value}")
 
 
-@dataclass(frozen=True)
-class Tie:
-    """Parameters that several stages hold, whose gradients they sum.
-
-    Attributes:
-        parameters: How many.
-        stages: The numbers of the stages.
-    """
-
-    parameters: int
-    stages: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """Memory for one parameter: by default bfloat16 with an Adam in float32, as DeepSpeed has it.
-
-    Attributes:
-        weight: The parameter itself.
-        gradient: What is summed over the micro-batches and the replicas.
-        optimizer: Its states, the float32 copy of the parameter among them.
-        is_partitioned: Whether each replica has a part of the optimizer's states, and changes that
-            part of the parameters (ZeRO 1).
-    """
-
-    weight: float = 2
-    gradient: float = 4
-    optimizer: float = 12
-    is_partitioned: bool = True
-
-    def of(self, parameters: int, replicas: int) -> float:
-        """Bytes that so many parameters need on one process."""
-        states = self.optimizer / (replicas if self.is_partitioned else 1)
-        return parameters * (self.weight + self.gradient + states)
-
-
 class Event(NamedTuple):
     """What one stage does for a while.
 
     Attributes:
-        what: `forward`, `backward`, a transfer (`activation`, `gradient`), a sum (`ties`,
-            `gradients`), `optimizer`, or the gathering of the `weights` that the replicas changed.
-        number: Which micro-batch; which tie.
+        what: `forward`, `backward`, a transfer (`activation`, `gradient`), or `optimizer`.
+        number: Which micro-batch.
         start: Seconds since the step's beginning.
         end: Likewise.
     """
@@ -114,17 +71,15 @@ class Timeline:
     Attributes:
         events: What it does, in order; between them it waits.
         live: The most micro-batches that it holds activations of.
-        memory: The most bytes that it needs: for these activations and for a pass, parameters,
-            gradients and the optimizer's states.
     """
 
     events: list[Event] = field(default_factory=list)
     live: int = 0
-    memory: float = 0.0
 
-    def seconds(self, *kinds: str) -> float:
-        """Seconds of the events of these kinds; of all, without one."""
-        return sum(e.end - e.start for e in self.events if not kinds or e.what in kinds)
+    @property
+    def busy(self) -> float:
+        """Seconds in which it does not wait."""
+        return sum(event.end - event.start for event in self.events)
 
 
 @dataclass(frozen=True)
@@ -144,54 +99,26 @@ class Step:
         """The share of the stages' time in which they wait for one another."""
         if not self.seconds:
             return 0.0
-        busy = sum(timeline.seconds() for timeline in self.stages)
+        busy = sum(timeline.busy for timeline in self.stages)
         return 1 - busy / (self.seconds * len(self.stages))
 
 
-def simulate(
-    stages: Sequence[Stage],
-    micro_batches: int,
-    *,
-    pipeline: Link | None = None,
-    data: Link | None = None,
-    replicas: int = 1,
-    ties: Sequence[Tie] = (),
-    memory: Bytes | None = None,
-) -> Step:
+def simulate(stages: Sequence[Stage], micro_batches: int, *, pipeline: Link | None = None) -> Step:
     """Runs one training step.
 
     Args:
         stages: The stages, first to last.
         micro_batches: How many make up a step.
-        pipeline: What connects neighbouring stages, and those that share parameters.
-        data: What connects the replicas of a stage.
-        replicas: How many copies of the pipeline there are (data parallelism).
-        ties: Parameters that several stages hold.
-        memory: What a parameter needs.
+        pipeline: What connects neighbouring stages.
 
     Raises:
         ImportError: DeepSpeed is not installed.
         ValueError: There is no such pipeline.
     """
-    if not stages or micro_batches < 1 or replicas < 1:
-        raise ValueError("a pipeline has at least one stage, one micro-batch and one replica")
-    for tie in ties:
-        known = set(tie.stages) & set(range(len(stages)))
-        if not 2 <= len(known) == len(tie.stages):
-            raise ValueError(f"a tie names two or more of the {len(stages)} stages: {tie}")
-    run = _Run(
-        stages=stages,
-        micro_batches=micro_batches,
-        pipeline=pipeline or Link(),
-        data=data or Link(),
-        replicas=replicas,
-        ties=ties,
-        memory=memory or Bytes(),
-    )
+    if not stages or micro_batches < 1:
+        raise ValueError("a pipeline has at least one stage and one micro-batch")
+    run = _Run(stages, micro_batches, pipeline or Link())
     run.to_the_end()
-    for stage, timeline in zip(stages, run.timelines, strict=True):
-        weights = run.memory.of(stage.parameters, replicas)
-        timeline.memory = weights + timeline.live * stage.held + stage.working
     return Step(max(run.clocks), run.timelines)
 
 
@@ -202,10 +129,6 @@ class _Run:
     stages: Sequence[Stage]
     micro_batches: int
     pipeline: Link
-    data: Link
-    replicas: int
-    ties: Sequence[Tie]
-    memory: Bytes
 
     def __post_init__(self) -> None:
         self.clocks = [0.0] * len(self.stages)
@@ -256,25 +179,8 @@ class _Run:
                 pair = (min(number, number + side), max(number, number + side))
                 seconds = self.pipeline.send(self.stages[pair[0]].sent)
                 yield _Operation(what, batch, seconds, pair)
-            elif name == "ReduceTiedGrads":
-                yield from self._reductions_of_ties(number)
-            elif name == "ReduceGrads":
-                size = stage.parameters * self.memory.gradient
-                seconds = self.data.all_reduce(size, self.replicas)
-                yield _Operation("gradients", 0, seconds, (number,))
             elif name == "OptimizerStep":
                 yield _Operation("optimizer", 0, stage.optimizer, (number,))
-                if self.memory.is_partitioned and self.replicas > 1:
-                    size = stage.parameters * self.memory.weight
-                    seconds = self.data.all_gather(size, self.replicas)
-                    yield _Operation("weights", 0, seconds, (number,))
-
-    def _reductions_of_ties(self, number: int) -> Iterator[_Operation]:
-        for index, tie in enumerate(self.ties):
-            if number in tie.stages:
-                size = tie.parameters * self.memory.gradient
-                seconds = self.pipeline.all_reduce(size, len(tie.stages))
-                yield _Operation("ties", index, seconds, tie.stages)
 
 
 class _Operation(NamedTuple):
