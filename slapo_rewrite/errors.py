@@ -44,6 +44,11 @@ class Span:
         return f"{self.path}:{self.line}:{self.column}"
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's code says, in its first line; its type where it is mute."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class Cause(Protocol):
     """Who asked for something: a call in the schedule."""
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from slapo_rewrite.errors import first_line
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.sized_inputs import sized_inputs
 from slapo_rewrite.model.step_profile import ROWS, NotLaunched, Profile, counted_step
@@ -124,8 +125,3 @@ def _typed(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.to(dtype)
     return value
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in its first line."""
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from slapo_rewrite.code.dead_values import Death
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.errors import first_line
 from slapo_rewrite.model.costs import OnMeta
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.storages import Storages
@@ -204,7 +205,7 @@ def recorded(
             record = recorder.over()
             del outputs
     except Exception as error:  # the model's own code
-        raise CannotMeasure(next(iter(str(error).splitlines()), type(error).__name__)) from error
+        raise CannotMeasure(first_line(error)) from error
     finally:
         model.train(was_training)
     return record

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from slapo_rewrite.errors import first_line
 from slapo_rewrite.hugging_face import CACHES
 from slapo_rewrite.model.calls import calls_watched
-from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, first_line
+from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep
 from slapo_rewrite.model.layer_kinds import Fold, folds_of, lists_of
 from slapo_rewrite.model.meta_device import without_dynamo
 from slapo_rewrite.model.step_profile import Part, Profile

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import try_out
+from slapo_rewrite.errors import first_line
 from slapo_rewrite.model.emitted import Emitted
-from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, first_line
+from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep
 from slapo_rewrite.model.layer_kinds import folds_of, lists_of, shortened
 from slapo_rewrite.model.meta_device import pretend_world, without_dynamo
 from slapo_rewrite.model.short_build import built_short, filled, full_names

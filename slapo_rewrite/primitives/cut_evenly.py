@@ -230,9 +230,8 @@ def timed(call: Call, layers: list[Node]) -> tuple[list[Node], list[float]]:
         paths = elements_of(model, inputs)
         seconds = step_seconds(costs_of(model, inputs, paths), hardware("h200").device)
     except Exception as error:  # the model's own code, and the schedule's
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise errors.Unsupported(
-            f"what the layers cost cannot be counted: {reason}",
+            f"what the layers cost cannot be counted: {errors.first_line(error)}",
             hint='by="parameters" needs no run of the model',
         ) from error
     ends = [number for number, path in enumerate(paths, 1) if path in found]

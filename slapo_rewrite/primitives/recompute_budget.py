@@ -181,9 +181,8 @@ def search_for(
 
 
 def _uncounted(call: Call, error: Exception) -> errors.Unsupported:
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
     return errors.Unsupported(
-        f"a step of this model cannot be counted: {reason}",
+        f"a step of this model cannot be counted: {errors.first_line(error)}",
         hint="take shares of the layers without a budget: [:0.5].checkpoint()",
     )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slapo_rewrite.errors import first_line
 from slapo_rewrite.model.sized_inputs import positions_of, rows_of, sized_inputs
 from slapo_rewrite.plan.candidates import Predicted, Predictor, Way
 from slapo_rewrite.plan.rewritten_step import Countable, StepShape
@@ -120,8 +121,7 @@ def predicted(models: Models) -> Prediction:
             ]
         predictors = [_predictor(models, step, ranks, shape) for _, step, ranks in steps]
     except Exception as error:  # the model's own code, and the schedule's
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise NotPredicted(reason) from error
+        raise NotPredicted(first_line(error)) from error
     found = tuple(
         ModelStep(name, predictor.predicted(Way(tensor=ranks, rows=rows)))
         for (name, _, ranks), predictor in zip(steps, predictors, strict=True)
