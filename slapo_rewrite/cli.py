@@ -117,6 +117,20 @@ def _tell(code: int, **facts: Any) -> int:
     return code
 
 
+def _answered(options: argparse.Namespace, code: int, words: str, **facts: Any) -> int:
+    """Says how it went, to people or to programs, and returns the exit code."""
+    if options.json:
+        return _tell(code, **facts)
+    print(words)
+    return code
+
+
+def _up_to_date(options: argparse.Namespace, out: Path, warnings: Iterable[str]) -> int:
+    """Says that an output is what it would be again."""
+    _warn(warnings)
+    return _answered(options, DONE, f"{out} is up to date", reason="up to date", files=[])
+
+
 def _rewrite(options: argparse.Namespace) -> int:
     _check_combination(options)
     if _is_auto(options.schedule):
@@ -141,12 +155,7 @@ def _rewrite(options: argparse.Namespace) -> int:
     if warnings is None:
         code = _written(options, asked)
     else:
-        code = DONE
-        _warn(warnings)
-        if options.json:
-            _tell(DONE, reason="up to date", files=[])
-        else:
-            print(f"{options.output} is up to date")
+        code = _up_to_date(options, options.output, warnings)
     if options.verify and code == DONE:
         return _verified(options.output, options, options.source, options.schedule)
     return code
@@ -304,16 +313,6 @@ def _asked(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _check_worlds(options: argparse.Namespace) -> None:
-    worlds = options.world if isinstance(options.world, list) else [options.world]
-    if any(size is not None and size < 1 for size in worlds):
-        raise errors.UsageError("a world size is at least 1")
-    for name in ("pp", "tp", "dp"):
-        size = getattr(options, name, None)
-        if size is not None and size < 1:
-            raise errors.UsageError(f"--{name} is at least 1")
-
-
 def _check_combination(options: argparse.Namespace) -> None:
     if options.output is None and not options.diff:
         raise errors.UsageError(
@@ -339,7 +338,6 @@ def _check_combination(options: argparse.Namespace) -> None:
         raise errors.UsageError("`--merge` keeps hand edits, `--force` overwrites them: give one")
     if (asked := _asked(options)) and not options.verify:
         raise errors.UsageError(f"`{asked[0]}` belongs to `--verify`")
-    _check_worlds(options)
 
 
 def _check(options: argparse.Namespace, out: Path, shared: Path | None, asked: Asked) -> int:
@@ -349,15 +347,9 @@ def _check(options: argparse.Namespace, out: Path, shared: Path | None, asked: A
     try:
         content = record.read(out)
     except errors.NotAnOutput as error:
-        if options.json:
-            return _tell(NO, **error.record())
-        print(f"not current: {error.message}")
-        return NO
+        return _answered(options, NO, f"not current: {error.message}", **error.record())
     if current.is_current(out, content, asked, shared):
-        if options.json:
-            return _tell(DONE, reason="current")
-        print(f"{out} is current")
-        return DONE
+        return _answered(options, DONE, f"{out} is current", reason="current")
     from slapo_rewrite.emit import support_folder
     from slapo_rewrite.emit.write import matches
 
@@ -365,15 +357,11 @@ def _check(options: argparse.Namespace, out: Path, shared: Path | None, asked: A
     wrong = matches(out, output.files)
     if shared is not None:
         wrong += support_folder.differing(out, shared, output.uses)
-    reasons = list(current.reasons(content, asked)) if wrong else []
-    if options.json and wrong:
-        return _tell(NO, reason="not current", files=wrong, inputs=reasons)
-    if options.json:
-        return _tell(DONE, reason="current")
-    for reason in reasons:
-        print(reason)
-    print(f"not current: {', '.join(wrong)}" if wrong else f"{out} is current")
-    return NO if wrong else DONE
+    if not wrong:
+        return _answered(options, DONE, f"{out} is current", reason="current")
+    reasons = list(current.reasons(content, asked))
+    words = "\n".join([*reasons, f"not current: {', '.join(wrong)}"])
+    return _answered(options, NO, words, reason="not current", files=wrong, inputs=reasons)
 
 
 def _verified(
@@ -404,7 +392,6 @@ def _verified(
 
 
 def _verify(options: argparse.Namespace) -> int:
-    _check_worlds(options)
     _tidy(options.out)
     return _verified(options.out, options, options.source, options.schedule)
 
@@ -419,7 +406,6 @@ def _explain(options: argparse.Namespace) -> int:
                 raise errors.UsageError(f"`--{name}` belongs to `--html` and `--markdown`")
     elif options.place is not None:
         raise errors.UsageError(f"`{whole}` tells of every line: give it without FILE:LINE")
-    _check_worlds(options)
     _tidy(options.out)
     if whole is not None:
         return _reviewed(options)
@@ -497,11 +483,7 @@ def _update(options: argparse.Namespace) -> int:
     if options.check:
         return _check(options, out, shared, asked)
     if (warnings := current.up_to_date(out, asked, shared)) is not None:
-        _warn(warnings)
-        if options.json:
-            return _tell(DONE, reason="up to date", files=[])
-        print(f"{out} is up to date")
-        return DONE
+        return _up_to_date(options, out, warnings)
     reasons = list(current.reasons(content, asked))
     if not options.json:
         print("\n".join(reasons or ["none of its recorded inputs has changed"]))
@@ -598,11 +580,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _check_planning(options: argparse.Namespace) -> None:
-    """Refuses numbers that cannot be, and what is not installed."""
-    for name in ("gpus", "batch", "sequence", "nodes_of"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise errors.UsageError(f"--{name.replace('_', '-')} is at least 1")
+    """Refuses a plot that cannot be drawn."""
     if options.plot is None:
         return
     if options.plot.suffix not in (".png", ".svg"):
@@ -614,12 +592,8 @@ def _check_tuning(options: argparse.Namespace) -> None:
     """Refuses what does not go together, or is out of range."""
     if not 0 < options.confidence < 1:
         raise errors.UsageError("--confidence lies between 0 and 1")
-    for name in ("trials", "timeout", "seeds"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise errors.UsageError(f"--{name} is above 0")
-    if options.seed < 0:
-        raise errors.UsageError("--seed is at least 0")
+    if options.timeout is not None and not options.timeout > 0:
+        raise errors.UsageError("--timeout is above 0")
     if options.replay is not None:
         for name in ("source", "schedule", "run", "trials", "timeout"):
             if getattr(options, name) is not None:

@@ -23,6 +23,20 @@ exit codes:
   3  a defect of slapo-rewrite"""
 
 
+class _AtLeast(argparse.Action):
+    """Keeps a number, or several, of which none is below a bound."""
+
+    def __init__(self, *names: Any, least: int, **more: Any) -> None:
+        super().__init__(*names, **more)
+        self.least = least
+
+    def __call__(self, parser: Any, options: Any, given: Any, name: str | None = None) -> None:
+        """Refuses what is below, as a mistake with an option that stands there."""
+        if min(given if isinstance(given, list) else [given]) < self.least:
+            raise errors.UsageError(f"{self.option_strings[-1]} is at least {self.least}")
+        setattr(options, self.dest, given)
+
+
 class Parser(argparse.ArgumentParser):
     """Reports what is wrong as the tool reports everything else.
 
@@ -60,9 +74,9 @@ class Parser(argparse.ArgumentParser):
         """An option whose value is a path."""
         self.option(name, value, words, type=Path, **more)
 
-    def number(self, name: str, words: str, value: str = "N", **more: Any) -> None:
-        """An option whose value is a whole number."""
-        self.option(name, value, words, type=int, **more)
+    def number(self, name: str, words: str, value: str = "N", least: int = 1, **more: Any) -> None:
+        """An option whose value is a whole number that has a lower bound."""
+        self.option(name, value, words, type=int, action=_AtLeast, least=least, **more)
 
     def several(self, name: str, value: str, words: str, **more: Any) -> None:
         """An option that may be given again and again."""
@@ -245,7 +259,7 @@ def _tune() -> Parser:
         type=float,
         default=0.9,
     )
-    parser.number("--seed", "of random numbers", default=0)
+    parser.number("--seed", "of random numbers", least=0, default=0)
     parser.flag("--json", "print the result as JSON")
     parser.path(
         "--replay",
