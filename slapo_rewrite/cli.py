@@ -300,7 +300,7 @@ def _shows_colours() -> bool:
 
 def _tidy(out: Path) -> None:
     """Ends what a run that was interrupted began in an output folder, and says so."""
-    from slapo_rewrite.emit.write import tidied
+    from slapo_rewrite.emit.transaction import tidied
 
     if words := tidied(out):
         print(f"note: {words}", file=sys.stderr)
@@ -368,7 +368,8 @@ def _verified(
     out: Path, options: argparse.Namespace, source: str | None, schedule: str | None
 ) -> int:
     from slapo_rewrite.emit import record
-    from slapo_rewrite.emit.write import note_verification, state
+    from slapo_rewrite.emit.transaction import state
+    from slapo_rewrite.emit.write import note_verification
     from slapo_rewrite.verify.run import chosen, verify
 
     record.read(out)

@@ -118,7 +118,7 @@ def test_an_output_that_could_not_be_imported(name, words, instead, tmp_path, ca
         raise AssertionError("something is done")
 
     monkeypatch.setattr("slapo_rewrite.emit.rewrite.rewrite", never)
-    monkeypatch.setattr("slapo_rewrite.emit.write.tidied", never)
+    monkeypatch.setattr("slapo_rewrite.emit.transaction.tidied", never)
     for option in ([], ["--check"], ["--diff"], ["--verify"]):
         assert main([*REWRITE, "-o", name, *option]) == 2
         shown = capsys.readouterr().err

@@ -22,18 +22,9 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import Change, Edit, apply_edits
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.helpers import library_files
+from slapo_rewrite.emit.transaction import locked, made, put
 from slapo_rewrite.emit.used_definitions import LINE_LENGTH
-from slapo_rewrite.emit.write import (
-    check_apart,
-    edited,
-    in_the_way,
-    locked,
-    made,
-    matches,
-    put,
-    recorded,
-    write,
-)
+from slapo_rewrite.emit.write import check_apart, edited, in_the_way, matches, recorded, write
 
 # The names that an output uses, by helper module.
 Uses = Mapping[str, Collection[str]]

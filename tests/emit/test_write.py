@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from slapo_rewrite import errors
-from slapo_rewrite.emit import write as module
+from slapo_rewrite.emit import transaction as module
 from slapo_rewrite.emit.record import digest
-from slapo_rewrite.emit.write import hand_edited, matches, note_verification, state, tidied, write
+from slapo_rewrite.emit.transaction import state, tidied
+from slapo_rewrite.emit.write import hand_edited, matches, note_verification, write
 from tests.warm import context
 
 # Every way in which the module changes what is on disk.

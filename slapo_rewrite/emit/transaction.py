@@ -1,0 +1,342 @@
+"""Changes the files of a folder: all of them or none, whatever interrupts it.
+
+The new ones are laid beside the others in a folder that is there meanwhile, the old ones are kept
+in it, and a journal says what is to become of which. From the journal's first byte on a run that
+is interrupted is carried through by the next one, or taken back where a file was edited since;
+before, what it has left is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slapo_rewrite import errors
+from slapo_rewrite.emit import record
+
+try:
+    import fcntl
+except ImportError:  # where there are no such locks, two runs at once are the user's own affair
+    fcntl = None  # type: ignore[assignment]
+
+# What lies in an output folder while it is written, and in it.
+WORK, NEW, OLD, FORWARD, BACK = ".slapo-rewrite", "new", "old", "forward", "back"
+PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What becomes of one file.
+
+    Attributes:
+        name: The file's name.
+        old: The hash of what it holds before; None where it is not there.
+        new: The hash of what it is to hold; None where it is to go.
+    """
+
+    name: str
+    old: str | None
+    new: str | None
+
+
+class _EditedError(Exception):
+    """A file is not what it was when the run began."""
+
+
+def state(path: Path) -> str | None:
+    """The hash of a file; None where there is none.
+
+    Raises:
+        OutputUnwritable: It is something else than a file, or cannot be read.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            kind = "a folder" if path.is_dir() else "not a file"
+            raise errors.OutputUnwritable(
+                f"`{path}` is {kind}, where a file is to be written", hint="move it elsewhere"
+            )
+        return record.digest(path.read_bytes())
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise errors.OutputUnwritable(
+                f"`{path}` is a link to a file that is not there", hint="remove it"
+            ) from None
+        return None
+    except OSError as error:
+        raise errors.OutputUnwritable(f"cannot read `{path}`: {error.strerror or error}") from None
+
+
+def put(out: Path, files: Mapping[str, bytes], known: Collection[str]) -> None:
+    """Carries out what has to change, all of it or nothing.
+
+    Args:
+        out: The folder, which is locked.
+        files: What its files are to hold.
+        known: The tool's files that are there.
+    """
+    gone = sorted(set(known) - files.keys())
+    steps = [Step(n, state(out / n), record.digest(data)) for n, data in sorted(files.items())]
+    steps += [Step(name, state(out / name), None) for name in gone]
+    steps = [step for step in steps if step.old != step.new]
+    if not steps:
+        return
+    work = out / WORK
+    try:
+        os.mkdir(work)
+        for name in (NEW, OLD):
+            os.mkdir(work / name)
+        for step in steps:
+            if step.old is not None:
+                _keep(out / step.name, work / OLD / step.name)
+            if step.new is not None:
+                _create(work / NEW / step.name, files[step.name])
+                if step.old is not None:
+                    shutil.copymode(out / step.name, work / NEW / step.name)
+        _create(work / "journal", json.dumps([asdict(step) for step in steps]).encode())
+        os.replace(work / "journal", work / FORWARD)
+        _sync(work)
+        _forward(out, steps)
+        _clear(out)
+    except BaseException as error:
+        _take_back(out, steps)
+        if isinstance(error, _EditedError):
+            raise errors.OutputEdited(
+                f"{error} was edited while it was to be written: `{out}` is as it was",
+                hint="--merge carries the edit over, --force overwrites it",
+            ) from None
+        if isinstance(error, OSError):
+            raise errors.OutputUnwritable(
+                f"cannot write `{out}`: {error.strerror or error}"
+            ) from None
+        raise
+
+
+def _take_back(out: Path, steps: Sequence[Step]) -> None:
+    """Leaves a folder as it was; where even that fails, to the next run."""
+    with contextlib.suppress(OSError):
+        work = out / WORK
+        if (work / FORWARD).exists():
+            os.replace(work / FORWARD, work / BACK)
+            _back(out, steps)
+        _clear(out)
+
+
+def _forward(out: Path, steps: Sequence[Step]) -> None:
+    """Puts every file in its place that is not there yet.
+
+    Raises:
+        _EditedError: A file is not what it was.
+    """
+    for step in steps:
+        path, new = out / step.name, out / WORK / NEW / step.name
+        if (step.new is not None and not new.exists()) or state(path) == step.new:
+            continue
+        if state(path) != step.old:
+            raise _EditedError(step.name)
+        if step.new is None:
+            os.unlink(path)
+        else:
+            os.replace(new, path)
+        # It may have been written to since it was compared: what was kept is the same file.
+        kept = out / WORK / OLD / step.name
+        if kept.is_file() and not kept.is_symlink() and state(kept) != step.old:
+            raise _EditedError(step.name)
+    _sync(out)
+    _forget_compiled(out, steps)
+
+
+def _back(out: Path, steps: Sequence[Step]) -> None:
+    """Puts every file back that was replaced; one that was edited since stays."""
+    for step in steps:
+        path, old = out / step.name, out / WORK / OLD / step.name
+        if state(path) != step.new:
+            continue
+        if step.old is None:
+            os.unlink(path)
+        elif os.path.lexists(old):
+            os.replace(old, path)
+    _sync(out)
+    _forget_compiled(out, steps)
+
+
+def _clear(out: Path) -> None:
+    """Removes what lies in a folder while it is written; the journal first."""
+    work = out / WORK
+    for name in (FORWARD, BACK, "journal"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(work / name)
+    _sync(work)
+    for name in (NEW, OLD):
+        with contextlib.suppress(FileNotFoundError):
+            for each in os.listdir(work / name):
+                os.unlink(work / name / each)
+            os.rmdir(work / name)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(work)
+
+
+def tidied(out: Path) -> str | None:
+    """Ends what an interrupted run began; what was done, in words.
+
+    Raises:
+        OutputUnwritable: The folder cannot be written, or is being written just now.
+    """
+    if not os.path.lexists(out / WORK):
+        return None
+    with locked(out) as done:
+        return done()
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[Callable[[], str | None]]:
+    """One run at a time in a folder; what an interrupted one left is tidied up first.
+
+    Gives a function that says what that was. The lock ends with the process that holds it.
+
+    Raises:
+        OutputUnwritable: Another run does not end, or what is there cannot be tidied up.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = os.open(out, os.O_RDONLY)
+            stack.callback(os.close, folder)
+        except OSError as error:
+            raise _unwritable(out, error) from None
+        _wait(folder, out)
+        try:
+            words = _recovered(out)
+        except OSError as error:
+            raise errors.OutputUnwritable(
+                f"an earlier run was interrupted while it wrote `{out}`, and cannot be ended: "
+                f"{error.strerror or error}",
+                hint=f"make `{out}` writable and run this again",
+            ) from None
+        yield lambda: words
+
+
+def _wait(folder: int, out: Path) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while fcntl is not None:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise errors.OutputUnwritable(
+                    f"another run is writing `{out}`", hint="run this again when it is done"
+                ) from None
+            time.sleep(0.05)
+            continue
+        except OSError:
+            return  # a file system without locks
+        return
+
+
+def _recovered(out: Path) -> str | None:
+    work = out / WORK
+    if not os.path.lexists(work):
+        return None
+    strange = "what is there is not slapo-rewrite's"
+    if work.is_symlink() or not work.is_dir():
+        raise OSError(f"{work}: {strange}")
+    if set(os.listdir(work)) - {NEW, OLD, FORWARD, BACK, "journal"}:
+        raise OSError(f"{work}: {strange}")
+    journal = next((work / n for n in (BACK, FORWARD) if (work / n).exists()), None)
+    if journal is None:
+        _clear(out)
+        return f"a run that was interrupted had not changed `{out}` yet; what it had left is gone"
+    try:
+        steps = [Step(s["name"], s["old"], s["new"]) for s in json.loads(journal.read_bytes())]
+    except (ValueError, TypeError, KeyError):
+        raise OSError(f"{journal}: {strange}") from None
+    if any(not record.is_plain_name(step.name) for step in steps):
+        raise OSError(f"{journal}: {strange}")
+    if journal.name == FORWARD:
+        try:
+            _forward(out, steps)
+            _clear(out)
+            return f"an earlier run was interrupted while it wrote `{out}`; all of it is there now"
+        except _EditedError:
+            os.replace(work / FORWARD, work / BACK)
+    _back(out, steps)
+    _clear(out)
+    return f"an earlier run was interrupted while it wrote `{out}`; it is as it was before"
+
+
+@contextlib.contextmanager
+def made(out: Path) -> Iterator[None]:
+    """The folder, which is taken away again where nothing is written to it."""
+    new = []
+    try:
+        if os.path.exists(out) and not out.is_dir():
+            raise errors.OutputUnwritable(
+                f"`{out}` is a file, not a folder",
+                hint=f"give another name, such as `-o {out}_parallel`",
+            )
+        folder = out.absolute()
+        missing = [folder, *folder.parents]
+        missing = missing[: next(n for n, p in enumerate(missing) if os.path.lexists(p))]
+        for each in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(each)
+                new.append(each)
+        if not out.is_dir():
+            raise errors.OutputUnwritable(f"`{out}` is not a folder")
+        yield
+    except OSError as error:
+        raise _unwritable(out, error) from None
+    finally:
+        for each in reversed(new):
+            with contextlib.suppress(OSError):
+                os.rmdir(each)  # not where something is in it
+
+
+def _unwritable(out: Path, error: OSError) -> errors.OutputUnwritable:
+    return errors.OutputUnwritable(f"cannot write `{out}`: {error.strerror or error}")
+
+
+def _keep(path: Path, kept: Path) -> None:
+    """Keeps a file under a second name; a copy of it where it can have one only."""
+    if path.is_symlink():
+        os.symlink(os.readlink(path), kept)
+        return
+    try:
+        os.link(path, kept)
+    except OSError:
+        _create(kept, path.read_bytes())
+        shutil.copymode(path, kept)
+
+
+def _create(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(folder: Path) -> None:
+    """Has the names in a folder on disk before anything that comes after."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _forget_compiled(out: Path, steps: Sequence[Step]) -> None:
+    """Python tells a file from its like by size and second: what it has compiled has to go."""
+    stems = {step.name.removesuffix(".py") for step in steps if step.name.endswith(".py")}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(out / "__pycache__"):
+            if name.endswith(".pyc") and name.rsplit(".", 2)[0] in stems:
+                os.unlink(out / "__pycache__" / name)
