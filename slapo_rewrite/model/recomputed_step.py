@@ -59,8 +59,10 @@ def counted_ways(
     sequence: int | None,
     dtype: torch.dtype,
     seconds: Callable[[Part], float],
+    *,
+    is_gpu: bool = True,
 ) -> CountedWays:
-    """Counts a step on a GPU, with the chosen layers recomputed in every way that may pay.
+    """Counts a step, with the chosen layers recomputed in every way that may pay.
 
     Args:
         schedule: The schedule's module.
@@ -69,6 +71,7 @@ def counted_ways(
         sequence: How many tokens a row has; None for what the schedule's `inputs` give.
         dtype: Of parameters and activations.
         seconds: What a part of a step takes.
+        is_gpu: Whether it is to be counted as on a GPU.
 
     Raises:
         DoesNotRun: The step does not run without values, or there are no inputs for it.
@@ -83,7 +86,7 @@ def counted_ways(
             for number, layer in zip(fold.left, layers[path], strict=True)
             if f"{path}.{number}" in chosen
         }
-        kernels = [m for n, m in sys.modules.items() if n.startswith(KERNELS)]
+        kernels = [m for n, m in sys.modules.items() if n.startswith(KERNELS)] if is_gpu else None
         step = FoldedStep(schedule, model, layers, sequence, dtype, kernels)
         count = functools.partial(_count, step, list(own))
         with _called_once(own):
