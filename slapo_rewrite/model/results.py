@@ -21,7 +21,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
                 yield item
             elif item is not None and type(item) not in _PLAIN:
                 yield from tensors(item)
-    elif isinstance(value, Mapping):
+    elif isinstance(value, (dict, Mapping)):  # what is a dictionary is told fast
         for item in value.values():
             yield from tensors(item)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import sys
 import types
@@ -36,7 +35,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 def _copied(own: dict[str, Any]) -> list[tuple[Any, Any]]:
     kinds = (dict, OrderedDict, list, set)  # hooks are in ordered ones
-    return [(value, copy.copy(value)) for value in own.values() if type(value) in kinds]
+    return [(value, value.copy()) for value in own.values() if type(value) in kinds]
 
 
 def _forget(modules: set[str]) -> None:

@@ -48,6 +48,9 @@ class State:
     gathers: frozenset[tuple[str, int]] = frozenset()
 
 
+_WHOLE = State()
+
+
 class PlacementError(Exception):
     """An operation that is wrong on what a rank has.
 
@@ -144,7 +147,7 @@ class Flow:
 
     def of(self, tensor: torch.Tensor) -> State:
         """What is known of a tensor; what nothing is known of is whole."""
-        return self._states.get(id(tensor), State())
+        return self._states.get(id(tensor), _WHOLE)
 
     def set(self, tensor: torch.Tensor, state: State) -> None:
         """Notes what a tensor is."""

@@ -222,14 +222,18 @@ class _Following:
     def _note_choices(self, followed: ShardingResult) -> None:
         """Notes what `forward` chooses its way by besides: other arguments, and other sizes."""
         known = hasattr(getattr(self.model, "config", None), "to_dict")
-        not_given = [(n, d) for n, d in self._not_given() if not isinstance(d, bool)]
-        read, asked = self._names_in(type(self.model), names_read), set[str]()
-        for cls in {node.cls: None for node in self.tree.nodes.values()}:
+        # What a model of a library does without is its own affair, and well known.
+        not_given = [
+            (name, default)
+            for name, default in self._not_given()
+            if not isinstance(default, bool) and not (known and default is None)
+        ]
+        read = self._names_in(type(self.model), names_read) if not_given else set[str]()
+        classes = {node.cls: None for node in self.tree.nodes.values()}
+        asked = set[str]()
+        for cls in classes if any(name in read for name, _ in not_given) else ():
             asked |= self._names_in(cls, names_in_tests)
         for name, default in not_given:
-            # What a model of a library does without is its own affair, and well known.
-            if known and default is None:
-                continue
             # It is passed on to where it decides, by this name or by another.
             if name in read and (name in asked or default is None or isinstance(default, str)):
                 words = (
@@ -237,7 +241,7 @@ class _Following:
                 )
                 followed.unfollowed.append((f"{words} followed: give it in inputs(model)", None))
         sizes = set[str]()
-        for cls in {node.cls: None for node in self.tree.nodes.values()} if not known else ():
+        for cls in classes if not known else ():
             sizes |= self._names_in(cls, sizes_in_tests)
         for test in sorted(sizes):
             words = f"`{test}` decides which way `forward` goes, by sizes, and only those of"

@@ -95,7 +95,7 @@ def numbers(value: Any, of_tensors: bool = True) -> Iterator[float]:
     elif isinstance(value, torch.Tensor):
         if of_tensors and value.dim() == 0 and not value.is_meta:
             yield float(value.detach())
-    elif isinstance(value, Mapping):
+    elif isinstance(value, (dict, Mapping)):  # what is a dictionary is told fast
         for item in value.values():
             yield from numbers(item, of_tensors)
     elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
