@@ -11,8 +11,10 @@ from slapo_rewrite.directive import needed_depth
 from slapo_rewrite.emit.draft import Draft, Trial
 from slapo_rewrite.emit.shard_check import check_numbers, check_parts, check_subclasses
 from slapo_rewrite.emit.sibling_files import SiblingFiles
-from slapo_rewrite.model.emitted import Emitted, imported
+from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
 from slapo_rewrite.model.rehearsal import OtherNumbersError, rehearse
+from slapo_rewrite.model.representatives import Representatives
+from slapo_rewrite.model.short_build import ALL, Shortening
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.plan import Plan
@@ -25,6 +27,7 @@ def construct(
     copies: SiblingFiles,
     anew: Sequence[str],
     tries: Trial,
+    is_short: bool,
 ) -> None:
     """Builds the output's model, and tries it.
 
@@ -35,6 +38,7 @@ def construct(
         copies: Which files are rewritten.
         anew: Modules that the output imports for itself, by name.
         tries: What it is tried with.
+        is_short: Whether a few of the layers that are alike will do, since nothing is written.
 
     Raises:
         RewriteError: It fails, or is not what was scheduled, or not the model any more.
@@ -42,16 +46,53 @@ def construct(
     told = draft.who_wrote().told()
     whole = imported(draft.files, draft.model_file, anew)
     with project.timed("construct"), told, whole as emitted:
-        is_split = any(state.shards for state in plan.states.values())
-        built = emitted.tree(project.schedule.module.model, 2 if is_split else 1)
-        copies.check_built(built, project.tree, project.changes)
-        for file in copies.files.values():
-            name = copies.name(file)
-            check_subclasses(file, draft.texts[name], draft.changes[name], built)
-        check_parts(emitted, built, project.tree, plan.states, project.sources)
-        if is_split:
-            check_numbers(built, project, copies.outputs)
-        tries(emitted, built)
+        if is_short and (short := _short(draft, project, plan, copies, emitted)) is not None:
+            tries(emitted, short)
+        else:
+            built = _built(draft, project, plan, copies, emitted)
+            tries(emitted, Shortening.of(built) if is_short else ALL)
+
+
+def _short(
+    draft: Draft, project: Project, plan: Plan, copies: SiblingFiles, emitted: Emitted
+) -> Shortening | None:
+    """Which layers were made where few were, and nothing is wrong with these; else None."""
+    siblings = Representatives(project.tree, plan.states).siblings
+    first = {
+        f"{path.rpartition('.')[0]}.{name}": path for path, own in siblings.items() for name in own
+    }
+    short = Shortening.of(project.tree, first).by(emitted.instead_of)
+    try:
+        built = _built(draft, project, plan, copies, emitted, short)
+    except (errors.RewriteError, FailedOutput):  # it may be for want of the others
+        return None
+    return short if short.is_of(built.root.live) else None
+
+
+def _built(
+    draft: Draft,
+    project: Project,
+    plan: Plan,
+    copies: SiblingFiles,
+    emitted: Emitted,
+    short: Shortening = ALL,
+) -> Tree:
+    """The output's model, which is what was scheduled.
+
+    Raises:
+        RewriteError: It is not.
+        FailedOutput: It cannot be built.
+    """
+    is_split = any(state.shards for state in plan.states.values())
+    built = emitted.tree(project.schedule.module.model, 2 if is_split else 1, short)
+    copies.check_built(built, project.tree, project.changes)
+    for file in copies.files.values():
+        name = copies.name(file)
+        check_subclasses(file, draft.texts[name], draft.changes[name], built)
+    check_parts(emitted, built, project.tree, plan.states, project.sources)
+    if is_split:
+        check_numbers(built, project, copies.outputs)
+    return built
 
 
 def rehearsed(
@@ -61,7 +102,7 @@ def rehearsed(
     original: types.ModuleType,
     sizes: tuple[int, ...],
     emitted: Emitted,
-    built: Tree,
+    short: Shortening,
 ) -> None:
     """Runs a small model of an output against the original's.
 
@@ -72,7 +113,7 @@ def rehearsed(
         original: The module of the source as it was before the schedule ran.
         sizes: The world sizes to run on; none for a model that is too large.
         emitted: The output, imported.
-        built: The model that is built of it.
+        short: Which layers of its model were made: all.
 
     Raises:
         OtherNumbers: It computes something else.

@@ -10,11 +10,11 @@ from slapo_rewrite.code.splice import Change
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.emit.failures import Causes
 from slapo_rewrite.model.emitted import Emitted
-from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.model.short_build import Shortening
 
 Directives = tuple[Directive, ...]
-# Looks at an output, with the model that is built of it.
-Trial = Callable[[Emitted, Tree], None]
+# Looks at an output, told which layers of its model need to be made.
+Trial = Callable[[Emitted, Shortening], None]
 
 
 @dataclass(frozen=True)

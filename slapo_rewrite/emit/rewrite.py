@@ -304,7 +304,8 @@ class _Emission:
         tries = self.options.tries or functools.partial(
             rehearsed, self.draft, self.project, self.plan, self.original, self.sizes
         )
-        construct(self.draft, self.project, self.plan, self.copies, anew, tries)
+        is_short = self.options.tries is not None
+        construct(self.draft, self.project, self.plan, self.copies, anew, tries, is_short)
 
     def _finished(self) -> Output:
         project, draft, plan, copies = self.project, self.draft, self.plan, self.copies

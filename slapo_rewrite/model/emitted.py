@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import io
@@ -20,6 +21,7 @@ from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.model.meta_device import pretend_world
+from slapo_rewrite.model.short_build import ALL, Shortening
 from slapo_rewrite.model.tree import Tree, build_model, uncompiled
 
 # What the output is called as a package meanwhile, and the package in which it lies.
@@ -54,12 +56,18 @@ class Emitted:
     folder: Path
     parts: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
-    def tree(self, make: Callable[[types.ModuleType], nn.Module], world: int = 1) -> Tree:
+    def tree(
+        self,
+        make: Callable[[types.ModuleType], nn.Module],
+        world: int = 1,
+        short: Shortening = ALL,
+    ) -> Tree:
         """The model that a schedule's `model(m)` builds of the output, on the meta device.
 
         Args:
             make: That function.
             world: Of how many ranks it is built as the first one; alone where they do not fit.
+            short: Which layers are made.
 
         Raises:
             FailedOutput: A line of the output raises.
@@ -67,12 +75,13 @@ class Emitted:
         """
         try:
             with _unheard(), pretend_world(world) if world > 1 else contextlib.nullcontext():
-                tree = Tree(build_model(make, self.module))
+                build = functools.partial(build_model, make, self.module)
+                tree = Tree(short.built(build))
                 self.parts = {path: _parts(node.live) for path, node in tree.nodes.items()}
                 return tree
         except errors.ModelError as error:
             if world > 1 and isinstance(error.__cause__, ValueError):
-                return self.tree(make)  # a size that does not divide
+                return self.tree(make, short=short)  # a size that does not divide
             if frames := self.frames(error.__cause__):
                 assert error.__cause__ is not None
                 raise FailedOutput(error.__cause__, frames) from error
@@ -81,6 +90,12 @@ class Emitted:
     def helper(self, name: str) -> types.ModuleType | None:
         """A helper module of the output, wherever it lies, if there is one of that name."""
         return next((m for m in self.modules() if m.__name__.rpartition(".")[2] == name), None)
+
+    def instead_of(self, cls: type) -> type:
+        """The class of the output that a class of the original has become, if it has one."""
+        named = ((module, vars(module).get(cls.__name__)) for module in self.modules())
+        own = (c for module, c in named if isinstance(c, type) and c.__module__ == module.__name__)
+        return next(own, cls)
 
     def modules(self) -> list[types.ModuleType]:
         """The modules of all of its files."""

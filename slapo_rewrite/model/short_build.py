@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 from torch import nn
 
 from slapo_rewrite import errors
-from slapo_rewrite.model.layer_kinds import Fold
+from slapo_rewrite.model.layer_kinds import Fold, folds_of, lists_of
 from slapo_rewrite.model.tree import Tree
 
 
@@ -24,29 +25,74 @@ class LeftOut(nn.Module):
     """Stands where a layer was not made."""
 
 
-def built_short(build: Callable[[], nn.Module], tree: Tree, folds: Mapping[str, Fold]) -> nn.Module:
-    """Builds a model of which lists have `LeftOut`s in the places of layers that are not left.
+@dataclass(frozen=True)
+class Shortening:
+    """Which layers of a model are made.
 
-    Args:
-        build: Builds it, by the code that built the other one.
-        tree: The other one's.
-        folds: Which of its layers are left.
-
-    Returns:
-        The model; with all its layers where they cannot be left out.
-
-    Raises:
-        ModelError: It cannot be built.
+    Attributes:
+        folds: Which are left of each list, by its path.
+        wanted: For each class of layers which of its instances are made, those of its subclasses
+            counted; None where that is not known, and all are.
     """
-    wanted = _wanted(tree, folds)
-    if wanted is None:
-        return build()
-    try:
-        with _making(wanted):
-            model = build()
-    except errors.ModelError:  # a constructor may look at the layers
-        return build()
-    return model if _is_short(model, folds) else build()
+
+    folds: Mapping[str, Fold]
+    wanted: Mapping[type, Sequence[bool]] | None
+
+    @classmethod
+    def of(cls, tree: Tree, apart: Mapping[str, Any] | None = None) -> Shortening:
+        """What one model tells of others that are built by the same code.
+
+        Args:
+            tree: Its tree.
+            apart: What else tells layers apart, by their paths.
+        """
+        folds = folds_of(lists_of(tree), apart)
+        return cls(folds, _wanted(tree, folds))
+
+    def by(self, instead: Callable[[type], type]) -> Shortening:
+        """The same of a model of other classes."""
+        if self.wanted is None:
+            return self
+        return replace(self, wanted={instead(cls): made for cls, made in self.wanted.items()})
+
+    def built(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """Builds a model of which lists have `LeftOut`s in the places of layers that are not left.
+
+        Args:
+            build: Builds it.
+
+        Returns:
+            The model; with all its layers where they cannot be left out.
+
+        Raises:
+            ModelError: It cannot be built.
+        """
+        if self.wanted is None:
+            return build()
+        try:
+            with _making(self.wanted):
+                model = build()
+        except errors.ModelError:  # a constructor may look at the layers
+            return build()
+        return model if self.is_of(model) else build()
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether those layers are there that are left, and no others, and nothing is missing."""
+        out = sum(isinstance(module, LeftOut) for module in model.modules())
+        for path, fold in self.folds.items():
+            try:
+                listed = model.get_submodule(path)
+            except AttributeError:
+                return False
+            made = [not isinstance(module, LeftOut) for module in listed.children()]
+            if made != [number in fold.left for number in range(len(fold.stands_for))]:
+                return False
+            out -= made.count(False)
+        return out == 0
+
+
+# Nothing is left out.
+ALL = Shortening({}, None)
 
 
 def filled(model: nn.Module, folds: Mapping[str, Fold]) -> None:
@@ -91,40 +137,28 @@ def _wanted(tree: Tree, folds: Mapping[str, Fold]) -> dict[type, list[bool]] | N
 
 
 @contextlib.contextmanager
-def _making(wanted: Mapping[type, list[bool]]) -> Iterator[None]:
+def _making(wanted: Mapping[type, Sequence[bool]]) -> Iterator[None]:
     """Of some classes only the wanted instances are made meanwhile, in this order."""
     with contextlib.ExitStack() as stack:
         for cls, made in wanted.items():
-            instead = _constructor(cls, iter(made))
+            instead = _constructor(cls, iter(made), wanted)
             stack.enter_context(patch.object(cls, "__init__", instead))
         yield
 
 
-def _constructor(cls: type, made: Iterator[bool]) -> Callable[..., None]:
+def _constructor(
+    cls: type, made: Iterator[bool], classes: Collection[type]
+) -> Callable[..., None]:
     original: Any = cls.__init__  # type: ignore[misc]
 
     # Called as it is, it is no call of its own among those that lead to a module.
     @functools.wraps(original)
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        if type(self) is not cls or next(made, True):
+        counts = next(c for c in type(self).__mro__ if c in classes) is cls  # or as a subclass's
+        if not counts or next(made, True):
             original(self, *args, **kwargs)
         else:
             nn.Module.__init__(self)
             self.__class__ = LeftOut
 
     return __init__
-
-
-def _is_short(model: nn.Module, folds: Mapping[str, Fold]) -> bool:
-    """Whether those layers are there that are left, and no others, and nothing else is missing."""
-    out = sum(isinstance(module, LeftOut) for module in model.modules())
-    for path, fold in folds.items():
-        try:
-            listed = model.get_submodule(path)
-        except AttributeError:
-            return False
-        made = [not isinstance(module, LeftOut) for module in listed.children()]
-        if made != [number in fold.left for number in range(len(fold.stands_for))]:
-            return False
-        out -= made.count(False)
-    return out == 0

@@ -1,7 +1,8 @@
 """What a step of a rewritten model takes, on each number of ranks that can share its layers.
 
-The rewritten model is built once at its full depth, where the schedule's shares of its layers mean
-what they say. For each number of ranks it is built again with two layers of each kind, and counted.
+The schedule is carried out on the model at its full depth, where shares of its layers mean what
+they say. For each number of ranks what comes of it is built with two layers of each kind, and
+counted.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from slapo_rewrite.emit.rewrite import try_out
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep
-from slapo_rewrite.model.layer_kinds import folds_of, lists_of, shortened
+from slapo_rewrite.model.layer_kinds import shortened
 from slapo_rewrite.model.meta_device import pretend_world, without_dynamo
-from slapo_rewrite.model.short_build import built_short, filled, full_names
+from slapo_rewrite.model.short_build import Shortening, filled, full_names
 from slapo_rewrite.model.tree import Tree, build_model
 from slapo_rewrite.primitives.cut_evenly import ends_of_rounds, layers_in, sizes_of
 from slapo_rewrite.project import Project
@@ -63,9 +64,9 @@ def counted_rewrite(
     """
     found: Found = {}
 
-    def count(emitted: Emitted, tree: Tree) -> None:
+    def count(emitted: Emitted, short: Shortening) -> None:
         is_split = emitted.helper("tensor_parallel") is not None
-        rewritten = Countable(project.schedule.module, emitted.module, emitted.modules(), tree)
+        rewritten = Countable(project.schedule.module, emitted.module, emitted.modules(), short)
         for ranks in sizes if is_split else sizes[:1]:
             try:
                 plain, again = rewritten.counted(
@@ -87,13 +88,13 @@ class Countable:
         schedule: The schedule's module.
         module: The module that it is built from.
         helpers: The modules whose kernels are taken to run as on a GPU.
-        tree: It, at its full depth.
+        short: Which of its layers are made.
     """
 
     schedule: Any
     module: ModuleType
     helpers: Sequence[ModuleType]
-    tree: Tree
+    short: Shortening
 
     def counted(
         self, ranks: int, shape: StepShape, *ways: AbstractContextManager[None]
@@ -108,12 +109,10 @@ class Countable:
         Raises:
             DoesNotRun: The model cannot be built so, or does not run.
         """
-        folds = folds_of(lists_of(self.tree))
+        folds = self.short.folds
         with pretend_world(ranks) if ranks > 1 else nullcontext(), without_dynamo():
             try:
-                model = built_short(
-                    lambda: build_model(self.schedule.model, self.module), self.tree, folds
-                )
+                model = self.short.built(lambda: build_model(self.schedule.model, self.module))
             except errors.ModelError as error:
                 raise DoesNotRun(first_line(error.__cause__ or error)) from error
             sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slapo_rewrite.errors import first_line
+from slapo_rewrite.model.short_build import Shortening
 from slapo_rewrite.model.sized_inputs import positions_of, rows_of, sized_inputs
 from slapo_rewrite.plan.candidates import Predicted, Predictor, Way
 from slapo_rewrite.plan.rewritten_step import Countable, StepShape
@@ -107,8 +108,9 @@ def predicted(models: Models) -> Prediction:
         NotPredicted: The model does not run without values, or there are no inputs for it.
     """
     schedule, emitted, world = models.schedule, models.emitted, models.world
-    original = Countable(schedule, models.source, (), models.original)
-    output = Countable(schedule, emitted.module, emitted.modules(), models.rank)
+    original = Countable(schedule, models.source, (), Shortening.of(models.original))
+    short = Shortening.of(models.rank)
+    output = Countable(schedule, emitted.module, emitted.modules(), short)
     try:
         rows, sequence = _sizes(models)
         given = sized_inputs(schedule, models.original.root.live, rows, sequence)

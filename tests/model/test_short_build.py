@@ -5,8 +5,8 @@ import types
 import pytest
 from torch import nn
 
-from slapo_rewrite.model.layer_kinds import folds_of, lists_of, shortened
-from slapo_rewrite.model.short_build import LeftOut, built_short, filled, full_names
+from slapo_rewrite.model.layer_kinds import shortened
+from slapo_rewrite.model.short_build import LeftOut, Shortening, filled, full_names
 from slapo_rewrite.model.tree import Tree, build_model
 
 M = types.ModuleType("m")
@@ -43,9 +43,9 @@ def built(**options):
         return build_model(lambda m: Model(**options), M)
 
     tree = Tree(build())
-    folds = folds_of(lists_of(tree))
+    short = Shortening.of(tree)
     Layer.made = 0
-    return tree, folds, built_short(build, tree, folds)
+    return tree, short.folds, short.built(build)
 
 
 def names(model):
@@ -77,3 +77,20 @@ def test_classes_are_left_as_they_were():
     built()
     assert (Layer.__init__, Wide.__init__) == before
     assert len(Model().layers) == 9 and not any(isinstance(x, LeftOut) for x in Model().layers)
+
+
+def test_instances_of_subclasses_are_counted_with_those_of_the_class():
+    """An output has a subclass for the layers that are treated otherwise than the original's."""
+
+    class Treated(Layer):
+        pass
+
+    def build():
+        model = nn.Module()
+        model.layers = nn.ModuleList([Treated(n) if n < 4 else Layer(n) for n in range(9)])
+        return model
+
+    folds = Shortening.of(Tree(build())).folds
+    assert folds["layers"].left == (0, 1, 4, 5)
+    short = Shortening(folds, {Layer: [number in (0, 1, 4, 5) for number in range(9)]})
+    assert short.is_of(short.built(build))
