@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
@@ -127,6 +127,7 @@ class Predictor:
         self.plain = counted[0]
         self.hardware, self.precision, self.node = hardware, precision, node
         self.cut = cut
+        self._pieces = cache(self.unfolded.pieces)
         self._parts = cache(self._stage_parts)
         self._unlike = cache(self._first_unlike)
         self._times = cache(self._stage_seconds)
@@ -158,18 +159,19 @@ class Predictor:
 
     def stages(self, way: Way) -> list[Stage]:
         """What a micro-batch takes in each stage, and the optimizer's step."""
-        found = []
-        for part in self._parts(way.pipeline, way.recomputed):
-            forward, backward, _ = self._times(part.runs, way.rows, way.tensor)
-            if way.zero == 3:  # parameters are gathered for both passes, layer by layer
-                link_to_all = self._link(way.data, way.tensor * way.pipeline)
-                layers = sum(times for piece, times in part.runs if piece.is_layer)
-                gathered = link_to_all.all_gather(part.parameters * self._width, way.data)
-                gathered += layers * link_to_all.latency
-                forward, backward = max(forward, gathered), max(backward, gathered)
-            optimizer = self._optimizer(way, part.parameters)
-            found.append(Stage(forward, backward, part.sent * way.rows, optimizer=optimizer))
-        return found
+        alike = cache(partial(self._stage, way))
+        return [alike(part) for part in self._parts(way.pipeline, way.recomputed)]
+
+    def _stage(self, way: Way, part: _StagePart) -> Stage:
+        forward, backward, _ = self._times(part.runs, way.rows, way.tensor)
+        if way.zero == 3:  # parameters are gathered for both passes, layer by layer
+            link_to_all = self._link(way.data, way.tensor * way.pipeline)
+            layers = sum(times for piece, times in part.runs if piece.is_layer)
+            gathered = link_to_all.all_gather(part.parameters * self._width, way.data)
+            gathered += layers * link_to_all.latency
+            forward, backward = max(forward, gathered), max(backward, gathered)
+        optimizer = self._optimizer(way, part.parameters)
+        return Stage(forward, backward, part.sent * way.rows, optimizer=optimizer)
 
     def predicted(self, way: Way) -> Predicted:
         """What a way takes."""
@@ -283,7 +285,7 @@ class Predictor:
 
     def _stage_parts(self, count: int, ratio: float) -> list[_StagePart]:
         """What each of so many stages runs."""
-        pieces = self.unfolded.pieces(ratio)
+        pieces = self._pieces(ratio)
         if count == 1:
             return [_StagePart(in_runs(pieces), 0.0, float(sum(self.plain.names.values())))]
         layers = [n for n, piece in enumerate(pieces) if piece.is_layer]

@@ -44,6 +44,7 @@ class Unfolded:
         self.plain, self.counted = plain, (plain, *others)
         self._pieces: dict[tuple[int, Place, bool], Piece] = {}
         self.lists = [p for p in dict.fromkeys(p.listed for p in plain.profile.forward) if p]
+        self._last = {listed: max(plain.stands_for[listed]) for listed in self.lists}
 
     def pieces(self, ratio: float) -> list[Piece]:
         """All of them, in the order of the way there.
@@ -79,8 +80,7 @@ class Unfolded:
 
     def at(self, listed: str, number: int, way: int) -> list[Piece]:
         """A layer's piece; behind the last one of its list that which follows, too."""
-        kept = self.plain.stands_for[listed]
-        last = max(kept)
+        kept, last = self.plain.stands_for[listed], self._last[listed]
         is_last = number == len(kept) - 1
         place = Place(listed, kept[number], True)
         found = [self._piece(place, way, not is_last and last > 0)]
