@@ -121,9 +121,11 @@ def picked(
         Unsupported: There would be two of one name.
     """
     names = [*names]
-    plain = _eager_parts([*eager, *compiled], compiled)
+    others = [*eager, *compiled]
+    plain = _eager_parts(others, compiled) if others else {}
     parts = _kernel_parts(names, plain.values())
-    _check_apart(parts.values(), plain.values())
+    if plain:
+        _check_apart(parts.values(), plain.values())
     every = [(name, part[name]) for name in libraries() for part in (parts, plain) if name in part]
     imports: dict[str, set[str]] = {}
     legend: dict[str, str] = {}

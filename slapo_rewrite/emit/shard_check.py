@@ -12,6 +12,7 @@ from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.changes.state import ModuleRequests, Shard
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import Change
+from slapo_rewrite.emit.rewritten_text import parsed
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.join import Sources, find_parameter_site
 from slapo_rewrite.model.layers import splits_of
@@ -33,7 +34,7 @@ def check_subclasses(file: SourceFile, text: str, changes: Sequence[Change], bui
     """
     known = {node.name for node in file.tree.body if isinstance(node, ast.ClassDef)}
     made = {cls.__name__ for node in built.nodes.values() for cls in type(node.live).__mro__}
-    for node in ast.parse(text).body:
+    for node in parsed(text, file).body:
         if not isinstance(node, ast.ClassDef) or node.name in known | made:
             continue
         of = next((base.id for base in node.bases if isinstance(base, ast.Name)), "")

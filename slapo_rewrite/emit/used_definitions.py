@@ -86,7 +86,7 @@ class Definitions:
         waiting = list(names)
         while waiting:
             name = waiting.pop()
-            if name not in found | self.handed_on:
+            if name not in found and name not in self.handed_on:
                 found.add(name)
                 for statement in self.defined[name]:
                     waiting += self._names_in(statement) & self.defined.keys()
