@@ -18,6 +18,7 @@ from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection
+from slapo_rewrite.sharding import Records
 
 EMPTY = "def schedule(s):\n    pass\n"
 
@@ -41,6 +42,7 @@ class Oracle:
             file.write_text(f"{self._head}\n\n{EMPTY}", encoding="utf-8")
             self.project = Project(source, str(file))
         self._file = file
+        self._records = Records()
         self.asked = 0
 
     def refusal(self, lines: Sequence[str]) -> errors.RewriteError | None:
@@ -66,6 +68,7 @@ class Oracle:
                     self._inputs,
                     self.small,
                     thorough=False,
+                    records=self._records,
                 )
         except errors.RewriteError as error:
             return error

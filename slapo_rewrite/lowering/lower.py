@@ -91,6 +91,7 @@ def lower(
     step_inputs: Callable[[], dict[str, Any]],
     small: Callable[[], tuple[Any, dict[str, Any]]],
     thorough: bool = True,
+    records: Records | None = None,
 ) -> Lowered:
     """The edits that carry out what was asked.
 
@@ -103,12 +104,14 @@ def lower(
         step_inputs: Makes the keyword arguments of one training step.
         small: Makes a small model with weights, and the keyword arguments of a step of it.
         thorough: Whether the model is followed in eval mode and on more ranks as well.
+        records: What is known of the tree and the inputs, if they were followed before; takes what
+            becomes known.
 
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
     lowering = _Lowering(tree, dict(states), number, before, sources, thorough)
-    return lowering.run(step_inputs, small)
+    return lowering.run(step_inputs, small, records or Records())
 
 
 class _Lowering:
@@ -132,6 +135,7 @@ class _Lowering:
         self,
         step_inputs: Callable[[], dict[str, Any]],
         small: Callable[[], tuple[Any, dict[str, Any]]],
+        records: Records,
     ) -> Lowered:
         """Everything, in order."""
         join_inner_layers(self.tree, self.states)
@@ -144,7 +148,7 @@ class _Lowering:
         precision = Mixing(self.tree, every, self.files)
         self.files.asked_alike(every)
 
-        def followed_itself(asked: ShardingRequest, records: Records) -> ShardingResult:
+        def followed_itself(asked: ShardingRequest) -> ShardingResult:
             return propagate(
                 self.tree, asked, step_inputs(), self.files.text_of, records, self.thorough
             )
@@ -334,7 +338,7 @@ class _Lowering:
             borders.sort(key=lambda b: ORDER.index(b.mode))
         return found
 
-    def _follow(self, run: Callable[[ShardingRequest, Records], ShardingResult]) -> ShardingResult:
+    def _follow(self, run: Callable[[ShardingRequest], ShardingResult]) -> ShardingResult:
         """What follows from the sharded sizes, once the syncs left to be inferred are there.
 
         Args:
@@ -345,7 +349,6 @@ class _Lowering:
             UnfollowableSize: Something does not fit.
         """
         refused: CannotFollow | None = None
-        records = Records()
         starts = list(self.inference.starts(self.states, self._asked().layers))
         for states, at_values in itertools.product(starts, (False, True)):
             repaired: dict[str, ModuleRequests] | None = states
@@ -353,7 +356,7 @@ class _Lowering:
                 self.states = repaired
                 asked = self._asked()
                 try:
-                    return run(asked, records) if _needs_following(asked) else ShardingResult()
+                    return run(asked) if _needs_following(asked) else ShardingResult()
                 except CannotFollow as error:
                     failed = error
                     known = (at_statement(self.files, m) for m in error.at_values if at_values)
@@ -377,10 +380,10 @@ class _Lowering:
         self, small: Callable[[], tuple[Any, dict[str, Any]]], error: CannotRun
     ) -> ShardingResult:
         """The same of a small model in its place; where there is none, that is warned of."""
-        before, lead = self.states, "the model does not run on the meta device"
+        before, lead, records = self.states, "the model does not run on the meta device", Records()
         try:
             stand_in = StandIn(self.tree, self.states, small)
-            return self._follow(lambda a, r: stand_in.propagate(a, self.files.text_of, r))
+            return self._follow(lambda a: stand_in.propagate(a, self.files.text_of, records))
         except CannotStandIn as why:
             instead = (
                 f"a small model cannot stand for it: {why}; `verify_model(m)` in the schedule may "

@@ -146,9 +146,7 @@ def _making(wanted: Mapping[type, Sequence[bool]]) -> Iterator[None]:
         yield
 
 
-def _constructor(
-    cls: type, made: Iterator[bool], classes: Collection[type]
-) -> Callable[..., None]:
+def _constructor(cls: type, made: Iterator[bool], classes: Collection[type]) -> Callable[..., None]:
     original: Any = cls.__init__  # type: ignore[misc]
 
     # Called as it is, it is no call of its own among those that lead to a module.

@@ -50,11 +50,12 @@ class Records:
     """What is known of a model and its inputs, for as long as they stay.
 
     Attributes:
-        runs: Of the whole model, by the layers that it is watched for and by the way through it.
+        runs: Of the whole model, by the layers that it is watched for and by the way through it;
+            and by the identities of its modules, of which some are left out at times.
         results: What operations gave.
     """
 
-    runs: dict[tuple[frozenset[str], Way], Trace] = field(default_factory=dict)
+    runs: dict[tuple[frozenset[str], Way, tuple[int, ...]], Trace] = field(default_factory=dict)
     results: KnownResults = field(default_factory=KnownResults)
 
 
@@ -161,10 +162,11 @@ class _Following:
             CannotFollow: A collective would stand in a `forward` that it does not come to.
         """
         watched = frozenset({*self.asked.layers, *self.wrapped})
-        if (watched, way) not in self.records.runs:
+        key = watched, way, tuple(map(id, self.model.modules()))
+        if key not in self.records.runs:
             codes = {f.code for f in self.wrapped.values()}
-            self.records.runs[watched, way] = self._recorded(codes, way)
-        whole = self.records.runs[watched, way]
+            self.records.runs[key] = self._recorded(codes, way)
+        whole = self.records.runs[key]
         for path, forward in self.wrapped.items():
             if forward.code not in whole.ran:
                 raise never_run(self.tree.nodes[path], forward)
