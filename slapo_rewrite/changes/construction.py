@@ -40,6 +40,11 @@ class Construction(Change):
 
     order = 2
 
+    @property
+    def class_name(self) -> str | None:
+        """What the other class is called; None where a function of the user's may make it."""
+        raise NotImplementedError
+
     def group(self, place: Place) -> Hashable:
         """All elements that one site makes."""
         assert isinstance(place, AtSite)
@@ -122,6 +127,11 @@ class UseParallelLayer(Construction):
     layer: Layer
     subclass: str | None = None
 
+    @property
+    def class_name(self) -> str:
+        """The layer's, or the subclass's."""
+        return self.subclass or self.layer.name
+
     def becomes(self, site: Site) -> str:
         """The layer."""
         return f"`{site.path}` becomes a {self.layer.name}"
@@ -154,6 +164,11 @@ class ReplaceModule(Construction):
 
     prefix = "Scheduled"
     is_parallel = False
+
+    @property
+    def class_name(self) -> str | None:
+        """The subclass's, or the layer's."""
+        return self.subclass or (self.layer.name if self.layer else None)
 
     def becomes(self, site: Site) -> str:
         """The class."""
@@ -217,6 +232,11 @@ class UseSubclass(Construction):
     lookup: Lookup | None = None
 
     is_parallel = False
+
+    @property
+    def class_name(self) -> str:
+        """The subclass's."""
+        return self.name
 
     def becomes(self, site: Site) -> str:
         """The subclass."""

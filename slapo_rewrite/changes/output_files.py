@@ -19,6 +19,7 @@ from pathlib import Path
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change_set import ChangeSet
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
+from slapo_rewrite.changes.construction import Construction
 from slapo_rewrite.changes.imports import EAGER, KERNEL_FILES, Imports
 from slapo_rewrite.changes.places import EndOfConstructor
 from slapo_rewrite.changes.state import ModuleRequests
@@ -87,6 +88,30 @@ class OutputFiles:
                 names = {p.attribute for p in changes if isinstance(p, EndOfConstructor)}
                 found.setdefault(tree.nodes[path].cls, set()).update(names)
         return found
+
+    def made_in(self, tree: Tree) -> Iterator[tuple[Node, Construction, tuple[Directive, ...]]]:
+        """The modules that are to be of another class, each with what makes it and who asked."""
+        stand_ins = self._stand_ins()
+        first = {id(node.live): path for path, node in reversed(tree.nodes.items())}
+        meant: dict[str, tuple[Construction, tuple[Directive, ...]]] = {}
+        for file in self._files.values():
+            for (owner, place), changes in file.changes.made.items():
+                causes = file.changes.causes[owner][place]
+                for path, change in changes.items():
+                    if isinstance(change, Construction):
+                        meant[path] = change, causes
+        for node in tree.nodes.values():
+            stands = _stand_in(first[id(node.live)], stand_ins)
+            if stands in meant:
+                yield node, *meant[stands]
+
+    def _stand_ins(self) -> dict[str, str]:
+        """By the path of an element, that of the one that stands for it."""
+        return {
+            f"{path.rpartition('.')[0]}.{name}".lstrip("."): path
+            for path, names in self._siblings.items()
+            for name in names
+        }
 
     def _working_in(self, node: Node) -> Iterator[SourceFile]:
         """The files in which a module is made up and computes."""
@@ -231,21 +256,23 @@ class OutputFiles:
 
     def asked_alike(self, states: Mapping[str, ModuleRequests]) -> None:
         """Says what was asked of each module, be it by other calls of elements that are alike."""
-        first = {
-            f"{path.rpartition('.')[0]}.{name}".lstrip("."): path
-            for path, names in self._siblings.items()
-            for name in names
-        }
+        stand_ins = self._stand_ins()
         for path, state in states.items():
-            stands = ""
-            for name in path.split("."):
-                stands = f"{stands}.{name}".lstrip(".")
-                stands = first.get(stands, stands)
+            stands = _stand_in(path, stand_ins)
             if stands == path or stands not in states:
                 continue
             for mine, other in zip(states[stands].every_cause(), state.every_cause(), strict=True):
                 if mine.number != other.number:
                     self._same.setdefault(mine.number, {})[other.number] = other
+
+
+def _stand_in(path: str, stand_ins: Mapping[str, str]) -> str:
+    """The path of the module that stands for one in an element of a list, or its own."""
+    stands = ""
+    for name in path.split("."):
+        stands = f"{stands}.{name}".lstrip(".")
+        stands = stand_ins.get(stands, stands)
+    return stands
 
 
 def _identifier(stem: str) -> str:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.changes.state import ModuleRequests, Shard
-from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.splice import Change
-from slapo_rewrite.emit.rewritten_text import parsed
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.join import Sources, find_parameter_site
 from slapo_rewrite.model.layers import splits_of
@@ -20,32 +17,31 @@ from slapo_rewrite.model.tree import Node, Tree, build_model
 from slapo_rewrite.project import Project
 
 
-def check_subclasses(file: SourceFile, text: str, changes: Sequence[Change], built: Tree) -> None:
-    """A class that was written for some of a class's instances must be made.
+def check_classes(built: Tree, tree: Tree, outputs: OutputFiles) -> None:
+    """The modules that were to be of another class are, and no others.
 
     Args:
-        file: The original.
-        text: What it became.
-        changes: What was written into it.
         built: The output's module tree.
+        tree: The original's.
+        outputs: Say what was to be made.
 
     Raises:
-        Unsupported: No module is of it: what was to make it makes other modules too.
+        Unsupported: What makes some modules makes others too, or puts them elsewhere.
     """
-    known = {node.name for node in file.tree.body if isinstance(node, ast.ClassDef)}
-    made = {cls.__name__ for node in built.nodes.values() for cls in type(node.live).__mro__}
-    for node in parsed(text, file).body:
-        if not isinstance(node, ast.ClassDef) or node.name in known | made:
+    meant = {node.path: (made.class_name, why) for node, made, why in outputs.made_in(tree)}
+    written = dict(meant.values())
+    for path, node in tree.nodes.items():
+        if path not in built.nodes:
             continue
-        of = next((base.id for base in node.bases if isinstance(base, ast.Name)), "")
-        here = (each for each in changes if each.first <= node.lineno <= each.last)
-        causes = [cause for each in here for cause in each.causes]
-        if of in known and causes:
+        have, was = built.nodes[path].cls.__name__, node.cls.__name__
+        want, causes = meant.get(path, (was, written.get(have, ())))
+        if have != want and want is not None and (path in meant or have in written):
             raise errors.Unsupported(
-                f"of the modules that are a `{of}` some were to be made otherwise, by what makes "
-                "others too",
-                at=causes[0].at,
-                hint="schedule all of them alike, or give some a class of their own",
+                f"of the modules that are a `{was}` some were to be made otherwise, by what makes "
+                f"others too, or puts them elsewhere: `{path}` is a `{have}`, not a `{want}`",
+                at=causes[0].at if causes else None,
+                hint="schedule all of them alike, give some a class of their own, or let the "
+                "constructor make the elements of a list in their order",
             )
 
 

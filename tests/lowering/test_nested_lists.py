@@ -131,6 +131,27 @@ def test_a_loop_whose_turns_are_not_the_elements_is_refused(tmp_path, made):
     assert "nothing counts them" in refused(tmp_path, source, schedule, "SR103")
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        "blocks.insert(0, Block(width))",
+        "blocks.pop(0)",
+        "del blocks[1]",
+        "blocks[0], blocks[1] = blocks[1], blocks[0]",
+        "blocks = reversed(blocks)",
+    ],
+)
+def test_elements_that_are_moved_after_they_are_counted_are_refused(tmp_path, made):
+    lines = ["blocks = [Block(width) for _ in range(4)]", made]
+    lines += ["self.stages = nn.ModuleList(blocks)"]
+    source = HEAD + "".join(f"        {line}\n" for line in lines) + TAIL
+    source = source.replace(
+        "            for block in stage:\n                x = block(x)", "            x = stage(x)"
+    )
+    schedule = SCHEDULE + '    s["stages.0"].checkpoint()\n    s["stages.2"].checkpoint()\n'
+    assert "or puts them elsewhere" in refused(tmp_path, source, schedule, "SR305")
+
+
 def test_numbers_of_one_split_stage(tmp_path):
     body = (
         '    s["stages.2.*.up"].shard(["weight", "bias"], axis=0)\n'

@@ -220,14 +220,19 @@ class MLP(nn.Module):
 )
 
 
-@pytest.mark.parametrize("line", ['split(s["a.next"])', 's["a.next"].checkpoint()'])
-def test_one_of_a_class_that_makes_itself_is_refused_and_the_advice_works(tmp_path, line):
-    words = refused(tmp_path, RECURSIVE, f"{SCHEDULE}    {line}\n", "SR305")
+@pytest.mark.parametrize(
+    ("lines", "instead"),
+    [
+        (['split(s["a.next"])'], [f'split(s["a{end}"])' for end in ("", ".next", ".next.next")]),
+        (['s["a.next"].checkpoint()'], ['s["a"].checkpoint()']),
+        (['s["a"].checkpoint()', 's["a.next"].checkpoint()'], ['s["a"].checkpoint()']),
+    ],
+)
+def test_one_of_a_class_that_makes_itself_is_refused_and_the_advice_works(tmp_path, lines, instead):
+    schedule, other = ("".join(f"    {line}\n" for line in each) for each in (lines, instead))
+    words = refused(tmp_path, RECURSIVE, SCHEDULE + schedule, "SR305")
     assert "of the modules that are a `MLP` some were to be made otherwise" in words
-    all_of_them = "".join(
-        f"    {line.replace('.next', end)}\n" for end in ("", ".next", ".next.next")
-    )
-    rewritten(tmp_path, RECURSIVE, SCHEDULE + all_of_them)
+    rewritten(tmp_path, RECURSIVE, SCHEDULE + other)
 
 
 INHERITED = (
