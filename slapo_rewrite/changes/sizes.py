@@ -155,20 +155,29 @@ class ChangeArgument(Change):
         if (text.file.qualified(node.func) or "").startswith("torch."):
             arguments = arguments[1:]
         arguments = arguments or [k.value for k in node.keywords if k.arg in _SIZES]
-        if len(arguments) == len(self.index) == 1:
-            alone = arguments[0]
-            arguments = alone.elts if isinstance(alone, (ast.Tuple, ast.List)) else arguments
         argument = _element(arguments, self.index[0])
         if len(self.index) == 1 or argument is None:
             return argument, False
-        if not isinstance(argument, (ast.Tuple, ast.List)):
-            return argument, True
-        return _element(argument.elts, self.index[1]), False
+        last = argument  # where the element stands, which is counted from the end
+        if isinstance(argument, ast.BinOp) and isinstance(argument.op, ast.Add):
+            last = argument if self._is_of_all else argument.right
+        if isinstance(last, (ast.Tuple, ast.List)):
+            return _element(last.elts, self.index[1]), False
+        # One size among others is written anew beside them, which are read by a name.
+        return argument if self._is_of_all or _is_name(argument) else None, True
+
+    @property
+    def _is_of_all(self) -> bool:
+        """Whether all elements of a list are shares: the sizes by which `split` takes apart."""
+        number = self.index[-1]
+        return isinstance(number, int) and number >= 0
 
     def _written(
         self, node: ast.Call | ast.Subscript, argument: ast.expr, is_list: bool, text: ClassText
     ) -> str:
-        template, function = _LIST_OF_SHARES if is_list else self.template, ""
+        template, function = self.template, ""
+        if is_list:
+            template = _LIST_OF_SHARES if self._is_of_all else self._among_others()
         if "{part_size}" in template:
             function = text.helper("tensor_parallel", "part_size")
         given = text.file.segment(argument)
@@ -179,13 +188,19 @@ class ChangeArgument(Change):
         tensor = None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             tensor = node.func.value
-        if tensor is not None and all(
-            isinstance(n, (ast.Name, ast.Attribute, ast.expr_context)) for n in ast.walk(tensor)
-        ):
+        if tensor is not None and _is_name(tensor):
             return written.replace("{own}", f"{text.file.segment(tensor)}.shape")
         sizes = text.helper("tensor_parallel", "part_sizes")
         rank = text.helper("tensor_parallel", "rank")
         return f"{sizes}({given})[{rank}()]"
+
+    def _among_others(self) -> str:
+        """How a list is written of which one size is a rank's, counted from its end."""
+        number = self.index[-1]
+        assert isinstance(number, int)
+        behind = f", *{{argument}}[{number + 1}:]" if number < -1 else ""
+        size = self.template.replace("{argument}", f"{{argument}}[{number}]")
+        return f"(*{{argument}}[:{number}], {size}{behind})"
 
 
 @dataclass(frozen=True)
@@ -247,6 +262,12 @@ def _element(elements: Sequence[ast.expr], index: int | str) -> ast.expr | None:
         return None
     counted = elements[index:] if index < 0 else elements[: index + 1]
     return None if any(isinstance(e, ast.Starred) for e in counted) else elements[index]
+
+
+def _is_name(node: ast.expr) -> bool:
+    """Whether an expression is a variable or an attribute, which may be written twice."""
+    plain = (ast.Name, ast.Attribute, ast.expr_context)
+    return all(isinstance(inner, plain) for inner in ast.walk(node))
 
 
 def _attribute(asked: Asked) -> str:

@@ -30,7 +30,8 @@ def view(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     if not sizes or not all(isinstance(s, int) for s in sizes) or entry.inputs[0] == here:
         return args, kwargs, None
     shape, blocks = _regrouped(run, tensor, entry.inputs[0], entry.outputs[0], sizes)
-    return (tensor, tuple(_fitted(run, tensor, sizes, shape))), {}, blocks
+    fitted = _fitted(run, tensor, sizes, shape, argument=0 if nested else None)
+    return (tensor, tuple(fitted)), {}, blocks
 
 
 def _integer(size: Any) -> Any:
@@ -71,7 +72,8 @@ def expand(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
         size = sizes[ahead + axis] if sizes else -1
         if whole == here or size in (-1, here):
             continue
-        change(run, tensor, size, here, (axis - tensor.dim(),), INFERRED, "this expands to")
+        index = (0, axis - tensor.dim()) if nested else (axis - tensor.dim(),)
+        change(run, tensor, size, here, index, INFERRED, "this expands to")
         sizes[ahead + axis] = here
     return (tensor, *sizes), {}, None
 

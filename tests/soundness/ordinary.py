@@ -150,6 +150,15 @@ ORDINARY = {
         ) + SDPA + "return self.o(y.transpose(1, 2).reshape((*shape, 24)))",
         ATTENTION,
     ),
+    "attention, sizes in tuples": block(
+        QKV + "\nself.shape = (3, 12, 12, 2)",
+        "b, t, _ = x.shape\nparts, wide = (12, 2), [b, t, 24]\n"
+        "q = self.q(x).view(self.shape).transpose(1, 2)\n"
+        "k = self.k(x).unflatten(-1, parts).transpose(1, 2)\n"
+        "v = self.v(x).view(x.shape[:-1] + (12, 2)).transpose(1, 2)\n"
+        + SDPA + "y = y.transpose(1, 2).reshape(wide)\nreturn self.o(torch.reshape(y, x.shape[:2] + (24,)))",
+        ATTENTION,
+    ),
     "attention, softmax": block(QKV, HEADS + SCORES + "y = a.softmax(-1) @ v\n" + MERGE, ATTENTION),
     "attention, causal": block(
         QKV,
