@@ -80,19 +80,17 @@ class OutputFiles:
                 for file in self._working_in(node):
                     self._open(file)
 
-    def shares_of(self, tree: Tree) -> dict[type, set[str]]:
-        """The attributes that are to be another number on a rank, by the modules' class."""
-        found: dict[type, set[str]] = {}
+    def shares_of(self, tree: Tree) -> dict[str, set[str]]:
+        """The attributes that are to be another number on a rank, by the modules' paths."""
+        found: dict[str, set[str]] = {}
         for file in self._files.values():
             for path, changes in file.changes.by_path.items():
                 names = {p.attribute for p in changes if isinstance(p, EndOfConstructor)}
-                found.setdefault(tree.nodes[path].cls, set()).update(names)
-        return found
+                found.setdefault(path, set()).update(names)
+        return {path: found.get(stands, set()) for path, stands in self._stand_ins(tree).items()}
 
     def made_in(self, tree: Tree) -> Iterator[tuple[Node, Construction, tuple[Directive, ...]]]:
         """The modules that are to be of another class, each with what makes it and who asked."""
-        stand_ins = self._stand_ins()
-        first = {id(node.live): path for path, node in reversed(tree.nodes.items())}
         meant: dict[str, tuple[Construction, tuple[Directive, ...]]] = {}
         for file in self._files.values():
             for (owner, place), changes in file.changes.made.items():
@@ -100,13 +98,18 @@ class OutputFiles:
                 for path, change in changes.items():
                     if isinstance(change, Construction):
                         meant[path] = change, causes
-        for node in tree.nodes.values():
-            stands = _stand_in(first[id(node.live)], stand_ins)
+        for path, stands in self._stand_ins(tree).items():
             if stands in meant:
-                yield node, *meant[stands]
+                yield tree.nodes[path], *meant[stands]
 
-    def _stand_ins(self) -> dict[str, str]:
-        """By the path of an element, that of the one that stands for it."""
+    def _stand_ins(self, tree: Tree) -> dict[str, str]:
+        """By the path of each module, that of the one whose changes are its own."""
+        elements = self._elements()
+        first = {id(node.live): path for path, node in reversed(tree.nodes.items())}
+        return {p: _stand_in(first[id(n.live)], elements) for p, n in tree.nodes.items()}
+
+    def _elements(self) -> dict[str, str]:
+        """By the path of an element of a list, that of the one that stands for it."""
         return {
             f"{path.rpartition('.')[0]}.{name}".lstrip("."): path
             for path, names in self._siblings.items()
@@ -256,9 +259,9 @@ class OutputFiles:
 
     def asked_alike(self, states: Mapping[str, ModuleRequests]) -> None:
         """Says what was asked of each module, be it by other calls of elements that are alike."""
-        stand_ins = self._stand_ins()
+        elements = self._elements()
         for path, state in states.items():
-            stands = _stand_in(path, stand_ins)
+            stands = _stand_in(path, elements)
             if stands == path or stands not in states:
                 continue
             for mine, other in zip(states[stands].every_cause(), state.every_cause(), strict=True):
@@ -266,12 +269,12 @@ class OutputFiles:
                     self._same.setdefault(mine.number, {})[other.number] = other
 
 
-def _stand_in(path: str, stand_ins: Mapping[str, str]) -> str:
+def _stand_in(path: str, elements: Mapping[str, str]) -> str:
     """The path of the module that stands for one in an element of a list, or its own."""
     stands = ""
     for name in path.split("."):
         stands = f"{stands}.{name}".lstrip(".")
-        stands = stand_ins.get(stands, stands)
+        stands = elements.get(stands, stands)
     return stands
 
 

@@ -105,7 +105,7 @@ def check_numbers(built: Tree, project: Project, outputs: OutputFiles) -> None:
 
 
 def _other_numbers(
-    tree: Tree, other: Tree, shares: Mapping[type, set[str]]
+    tree: Tree, other: Tree, shares: Mapping[str, set[str]]
 ) -> Iterator[tuple[Node, str]]:
     for path, node in tree.nodes.items():
         # A layer that is split has a rank's sizes, and what reads them is looked at.
@@ -113,7 +113,7 @@ def _other_numbers(
         if is_layer or path not in other.nodes:
             continue
         own, others = vars(node.live), vars(other.nodes[path].live)
-        for name in (own.keys() & others.keys()) - shares.get(node.cls, set()):
+        for name in (own.keys() & others.keys()) - shares[path]:
             whole, here = own[name], others[name]
             if _is_number(whole) and _is_number(here) and whole != here:
                 yield node, name

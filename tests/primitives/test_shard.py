@@ -127,6 +127,28 @@ def schedule(s):
 FLOATS = SCHEDULE.replace("INPUT", "torch.randn(2, 3, 10)")
 IDS = SCHEDULE.replace("INPUT", "torch.randint(1, 9, (2, 4))")
 IMAGES = SCHEDULE.replace("INPUT", "torch.randn(2, 6, 5, 5)")
+# The second instance's number comes of the first one's weight.
+TWO_OF_A_CLASS = (
+    MLP.replace("class Model", "class Heads")
+    .replace("__init__(self)", "__init__(self, heads)")
+    .replace("__init__()\n", "__init__()\n        self.heads = heads\n")
+    .replace("F.gelu(self.fc_in(x))", "heads(self.fc_in(x), self.heads)")
+    + """
+
+def heads(x, count):
+    return x.unflatten(-1, (count, -1)).softmax(-1).flatten(-2)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = Heads(4)
+        self.other = Heads(len(self.one.fc_in.weight) // 3)
+
+    def forward(self, x):
+        return self.other(self.one(x))
+"""
+)
 PAIR = '    column(s["fc_in"])\n    row(s["fc_out"])\n'
 CHANNELS = """\
     channels = ["weight", "bias", "running_mean", "running_var"]
@@ -231,6 +253,12 @@ def test_attributes_that_are_refused(lines, code, words, tmp_path):
             PAIR,
             "SR305",
             "`scale` is 0.408248290463863 on a rank of two, and 0.2886",
+        ),
+        (
+            TWO_OF_A_CLASS,
+            PAIR.replace('["', '["one.'),
+            "SR305",
+            "`other.heads` is 2 on a rank of two, and 4 in the whole model",
         ),
     ],
 )
