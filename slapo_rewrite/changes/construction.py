@@ -41,9 +41,14 @@ class Construction(Change):
     order = 2
 
     @property
-    def class_name(self) -> str | None:
-        """What the other class is called; None where a function of the user's may make it."""
+    def class_name(self) -> str:
+        """What the other class is called, or the function of the user's that makes it."""
         raise NotImplementedError
+
+    @property
+    def is_class(self) -> bool:
+        """Whether that is known to be a class."""
+        return True
 
     def group(self, place: Place) -> Hashable:
         """All elements that one site makes."""
@@ -166,9 +171,14 @@ class ReplaceModule(Construction):
     is_parallel = False
 
     @property
-    def class_name(self) -> str | None:
-        """The subclass's, or the layer's."""
-        return self.subclass or (self.layer.name if self.layer else None)
+    def class_name(self) -> str:
+        """The subclass's, the layer's, or what the schedule names."""
+        return self.subclass or (self.layer.name if self.layer else self.target.name)
+
+    @property
+    def is_class(self) -> bool:
+        """Not what the schedule names."""
+        return self.subclass is not None or self.layer is not None
 
     def becomes(self, site: Site) -> str:
         """The class."""

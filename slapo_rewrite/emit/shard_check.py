@@ -28,14 +28,16 @@ def check_classes(built: Tree, tree: Tree, outputs: OutputFiles) -> None:
     Raises:
         Unsupported: What makes some modules makes others too, or puts them elsewhere.
     """
-    meant = {node.path: (made.class_name, why) for node, made, why in outputs.made_in(tree)}
+    made_in = list(outputs.made_in(tree))
+    meant = {node.path: (made.class_name, why) for node, made, why in made_in}
+    functions = {node.path for node, made, _ in made_in if not made.is_class}
     written = dict(meant.values())
     for path, node in tree.nodes.items():
-        if path not in built.nodes:
+        if path not in built.nodes or path in functions:
             continue
         have, was = built.nodes[path].cls.__name__, node.cls.__name__
         want, causes = meant.get(path, (was, written.get(have, ())))
-        if have != want and want is not None and (path in meant or have in written):
+        if have != want and (path in meant or have in written):
             raise errors.Unsupported(
                 f"of the modules that are a `{was}` some were to be made otherwise, by what makes "
                 f"others too, or puts them elsewhere: `{path}` is a `{have}`, not a `{want}`",

@@ -142,13 +142,16 @@ def test_a_loop_whose_turns_are_not_the_elements_is_refused(tmp_path, made):
     ],
 )
 def test_elements_that_are_moved_after_they_are_counted_are_refused(tmp_path, made):
+    asked = "replace(Other)" if "insert" in made else "checkpoint()"
+    block = HEAD[HEAD.index("class Block") :].partition("class Model")[0]
+    other = f"from torch import nn\n\n\n{block.replace('Block', 'Other')}"
     lines = ["blocks = [Block(width) for _ in range(4)]", made]
     lines += ["self.stages = nn.ModuleList(blocks)"]
     source = HEAD + "".join(f"        {line}\n" for line in lines) + TAIL
     source = source.replace(
         "            for block in stage:\n                x = block(x)", "            x = stage(x)"
     )
-    schedule = SCHEDULE + '    s["stages.0"].checkpoint()\n    s["stages.2"].checkpoint()\n'
+    schedule = f'{other}{SCHEDULE}    s["stages.0"].{asked}\n    s["stages.2"].{asked}\n'
     assert "or puts them elsewhere" in refused(tmp_path, source, schedule, "SR305")
 
 
