@@ -46,15 +46,15 @@ def construct(
     told = draft.who_wrote().told()
     whole = imported(draft.files, draft.model_file, anew)
     with project.timed("construct"), told, whole as emitted:
-        if is_short and (short := _short(draft, project, plan, copies, emitted)) is not None:
+        if is_short and (short := _short(project, plan, copies, emitted)) is not None:
             tries(emitted, short)
         else:
-            built = _built(draft, project, plan, copies, emitted)
+            built = _built(project, plan, copies, emitted)
             tries(emitted, Shortening.of(built) if is_short else ALL)
 
 
 def _short(
-    draft: Draft, project: Project, plan: Plan, copies: SiblingFiles, emitted: Emitted
+    project: Project, plan: Plan, copies: SiblingFiles, emitted: Emitted
 ) -> Shortening | None:
     """Which layers were made where few were, and nothing is wrong with these; else None."""
     siblings = Representatives(project.tree, plan.states).siblings
@@ -63,14 +63,13 @@ def _short(
     }
     short = Shortening.of(project.tree, first).by(emitted.instead_of)
     try:
-        built = _built(draft, project, plan, copies, emitted, short)
+        built = _built(project, plan, copies, emitted, short)
     except (errors.RewriteError, FailedOutput):  # it may be for want of the others
         return None
     return short if short.is_of(built.root.live) else None
 
 
 def _built(
-    draft: Draft,
     project: Project,
     plan: Plan,
     copies: SiblingFiles,
