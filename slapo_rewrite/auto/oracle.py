@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import tempfile
 import types
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ class Oracle:
     def refusal(self, lines: Sequence[str]) -> errors.RewriteError | None:
         """Why the tool would not carry out these lines; None where it would."""
         self.asked += 1
+        self._ran_small = False
         body = "".join(f"    {line}\n" for line in lines)
         text = f"{self._head}\n\ndef schedule(s):\n{body}"
         module = types.ModuleType("schedule_file")
@@ -72,6 +74,10 @@ class Oracle:
                 )
         except errors.RewriteError as error:
             return error
+        finally:
+            if self._ran_small:
+                # A run's values are held in cycles, and the collector may be paused.
+                gc.collect()
         return None
 
     def _inputs(self) -> dict[str, Any]:
@@ -85,6 +91,7 @@ class Oracle:
 
     def small(self) -> tuple[Any, dict[str, Any]]:
         """The small model, and the keyword arguments of a step of it."""
+        self._ran_small = True
         schedule, module = self.project.schedule.module, self.project.module
         model = small_model.build_small(schedule, module)
         return model, small_model.training_inputs(schedule, model)
