@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 NAME = "zoo"
 RECORDS = report.FOLDER / "results" / f"{NAME}.json"
 LIMIT_S = 420
-WORLD_LIMIT_S = 150
 # What ranks import, whatever the family.
 SHARED = ("torch", "transformers.modeling_utils", "torch.distributed.pipelining")
 COLUMNS = ("identity", "auto", "checkpoint", "fuse", "stages")
@@ -60,12 +59,13 @@ def families() -> list[str]:
     return names
 
 
-def outcomes(name: str, server: ForkServer) -> Iterator[dict[str, Any]]:
+def outcomes(name: str, server: ForkServer, limit_s: float) -> Iterator[dict[str, Any]]:
     """What comes of one family, more of it each time; runs user code, so in a process of its own.
 
     Args:
         name: The modeling module.
         server: Starts the ranks.
+        limit_s: Seconds that it is given.
     """
     from slapo_rewrite import errors
     from slapo_rewrite.auto.derive import derive
@@ -92,7 +92,7 @@ def outcomes(name: str, server: ForkServer) -> Iterator[dict[str, Any]]:
             "stages": ([*one, "pipeline_stages=2", "pipeline_engine=torch"], None),
         }
         for column in cases:
-            found[column] = f"unfinished: not done in {LIMIT_S} s"
+            found[column] = _late(limit_s)
         for column, (settings, worlds) in cases.items():
             if column in ("checkpoint", "stages") and "ckpt_ratio:" not in derived.text:
                 found[column] = f"refused: {derived.why}"
@@ -101,10 +101,14 @@ def outcomes(name: str, server: ForkServer) -> Iterator[dict[str, Any]]:
             out = at / column
             found[column] = _attempt(
                 lambda out=out, settings=settings, worlds=worlds: _verified(
-                    name, file, out, settings, worlds, server
+                    name, file, out, settings, worlds, server, limit_s / 3
                 )
             )
     yield found
+
+
+def _late(limit_s: float) -> str:
+    return f"unfinished: not done in {limit_s:.0f} s"
 
 
 def _attempt(action: Callable[[], str]) -> str:
@@ -135,6 +139,7 @@ def _verified(
     settings: list[str],
     worlds: list[int] | None,
     server: ForkServer,
+    timeout_s: float,
 ) -> str:
     from slapo_rewrite.emit.rewrite import rewrite
     from slapo_rewrite.emit.write import write
@@ -145,7 +150,7 @@ def _verified(
     # The whole model with stages is what an empty schedule gives.
     asked = chosen(out, worlds, pipe=stages_of(out) or None)
     found = verify(
-        out, asked, source=name, schedule=str(file), timeout_s=WORLD_LIMIT_S, server=server
+        out, asked, source=name, schedule=str(file), timeout_s=timeout_s, server=server
     )
     if found.ok:
         return RIGHT
@@ -155,7 +160,7 @@ def _verified(
     return f"{kind}: {words[-400:]}"
 
 
-def _in_process(name: str, server: ForkServer) -> dict[str, Any]:
+def _in_process(name: str, server: ForkServer, limit_s: float) -> dict[str, Any]:
     """The outcome of a family in a fork of this process, which has imported what all need."""
     read, write = multiprocessing.get_context("fork").Pipe(duplex=False)
     pid = os.fork()
@@ -168,7 +173,7 @@ def _in_process(name: str, server: ForkServer) -> dict[str, Any]:
 
             logging.disable(logging.CRITICAL)
             warnings.simplefilter("ignore")
-            for found in outcomes(name, server):
+            for found in outcomes(name, server, limit_s):
                 write.send(found)
             code = 0
         except BaseException as error:
@@ -177,8 +182,8 @@ def _in_process(name: str, server: ForkServer) -> dict[str, Any]:
         finally:
             os._exit(code)
     write.close()
-    found = {"family": name, "auto": f"unfinished: not done in {LIMIT_S} s"}
-    deadline = time.monotonic() + LIMIT_S
+    found = {"family": name, "auto": _late(limit_s)}
+    deadline = time.monotonic() + limit_s
     try:
         while read.poll(max(0, deadline - time.monotonic())):
             found = read.recv()
@@ -236,7 +241,7 @@ def table(outcomes: Iterable[dict[str, Any]]) -> str:
     rest = len(outcomes) - len(ran) - late
     lines.append("")
     lines.append(f"Beside these, {rest} run on no inputs that were made up, and {late} did not")
-    lines.append(f"end in {LIMIT_S} s.")
+    lines.append("end in time.")
     return "\n".join(lines) + "\n"
 
 
@@ -249,6 +254,7 @@ def reasons(outcomes: Iterable[dict[str, Any]], column: str, most: int = 12) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600, help="when to stop beginning more")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for one family")
     parser.add_argument("--jobs", type=int, default=1, help="families at once")
     parser.add_argument("--only", nargs="+", help="families by a part of their names, again")
     parser.add_argument("--reasons", action="store_true", help="only say why, of what is there")
@@ -275,7 +281,7 @@ def main() -> None:
 
     def run(name: str) -> None:
         if time.monotonic() < end:
-            found = _in_process(name, server)
+            found = _in_process(name, server, options.limit)
             done[name] = found
             RECORDS.write_text(json.dumps(results(done), indent=1) + "\n", encoding="utf-8")
             progress.console.print(name.rpartition("_")[2], {c: found.get(c) for c in COLUMNS})
