@@ -16,7 +16,8 @@ from .figures import Named, gradients_of
 from .rank_layout import Layout, Training
 
 MICRO_BATCHES = 4  # of a step, all replicas together, as far as they share them out evenly
-RATE, MOMENTUM = 0.05, 0.9
+# The second one is for what the first one takes beyond all numbers.
+RATES, MOMENTUM = (0.05, 5e-4), 0.9
 Batch = dict[str, Any]
 
 
@@ -25,9 +26,9 @@ def micro_batches(layout: Layout) -> int:
     return max(2, MICRO_BATCHES // layout.data)
 
 
-def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(parameters: Iterable[nn.Parameter], rate: float) -> torch.optim.Optimizer:
     """What trains the original as well as the stages."""
-    return torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
+    return torch.optim.SGD(parameters, lr=rate, momentum=MOMENTUM)
 
 
 class Engine(ABC):
@@ -36,6 +37,7 @@ class Engine(ABC):
     Attributes:
         replica: Which replica this rank is part of.
         stage: The stage that this rank holds, once it is built.
+        rate: The learning rate.
 
     Args:
         layout: The ranks.
@@ -46,7 +48,7 @@ class Engine(ABC):
     stage: nn.Module
 
     def __init__(self, layout: Layout, training: Training, rank: int) -> None:
-        self.layout, self.training = layout, training
+        self.layout, self.training, self.rate = layout, training, RATES[0]
         self.replica = rank // layout.tensor % layout.data  # of pipe, data and tensor
 
     @abstractmethod
@@ -119,7 +121,7 @@ class DeepSpeed(Engine):
 
     def start(self, before_update: Callable[[], None]) -> None:
         """Initialises the engine."""
-        optimizer = optimizer_of(self.stage.parameters())
+        optimizer = optimizer_of(self.stage.parameters(), self.rate)
         optimizer.register_step_pre_hook(lambda *_: before_update())
         self.engine, *_ = importlib.import_module("deepspeed").initialize(
             model=self.module,
@@ -179,7 +181,7 @@ class Torch(Engine):
 
     def start(self, before_update: Callable[[], None]) -> None:
         """Makes a schedule."""
-        self.optimizer = optimizer_of(self.stage.parameters())
+        self.optimizer = optimizer_of(self.stage.parameters(), self.rate)
         self.optimizer.register_step_pre_hook(lambda *_: before_update())
         schedules = importlib.import_module("torch.distributed.pipelining")
         count = micro_batches(self.layout)

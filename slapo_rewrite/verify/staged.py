@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .engines import ENGINES, Batch, micro_batches, optimizer_of
+from .engines import ENGINES, RATES, Batch, micro_batches, optimizer_of
 from .figures import Named, gradients_of
 from .original import Original
 from .probes import dropouts
@@ -144,10 +144,25 @@ class Staged(Original):
         finally:
             model.train()
 
+    def train_original(self) -> Trained:
+        """Trains the original at the first rate at which its losses stay finite, if any does."""
+        for self.engine.rate in RATES:
+            trained = self.train(self.original)
+            if torch.stack(trained.losses).isfinite().all():
+                break
+            self.original.load_state_dict(self.full)
+        return trained
+
+    def agree(self) -> None:
+        """Has all ranks train at the rate that the first one found."""
+        rate = [self.engine.rate]
+        dist.broadcast_object_list(rate)
+        self.engine.rate = rate[0]
+
     def train(self, model: nn.Module) -> Trained:
         """Trains the original, as the engine trains the stages."""
         runs = copy.deepcopy(model).bfloat16() if self._rounds(model) else model
-        optimizer = optimizer_of(model.parameters())
+        optimizer = optimizer_of(model.parameters(), self.engine.rate)
         losses, gradients = [], Named()
         for step in self.steps:
             parts = []

@@ -8,12 +8,13 @@ from torch import nn
 
 from slapo_rewrite.model import small_model
 from slapo_rewrite.verify.checks import Checks
+from slapo_rewrite.verify.engines import RATES
 from slapo_rewrite.verify.figures import Check, settle
 from slapo_rewrite.verify.original import Rewritten
 from slapo_rewrite.verify.pair import Pair
 from slapo_rewrite.verify.report import Directive
 from slapo_rewrite.verify.run import rewritten_classes
-from slapo_rewrite.verify.staged import _digest
+from slapo_rewrite.verify.staged import Staged, _digest
 
 
 class Decoder(nn.Module):
@@ -162,3 +163,18 @@ def test_classes_that_a_record_tells_of(tmp_path):
 def test_parameters_without_axes_have_digests():
     one, other = torch.tensor(1.0), torch.tensor(2.0)
     assert _digest(one) == _digest(one.clone()) != _digest(other)
+
+
+@pytest.mark.parametrize("steepness, rate", [(1.0, RATES[0]), (4.0, RATES[1])])
+def test_a_model_that_diverges_is_trained_more_slowly(steepness, rate):
+    staged = object.__new__(Staged)
+    staged.original = nn.Linear(1, 1, bias=False)
+    staged.full = {"weight": torch.ones(1, 1)}
+    staged.original.load_state_dict(staged.full)
+    staged.engine, staged.training = SimpleNamespace(), SimpleNamespace(clipping=0, bf16=False)
+    staged.steps = [[torch.ones(1)]] * 5
+    staged._loss = lambda model, x: (steepness * model(x)).pow(4).sum()
+    losses = torch.stack(staged.train_original().losses)
+    assert staged.engine.rate == rate
+    assert losses.isfinite().all()
+    assert losses[0] == steepness**4
