@@ -73,7 +73,7 @@ class Group:
     Attributes:
         shards: How.
         summed: The modules whose input's gradient is summed once for all layers in them.
-        both: The modules whose result and whose input's gradient are summed.
+        results: The modules whose result is summed.
         head: The head whose parts go into the loss, if any.
         parameters: How many they have.
         is_vocabulary: Whether they are tables of words, and heads that give a number for each.
@@ -83,7 +83,7 @@ class Group:
 
     shards: tuple[Shard, ...]
     summed: tuple[str, ...] = ()
-    both: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
     head: str | None = None
     parameters: int = 0
     is_vocabulary: bool = False
@@ -98,9 +98,8 @@ class Group:
     def lines(self) -> list[str]:
         """The lines of a schedule for it, `infer_sync` apart."""
         found = [f's["{shard.pattern}"].shard({shard.arguments()})' for shard in self.shards]
+        found += [f's["{path}"].sync("fwd_post", "all_reduce")' for path in self.results]
         found += [f's["{path}"].sync("bwd_post", "all_reduce")' for path in self.summed]
-        for path in self.both:
-            found += [f's["{path}"].sync("{m}", "all_reduce")' for m in ("fwd_post", "bwd_post")]
         if self.head is not None:
             found.append(f's["{self.head}"].sync("bwd_post", "all_reduce")')
         return found
@@ -128,6 +127,26 @@ class Found:
     def lines(self) -> list[str]:
         """The lines of a schedule for all of it."""
         return lines_of(self.groups)
+
+
+@dataclass(frozen=True)
+class Cube:
+    """A parameter that holds one matrix for each expert.
+
+    Attributes:
+        pattern: The module that holds it.
+        name: Its name there.
+        beside: All of that module's parameters.
+    """
+
+    pattern: str
+    name: str
+    beside: dict[str, nn.Parameter]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Experts, and a matrix of each."""
+        return self.beside[self.name].shape
 
 
 INFER = "s.infer_sync()"
@@ -432,16 +451,10 @@ class Search:
 
         What runs beside them goes with them where there is no other way: the sum is of both then.
         """
-        for pattern in self.flow.between:
-            modules = self.modules.get(pattern, ())
-            if not modules:
-                continue
-            cubes = {n: p for n, p in modules[0].named_parameters(recurse=False) if p.dim() == 3}
-            if len(cubes) < 2 or any(min(p.shape) < 2 for p in cubes.values()):
-                continue
-            inside = f"{pattern.rpartition('.')[0]}."
+        for cubes in self._experts():
+            inside = f"{_common(cube.pattern for cube in cubes)}."
             beside = [g for g in groups if all(p.startswith(inside) for p in g.patterns)]
-            for group in self._ways_of_experts(pattern, modules[0], beside):
+            for group in self._ways_of_experts(cubes, inside[:-1], beside):
                 if self._legal(group):
                     split = {*group.patterns}
                     groups = [g for g in groups if not split & {*g.patterns}]
@@ -450,37 +463,36 @@ class Search:
                     break
         return groups
 
+    def _experts(self) -> Iterator[list[Cube]]:
+        """The parameters of experts, of one module or of several beside each other."""
+        alone: dict[str, list[Cube]] = {}
+        for pattern in self.flow.between:
+            own = dict(
+                m[0].named_parameters(recurse=False) if (m := self.modules.get(pattern)) else ()
+            )
+            cubes = [Cube(pattern, name, own) for name, p in own.items() if p.dim() == 3]
+            if any(min(cube.shape) < 2 for cube in cubes):
+                continue
+            if len(cubes) > 1:
+                yield cubes
+            else:
+                alone.setdefault(pattern.rpartition(".")[0], []).extend(cubes)
+        yield from (cubes for cubes in alone.values() if len(cubes) > 1)
+
     def _ways_of_experts(
-        self, pattern: str, module: nn.Module, beside: Sequence[Group]
+        self, cubes: Sequence[Cube], parent: str, beside: Sequence[Group]
     ) -> Iterator[Group]:
-        parent = pattern.rpartition(".")[0]
-        for shards in self._shards_of_experts(pattern, module):
+        *ups, down = dict.fromkeys(cube.pattern for cube in cubes)
+        for shards in _shards_of_experts(cubes):
+            if ups:
+                yield Group(shards, summed=tuple(ups), results=(down,))
+                continue
             yield Group(shards)
             if parent in self.modules:
-                yield Group(shards, both=(parent,))
+                yield Group(shards, summed=(parent,), results=(parent,))
                 more = tuple(shard for group in beside for shard in group.shards)
                 if more:
-                    yield Group((*more, *shards), both=(parent,))
-
-    def _shards_of_experts(self, pattern: str, module: nn.Module) -> Iterator[tuple[Shard, ...]]:
-        own = dict(module.named_parameters(recurse=False))
-        cubes = [n for n, p in own.items() if p.dim() == 3]
-        *ups, down = cubes
-        for up_axis, down_axis in ((1, 2), (2, 1)):
-            inner = own[down].shape[down_axis]
-            times = {own[n].shape[up_axis] / inner for n in ups}
-            if not times <= {1.0, 2.0}:
-                continue
-            for packed in (True, False) if 2.0 in times else (False,):
-                shards = []
-                for name in ups:
-                    size = own[name].shape[up_axis]
-                    parts = (size // 2, size // 2) if packed and size == 2 * inner else ()
-                    shards.append(Shard(pattern, (name,), up_axis, parts))
-                    bias = f"{name}_bias"
-                    if bias in own and own[bias].dim() == 2:
-                        shards.append(Shard(pattern, (bias,), 1, parts))
-                yield (*shards, Shard(pattern, (down,), down_axis))
+                    yield Group((*more, *shards), summed=(parent,), results=(parent,))
 
     def _vocabulary(self, taken: set[str]) -> list[Group]:
         """Embeddings over the vocabulary, and the heads that give a number for each word."""
@@ -602,3 +614,22 @@ def _common(patterns: Iterable[str]) -> str:
     segments = [pattern.split(".")[:-1] for pattern in patterns]
     shared = itertools.takewhile(lambda s: len(set(s)) == 1, zip(*segments, strict=False))
     return ".".join(s[0] for s in shared)
+
+
+def _shards_of_experts(cubes: Sequence[Cube]) -> Iterator[tuple[Shard, ...]]:
+    """Ways to split the inner features of experts: outputs of all but the last, its inputs."""
+    *ups, down = cubes
+    for up_axis, down_axis in ((1, 2), (2, 1)):
+        inner = down.shape[down_axis]
+        times = {up.shape[up_axis] / inner for up in ups}
+        if not times <= {1.0, 2.0}:
+            continue
+        for packed in (True, False) if 2.0 in times else (False,):
+            shards = []
+            for up in ups:
+                size, bias = up.shape[up_axis], f"{up.name}_bias"
+                parts = (size // 2, size // 2) if packed and size == 2 * inner else ()
+                shards.append(Shard(up.pattern, (up.name,), up_axis, parts))
+                if bias in up.beside and up.beside[bias].dim() == 2:
+                    shards.append(Shard(up.pattern, (bias,), 1, parts))
+            yield (*shards, Shard(down.pattern, (down.name,), down_axis))

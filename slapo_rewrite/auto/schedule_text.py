@@ -148,11 +148,8 @@ def _written(group: Group, main: str | None, none_pays: bool) -> list[str]:
     for (_, arguments), shards in groupby(group.shards, alike):
         (path,) = _joined(shard.pattern for shard in shards)
         lines.append(f"{_selected(path, main)}.shard({arguments})")
-    for path in group.summed:
-        lines.append(f'{_selected(path, main)}.sync("bwd_post", "all_reduce")')
-    for path in group.both:
-        at = _selected(path, main)
-        lines += [f'{at}.sync("{mode}", "all_reduce")' for mode in ("fwd_post", "bwd_post")]
+    for mode, paths in (("fwd_post", group.results), ("bwd_post", group.summed)):
+        lines += [f'{_selected(path, main)}.sync("{mode}", "all_reduce")' for path in paths]
     if group.head is not None:
         at = _selected(group.head, main)
         lines += ["if parallel_loss:", f'    {at}.sync("bwd_post", "all_reduce")']
@@ -164,7 +161,7 @@ def _reason(group: Group) -> str:
     if group.is_vocabulary:
         return f"{size}: each rank has as many words of the vocabulary."
     if group.is_experts:
-        more = len({*group.patterns}) > 1
+        more = len({*group.patterns}) > 1 and not {*group.results} <= {*group.patterns}
         beside = " and of what runs beside them, and the sum of all is taken once" if more else ""
         return f"{size}: each rank has a part of every expert{beside}."
     if len(group.patterns) == 1:
