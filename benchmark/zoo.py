@@ -149,9 +149,7 @@ def _verified(
     write(out, output.files)
     # The whole model with stages is what an empty schedule gives.
     asked = chosen(out, worlds, pipe=stages_of(out) or None)
-    found = verify(
-        out, asked, source=name, schedule=str(file), timeout_s=timeout_s, server=server
-    )
+    found = verify(out, asked, source=name, schedule=str(file), timeout_s=timeout_s, server=server)
     if found.ok:
         return RIGHT
     words = " ".join(found.render().split())

@@ -5,11 +5,13 @@ Read from the frames of a call, or from the traceback of an error: its file, lin
 
 from __future__ import annotations
 
+import ast
 import inspect
 import io
 import linecache
 import os
 import sys
+import textwrap
 import types
 from collections.abc import Callable
 
@@ -64,6 +66,20 @@ def text_at(place: Place, editable: Callable[[str], str | None]) -> str:
         found[-1] = found[-1][: place.end_column]
         found[0] = found[0][place.column :]
     return b"".join(found).decode(errors="ignore")
+
+
+def function_at(
+    frame: types.FrameType, editable: Callable[[str], str | None]
+) -> ast.FunctionDef | None:
+    """The function that a frame runs, as it is written; None where that is not known."""
+    code = frame.f_code
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    place = Place(code.co_filename, code.co_firstlineno, max(lines), 0, sys.maxsize)
+    try:
+        found = ast.parse(textwrap.dedent(text_at(place, editable))).body[0]
+    except (SyntaxError, IndexError):
+        return None
+    return found if isinstance(found, ast.FunctionDef) and found.name == code.co_name else None
 
 
 def place_in_traceback(error: BaseException, editable: Callable[[str], str | None]) -> Place | None:

@@ -13,15 +13,21 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.syntax import Assignment, assignments
 from slapo_rewrite.model.layers import Unit
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding.operation_places import calling_frame, place_of, text_at
+from slapo_rewrite.sharding.operation_places import (
+    calling_frame,
+    function_at,
+    place_of,
+    text_at,
+)
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.tracked_sizes import Attribute, Shape
 from slapo_rewrite.sharding.types import CannotFollow, LayerKey, layer_key
@@ -161,7 +167,8 @@ def _written(run: Run, node: Node, count: int, axis: int, inner: int) -> str | N
     place = place_of(frame) if frame is not None else None
     if frame is None or place is None or node.owner is None:
         return None
-    expr = _size_at(text_at(place, run.editable), count, axis, inner)
+    text = text_at(place, run.editable)
+    expr = _size_at(text, count, axis, inner, lambda: function_at(frame, run.editable))
     code = frame.f_code
     known = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
     match expr:
@@ -178,8 +185,14 @@ def _written(run: Run, node: Node, count: int, axis: int, inner: int) -> str | N
     return None
 
 
-def _size_at(text: str, count: int, axis: int, inner: int) -> ast.expr | None:
-    """The size of an axis in the text of a call that regroups axes."""
+def _size_at(
+    text: str,
+    count: int,
+    axis: int,
+    inner: int,
+    function: Callable[[], ast.FunctionDef | None],
+) -> ast.expr | None:
+    """The size of an axis in the text of a call, in a function, that regroups axes."""
     try:
         call = ast.parse(text, mode="eval").body
     except SyntaxError:
@@ -189,6 +202,10 @@ def _size_at(text: str, count: int, axis: int, inner: int) -> ast.expr | None:
     given: list[ast.expr] = list(call.args)
     if ast.unparse(call.func).endswith("unflatten"):
         given, axis, count = given[-1:], inner, 0
+    if len(given) == 1 and isinstance(given[0], ast.Name) and (around := function()) is not None:
+        match assignments(around, given[0].id):
+            case [Assignment(ast.Assign(targets=[ast.Name()], value=ast.Tuple() as sizes), (), _)]:
+                given = [sizes]
     if len(given) in (1, 2) and isinstance(given[-1], (ast.Tuple, ast.List)):
         given = given[-1].elts
     if count and len(given) != count and any(isinstance(g, ast.Starred) for g in given):

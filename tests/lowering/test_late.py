@@ -26,6 +26,16 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 """
+REGROUPED = """    def regrouped(self, z):
+        shape = (*z.shape[:-1], -1, self.c.hd)
+        return z.view(shape)
+
+    def regrouped_anew(self, z):
+        shape = (*z.shape[:-1], -1, 2)
+        shape = (*shape[:-1], self.c.hd)
+        return z.view(shape)
+
+"""
 SCHEDULE = """import torch
 
 
@@ -83,6 +93,8 @@ def test_what_a_later_attribute_is_worth(later, unit, tmp_path):
         ("", "z.unflatten(-1, (-1, self.c.hd))", "self.c = C()", "4"),
         ("self.c = C()", "heads_of(z, self.c.hd)", "", "4"),
         ("self.c = C()", "z.view(((*x.shape[:-1], -1, self.c.hd)))", "", "self.c.hd"),
+        ("self.c = C()", "self.regrouped(z)", "", "self.c.hd"),
+        ("self.c = C()", "self.regrouped_anew(z)", "", "4"),
     ],
 )
 def test_a_size_of_heads_that_is_no_attribute(before, view, after, unit, tmp_path):
@@ -92,6 +104,7 @@ def test_a_size_of_heads_that_is_no_attribute(before, view, after, unit, tmp_pat
     )
     source = source.replace("f(x).unflatten(-1, (-1, self.hd))", view)
     source = source.replace("super().__init__()\n", f"super().__init__()\n        {before}\n")
+    source = source.replace("    def forward", f"{REGROUPED}    def forward")
     source += (
         "\n\nclass C:\n    heads, hd = 4, 4\n"
         "\n\ndef heads_of(z, hd):\n    return z.view(*z.shape[:-1], z.shape[-1] // hd, hd)\n"
