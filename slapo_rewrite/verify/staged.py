@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .engines import ENGINES, RATES, Batch, micro_batches, optimizer_of
-from .figures import Named, gradients_of
+from .figures import LARGEST_ROUNDING, Named, difference, gradients_of
 from .original import Original
-from .probes import dropouts
+from .probes import dropouts, nudge
 from .rank_layout import Layout, Training
 
 STEPS = 5
@@ -37,6 +37,16 @@ class Trained:
     losses: list[Tensor]
     gradients: Named
     weights: Named
+
+    def is_finite(self) -> bool:
+        """Whether all losses are numbers."""
+        return bool(torch.stack(self.losses).isfinite().all())
+
+    def is_like(self, other: Trained) -> bool:
+        """Whether rounding alone may be the difference to what training gave in float64."""
+        pairs = [*zip(self.losses, other.losses, strict=True)]
+        pairs += [(self.weights[name], other.weights[name]) for name in self.weights]
+        return all(difference(mine, theirs) <= LARGEST_ROUNDING for mine, theirs in pairs)
 
 
 @dataclass
@@ -144,14 +154,22 @@ class Staged(Original):
         finally:
             model.train()
 
-    def train_original(self) -> Trained:
-        """Trains the original at the first rate at which its losses stay finite, if any does."""
+    def train_original(self) -> tuple[Trained, Trained | None]:
+        """Trains the original, and the same in float64 if that is known, at a rate that both bear.
+
+        Where losses overflow, or where rounding grows to be as large as they are, nothing could be
+        told of the stages.
+        """
         for self.engine.rate in RATES:
-            trained = self.train(self.original)
-            if torch.stack(trained.losses).isfinite().all():
-                break
             self.original.load_state_dict(self.full)
-        return trained
+            if self.exact is not None:
+                self.exact.load_state_dict(self.full)
+            if self.nudged and self.exact is not None:
+                nudge(self.exact)
+            want, exact = self.train(self.original), self.exactly(self.train)
+            if want.is_finite() and (self.training.bf16 or exact is None or want.is_like(exact)):
+                break
+        return want, exact
 
     def agree(self) -> None:
         """Has all ranks train at the rate that the first one found."""

@@ -165,16 +165,27 @@ def test_parameters_without_axes_have_digests():
     assert _digest(one) == _digest(one.clone()) != _digest(other)
 
 
-@pytest.mark.parametrize("steepness, rate", [(1.0, RATES[0]), (4.0, RATES[1])])
-def test_a_model_that_diverges_is_trained_more_slowly(steepness, rate):
+@pytest.mark.parametrize(
+    ("steepness", "rounding", "rate"),
+    [(1.0, 0.0, RATES[0]), (4.0, 0.0, RATES[1]), (1.0, 0.1, RATES[1])],
+)
+def test_what_training_does_not_tell_is_trained_more_slowly(steepness, rounding, rate):
+    """A model that diverges, and one whose rounding grows with the steps."""
     staged = object.__new__(Staged)
-    staged.original = nn.Linear(1, 1, bias=False)
-    staged.full = {"weight": torch.ones(1, 1)}
-    staged.original.load_state_dict(staged.full)
-    staged.engine, staged.training = SimpleNamespace(), SimpleNamespace(clipping=0, bf16=False)
+    staged.original, staged.exact, staged.nudged = nn.Linear(1, 1), nn.Linear(1, 1), False
+    staged.full = {"weight": torch.ones(1, 1), "bias": torch.zeros(1)}
+    for model in (staged.original, staged.exact):
+        model.load_state_dict(staged.full)
+    staged.engine = SimpleNamespace(rate=None)
+    staged.training, staged.doubled = SimpleNamespace(clipping=0, bf16=False), False
     staged.steps = [[torch.ones(1)]] * 5
-    staged._loss = lambda model, x: (steepness * model(x)).pow(4).sum()
-    losses = torch.stack(staged.train_original().losses)
+
+    def loss(model, x):
+        off = rounding * staged.engine.rate / RATES[0] * (model is staged.exact)
+        return ((steepness + off) * model(x)).pow(4).sum()
+
+    staged._loss = loss
+    want, exact = staged.train_original()
     assert staged.engine.rate == rate
-    assert losses.isfinite().all()
-    assert losses[0] == steepness**4
+    assert want.is_finite() and want.is_like(exact)
+    assert want.losses[0] == steepness**4
