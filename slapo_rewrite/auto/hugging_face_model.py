@@ -232,8 +232,10 @@ def _construction(config: Any, imports: set[tuple[str, str]]) -> str:
     usual = type(config)()
     imports.add(_imported(type(config)))
     given = []
-    for name, value in vars(config).items():
-        if name.startswith("_") or name in ("transformers_version", "architectures"):
+    for own, value in vars(config).items():
+        name = own.removeprefix("_")  # what a backbone gives out is a property
+        is_said = own == name or isinstance(getattr(type(config), name, None), property)
+        if not is_said or name in ("transformers_version", "architectures"):
             continue
         if hasattr(value, "to_dict"):
             given.append(f"{name}={_construction(value, imports)}")

@@ -122,6 +122,7 @@ _AT_MOST = {  # sizes that stand alone
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 16,
     "num_kv_shared_layers": 0,
+    "num_queries": 16,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }

@@ -70,10 +70,11 @@ class StandIn:
                 f"{like.cls.__name__} in the small one"
             )
         self.paths[like.path] = node.path
-        if isinstance(node.live, (nn.ModuleList, nn.ModuleDict)):
+        same = node.children.keys() == like.children.keys()
+        if _is_list(node) and not (same and isinstance(node.live, nn.Sequential)):
             self._pair_elements(node, like)
             return
-        if node.children.keys() != like.children.keys():
+        if not same:
             raise CannotStandIn(f"`{node.path or 's'}` holds other modules in the small model")
         for name, child in node.children.items():
             self._pair(child, like.children[name])
@@ -205,13 +206,21 @@ class StandIn:
         return meant
 
 
+def _is_list(node: Node) -> bool:
+    """Whether a module's elements are as many as it happens to have: a list, or blocks in a row."""
+    if isinstance(node.live, nn.Sequential):
+        blocks = [*node.children.values()]
+        return len({block.cls for block in blocks}) == 1 and all(block.children for block in blocks)
+    return isinstance(node.live, (nn.ModuleList, nn.ModuleDict))
+
+
 def _made_of(node: Node) -> Hashable:
     """A module's class, the names and axes of its parameters, and what it holds, all the way down.
 
     Of a list or a dictionary, how many there are of each kind does not count.
     """
     inside: Hashable = tuple((name, _made_of(child)) for name, child in node.children.items())
-    if isinstance(node.live, (nn.ModuleList, nn.ModuleDict)):
+    if _is_list(node):
         inside = frozenset(_made_of(child) for child in node.children.values())
     own = tuple((name, parameter.dim()) for name, parameter in node.parameters.items())
     return type_before_parametrizations(node.live), own, inside

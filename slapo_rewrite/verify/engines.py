@@ -16,8 +16,8 @@ from .figures import Named, gradients_of
 from .rank_layout import Layout, Training
 
 MICRO_BATCHES = 4  # of a step, all replicas together, as far as they share them out evenly
-# The second one is for what the first one takes beyond all numbers.
-RATES, MOMENTUM = (0.05, 5e-4), 0.9
+# The smaller ones are for what a larger one takes beyond all numbers, or makes rounding grow in.
+RATES, MOMENTUM = (0.05, 5e-4, 5e-6), 0.9
 Batch = dict[str, Any]
 
 

@@ -125,8 +125,10 @@ CASES = {
 }
 
 
-def test_the_small_twin_tells_what_follows(tmp_path):
-    output = rewritten(tmp_path, SOURCE, CASES["routed"].schedule)
+@pytest.mark.parametrize("listed", ["nn.ModuleList([", "nn.Sequential(*["])
+def test_the_small_twin_tells_what_follows(listed, tmp_path):
+    source = SOURCE.replace("nn.ModuleList([", listed)
+    output = rewritten(tmp_path, source, CASES["routed"].schedule)
     assert not output.warnings
     assert "+        self.num_heads = part_size(self.num_heads)\n" in changed_lines(output)
 
