@@ -44,6 +44,7 @@ _LAYERS = (
     "decoder_layers",
     "num_encoder_layers",
     "num_decoder_layers",
+    "num_self_attends_per_block",
 )
 # Lists of the layers that are of some kind, by their numbers.
 _NUMBERS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "cross_attention_layers")
@@ -123,6 +124,9 @@ _AT_MOST = {  # sizes that stand alone
     "hidden_size_per_layer_input": 16,
     "num_kv_shared_layers": 0,
     "num_queries": 16,
+    "mamba_num_heads": 8,
+    "mamba_chunk_size": 8,
+    "ssm_state_size": 16,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
