@@ -4,10 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+import transformers
 from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.auto.derive import Derived, derive
+from slapo_rewrite.auto.hugging_face_model import steps_of
 from slapo_rewrite.auto.schedule_text import NONE_PAYS
 from slapo_rewrite.auto.step import Step, tried
 from slapo_rewrite.cli import main
@@ -133,6 +135,12 @@ def test_a_model_of_images_gets_inputs_of_its_own():
     assert "pixel_values" in derived.text and "def inputs(model)" in derived.text
     assert "from transformers import ViTConfig\n" in derived.text
     assert derived.share > 0.9
+
+
+def test_a_twin_has_what_its_backbone_gives_out():
+    step = next(steps_of(transformers.RTDetrV2ForObjectDetection))
+    assert "out_features=['stage2', 'stage3', 'stage4']" in step.twin
+    assert "num_queries=16" in step.twin
 
 
 def test_a_packed_axis_is_found_and_the_loss_of_a_tuple(tmp_path):

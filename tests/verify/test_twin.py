@@ -183,3 +183,8 @@ def test_a_deep_twin_has_the_kinds_of_the_layers_and_nothing_else_of_the_full_mo
     assert text.layer_types == full.config.text_config.layer_types
     assert (text.hidden_size, vision.image_size, vision.num_hidden_layers) == (32, 16, 6)
     assert few.config.text_config.layer_types == ["full_attention", "sliding_attention"]
+
+
+def test_twins_with_state_spaces_scan_in_short_chunks():
+    config = small_model.small_config(transformers.FalconH1Config())
+    assert config.mamba_chunk_size < small_model.TOKENS
