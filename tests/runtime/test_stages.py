@@ -161,3 +161,11 @@ def test_a_step_has_the_arguments_that_the_stages_were_written_for():
         with pytest.raises(TypeError, match=r"the stages take \['a', .*and not \['a', 'd'\]"):
             pipeline.batch(a=1, d=2)
         assert "weights of its own stage" in pipeline.build.__doc__
+
+
+def test_a_stage_may_write_into_what_it_is_given():
+    given = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    x, y = torch_pipeline.with_sendable_gradients(Model(), given)
+    x += 2 * y
+    x.square().sum().backward()
+    assert [t.grad.tolist() for t in given] == [[6.0] * 3, [12.0] * 3]

@@ -189,7 +189,8 @@ class _SendableGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(_: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        # No views: a stage may write into what it is given.
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
