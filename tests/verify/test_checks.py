@@ -43,7 +43,7 @@ def wrong(x, axis):
     return x.sum(axis) * (1 + 3e-4)
 
 
-def checks(original, rewritten, classes=()):
+def checks(original, rewritten, classes=(), rates=()):
     """The checks of two models in this process."""
 
     class Hand(Pair):
@@ -57,7 +57,7 @@ def checks(original, rewritten, classes=()):
             self.rewritten_module = SimpleNamespace(build=rewritten)
             self.build_original()
             self.rewritten = self.built(self.rewritten_module, 1000)
-            self.rates = {}
+            self.rates = dict.fromkeys(rates, 0.0)
             self.classes = list(classes)
 
     pair = Hand({"world": 1, "absent": [], "depth": 2, "half": None}, 0, lambda stage: None)
@@ -106,6 +106,26 @@ def test_an_original_that_is_all_rounding_tells_nothing():
     check = Check("loss", False, 0.3, 1e-5, own=0.2)
     settle(check, 0.2, None)
     assert not check.ok and "nothing can be concluded" in check.detail
+
+
+class Sparing(nn.Module):
+    """Has no layer for a dropout that it was built without."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.drop, self.dropout_ratio = nn.Linear(8, 8), nn.Dropout(0.0), 0.0
+
+    def forward(self, x):
+        y = self.drop(self.down(x))
+        if self.dropout_ratio > 0:
+            y = self.dropout(y)
+        return {"loss": y.square().mean(), "y": y}
+
+
+def test_dropout_that_the_original_was_built_without_stays_off():
+    found, _ = checks(Sparing, Sparing, rates=["drop"])
+    (check,) = [check for check in found.done if check.name == "gradients with dropout"]
+    assert check.ok and "not comparable" not in check.detail
 
 
 def counting():
