@@ -203,9 +203,7 @@ def _size_at(
     if ast.unparse(call.func).endswith("unflatten"):
         given, axis, count = given[-1:], inner, 0
     if len(given) == 1 and isinstance(given[0], ast.Name) and (around := function()) is not None:
-        match assignments(around, given[0].id):
-            case [Assignment(ast.Assign(targets=[ast.Name()], value=ast.Tuple() as sizes), (), _)]:
-                given = [sizes]
+        given = _tuple_called(given[0].id, around) or given
     if len(given) in (1, 2) and isinstance(given[-1], (ast.Tuple, ast.List)):
         given = given[-1].elts
     if count and len(given) != count and any(isinstance(g, ast.Starred) for g in given):
@@ -216,3 +214,12 @@ def _size_at(
         if axis < len(given) and plain and (count in (0, len(given)) or not axis)
         else None
     )
+
+
+def _tuple_called(name: str, function: ast.FunctionDef) -> list[ast.expr]:
+    """The elements of the tuple that a name always stands for in a function, if it does."""
+    match assignments(function, name):
+        case [Assignment(ast.Assign(targets=[ast.Name()], value=ast.Tuple(elts=found)), (), _)]:
+            given = {a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg)}
+            return [] if name in given else found
+    return []

@@ -35,6 +35,11 @@ REGROUPED = """    def regrouped(self, z):
         shape = (*shape[:-1], self.c.hd)
         return z.view(shape)
 
+    def regrouped_as(self, z, shape):
+        z = z.view(shape)
+        shape = (*z.shape[:-1], -1, self.c.heads)
+        return z
+
 """
 SCHEDULE = """import torch
 
@@ -95,6 +100,7 @@ def test_what_a_later_attribute_is_worth(later, unit, tmp_path):
         ("self.c = C()", "z.view(((*x.shape[:-1], -1, self.c.hd)))", "", "self.c.hd"),
         ("self.c = C()", "self.regrouped(z)", "", "self.c.hd"),
         ("self.c = C()", "self.regrouped_anew(z)", "", "4"),
+        ("self.c = C()", "self.regrouped_as(z, (*z.shape[:-1], -1, 4))", "", "4"),
     ],
 )
 def test_a_size_of_heads_that_is_no_attribute(before, view, after, unit, tmp_path):
