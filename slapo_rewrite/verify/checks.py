@@ -291,10 +291,13 @@ class Checks:
         rates = {path: pair.rates[path] or DROPOUT for path in active}
         rates[""] = DROPOUT if pair.world == 1 else 0.0  # what is no layer may work on parts
         pair.stage("the original with dropout")
+        before = {name: buffer.clone() for name, buffer in pair.original.named_buffers()}
         try:
             outputs, loss = self._with_dropout(rates)
         except Exception:
             # What was built without dropout may have no layer for it.
+            for path, buffer in pair.original.named_buffers():
+                buffer.copy_(before[path])
             outputs, loss = self._with_dropout({**rates, "": 0.0})
         pair.stage("the rewritten model with dropout")
         got_outputs, got_loss = pair.step(pair.rewritten, seed=11)
