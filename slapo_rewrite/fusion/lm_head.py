@@ -47,6 +47,10 @@ class Head:
     around: tuple[str, ...] = ()
     upcast: bool = False
 
+    def is_size(self, size: Value, found: RuleMatch) -> bool:
+        """Whether a number is how many classes it has, whatever the inputs."""
+        return _is_size(size, found.attribute(self.path).out_features, found, self.call)
+
     @property
     def call(self) -> Value:
         """What the function itself calls."""
