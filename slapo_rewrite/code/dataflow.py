@@ -22,6 +22,24 @@ def bound_in(*nodes: ast.AST) -> Set[str]:
     return names_in(*nodes, context=ast.Store)
 
 
+def stays_as_it_is(function: ast.FunctionDef, use: ast.Name) -> bool:
+    """Whether a list that a name holds is, but for one use, only unpacked, counted or gone through.
+
+    Whatever else reads the name may change what it holds: `xs.reverse()`, `shuffle(xs)`, `ys = xs`.
+    """
+    harmless: set[ast.expr] = {use}
+    for node in ast.walk(function):
+        match node:
+            case ast.AugAssign(target=ast.Name(id=name)) if name == use.id:
+                return False
+            case ast.Starred(value=value) | ast.Call(func=ast.Name(id="len"), args=[value]):
+                harmless.add(value)
+            case ast.For(iter=value) | ast.comprehension(iter=value):
+                harmless.add(value)
+    named = (n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == use.id)
+    return all(isinstance(n.ctx, ast.Store) or n in harmless for n in named)
+
+
 def body_of(function: ast.FunctionDef) -> list[ast.stmt]:
     """A function's statements without its docstring."""
     return function.body[1:] if ast.get_docstring(function) is not None else function.body

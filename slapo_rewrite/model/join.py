@@ -16,7 +16,7 @@ from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import argument_of, arguments_by
-from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.dataflow import names_in, stays_as_it_is
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.syntax import assignments, counter_of
 from slapo_rewrite.model import constructed_values, construction_calls
@@ -287,12 +287,13 @@ class _Search:
             return None
         path = f"{site.path}.{found.site.path}"
         given = replace(site, path=path, kind="argument", value=expr, container=False)
-        given = _followed(given)
         if path.endswith(".*"):
-            element = _element(given, int(node.name)) if node.name.isdecimal() else None
-            if element is None:
+            is_kept = stays_as_it_is(found.site.function, found.site.value)
+            element = _element(given, node.name) if is_kept else None
+            if element is None or _elsewhere(element, node):
                 return None
-            given = _followed(element)
+            given = element
+        given = _followed(given)
         called = _Candidate(given, outer, _numbers(site, outer, found.holder))
         makes = isinstance(given.value, ast.Call | ast.Subscript)
         return given if makes and self._fits(called, node) is not False else None
@@ -498,15 +499,22 @@ def _followed(site: Site) -> Site:
     return site
 
 
-def _element(site: Site, number: int) -> Site | None:
+def _element(site: Site, number: str) -> Site | None:
     """An element of the list that a site makes, or is given; None where it cannot be told."""
     match site.value:
+        case ast.Name() as name if stays_as_it_is(site.function, name):
+            held = _followed(site)
+            is_only_name = (
+                isinstance(held.statement, ast.Assign) and len(held.statement.targets) == 1
+            )
+            return _element(held, number) if held is not site and is_only_name else None
         case ast.List(elts=[ast.Starred(value=value)]) | ast.Tuple(elts=[ast.Starred(value=value)]):
-            return _element(_followed(replace(site, value=value)), number)
-        case ast.List(elts=elts) | ast.Tuple(elts=elts):
-            if any(isinstance(e, ast.Starred) for e in elts[: number + 1]) or number >= len(elts):
+            return _element(replace(site, value=value), number)
+        case ast.List(elts=elts) | ast.Tuple(elts=elts) if number.isdecimal():
+            place = int(number)
+            if any(isinstance(e, ast.Starred) for e in elts[: place + 1]) or place >= len(elts):
                 return None
-            return replace(site, value=elts[number], path=f"{site.path[:-1]}{number}")
+            return replace(site, value=elts[place], path=f"{site.path[:-1]}{number}")
         case (
             ast.ListComp(elt=elt, generators=[turn]) | ast.GeneratorExp(elt=elt, generators=[turn])
         ) if not turn.ifs:
@@ -514,6 +522,16 @@ def _element(site: Site, number: int) -> Site | None:
             loop = Loop(turn, site.frame, counter, first=0)
             return replace(site, value=elt, steps=(*site.steps, loop))
     return None
+
+
+def _elsewhere(site: Site, node: Node) -> bool:
+    """Whether Python is known not to have made a module by a call at a site."""
+    stack = construction_calls.stack_of(node.live)
+    return (
+        isinstance(site.value, ast.Call)
+        and construction_calls.passes_through(site.file, stack)
+        and construction_calls.depth(site.file, site.value, stack) is None
+    )
 
 
 def _passed(candidates: list[_Candidate], node: Node) -> _Candidate | None:

@@ -302,8 +302,8 @@ class M(nn.Module):
         self.c = nn.ModuleList([All(*(nn.Linear(2, 2) for _ in range(i + 1))) for i in range(n)])
         layers = [nn.Linear(2, 2), nn.Tanh()]
         self.d = All(*layers, more=[nn.Linear(2, 2)])
-        layers = [nn.Tanh() for _ in range(n)]
-        self.e = All(nn.Linear(2, 2), more=layers)
+        others = [nn.Tanh() for _ in range(n)]
+        self.e = All(nn.Linear(2, 2), more=others)
 """,
     "torch's own": """
 class M(nn.Module):
@@ -431,6 +431,42 @@ class M(nn.Module):
     )
     with pytest.raises(errors.UnfollowableConstruction):
         joined.site("a.inner.1")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "xs.reverse()",
+        "xs.insert(0, nn.Linear(2, 2))",
+        "xs[0], xs[1] = xs[1], xs[0]",
+        "random.Random(1).shuffle(xs)",
+        "xs += [nn.Linear(2, 2)]",
+        "del xs[0]",
+        "ys = xs; ys.reverse()",
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_list_that_is_changed_before_it_is_used_tells_nothing(inside, line, tmp_path):
+    lines = (line, "pass") if inside else ("pass", line)
+    joined = join(
+        tmp_path,
+        """
+class All(nn.Module):
+    def __init__(self, xs):
+        super().__init__()
+        {}
+        self.inner = nn.ModuleList(xs)
+
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        xs = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)]
+        {}
+        self.a = All(xs)
+""".format(*lines),
+    )
+    with pytest.raises(errors.UnfollowableConstruction):
+        joined.site("a.inner.0")
 
 
 def test_elements_of_a_loop_share_one_site(tmp_path):
