@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from slapo_rewrite.code.lines import Causes
+from slapo_rewrite.code.text import listed
 from slapo_rewrite.directive import Share
 from slapo_rewrite.model.construction_sites import Site
 
@@ -103,7 +104,7 @@ class IndexSets:
             return _regions(site, lists.values(), causes, groups, counted)
         except _ByNumberError as reason:
             at = site.file.at(site.value)
-            shown = " and ".join(dict.fromkeys(f"`{share}`" for share in shares))
+            shown = listed(dict.fromkeys(map(str, shares)))
             note = f"{shown} is written by the numbers of today's elements, since {reason}"
             self.notes.append(f"{at.path}:{at.line}: {note}")
             return []

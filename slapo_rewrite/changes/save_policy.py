@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slapo_rewrite.changes.imports import Function, Imports
+from slapo_rewrite.code.text import listed
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.operation_names import operations
 
@@ -24,8 +25,7 @@ def context(
     keep_results = imports.helper("recomputation", "keep_results", causes)
     operators = imports.operators(causes)
     shown = ", ".join(f"{operators}.{operation}" for operation in operations(kept))
-    listed = " and ".join([", ".join(f"`{k}`" for k in kept[:-1]), f"`{kept[-1]}`"][not kept[1:] :])
-    doc = f"Tells checkpoints to keep results of {listed}."
+    doc = f"Tells checkpoints to keep results of {listed(kept)}."
     return imports.define(name, f'"""{doc}"""\nreturn {keep_results}({shown})', causes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType
 
 Position = tuple[int, int, int, int]
@@ -23,6 +23,12 @@ def accessor(path: str) -> str:
     for segment in path.split("."):
         text += f"[{segment}]" if segment.lstrip("-").isdigit() else f".{segment}"
     return text
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in words: `a`, `b` and `c`, in backquotes."""
+    shown = [f"`{name}`" for name in names]
+    return " and ".join([*filter(None, [", ".join(shown[:-1])]), *shown[-1:]])
 
 
 def with_wildcards(path: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.text import listed
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.diff_hunks import hunks
 from slapo_rewrite.emit.write import hand_edited
@@ -155,7 +156,7 @@ def rule_words(note: Mapping[str, Any]) -> list[str]:
     if "nearest" in note:
         found.append(f"matches nothing; nearest is {note['nearest']}")
     if "lacking" in note:
-        names = " and ".join(f"`{name}`" for name in note["lacking"])
+        names = listed(note["lacking"])
         found.append(f"matches nothing; where it comes nearest, there is no {names}")
     return found or ["matches nothing, nor anything near"]
 

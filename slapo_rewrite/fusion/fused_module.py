@@ -18,6 +18,7 @@ from slapo_rewrite.code.lines import Line, Lines
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.runs import behind
 from slapo_rewrite.code.splice import Edit as TextEdit
+from slapo_rewrite.code.text import listed
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.sources import Sources
@@ -224,12 +225,6 @@ def _free(name: str, engine: Engine) -> str:
     while unique in engine.file.names:
         unique, number = f"{name}{number}", number + 1
     return unique
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names in words."""
-    shown = [f"`{name}`" for name in names]
-    return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def _holding(

@@ -25,7 +25,7 @@ from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.code.runs import above, apart, behind
 from slapo_rewrite.code.splice import Edit
-from slapo_rewrite.code.text import with_article
+from slapo_rewrite.code.text import listed, with_article
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.join import find_site
@@ -267,7 +267,7 @@ class SubclassChoice:
             return described([(w.side, w.collectives) for w in syncs])
         texts = sorted({w.what for w in wanted if isinstance(w, ReplaceStatement)})
         if all(isinstance(w, ReplaceStatement) for w in wanted):
-            return "Fused", f"with {' and '.join(f'`{t}`' for t in texts)} applied"
+            return "Fused", f"with {listed(texts)} applied"
         kinds = {(w.prefix, w.says) for w in wanted}
         if len(kinds) == 1 and not any(isinstance(w, (UseSubclass, ReplaceModule)) for w in wanted):
             return kinds.pop()
@@ -275,12 +275,12 @@ class SubclassChoice:
             return Change.prefix, Change.says
         if made:
             prefix = "Fused" if all(n.startswith("Fused") for n in made) else "Scheduled"
-            return prefix, f"made of {' and '.join(f'`{n}`' for n in made)}"
+            return prefix, f"made of {listed(made)}"
         told = [k for k in _TOLD if any(isinstance(w, k) for w in wanted)]
         if all(isinstance(w, _TOLD) for w in wanted):
             return "Scheduled", ", ".join(kind.says for kind in told)
         others = sorted({w.target.name for w in wanted if isinstance(w, ReplaceModule)})
-        return "Scheduled", f"made of {' and '.join(f'`{n}`' for n in others)}"
+        return "Scheduled", f"made of {listed(others)}"
 
     def _new_name(self, name: str) -> str:
         unique, number = name, 2

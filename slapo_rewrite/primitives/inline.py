@@ -13,6 +13,7 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.inlining import inline_edits
 from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.code.splice import Edit
+from slapo_rewrite.code.text import listed
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import check_uncalled
 from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
@@ -138,7 +139,7 @@ class Inline(Rewriting):
         for cls, same in by_class.items():
             children = {self._child(call, node).cls for node in same}
             if len(children) > 1:
-                names = " and ".join(sorted(f"`{c.__name__}`" for c in children))
+                names = listed(sorted(c.__name__ for c in children))
                 raise errors.Unsupported(f"`{path}` is a {names} in different modules")
             file, methods = self._methods(call, cls)
             forward = self._forward(call, self._child(call, same[0]), file)

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.text import listed
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.primitives.base import Call, Chosen
 from slapo_rewrite.simulate.byte_sizes import byte_size, shown_size
@@ -172,8 +173,8 @@ def search_for(
     ways = counted_ways(schedule, tree, chosen, step.sequence, dtype, seconds)
     unfolded = Unfolded(*ways.counted)
     may_be = {
-        listed: [f"{listed}.{n}" in chosen for n in range(len(ways.folds[listed].stands_for))]
-        for listed in unfolded.lists
+        layers: [f"{layers}.{n}" in chosen for n in range(len(ways.folds[layers].stands_for))]
+        for layers in unfolded.lists
     }
     parameters = sum(ways.counted[0].names.values())
     kept, many = step.kept, step.micro_batches
@@ -190,8 +191,8 @@ def _uncounted(call: Call, error: Exception) -> errors.Unsupported:
 def _by_layer(found: Found, ways: CountedWays) -> dict[str, Recomputed]:
     """What is recomputed of each layer of which something is."""
     return {
-        f"{listed}.{number}": ways.ways[way]
-        for listed, own in found.ways.items()
+        f"{layers}.{number}": ways.ways[way]
+        for layers, own in found.ways.items()
         for number, way in enumerate(own)
         if way
     }
@@ -211,11 +212,11 @@ def _said(step: Step, ways: CountedWays, search: RecomputeSearch, found: Found) 
 
 def _runs(chosen: Mapping[str, Sequence[int]], ways: CountedWays) -> Iterator[str]:
     """What is recomputed of which layers: `model.layers 0 to 6`."""
-    for listed, own in chosen.items():
+    for layers, own in chosen.items():
         for way, group in groupby(enumerate(own), key=lambda pair: pair[1]):
             numbers = [number for number, _ in group]
             if not way:
                 continue
             ends = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
-            parts = [f"`{part}`" for part in ways.ways[way] if part]
-            yield f"{' and '.join(parts)} of {listed} {ends}" if parts else f"{listed} {ends}"
+            parts = [part for part in ways.ways[way] if part]
+            yield f"{listed(parts)} of {layers} {ends}" if parts else f"{layers} {ends}"

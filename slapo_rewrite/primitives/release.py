@@ -15,6 +15,7 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.in_place import in_place
 from slapo_rewrite.code.lines import Line, Lines, written
 from slapo_rewrite.code.splice import Edit as TextEdit
+from slapo_rewrite.code.text import listed
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.fusion.match_rules import below
 from slapo_rewrite.fusion.method_users import Sharing
@@ -291,7 +292,7 @@ def _edits(
         lines[place.gone] = Lines(gone=((cause,), why))
     for statement, dead in names.items():
         several = len(dead) > 1
-        quoted = " and ".join(f"`{name}`" for name in dead)
+        quoted = listed(dead)
         why = (
             f"nothing needs {quoted} any more, and {'they hold' if several else 'it holds'} memory"
         )
