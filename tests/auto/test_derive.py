@@ -98,7 +98,7 @@ def shards(text: str) -> set[str]:
 def test_blocks_are_split_as_by_hand(name, split):
     derived = derive(f"transformers.models.{name}.modeling_{name}")
     assert split <= shards(derived.text)
-    assert derived.share > 0.75
+    assert derived.share > (0.75 if name == "jetmoe" else 0.8)  # keys and values stay whole
 
 
 @pytest.mark.long

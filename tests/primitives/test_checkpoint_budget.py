@@ -35,6 +35,8 @@ LAYERS = {
     "llama": "model.layers.*",
     "t5": "{encoder,decoder}.block.*",
 }
+# Of the budget: a step of T5 holds up to 0.12% more than is counted.
+ABOVE = {"t5": 1.002}
 BLOCKS = """\
 import torch
 from torch import nn
@@ -171,7 +173,7 @@ def test_a_real_step_takes_what_is_predicted_and_no_more_than_the_budget(
         budget = least + share * (free - least)
         output = fitted(f"{budget:.0f}B")
         have = measured(family, schedule, output)
-        assert have <= 1.002 * budget  # a step holds some small tensors more than are counted
+        assert have <= budget * ABOVE.get(family, 1)
         assert predicted(outcome(output)) == pytest.approx(have, rel=0.05)
 
 
