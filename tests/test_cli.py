@@ -74,6 +74,7 @@ def test_a_log_has_a_line_for_each_check(capsys):
     assert "verified: rewritten equals original at world size 2" in report
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_size_that_does_not_fit_is_told_before_its_ranks_start(capsys, monkeypatch):
     assert main([*REWRITE, "-o", "out"]) == 0
@@ -139,6 +140,7 @@ def test_the_current_folder_needs_a_name_too(tmp_path, capsys, monkeypatch):
     assert "`my-out` cannot be imported" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_names_that_hide_nothing(tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "__init__.py").touch()

@@ -62,6 +62,7 @@ def modules(folder: str) -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
 
 
+@pytest.mark.long
 def test_a_wheel_holds_every_module_of_the_package(names):
     assert modules("slapo_rewrite") <= names
     assert "slapo_rewrite/runtime/tensor_parallel.py" in names

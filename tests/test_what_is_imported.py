@@ -53,6 +53,7 @@ def test_a_command_imports_what_it_needs_and_no_torch_where_nothing_has_changed(
         assert not imported_by(*GPT, *options) & {"torch", "libcst", "black"}
 
 
+@pytest.mark.long
 def test_torch_is_left_as_it_was():
     """Functions that tell the tracer to leave them alone still do, where it is used later."""
     code = (
@@ -88,6 +89,7 @@ def test_what_primitives_are_is_read_from_their_text(command):
     assert not modules & {"torch", "libcst", "slapo_rewrite.primitives.shard"}
 
 
+@pytest.mark.long
 def test_the_program_ends_in_silence():
     """Nothing that it imported complains of not being taken apart; what it printed is all there."""
     source = "transformers.models.bert.modeling_bert"

@@ -17,6 +17,7 @@ from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.verify.run import chosen, verify
 from tests import golden
+from tests.marks import long
 
 GPT = str(Path(__file__).parents[1] / "models" / "gpt.py")
 STAGES = ["pipeline_stages=2", "pipeline_engine=torch"]
@@ -68,7 +69,7 @@ def shards(text: str) -> set[str]:
                 'lm_head "weight", axis=0',
             },
         ),
-        (
+        long(
             "mixtral",
             {
                 '*.self_attn.{q_proj,k_proj,v_proj} "weight", axis=0',
@@ -77,7 +78,7 @@ def shards(text: str) -> set[str]:
                 '*.mlp.experts "down_proj", axis=2',
             },
         ),
-        (
+        long(
             "qwen2_moe",
             {
                 '*.mlp.shared_expert.{gate_proj,up_proj} "weight", axis=0',
@@ -86,7 +87,7 @@ def shards(text: str) -> set[str]:
                 '*.mlp.experts "down_proj", axis=2',
             },
         ),
-        (
+        long(
             "jetmoe",
             {
                 '*.mlp.input_linear "weight", axis=1, parts=2',
@@ -143,6 +144,7 @@ def test_a_twin_has_what_its_backbone_gives_out():
     assert "num_queries=16" in step.twin
 
 
+@pytest.mark.long
 def test_a_packed_axis_is_found_and_the_loss_of_a_tuple(tmp_path):
     text = derive(GPT).text
     assert '*.attn.c_attn ["weight", "bias"], axis=0, parts=3' in shards(text)

@@ -12,6 +12,7 @@ from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.verify.run import chosen, verify
 from tests.auto.test_derive import STAGES, shards
+from tests.marks import long
 
 MODELS = Path(__file__).parents[1] / "models"
 # Several steps may be of one model.
@@ -45,7 +46,7 @@ def verified(name: str, folder: Path, settings: list[str], worlds: tuple[list[in
 @pytest.mark.parametrize(
     ("name", "split"),
     [
-        (
+        long(
             "audio_pairs",
             {
                 '*.0.{query,key,value} ["weight", "bias"], axis=0',

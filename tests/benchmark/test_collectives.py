@@ -21,6 +21,7 @@ def parts(name, variant):
     return collectives.parts(MODELS[name], variant)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", (PLAIN, SEQUENCE), ids=lambda v: v.name)
 @pytest.mark.parametrize("name", [long("BERT-large"), long("GPT-2 medium"), "Llama-3.2-1B"])
 def test_a_layer_sends_as_little_as_megatrons(name, variant):

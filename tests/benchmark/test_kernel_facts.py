@@ -70,6 +70,7 @@ def test_kernels_are_those_that_were_compiled(results):
     assert results["sources"] == kernel_facts.sources()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [("swiglu", 3072), ("rms_norm", 1024)])
 def test_a_kernel_compiles_to_what_was_written_down(case, results, monkeypatch):
     name, size = case

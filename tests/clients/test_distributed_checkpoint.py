@@ -128,6 +128,7 @@ def go_on(folder: Path, names: tuple[str, ...], replicas: int, place: str) -> No
                 steps(*each, first)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("saved", "read"),

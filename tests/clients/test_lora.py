@@ -182,7 +182,7 @@ def check_all(folder: Path, cases: tuple[str, ...]) -> None:
     ("world", "cases"),
     [
         (1, ("llama",)),
-        (2, ("bert", "llama", "gpt2_sequence")),
+        long(2, ("bert", "llama", "gpt2_sequence")),
         long(2, ("gpt2", "llama_sequence", "bert_fused")),
         long(4, ("gpt2", "llama", "llama_sequence")),
     ],

@@ -22,6 +22,7 @@ def figures(text: str) -> list[float]:
     return [float(n) for line in lines for n in re.findall(r"(?:loss|norm) (\d\S*)", line)]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_trainer_on_shared_layers_is_that_of_one_process(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "examples", tmp_path / "examples", dirs_exist_ok=True)

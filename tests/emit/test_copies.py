@@ -216,6 +216,7 @@ def test_instances_that_differ_have_a_subclass_that_the_model_picks(package):
     assert "class CheckpointedTensorParallelBlock(TensorParallelBlock):" in text
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_numbers_of_a_model_in_three_files(package):
     out = package.written(package.rewritten(SCHEDULE, "first=1", "ckpt=2", "mlp=true"))

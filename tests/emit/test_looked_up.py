@@ -198,6 +198,7 @@ def schedule(s):
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_tower_of_the_models_own_file_beside_a_language_model(tmp_path):
     """Both train in two processes as the original does."""

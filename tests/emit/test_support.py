@@ -309,6 +309,7 @@ class Numbered(nn.Linear):
     assert write("one", "s.py", "--check") == 0
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_outputs_of_two_models(capsys):
     """One of which has stages, and the other kernels."""

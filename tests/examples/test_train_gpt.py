@@ -51,6 +51,7 @@ def by_forked(folder: Path, world: int, *arguments: str) -> list[float]:
     return losses_in(printed(folder, world, *arguments))
 
 
+@pytest.mark.long
 def test_a_few_steps_are_those_of_one_process(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     single = by_forked(folder, 1, "--single", "--steps", "5")

@@ -2,6 +2,7 @@
 
 from types import ModuleType
 
+import pytest
 from torch import nn
 
 from slapo_rewrite.emit.rewrite import rewrite
@@ -46,6 +47,7 @@ def test_the_number_of_a_layer_tells_it_from_no_other():
     assert len(set(numbers(*[8] * 4, 16, *[8] * 4))) == 2
 
 
+@pytest.mark.long
 def test_functions_are_read_once_for_all_layers(tmp_path, monkeypatch):
     read = []
     scopes_of = match_rules.scopes_of

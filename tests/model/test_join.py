@@ -79,6 +79,7 @@ MODELS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_every_module_of_a_hugging_face_model(name):
     cls = getattr(transformers, name)

@@ -377,7 +377,7 @@ def check_models(folder: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2, long(4)])
+@pytest.mark.parametrize("world", [long(1), 2, long(4)])
 def test_models_of_transformers(outputs, world):
     run(check_models, world, str(outputs))
 

@@ -166,6 +166,7 @@ def interpreted(source: Path, output: Path) -> None:
     run(compared, 2, source, output, start="fork")
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_what_is_put_on_later(tmp_path, monkeypatch):
     output = rewritten(tmp_path, SOURCE, SCHEDULE)

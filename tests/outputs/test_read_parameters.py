@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import long
 from tests.numbers import Case, compare, prepare
 from tests.outputs.test_sequence_parallel import GPT, SCHEDULE, switched_on
 from tests.processes import run
@@ -103,7 +104,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("world", "names"), [(1, ["reading"]), (2, CASES), (4, ["reading", "llama"])]
+    ("world", "names"), [long(1, ["reading"]), (2, CASES), long(4, ["reading", "llama"])]
 )
 def test_numbers(folder, world, names):
     run(compare, world, folder, {name: CASES[name] for name in names})

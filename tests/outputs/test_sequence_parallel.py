@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.runtime import tensor_parallel as tp
+from tests.marks import long
 from tests.numbers import Case, compare, modules, prepare
 from tests.processes import run
 from tests.rewriting import refused
@@ -51,7 +52,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("world", "names"), [(1, CASES), (2, CASES), (4, ["gpt", "llama"])])
+@pytest.mark.parametrize(
+    ("world", "names"), [long(1, CASES), (2, CASES), long(4, ["gpt", "llama"])]
+)
 def test_numbers(folder, world, names):
     run(compare, world, folder, {name: CASES[name] for name in names})
 
@@ -111,7 +114,7 @@ LINES = [line for line in SCHEDULE.splitlines() if "axis=1)" in line and ".sync(
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.split('"')[1] + line.split('"')[5])
-@pytest.mark.parametrize("what", ["left out", "along another axis"])
+@pytest.mark.parametrize("what", ["left out", long("along another axis")])
 def test_a_line_that_is_wrong_is_refused(line, what, tmp_path):
     schedule = CASES["gpt"].schedule
     assert line in schedule

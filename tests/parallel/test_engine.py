@@ -170,6 +170,7 @@ def trained(original: torch.nn.Module, steps: list[list[dict[str, torch.Tensor]]
     return model, losses
 
 
+@pytest.mark.long
 def test_checkpoints_are_made_of_the_original_and_give_it_back(ranks, folder, out, original):
     loaded, full, again, after = ranks[0][0]
     for found in (loaded, again):

@@ -112,7 +112,7 @@ T5 = CASES[-1]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", all_but([GPT, T5], CASES), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", all_but([GPT], CASES), ids=lambda case: case.name)
 @pytest.mark.usefixtures("warm")
 def test_the_engine_trains_as_one_process_does(case, tmp_path):
     report = trained(case.written(tmp_path, 2), Layout(2))
@@ -132,8 +132,9 @@ def test_the_engine_trains_as_one_process_does(case, tmp_path):
     assert max(report.shares.values()) < 0.9
 
 
+@pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize("case", all_but([GPT], CASES), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.usefixtures("warm")
 def test_so_it_does_on_several_axes_and_with_more_stages(case, tmp_path):
     two = case.written(tmp_path, 2)
@@ -142,6 +143,7 @@ def test_so_it_does_on_several_axes_and_with_more_stages(case, tmp_path):
     trained(case.written(tmp_path, 4), Layout(4))
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm")
 def test_slices_of_the_sequence_on_all_axes_with_layers_checkpointed(tmp_path):

@@ -234,6 +234,7 @@ def reference(folder: Path, source: str, copies: int) -> tuple[Any, Any, int]:
     return torch.stack(losses), model.state_dict(), sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layouts", [LAYOUTS, long(FURTHER)], ids=["short", "further"])
 def test_torch_schedules_train_as_one_process_does(layouts, tmp_path):
     (tmp_path / "model.py").write_text(TURNED)

@@ -16,6 +16,7 @@ from slapo_rewrite.simulate.hardware import hardware, known_gpus
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches, pipelined_seconds
 from slapo_rewrite.simulate.pipeline import Stage, simulate
+from tests.marks import long
 from tests.plan.small_models import source_of, written_schedule
 
 ROWS, TOKENS = 4, 64
@@ -52,10 +53,10 @@ def planned(tmp_path, *more, name="gpt2"):
 @pytest.mark.parametrize(
     "case",
     [
-        Case("bert", ALONE, 1.0, False, 1),
-        pytest.param(Case("t5", ALONE, 0.5, True, 2), marks=pytest.mark.long),
+        long(Case("bert", ALONE, 1.0, False, 1)),
+        long(Case("t5", ALONE, 0.5, True, 2)),
         pytest.param(Case("llama", SPLIT, 0.5, True, 1), marks=pytest.mark.processes),
-        pytest.param(Case("gpt2", ZERO, 0.0, False, 2), marks=pytest.mark.processes),
+        long(Case("gpt2", ZERO, 0.0, False, 2)),
     ],
     ids=lambda case: f"{case.model} {case.way}",
 )
@@ -109,6 +110,7 @@ def test_a_plan_says_what_it_found_and_assumed(tmp_path, capsys):
     assert "torchrun --nproc-per-node 8" in (out / "launch.sh").read_text()
 
 
+@pytest.mark.long
 def test_less_memory_is_bought_with_time(tmp_path, capsys):
     found = []
     for size in ("4GiB", "40MiB"):
@@ -139,6 +141,7 @@ def test_what_cannot_be_planned_is_refused_in_words(tmp_path, capsys, more, said
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_this_machine_can_be_measured(tmp_path, capsys):
     plain = ["--set", "fuse=false", "--set", "sequence_parallel=false"]
     assert planned(tmp_path, *plain, "--gpu", "measure", "--gpus", "2") == 0

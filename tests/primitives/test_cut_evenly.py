@@ -20,6 +20,7 @@ def schedule(s, by: str = "cost", stages: int = 2):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "stages"), [("gpt2", 4), ("llama", 2)])
 def test_no_cut_between_layers_is_faster_than_the_one_by_cost(name, stages, tmp_path):
     (tmp_path / "s.py").write_text(SCHEDULE.format(name=name))

@@ -95,6 +95,7 @@ def test_a_model_that_does_not_run_is_refused(tmp_path):
     assert "cannot be inferred" in refused(tmp_path, source, SCHEDULE + INFER, "SR305")
 
 
+@pytest.mark.long
 def test_what_the_schedule_of_t5_states_would_be_inferred(tmp_path):
     text = (ROOT / "rules/schedules/t5.py").read_text()
     # All but where queries, keys and values add up their input's gradients together.

@@ -116,6 +116,7 @@ def modules(page: Element) -> dict[str, Element]:
     }
 
 
+@pytest.mark.long
 def test_nothing_is_fetched(gpt, page):
     text = (gpt / "report.html").read_text()
     assert not re.search(r"url\((?!#)|@import|<script|<link|<iframe|<object|<embed", text)

@@ -175,6 +175,7 @@ CALL = "F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))"
 LOSS = f"loss = {CALL}\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=lambda case: case.model)
 def test_beside_the_kernel_of_whole_logits(case, tmp_path):
     """The loss outside of training may have become that kernel's, before or after."""
@@ -265,6 +266,7 @@ KNOBS = ("fuse_head=true", "fuse=true", "ckpt_ratio=0.5")
 GPT = Path(__file__).parents[1] / "models"
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("source", "schedule", "left_out"),

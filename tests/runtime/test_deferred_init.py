@@ -97,6 +97,7 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return named | dict(model.named_buffers(remove_duplicate=False))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("name", MAKERS)
 def test_values_are_those_of_a_real_construction(name, part):

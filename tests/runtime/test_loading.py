@@ -310,6 +310,7 @@ def check_starting(folder):
     check_save_pretrained(folder / "saved")
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, long(4)])
 @pytest.mark.parametrize("build", [build_layers, long(SecondHalf)])
@@ -318,6 +319,7 @@ def test_a_rank_holds_its_part_while_it_starts(world, build):
     run(check_what_is_held, world, build, (8, 2), (1024, number), start="spawn")
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_starting(world, tmp_path):

@@ -5,6 +5,7 @@ import pytest
 from tests.simulate.engine import MessageClock, compared
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_step_takes_as_long_as_it_is_said_to(count):

@@ -40,6 +40,7 @@ def test_equal_stages_have_the_bubble_of_the_formula(stages, micro_batches, forw
     assert [timeline.live for timeline in step.stages] == live
 
 
+@pytest.mark.long
 def test_a_large_pipeline_takes_seconds():
     start = time.process_time()
     step = simulate([Stage(1, 2)] * 128, 512)

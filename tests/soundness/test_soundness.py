@@ -44,6 +44,7 @@ def test_what_is_ordinary_is_right(ranks, name):
     assert verdict.worlds == worlds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "count", "accepted"),
     [

@@ -9,6 +9,7 @@ from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.stages.dry_run import Trial
 from slapo_rewrite.stages.fewer_layers import is_uniform, kept_layers
 from slapo_rewrite.stages.program import Cut, Layers, Piece, Program
+from tests.marks import long
 from tests.stages.cases import of_transformers
 
 LLAMA = "hidden_size=32, num_attention_heads=4, intermediate_size=48, vocab_size=203"
@@ -55,7 +56,7 @@ def test_rounds_that_look_at_their_layer_are_tried_with_all(loop, uniform):
     assert is_uniform(Program((), (piece,), "h", (), 2)) is uniform
 
 
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("family", ["llama", long("bert")])
 def test_work_does_not_grow_with_depth(family, tmp_path, monkeypatch):
     calls: dict[int, list[int]] = {}
     deep = Trial._deep

@@ -62,6 +62,7 @@ def chained(folder: str, names: tuple[str, ...]) -> list[tuple[float, float, dic
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [("llama",), long(("t5",)), long(("bert", "gpt2"))], ids="-".join)
 def test_stages_over_ranks(names, tmp_path):
     for name in names:

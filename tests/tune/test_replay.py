@@ -8,7 +8,6 @@ import pytest
 
 from slapo_rewrite import cli, errors
 from slapo_rewrite.tune.replay_grid import read_grid, replayed
-from tests.marks import all_but
 from tests.tune.grids import KINDS
 
 PUBLISHED = Path(__file__).with_name("published_grid.json")
@@ -28,7 +27,8 @@ def test_the_published_grid_needs_few_trials_whatever_the_seed():
     assert replayed(read_grid(PUBLISHED), ["model"], 20, 0.9)["model"]["worst"] <= 8
 
 
-@pytest.mark.parametrize("kind", all_but(list(KINDS)[:1], KINDS))
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 def test_other_grids_need_few_as_well(kind):
     """With optima elsewhere, other names, noise, words and booleans, with and without memory."""
     grid = KINDS[kind]()

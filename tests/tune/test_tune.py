@@ -90,6 +90,7 @@ def edit(path, old, new):
     path.write_text(text.replace(old, new))
 
 
+@pytest.mark.long
 def test_all_points_are_tried_but_those_that_are_excluded(folder, capsys):
     assert cli.main([*SEARCH, "--strategy", "exhaustive", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -123,6 +124,7 @@ def test_a_search_goes_on_where_it_ended(folder, capsys):
     assert "trials of another schedule" in refused(capsys, *SEARCH)
 
 
+@pytest.mark.long
 def test_the_model_says_when_it_ends(capsys):
     assert cli.main(SEARCH) == 0
     said = capsys.readouterr().out
@@ -130,6 +132,7 @@ def test_the_model_says_when_it_ends(capsys):
     assert re.search(r"\d of 9 points tried: (all of them|the chance that one of the others)", said)
 
 
+@pytest.mark.long
 def test_a_schedule_may_name_its_source(folder, capsys):
     literal = ["tune", "s.py", "-o", "tuned", "--run", RUN, "--trials", "1"]
     assert cli.main(literal) == 0
@@ -137,6 +140,7 @@ def test_a_schedule_may_name_its_source(folder, capsys):
     assert "which model `s.py` is for" in refused(capsys, *literal)
 
 
+@pytest.mark.long
 def test_a_run_that_takes_too_long_counts_as_such(folder, capsys):
     edit(folder / "train.py", "print(json", "import time; time.sleep(60 * (batch > 1))\nprint(json")
     options = ["--set", "ratio=1.0", "--timeout", "3", "--json", "--strategy", "exhaustive"]
@@ -145,6 +149,7 @@ def test_a_run_that_takes_too_long_counts_as_such(folder, capsys):
     assert [trial["outcome"] for trial in said["trials"]] == ["ok", "timed out", "timed out"]
 
 
+@pytest.mark.long
 def test_where_nothing_runs_the_answer_is_no(folder, capsys):
     edit(folder / "train.py", "> 1.5", "> -1")
     assert cli.main([*SEARCH, "--strategy", "exhaustive"]) == 1

@@ -56,6 +56,7 @@ def test_what_cannot_be_right_is_refused_before_anything_runs(tmp_path):
     assert "is a partial sum on each rank" in words and "all_reduce" in words
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_linear_layers(tmp_path):
     """Right as scheduled, and wrong where a function of the user's stands in for the sum."""

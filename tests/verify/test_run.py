@@ -180,6 +180,7 @@ def test_rank_that_crashes_is_the_one_that_is_shown(tmp_path):
     assert report.record()["verdict"] == "failed"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_fork_server")
 def test_rank_that_dies_without_a_word(tmp_path):
     death = (
@@ -191,6 +192,7 @@ def test_rank_that_dies_without_a_word(tmp_path):
     assert expected in report.render()
 
 
+@pytest.mark.long
 def test_rank_that_hangs(tmp_path):
     hang = (
         "    x = x.clone()\n",

@@ -36,6 +36,7 @@ def scheduled(name, **config):
     return SimpleNamespace(model=lambda m: cls(cls.config_class(**config)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HEADS)
 def test_twins_of_hugging_face_models_run(name):
     schedule = scheduled(name)

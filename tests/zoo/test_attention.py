@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import long
 from tests.rewriting import changed_lines, refused, rewritten
 
 SOURCE = """\
@@ -110,9 +111,9 @@ def lines_changed(folder: Path, body: str, schedule: str, merged: str) -> str:
     "shape",
     [
         "B, T, self.num_heads, self.head_dim",
-        "B, T, self.num_heads, -1",
-        "(B, T, self.num_heads, self.head_dim)",
-        "*(B, T, self.num_heads, self.head_dim)",
+        long("B, T, self.num_heads, -1"),
+        long("(B, T, self.num_heads, self.head_dim)"),
+        long("*(B, T, self.num_heads, self.head_dim)"),
         "x.shape[:-1] + (self.num_heads, self.head_dim)",
     ],
 )

@@ -144,6 +144,7 @@ def test_mixtral(tmp_path):
     assert report.ok, report.render()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_loss_of_the_routers_logits(tmp_path):
     """The logits' own gradient is whole: what is added up comes after the router."""
@@ -203,6 +204,7 @@ def schedule(s):
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_latent_attention_and_shared_experts_are_inferred(tmp_path):
     """At the keys that all heads share, and before and after the experts."""

@@ -11,6 +11,7 @@ from torch import nn
 from slapo_rewrite.runtime import tensor_parallel as tp
 from slapo_rewrite.runtime.grouped_query import KeyValueParallelLinear
 from slapo_rewrite.runtime.loading import build, full_state_dict, load_pretrained, to_full, to_local
+from tests.marks import long
 from tests.numbers import Case, compare, modules, prepare
 from tests.processes import run
 from tests.rewriting import changed_lines, rewritten
@@ -285,7 +286,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [long(1), 2, long(4)])
 def test_numbers(folder, world):
     for words in run(check, world, folder):
         assert world < 4 or "12 = 3 heads of 4 does not divide over 4 ranks" in words

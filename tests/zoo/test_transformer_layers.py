@@ -105,6 +105,7 @@ def check(folder) -> None:
             torch.testing.assert_close(mine(x, padding), whole(x, padding))
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_numbers(tmp_path):
     prepare(tmp_path, CASES)
@@ -112,6 +113,7 @@ def test_numbers(tmp_path):
         run(check, world, tmp_path)
 
 
+@pytest.mark.long
 def test_the_layer_that_torch_copies_is_made_parallel(tmp_path):
     changed = changed_lines(rewritten(tmp_path, SOURCE, CASES["all"].schedule))
     assert changed.count("ParallelTransformerEncoderLayer(") == 2

@@ -327,6 +327,7 @@ def schedule(s):
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "schedule"), [("mamba", MAMBA), ("mamba2", MAMBA2)])
 def test_scans(name, schedule, tmp_path):

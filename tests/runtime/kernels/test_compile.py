@@ -33,16 +33,19 @@ def kernels() -> list[str]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", kernels())
 def test_a_kernel_compiles(name, launched):
     assert name in launched
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_compile(dtype):
     assert len(compile_all(dtype, "residual_rms_norm")) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_are_loaded_ahead_fit_in_every_gpus_shared_memory(dtype):
     """Up to 99 KiB, that of an RTX 3090; longer rows are not loaded ahead."""
@@ -65,6 +68,7 @@ class Traced(Exception):
     """A function was traced to its end."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", calls(torch.bfloat16))
 def test_torch_compile_traces_a_launch(name, monkeypatch):
     """Forwards and backwards in one graph, as on a GPU; there is none here to run it."""

@@ -22,6 +22,7 @@ def test_every_file_is_known():
     assert {path.stem for path in FILES} - {"__init__"} == set(ORDER)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_kernel_stands_alone(name, tmp_path):
     text = one_file(name)
@@ -75,6 +76,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("triton", [False, True], ids=["without_triton", "interpreted"])
 def test_all_of_them_run_from_one_file(triton, tmp_path):
     (tmp_path / "kernels.py").write_text(one_file(*PUBLIC))
