@@ -17,6 +17,7 @@ PACKAGE = Path(slapo_rewrite.__file__).parent
 LAYERS = (
     {"__main__"},
     {"cli"},
+    {"commands"},
     {"parsers"},
     {"review"},
     {"auto", "plan", "tune"},

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from slapo_rewrite import cli, errors
+from slapo_rewrite import errors
 from slapo_rewrite.cli import main
+from slapo_rewrite.commands import rewrite_command
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.merge import merged, three_way
 from slapo_rewrite.emit.rewrite import Output, rewrite
@@ -59,7 +60,7 @@ def command(before, tmp_path, monkeypatch) -> list[str]:
 @pytest.fixture
 def unchanged(before, monkeypatch) -> None:
     """Neither source nor schedule is: what is to be written is known."""
-    monkeypatch.setattr(cli, "_rewritten", lambda asked: before[1])
+    monkeypatch.setattr(rewrite_command, "_rewritten", lambda asked: before[1])
 
 
 def test_edits_survive_a_new_source(command, tmp_path, capsys):

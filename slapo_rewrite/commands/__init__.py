@@ -1,0 +1,1 @@
+"""The commands: options -> calls -> an exit code."""

@@ -1,0 +1,67 @@
+"""`slapo-rewrite plan`."""
+
+from __future__ import annotations
+
+import argparse
+
+from slapo_rewrite import errors
+from slapo_rewrite.commands.answers import DONE, check_installed, say, working
+from slapo_rewrite.commands.work_out import is_auto, work_out
+
+
+def plan_command(options: argparse.Namespace) -> int:
+    """Predicts the best ways to run a model on so many GPUs."""
+    _check_planning(options)
+    if is_auto(options.schedule):
+        options.write_schedule = None
+        work_out(options)
+    from slapo_rewrite.plan.planning import Wanted, memory_size, plan, unknown_gpu
+    from slapo_rewrite.simulate.hardware import hardware, known_gpus
+
+    if options.gpu == "measure":
+        from slapo_rewrite.plan.measured_machine import measured_machine
+
+        with working("measuring this machine"):
+            gpu = measured_machine(min(options.nodes_of, options.gpus))
+    elif options.gpu in known_gpus():
+        gpu = hardware(options.gpu)
+    else:
+        raise unknown_gpu(options.gpu, known_gpus())
+    memory = memory_size(options.memory) if options.memory else gpu.memory
+    wanted = Wanted(
+        options.source,
+        options.schedule,
+        options.set,
+        options.gpus,
+        gpu,
+        memory,
+        options.batch,
+        options.sequence,
+        options.nodes_of,
+        options.precision or gpu.precision,
+    )
+    with working(f"planning {options.source}") as progress:
+        planned = plan(wanted, progress)
+    if options.plot is not None:
+        from slapo_rewrite.plan.pareto_plot import draw
+
+        draw(planned, options.plot)
+    from slapo_rewrite.plan.plan_table import rendered
+
+    print(planned.as_json() if options.json else rendered(planned))
+    if options.output is not None:
+        from slapo_rewrite.plan.plan_files import write_plan
+
+        with working(f"rewriting {options.source}"):
+            names = write_plan(planned, options.output)
+        say(f"wrote {options.output}: {', '.join(names)}")
+    return DONE
+
+
+def _check_planning(options: argparse.Namespace) -> None:
+    """Refuses a plot that cannot be drawn."""
+    if options.plot is None:
+        return
+    if options.plot.suffix not in (".png", ".svg"):
+        raise errors.UsageError("`--plot` writes .png or .svg files")
+    check_installed("plan --plot", "tune", "matplotlib")

@@ -1,0 +1,266 @@
+"""`slapo-rewrite SOURCE --schedule S`, and `update OUT`, which asks for the same again."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.commands.answers import (
+    DONE,
+    NO,
+    answered,
+    shows_colours,
+    tell,
+    tidy,
+    warn,
+    working,
+)
+from slapo_rewrite.commands.verify_command import verified
+from slapo_rewrite.commands.work_out import is_auto, work_out
+
+if TYPE_CHECKING:
+    from slapo_rewrite.emit.current import Asked
+    from slapo_rewrite.emit.merge import Merged
+    from slapo_rewrite.emit.rewrite import Output
+
+
+def rewrite_command(options: argparse.Namespace) -> int:
+    """Rewrites, and writes, shows, checks or verifies what comes of it."""
+    _check_combination(options)
+    if is_auto(options.schedule):
+        _check_names(options, None)
+        work_out(options)
+    _check_names(options, options.schedule)
+    from slapo_rewrite.emit import current
+
+    asked = current.Asked.of(
+        options.source,
+        options.schedule,
+        options.set,
+        options.single_file,
+        options.further,
+        _folder_name(options),
+    )
+    if options.check:
+        return _check(options, options.output, options.support, asked)
+    if options.diff:
+        return _diff(options, asked)
+    warnings = current.up_to_date(options.output, asked, options.support)
+    if warnings is None:
+        code = _written(options, asked)
+    else:
+        code = _up_to_date(options, options.output, warnings)
+    if options.verify and code == DONE:
+        return verified(options.output, options, options.source, options.schedule)
+    return code
+
+
+def _check_combination(options: argparse.Namespace) -> None:
+    if options.output is None and not options.diff:
+        raise errors.UsageError(
+            "where to write is missing", hint="give -o OUT, or --diff to print only"
+        )
+    if options.write_schedule is not None and not is_auto(options.schedule):
+        raise errors.UsageError("`--write-schedule` belongs to `--schedule auto`")
+    if options.check and options.output is None:
+        raise errors.UsageError("`--check` needs the folder to check", hint="give -o OUT")
+    if sum((options.diff, options.check, options.verify)) > 1:
+        raise errors.UsageError("`--diff`, `--check` and `--verify` exclude one another")
+    if options.support is not None and options.single_file:
+        raise errors.UsageError(
+            "`--single-file` puts the helpers into the model file, `--support` into a folder: "
+            "give one"
+        )
+    if options.json and (options.diff or options.verify):
+        raise errors.UsageError(
+            "`--json` tells what was written, or what `--check` found",
+            hint="`slapo-rewrite verify OUT --json` tells of a verification",
+        )
+    if options.merge and options.force:
+        raise errors.UsageError("`--merge` keeps hand edits, `--force` overwrites them: give one")
+    if (asked := _asked(options)) and not options.verify:
+        raise errors.UsageError(f"`{asked[0]}` belongs to `--verify`")
+
+
+def _asked(options: argparse.Namespace) -> list[str]:
+    """Which of these options are given."""
+    return [
+        f"--{name}" for name in ("world", "pp", "tp", "dp") if getattr(options, name) is not None
+    ]
+
+
+def _check_names(options: argparse.Namespace, schedule: str | None) -> None:
+    """Refuses names that output and support folder cannot have; ends what was interrupted there."""
+    if options.output is None:
+        return
+    from slapo_rewrite.emit.output_name import check_name
+
+    single = options.single_file
+    check_name(options.output, options.source, schedule, single, options.support)
+    tidy(options.output)
+    if options.support is not None:
+        tidy(options.support)
+
+
+def _folder_name(options: argparse.Namespace) -> str | None:
+    """What the support folder is called, if there is to be one."""
+    return options.support.absolute().name if options.support is not None else None
+
+
+def _check(options: argparse.Namespace, out: Path, shared: Path | None, asked: Asked) -> int:
+    """Answers from hashes where nothing changed, without importing torch."""
+    from slapo_rewrite.emit import current, record
+
+    try:
+        content = record.read(out)
+    except errors.NotAnOutput as error:
+        return answered(options, NO, f"not current: {error.message}", **error.record())
+    if current.is_current(out, content, asked, shared):
+        return answered(options, DONE, f"{out} is current", reason="current")
+    from slapo_rewrite.emit import support_folder
+    from slapo_rewrite.emit.write import matches
+
+    output = _rewritten(asked)
+    wrong = matches(out, output.files)
+    if shared is not None:
+        wrong += support_folder.differing(out, shared, output.uses)
+    if not wrong:
+        return answered(options, DONE, f"{out} is current", reason="current")
+    reasons = list(current.reasons(content, asked))
+    words = "\n".join([*reasons, f"not current: {', '.join(wrong)}"])
+    return answered(options, NO, words, reason="not current", files=wrong, inputs=reasons)
+
+
+def _diff(options: argparse.Namespace, asked: Asked) -> int:
+    """Prints the diff, which may have been made before."""
+    from slapo_rewrite.emit import diff_cache
+    from slapo_rewrite.emit.diff_colours import coloured
+
+    if (known := diff_cache.look_up(diff_cache.place(asked), asked)) is None:
+        output = _rewritten(asked)
+        known = output.diff(), output.warnings
+    diff, warnings = known
+    warn(warnings)
+    print(coloured(diff) if shows_colours() else diff, end="")
+    return DONE
+
+
+def _written(options: argparse.Namespace, asked: Asked) -> int:
+    """Rewrites, and writes the output folder."""
+    output = _rewritten(asked)
+    warn(output.warnings)
+    merge = _put(options.output, output, options.support, options.merge, options.force)
+    if options.json:
+        return _told_merge("written", merge)
+    print(f"wrote {options.output}: {', '.join(merge.files)}")
+    if options.support is not None:
+        print(f"its helpers are in {options.support}")
+    return _merged(merge)
+
+
+def _rewritten(asked: Asked) -> Output:
+    """What is asked for, in memory."""
+    from slapo_rewrite.emit import diff_cache, record
+    from slapo_rewrite.emit.rewrite import rewrite
+
+    place = diff_cache.place(asked)
+    with working(f"rewriting {asked.source}"):
+        output = rewrite(
+            asked.source,
+            asked.schedule,
+            asked.settings,
+            single_file=asked.single_file,
+            further=asked.further,
+            support=asked.support,
+        )
+    if place is not None:
+        diff_cache.keep(place, asked, output.files[record.NAME], output.diff(), output.warnings)
+    return output
+
+
+def _up_to_date(options: argparse.Namespace, out: Path, warnings: Iterable[str]) -> int:
+    """Says that an output is what it would be again."""
+    warn(warnings)
+    return answered(options, DONE, f"{out} is up to date", reason="up to date", files=[])
+
+
+def _put(out: Path, output: Output, support: Path | None, merges: bool, force: bool) -> Merged:
+    """Puts an output in its folder, with what was edited there by hand where that is asked for."""
+    from slapo_rewrite.emit import record
+    from slapo_rewrite.emit.merge import Merged, merged
+    from slapo_rewrite.emit.support_folder import write_both
+    from slapo_rewrite.emit.write import write
+
+    merge = Merged(output.files, [], {})
+    if merges and (out / record.NAME).is_file():
+        merge = merged(out, output.files)
+    how: dict[str, Any] = {
+        "force": force,
+        "replacing": merge.replacing,
+        "inputs": output.inputs,
+    }
+    if support is None:
+        write(out, merge.files, **how)
+    else:
+        write_both(out, merge.files, support, output.uses, **how)
+    return merge
+
+
+def _told_merge(reason: str, merge: Merged, **facts: Any) -> int:
+    """The same for programs."""
+    return tell(
+        NO if merge.conflicts else DONE,
+        reason="conflicts" if merge.conflicts else reason,
+        files=sorted(merge.files),
+        conflicts=sorted(merge.conflicts),
+        **facts,
+    )
+
+
+def _merged(merge: Merged) -> int:
+    """Says what is left to do by hand."""
+    if merge.conflicts:
+        print(f"conflicts to resolve by hand: {', '.join(merge.conflicts)}")
+        return NO
+    return DONE
+
+
+def update_command(options: argparse.Namespace) -> int:
+    """Rewrites an output with what its record says; only what is new is shown."""
+    if options.check and options.force:
+        raise errors.UsageError("`--check` writes nothing, `--force` overwrites: give one")
+    out = options.out
+    tidy(out)
+    from slapo_rewrite.emit import current, record
+
+    content = record.read(out)
+    asked = current.asked_again(content, options.source, options.schedule)
+    shared = None if asked.support is None else out.absolute().parent / asked.support
+    if shared is not None:
+        tidy(shared)
+    if options.check:
+        return _check(options, out, shared, asked)
+    if (warnings := current.up_to_date(out, asked, shared)) is not None:
+        return _up_to_date(options, out, warnings)
+    reasons = list(current.reasons(content, asked))
+    if not options.json:
+        print("\n".join(reasons or ["none of its recorded inputs has changed"]))
+    output = _rewritten(asked)
+    warn(output.warnings)
+    from slapo_rewrite.emit.diff_colours import coloured
+    from slapo_rewrite.emit.fresh_changes import fresh_in
+
+    new = "".join(each.render() for each in fresh_in(out, output))
+    merge = _put(out, output, shared, merges=not options.force, force=options.force)
+    if options.json:
+        return _told_merge("updated" if new else "no difference", merge, inputs=reasons, diff=new)
+    print(coloured(new) if shows_colours() else new, end="")
+    print(f"updated {out}" if new else f"{out} stays as it is: that makes no difference")
+    if kept := sorted(merge.replacing.keys() - set(merge.conflicts)):
+        print(f"hand edits carried over: {', '.join(kept)}")
+    if content.get("verification") and new:
+        print(f"what was verified has changed: slapo-rewrite verify {out}")
+    return _merged(merge)

@@ -1,0 +1,101 @@
+"""`slapo-rewrite tune`."""
+
+from __future__ import annotations
+
+import argparse
+
+from slapo_rewrite import errors
+from slapo_rewrite.commands.answers import DONE, NO, check_installed, say, working
+from slapo_rewrite.commands.work_out import is_auto
+
+
+def tune_command(options: argparse.Namespace) -> int:
+    """Searches the knobs of a schedule by running a command, or replays what was measured."""
+    _check_tuning(options)
+    drawn = ["matplotlib"] if options.replay is None else []
+    check_installed("tune", "tune", "sklearn", *drawn)
+    return _replay(options) if options.replay is not None else _search(options)
+
+
+def _check_tuning(options: argparse.Namespace) -> None:
+    """Refuses what does not go together, or is out of range."""
+    if not 0 < options.confidence < 1:
+        raise errors.UsageError("--confidence lies between 0 and 1")
+    if options.timeout is not None and not options.timeout > 0:
+        raise errors.UsageError("--timeout is above 0")
+    if options.replay is not None:
+        for name in ("source", "schedule", "run", "trials", "timeout"):
+            if getattr(options, name) is not None:
+                shown = name.upper() if name == "source" else f"--{name}"
+                raise errors.UsageError(f"`--replay` runs nothing, so `{shown}` is too much")
+        return
+    if options.seeds is not None:
+        raise errors.UsageError("`--seeds` belongs to `--replay`")
+    if options.source is None and options.schedule is None:
+        raise errors.UsageError(
+            "what to tune is missing", hint="give SOURCE --schedule S, or --replay GRID"
+        )
+    if options.run is None:
+        raise errors.UsageError(
+            "the command that trains is missing", hint="give --run 'python train.py {out}'"
+        )
+    if options.schedule is not None and is_auto(options.schedule):
+        raise errors.UsageError(
+            "`auto` works a schedule out where files are written or shown",
+            hint="have it written first, by --write-schedule, and say in it what knobs may be",
+        )
+    if options.strategy and len(options.strategy) > 1:
+        raise errors.UsageError("several strategies are for `--replay`")
+
+
+def _replay(options: argparse.Namespace) -> int:
+    """How strategies do on measured throughputs."""
+    from slapo_rewrite.tune.replay_grid import read_grid, rendered, replayed
+    from slapo_rewrite.tune.strategies import NAMES, check_name
+
+    names = options.strategy or list(NAMES)
+    for name in names:
+        check_name(name)
+    grid = read_grid(options.replay)
+    with working(f"replaying {options.replay}"):
+        results = replayed(grid, names, options.seeds or 20, options.confidence, options.seed)
+    if options.json:
+        import json
+
+        print(json.dumps({**grid.summary(), "strategies": results}, indent=1))
+    else:
+        print(rendered(grid, results))
+    return DONE
+
+
+def _search(options: argparse.Namespace) -> int:
+    """Tries points for real; 1 where none of them ran."""
+    from slapo_rewrite.tune.tuning import SURFACE, Wanted, tune
+
+    strategy = (options.strategy or ["model"])[0]
+    source, schedule = options.source, options.schedule
+    if schedule is None:
+        source, schedule = None, source  # which has to say what it is of
+    wanted = Wanted(
+        source,
+        schedule,
+        options.run,
+        options.set,
+        options.output,
+        strategy,
+        options.seed,
+        options.confidence,
+        options.trials,
+        options.timeout,
+    )
+    with working(f"tuning {schedule}"):
+        searched = tune(wanted, say)
+    if options.json:
+        import json
+
+        print(json.dumps(searched.as_json(), indent=1))
+    else:
+        print(searched.render())
+        if searched.best is not None:
+            print(f"the surface is drawn in {options.output / SURFACE}")
+    return DONE if searched.best is not None else NO

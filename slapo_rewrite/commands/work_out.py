@@ -1,0 +1,27 @@
+"""`--schedule auto`: the schedule is worked out, and its file goes on as if it had been given."""
+
+from __future__ import annotations
+
+import argparse
+
+from slapo_rewrite.commands.answers import say, working
+
+
+def is_auto(schedule: str) -> bool:
+    """Whether a schedule is to be worked out."""
+    return schedule == "auto" or schedule.startswith("auto:")
+
+
+def work_out(options: argparse.Namespace) -> None:
+    """Works the schedule out, and goes on as if its file had been given."""
+    from slapo_rewrite.auto.schedule_file import worked_out
+
+    file = options.write_schedule
+    if file is None and options.output is not None:
+        name = options.output.absolute().name.removesuffix(".py")
+        file = options.output.parent / f"{name}_schedule.py"
+    wanted = options.schedule.partition(":")[2]
+    with working(f"working out a schedule for {options.source}"):
+        said = worked_out(options.source, wanted, file)
+    say(said.words)
+    options.schedule = str(said.file)
