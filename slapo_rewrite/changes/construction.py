@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import libcst as cst
 
@@ -28,6 +28,7 @@ from slapo_rewrite.code.build import (
 )
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.lines import Causes
+from slapo_rewrite.code.liveness import every_block
 from slapo_rewrite.model.auto_classes import Lookup
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.layers import Layer, Unit
@@ -145,8 +146,20 @@ class UseParallelLayer(Construction):
         """The layer with the original's arguments, and its own."""
         self.check_called(site, text)
         name = self.subclass or text.helper(self.layer.module, self.layer.name)
-        keywords = layer_keywords(self.layer, site, text)
-        return with_keywords(_call(original, name, site), keywords)
+        layer = self.layer
+        if layer.unit and not layer.is_replicated and self._made_above(site, text):
+            layer = replace(layer, unit=None)  # which the other one checks for both
+        return with_keywords(_call(original, name, site), layer_keywords(layer, site, text))
+
+    def _made_above(self, site: Site, text: ClassText) -> bool:
+        """Whether a layer of the very same sizes is made just above, on all ranks or on none."""
+        sites, like = text.classes.sites, ast.dump(site.value)
+        above = {*_made_just_above(site, {each.statement for each in sites.values()})}
+        return any(
+            text.wanted.get(AtSite(start)) == self and ast.dump(other.value) == like
+            for start, other in sites.items()
+            if other.statement in above
+        )
 
 
 @dataclass(frozen=True)
@@ -310,6 +323,20 @@ def layer_keywords(layer: Layer, site: Site, text: ClassText) -> list[tuple[str,
     if layer.unit is not None:
         keywords.append(("multiple_of", _unit(layer.unit, site, text)))
     return keywords
+
+
+def _made_just_above(site: Site, making: Collection[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements right above a site that make other modules, and set nothing that it reads."""
+    read = {node.attr for node in ast.walk(site.value) if isinstance(node, ast.Attribute)}
+    body = next((b for b in every_block(site.function) if site.statement in b), [site.statement])
+    for statement in reversed(body[: body.index(site.statement)]):
+        match statement:
+            case ast.Assign(targets=[ast.Attribute(ast.Name("self"), name)]) if (
+                statement in making and name not in read
+            ):
+                yield statement
+            case _:
+                return
 
 
 def _unit(unit: Unit, site: Site, text: ClassText) -> str:

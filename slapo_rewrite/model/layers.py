@@ -57,6 +57,11 @@ class Layer:
     arguments: tuple[str, ...] = ()
     unit: Unit | None = None
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several ranks may hold the same part, which only its unit says the size of."""
+        return (self.module, self.name) in _REPLICATED.values()
+
 
 @dataclass(frozen=True)
 class Split:

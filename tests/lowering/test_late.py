@@ -162,3 +162,25 @@ def test_a_parameter_that_some_instances_lack(tmp_path):
     )
     text = rewritten(tmp_path, MAYBE, schedule).files["source_0.py"]
     assert 'if self.scale is not None:\n            shard_parameter(self, "scale"' in text
+
+
+@pytest.mark.parametrize(
+    ("made", "checked"),
+    [
+        ("self.hd = 4; self.q = LINEAR; self.k = LINEAR; self.v = LINEAR", 1),
+        ("self.hd = 4; self.q = LINEAR; self.v = LINEAR; self.k = nn.Linear(dim, 16)", 2),
+        ("self.hd = 4; self.q = LINEAR; self.k = LINEAR; self.act = nn.ReLU(); self.v = LINEAR", 1),
+        ("self.hd = 4; self.q = LINEAR; self.k = LINEAR; self.dim = dim; self.v = LINEAR", 2),
+        ("self.hd = 4; self.q = LINEAR; self.k = LINEAR; dim = max(dim, 8); self.v = LINEAR", 2),
+    ],
+)
+def test_layers_of_one_size_are_checked_once(made, checked, tmp_path):
+    made = made.replace("LINEAR", "nn.Linear(dim, dim)")
+    layers = "self.q, self.k = nn.Linear(dim, dim), nn.Linear(dim, dim)\n"
+    layers += "        self.v = nn.Linear(dim, dim)\n"
+    assert layers in SOURCE
+    source = SOURCE.replace(layers, made.replace("; ", "\n        ") + "\n").replace("LATER", "")
+    text = rewritten(tmp_path, source, SCHEDULE).files["source_0.py"]
+    assert text.count("ColumnParallelLinear(") == 3
+    assert text.count("multiple_of=self.hd") == checked
+    assert text.index("multiple_of") < text.index("self.k =")
