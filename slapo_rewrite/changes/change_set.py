@@ -16,10 +16,13 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.auto_classes import lookup_of
-from slapo_rewrite.model.construction_sites import Site
+from slapo_rewrite.model.construction_sites import RECORDED, Site
 from slapo_rewrite.model.join import Sources, find_site, holder_of, resolve, size_at
 from slapo_rewrite.model.layers import Layer
-from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.tree import Node, Tree
+
+# Modules with what makes each, by the path of the module whose class holds that.
+Held = dict[str, list[tuple[Node, Site]]]
 
 
 @dataclass
@@ -71,8 +74,7 @@ class ChangeSet:
                 if stands_in_its_class(site)
                 else f"let {self.file.path.name} make it: a call of its class for each",
             )
-        assert node.owner is not None
-        return self.note(site, node), node.owner
+        return self.note(site, node), holder_of(site, node)[0]
 
     def note(self, site: Site, node: Node) -> AtSite:
         """Notes a construction site, and the place in it that makes the module."""
@@ -121,9 +123,13 @@ class ChangeSet:
 
     def is_remade(self, node: Node) -> bool:
         """Whether the place that makes a module was given a class that a file of the output has."""
-        at = self.place_of(node)
-        what = self.by_path.get(node.owner.path, {}).get(at) if at and node.owner else None
-        return isinstance(what, UseSubclass)
+        at = self.place_of(node) if node.owner is not None else None
+        return at is not None and isinstance(self.made_at(node, at), UseSubclass)
+
+    def made_at(self, node: Node, at: AtSite) -> Change | None:
+        """What becomes of a module where it is made, as far as that is known by now."""
+        holder = holder_of(self.sites[at.start], node)[0]
+        return self.by_path.get(holder.path, {}).get(at)
 
     def at_site(self, node: Node, what: Change, causes: tuple[Directive, ...]) -> None:
         """Changes what the place makes that makes a module."""
@@ -205,16 +211,17 @@ def _ends_with(dotted: str, name: str) -> bool:
     return dotted.rpartition(".")[2] == name
 
 
-def owned(node: Node) -> list[Node]:
-    """The modules whose owner is `node`: its children, and theirs where they are containers."""
-    found = []
-    waiting = list(node.children.values())
-    while waiting:
-        child = waiting.pop()
-        if child.owner is node:
-            found.append(child)
-            if child.is_container or child.is_stack:
-                waiting += child.children.values()
+def held(sources: Sources, tree: Tree) -> Held:
+    """The modules of which it is known what makes them, each with that, by whose class holds it."""
+    found: Held = {}
+    for node in tree.nodes.values():
+        if node.owner is None:
+            continue
+        try:
+            site = find_site(sources, node)
+        except errors.UnfollowableConstruction:
+            continue
+        found.setdefault(holder_of(site, node)[0].path, []).append((node, site))
     return found
 
 
@@ -241,5 +248,7 @@ def own_copy(name: str, into: SourceFile) -> str:
 
 def stands_in_its_class(site: Site) -> bool:
     """Whether a construction is written in the class that it is for, and not in a function."""
+    if site.kind == RECORDED:
+        return False
     cls = site.file.classes.get(site.class_name)
     return cls is None or cls.lineno <= site.value.lineno <= (cls.end_lineno or cls.lineno)

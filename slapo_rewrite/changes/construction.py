@@ -218,7 +218,7 @@ class ReplaceModule(Construction):
     def _call(
         self, original: cst.BaseExpression, site: Site, text: ClassText
     ) -> cst.BaseExpression:
-        elsewhere = site.kind in ("argument", "alias")
+        elsewhere = site.kind == "alias"
         keywords = layer_keywords(self.layer, site, text) if self.layer else []
         if self.arguments is not None and not elsewhere:
             # Whatever the expression is, a call of another class takes its place.
@@ -345,13 +345,7 @@ def _unit(unit: Unit, site: Site, text: ClassText) -> str:
     if attribute is None:
         return unit.text
     if "self" not in parameters(site.function):
-        raise errors.UnfollowableConstruction(
-            f"`{site.path}` must be split in multiples of `{unit.text}`, which "
-            f"`{site.function.name}`, which makes it, does not know",
-            at=text.file.at(site.value),
-            cause=text.causes,
-            hint=f"make `self.{site.path}` in the constructor itself",
-        )
+        raise unknown_unit(unit, site, text.causes)
     inside = unit.text[attribute.end() :]
     value = Late(text.file, site.function, site.statement).attribute(attribute[1])
     if value is not None and (not inside or re.fullmatch(r"[\w.]+", value)):
@@ -363,6 +357,17 @@ def _unit(unit: Unit, site: Site, text: ClassText) -> str:
         at=text.file.at(site.value),
         cause=text.causes,
         hint=f"set `{attribute[0]}` above `self.{site.path}`",
+    )
+
+
+def unknown_unit(unit: Unit, site: Site, causes: Causes) -> errors.RewriteError:
+    """A layer is made where its unit cannot be said."""
+    return errors.UnfollowableConstruction(
+        f"`{site.path}` must be split in multiples of `{unit.text}`, which "
+        f"`{site.function.name}`, which makes it, does not know",
+        at=site.file.at(site.value),
+        cause=causes,
+        hint=f"make `self.{site.path}` in the constructor itself",
     )
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
 from slapo_rewrite.changes.bases import DeriveFrom
-from slapo_rewrite.changes.construction import ReplaceModule, UseParallelLayer
+from slapo_rewrite.changes.construction import ReplaceModule, UseParallelLayer, unknown_unit
+from slapo_rewrite.changes.late import Late
 from slapo_rewrite.changes.packed_axes import place_blocks
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtBase
 from slapo_rewrite.changes.pretrained import MAPPED, keep_checkpoints
+from slapo_rewrite.code.arguments import argument_of
+from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.syntax import REPEATABLE
+from slapo_rewrite.code.text import within
 from slapo_rewrite.directive import merged_causes
-from slapo_rewrite.model.join import find_site
-from slapo_rewrite.model.layers import IN_UNITS, Layer, base_of, replicated, size_of
+from slapo_rewrite.model.construction_sites import Site
+from slapo_rewrite.model.join import Sources, find_site, size_at
+from slapo_rewrite.model.layers import IN_UNITS, Layer, Unit, base_of, replicated, size_of
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding import layer_key
 
@@ -69,7 +76,7 @@ def _fitted(to: Placement, node: Node, layer: Layer) -> Layer:
     if key in to.followed.replicated:
         layer = replicated(layer, f"self.{to.followed.replicated[key]}") or layer
     elif (unit := to.followed.units.get(key)) and layer.name in IN_UNITS:
-        layer = replace(layer, unit=unit)
+        layer = replace(layer, unit=_unit(to, node, unit))
     if "parts" not in dict(layer.keywords):
         return layer
     state = to.states[node.path]
@@ -83,3 +90,57 @@ def _fitted(to: Placement, node: Node, layer: Layer) -> Layer:
         size = size_of(layer, made) if isinstance(made, ast.Call) else None
     parts = place_blocks(to, node, shard, site, size)
     return replace(layer, keywords=(*dict(layer.keywords, parts=parts).items(),))
+
+
+def _unit(to: Placement, node: Node, unit: Unit) -> Unit:
+    """What a layer is split in multiples of, in words that are known where the layer is made.
+
+    Where it is made in the call of the class that it is given to, that is what this call says.
+
+    Raises:
+        UnfollowableConstruction: They are not known there.
+    """
+    sources, owner = to.files.sources, node.owner
+    text = ast.parse(unit.text, mode="eval").body
+    if owner is None or base_of(node.cls) is not node.cls or not names_in(text):
+        return unit
+    site = find_site(sources, node)
+    methods = {m for f, name in sources.classes(owner.cls) for m in f.methods(name)}
+    if not site.is_given or site.function in methods:
+        return unit
+    call = find_site(sources, owner) if owner.parent is not None else None
+    if call is not None and call.loops == site.loops and within(call.value, site.value):
+        told = _in_arguments(text, sources, owner, call)
+        if told is not None and size_at(sources, told, site, node) == unit.size:
+            return Unit(ast.unparse(told), unit.size)
+    raise unknown_unit(unit, site, to.causes(node))
+
+
+def _in_arguments(expr: ast.expr, sources: Sources, owner: Node, site: Site) -> ast.expr | None:
+    """What an expression of a class comes to, in the words of the call that makes an instance.
+
+    Returns:
+        None where it is not made of the constructor's parameters alone, as they came in, or where
+        what these are given may be another thing the second time.
+    """
+    maker = sources.maker(owner.cls)
+    constructor, call = maker.constructor, site.value
+    if constructor is None or not isinstance(call, ast.Call) or site.partial is not None:
+        return None
+    late = Late(maker.levels[0].file, constructor, constructor.body[-1])
+    meaning = late.meaning(expr)
+    given = {name: argument_of(constructor, call, name) for name in names_in(meaning)}
+    for name, value in given.items():
+        is_there = isinstance(value, ast.Constant) or (value is not None and within(call, value))
+        plain = value is not None and all(isinstance(n, REPEATABLE) for n in ast.walk(value))
+        if name in late.bound or not is_there or not plain:
+            return None
+
+    class Writer(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.AST:
+            return given[node.id] or node
+
+    written: ast.expr = Writer().visit(copy.deepcopy(meaning))
+    for node in ast.walk(written):
+        ast.copy_location(node, call)
+    return written

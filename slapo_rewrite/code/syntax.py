@@ -47,7 +47,7 @@ def counter_of(target: ast.expr, iterable: ast.expr) -> str | None:
 
 
 # What computes the same each time that it stands somewhere, with `len(...)`.
-_REPEATABLE = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.operator, ast.expr_context)
+REPEATABLE = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.operator, ast.expr_context)
 
 
 def count_of(iterable: ast.expr) -> ast.expr | None:
@@ -65,7 +65,7 @@ def count_of(iterable: ast.expr) -> ast.expr | None:
         case _:
             return None
     calls = [node for node in ast.walk(count) if isinstance(node, ast.Call)]
-    repeatable = all(isinstance(n, _REPEATABLE) or n in calls for n in ast.walk(count))
+    repeatable = all(isinstance(n, REPEATABLE) or n in calls for n in ast.walk(count))
     repeatable &= all(isinstance(c.func, ast.Name) and c.func.id == "len" for c in calls)
     return count if repeatable else None
 

@@ -15,7 +15,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import FORK, RECOMPUTE, WRAPPERS
 from slapo_rewrite.changes.change import Change
-from slapo_rewrite.changes.change_set import owned, stands_in_its_class
+from slapo_rewrite.changes.change_set import Held, held, stands_in_its_class
 from slapo_rewrite.changes.class_writer import ClassWriter
 from slapo_rewrite.changes.construction import UseSubclass
 from slapo_rewrite.changes.definition import Definition, merged, shared_changes
@@ -26,7 +26,6 @@ from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.lowering.subclass_choice import SubclassChoice
 from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.construction_sites import Site
-from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node, Tree
 
 
@@ -45,7 +44,8 @@ def specialize(tree: Tree, files: OutputFiles) -> dict[str, list[Edit]]:
     """
     _write_lookups_out(tree, files)
     edits: dict[str, list[Edit]] = {}
-    settling = {output.file.name: _Specializing(tree, output, files) for output in files}
+    made = held(files.sources, tree)
+    settling = {output.file.name: _Specializing(tree, output, files, made) for output in files}
     for cls, nodes in _lowest_first(tree):
         home = files.of(cls)
         for name in sorted(settling, key=lambda n: home is None or n != home.file.name):
@@ -84,8 +84,8 @@ def _write_lookups_out(tree: Tree, files: OutputFiles) -> None:
         at = making.changes.place_of(node) if home is not None and node.owner is not None else None
         if at is None or lookup_of(files.sources, making.changes.sites[at.start], node) is None:
             continue
-        assert home is not None and node.owner is not None
-        if at not in making.changes.by_path.get(node.owner.path, {}):
+        assert home is not None
+        if making.changes.made_at(node, at) is None:
             name, beside = node.cls.__name__, None if home is making else files.stem(home.file)
             making.changes.at_site(node, UseSubclass(name, name, beside), why)
 
@@ -110,11 +110,11 @@ def _lowest_first(tree: Tree) -> list[tuple[type, list[Node]]]:
 class _Specializing:
     """The edits of one file."""
 
-    def __init__(self, tree: Tree, output: OutputFile, files: OutputFiles) -> None:
-        self.tree, self.file = tree, output.file
+    def __init__(self, tree: Tree, output: OutputFile, files: OutputFiles, made: Held) -> None:
+        self.tree, self.file, self.held = tree, output.file, made
         self.changes, self.classes = output.changes, output.classes
         self.writer = ClassWriter(output.classes, output.imports)
-        self.variants = SubclassChoice(output.changes, self.writer, output.imports, files)
+        self.variants = SubclassChoice(output.changes, self.writer, output.imports, files, made)
 
     def of_class(self, cls: type, nodes: list[Node]) -> list[Edit]:
         """What changes in a class, or in what it has of a class of this file."""
@@ -143,9 +143,14 @@ class _Specializing:
         return edits
 
     def _derived_from(self, cls: type, nodes: list[Node]) -> bool:
-        """Whether changes are asked in the text of a class that a class of another file extends."""
+        """Whether changes are asked in this file's text, for a class of another file.
+
+        In the text of a class that it extends, or of a function that makes what it holds.
+        """
         keys = {key for n in nodes for key in self.changes.by_path.get(n.path, ())}
-        return bool(self.classes.names.get(cls.__name__)) and not keys <= set(WRAPPERS)
+        is_made = any(isinstance(key, AtSite) for key in keys)
+        is_base = bool(self.classes.names.get(cls.__name__))
+        return (is_base or is_made) and not keys <= set(WRAPPERS)
 
     def _reaches_others(self, cls: type, place: Place) -> bool:
         """Whether a change in place would be one for an instance of another class, unasked."""
@@ -198,11 +203,7 @@ class _Specializing:
     def _present(self, node: Node) -> set[Place]:
         """The construction sites that an instance went through, and the parameters it made."""
         present: set[Place] = set()
-        for child in owned(node):
-            try:
-                site = find_site(self.changes.sources, child)
-            except errors.UnfollowableConstruction:
-                continue
+        for child, site in self.held.get(node.path, ()):
             if site.file is self.file:
                 place = self.changes.note(site, child)
                 if place in present:
@@ -218,7 +219,8 @@ class _Specializing:
     def _check_made_alike(self, node: Node, place: AtSite, child: Node) -> None:
         """Modules that one line makes can only be changed all in the same way."""
         made = self.changes.made.get((node.path, place), {})
-        alike = [c for c in owned(node) if self.changes.place_of(c) == place]
+        here = (c for c, site in self.held[node.path] if site.file is self.file)
+        alike = [c for c in here if self.changes.place_of(c) == place]
         what = {id(c.live): made[c.path] for c in alike if c.path in made}
         if made and len({what.get(id(c.live)) for c in alike}) > 1:
             mine = what.get(id(child.live))

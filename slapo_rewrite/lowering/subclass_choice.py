@@ -11,7 +11,7 @@ from slapo_rewrite.changes.add_bias import AddBias
 from slapo_rewrite.changes.around_forward import WRAPPERS, ForkRandom, Recompute
 from slapo_rewrite.changes.border_syncs import SyncInput, SyncOutput
 from slapo_rewrite.changes.change import Change
-from slapo_rewrite.changes.change_set import ChangeSet, owned
+from slapo_rewrite.changes.change_set import ChangeSet, Held
 from slapo_rewrite.changes.class_writer import ClassWriter
 from slapo_rewrite.changes.collective import described
 from slapo_rewrite.changes.construction import ReplaceModule, UseParallelLayer, UseSubclass
@@ -25,9 +25,10 @@ from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.code.runs import above, apart, behind
 from slapo_rewrite.code.splice import Edit
-from slapo_rewrite.code.text import listed, with_article
+from slapo_rewrite.code.text import listed, with_article, within
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.auto_classes import lookup_of
+from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node
 
@@ -52,13 +53,19 @@ class SubclassChoice:
         writer: Writes the subclasses.
         imports: Takes the names that the edits refer to.
         files: The files; another one may make the instances.
+        held: The modules that classes make, with what makes each, by the path of who holds that.
     """
 
     def __init__(
-        self, changes: ChangeSet, writer: ClassWriter, imports: Imports, files: OutputFiles
+        self,
+        changes: ChangeSet,
+        writer: ClassWriter,
+        imports: Imports,
+        files: OutputFiles,
+        held: Held,
     ) -> None:
         self.changes, self.writer, self.imports, self.file = changes, writer, imports, changes.file
-        self.files = files
+        self.files, self.held = files, held
         self.class_names: set[str] = set()
         self.known: dict[Any, str] = {}
 
@@ -158,9 +165,7 @@ class SubclassChoice:
                 wrapper = self._wrapper(known, cls.__name__, name, what, causes, mixed)
                 known, name, mixed = wrapper.name, wrapper.name, ""
                 if wrapper.text:
-                    edits.append(
-                        self._class_before(site.class_name, wrapper.text, causes, wrapper.why)
-                    )
+                    edits.append(self._class_before(site, wrapper.text, causes, wrapper.why))
             self._rename([node], name, cls.__name__, every)
         return edits
 
@@ -200,12 +205,8 @@ class SubclassChoice:
         """Where places outside of loops put what they make, and which not all instances have."""
         made: dict[int, list[Node]] = {}
         for node in definition.nodes:
-            for child in owned(node):
-                try:
-                    site = find_site(self.changes.sources, child)
-                except errors.UnfollowableConstruction:
-                    continue
-                if site.file is self.file and not site.loops:
+            for child, site in self.held.get(node.path, ()):
+                if site.file is self.file and not site.loops and not site.is_given:
                     made.setdefault(self.file.span(site.value)[0], []).append(child)
         few = {start for start, own in made.items() if len(own) < len(definition.nodes)}
         return {start: self._common_place(own) for start, own in made.items()}, few
@@ -237,7 +238,7 @@ class SubclassChoice:
         something that is made anew would be as it was.
         """
         changed = {at.start for _, at in self.changes.made}
-        given = [s for n, s in self.changes.sites.items() if s.kind == "argument" and n in changed]
+        given = [s for n, s in self.changes.sites.items() if s.is_given and n in changed]
         for place in extra:
             site = self.changes.sites[place.start] if isinstance(place, AtSite) else None
             if site is not None and any(other.function is site.function for other in given):
@@ -296,10 +297,9 @@ class SubclassChoice:
         placed = [behind(self.file, base, text, 2), *apart(self.file, base, 2)]
         return [each.caused_by(causes, why) for each in placed]
 
-    def _class_before(
-        self, class_name: str, text: str, causes: tuple[Directive, ...], why: str
-    ) -> Edit:
-        return above(self.file, self.file.classes[class_name], text).caused_by(causes, why)
+    def _class_before(self, site: Site, text: str, causes: tuple[Directive, ...], why: str) -> Edit:
+        around = next(s for s in self.file.tree.body if within(s, site.value))
+        return above(self.file, around, text).caused_by(causes, why)
 
     def _rename(
         self, nodes: list[Node], name: str, original: str, causes: tuple[Directive, ...]
@@ -339,12 +339,12 @@ class SubclassChoice:
         else:
             assert made.layer is not None
             name = self.imports.helper(made.layer.module, made.layer.name, every)
-        home = self.changes.sites[at.start].class_name
+        site = self.changes.sites[at.start]
         for what, causes in wrappers:
             wrapper = self._wrapper("", "", name, what, causes)
             name = wrapper.name
             if wrapper.text:
-                edits.append(self._class_before(home, wrapper.text, causes, wrapper.why))
+                edits.append(self._class_before(site, wrapper.text, causes, wrapper.why))
         self.changes.at_site(node, replace(made, subclass=name), every)
         return True
 

@@ -28,7 +28,9 @@ _MAX_CALLS = 16
 # How many of the calls have their variables kept.
 _MAX_SCOPES = 4
 
-Stack = tuple[tuple[str, Position], ...]
+# The file and the place of a call.
+Call = tuple[str, Position]
+Stack = tuple[Call, ...]
 # The variables around a call: those of the file, and those of the function.
 Scope = tuple[dict[str, Any], dict[str, Any]]
 _stacks: WeakKeyDictionary[nn.Module, Stack] = WeakKeyDictionary()
@@ -133,7 +135,7 @@ def _calls(module: nn.Module, frame: FrameType | None) -> tuple[Stack, tuple[Sco
         if not names or frame.f_locals.get(names[0]) is not module:
             break
         frame = frame.f_back
-    calls: list[tuple[str, Position]] = []
+    calls: list[Call] = []
     scopes: list[Scope] = []
     while frame is not None and len(calls) < _MAX_CALLS:
         calls.append((frame.f_code.co_filename, positions(frame.f_code)[frame.f_lasti // 2]))

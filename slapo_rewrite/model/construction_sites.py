@@ -23,6 +23,8 @@ from slapo_rewrite.model.constructor_values import (
 )
 from slapo_rewrite.model.constructor_walk import Walker
 
+# Made where Python is known to have been, in a function that is not followed.
+RECORDED = "recorded"
 _OWN_KINDS = {"helper", "factory", "argument", "alias", "parameter", "buffer"}
 
 
@@ -39,7 +41,8 @@ class Site:
         kind: How it is put in its place: `assign`, `comprehension`, `append`, `list`,
             `sequential`, `dict`, `setattr`, `add_module`; or what is special about it: `helper` (a
             function that makes it), `factory` (`from_config`, `ACT2FN[...]`), `argument` (given to
-            the function), `alias` (another attribute's module), `parameter`, `buffer`.
+            the function), `alias` (another attribute's module), `recorded` (by a function that is
+            not followed), `parameter`, `buffer`.
         statement: The innermost statement that holds `value`.
         value: The expression.
         steps: Guards and loops around it, outermost first.
@@ -66,6 +69,11 @@ class Site:
     variable: tuple[ast.stmt, ...] = ()
     inner: tuple[Site, ...] = ()
     alias: str | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the module is made outside of the class that keeps it."""
+        return self.kind in ("argument", RECORDED)
 
     @property
     def callee(self) -> ast.expr | None:

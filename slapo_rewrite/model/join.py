@@ -21,8 +21,9 @@ from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.syntax import assignments, counter_of
 from slapo_rewrite.model import constructed_values, construction_calls
 from slapo_rewrite.model.constructed_values import Evaluator, Scene, Unknown
-from slapo_rewrite.model.construction_sites import Site
+from slapo_rewrite.model.construction_sites import RECORDED, Site
 from slapo_rewrite.model.constructor_values import Frame, Loop
+from slapo_rewrite.model.recorded_sites import recorded_site
 from slapo_rewrite.model.sources import Level, Sources
 from slapo_rewrite.model.tree import Node
 
@@ -64,7 +65,7 @@ def holder_of(site: Site, node: Node) -> tuple[Node, str]:
     The owner, unless somebody gave it the module that he had made.
     """
     assert node.owner is not None
-    holder = _holder(node, site) if site.kind == "argument" else None
+    holder = _holder(node, site) if site.is_given else None
     if holder is None:
         return node.owner, node.relative
     return holder, node.path[len(holder.path) + 1 :] if holder.path else node.path
@@ -158,14 +159,25 @@ class _Search:
             raise self._nowhere(node, None)
         self._busy.add(id(node))
         try:
-            groups = itertools.chain(self._groups(node), self._groups(node, later=True))
-            chosen = (self._choose(node, group) for group in groups)
-            found = next((c for c in chosen if c is not None), None)
-            if found is not None and found.site.kind not in _REFERENCES:
-                return self._inner(found, node)
-            return self._made_elsewhere(node, found)
+            site, stack = self._followed(node), construction_calls.stack_of(node.live)
+            is_outer = bool(construction_calls.depth(site.file, site.value, stack))
+            return (recorded_site(self.sources, node) if is_outer else None) or site
+        except errors.UnfollowableConstruction:
+            recorded = recorded_site(self.sources, node)
+            if recorded is None:
+                raise
+            return recorded
         finally:
             self._busy.discard(id(node))
+
+    def _followed(self, node: Node) -> Site:
+        """The site by what the source says, from the constructors on."""
+        groups = itertools.chain(self._groups(node), self._groups(node, later=True))
+        chosen = (self._choose(node, group) for group in groups)
+        found = next((c for c in chosen if c is not None), None)
+        if found is not None and found.site.kind not in _REFERENCES:
+            return self._inner(found, node)
+        return self._made_elsewhere(node, found)
 
     def _groups(self, node: Node, later: bool = False) -> Iterator[list[_Candidate]]:
         """The sites that may have made a module: its owner's, and those of modules further up.
@@ -258,7 +270,10 @@ class _Search:
 
     def _made_elsewhere(self, node: Node, found: _Candidate | None) -> Site:
         """The site of a module that is made under another name, or given to the constructor."""
-        for other in self.sources.same_live(node):
+        shared = self.sources.same_live(node)
+        if shared and (recorded := recorded_site(self.sources, node)) is not None:
+            return recorded  # of the first of the paths; the others are aliases
+        for other in shared:
             if id(other) not in self._busy:
                 try:
                     site = self.module(other)
@@ -386,6 +401,8 @@ class _Search:
         """What an expression at a site came to when it made `node`; raises Unknown."""
         candidate = _Candidate(site, holder, _numbers(site, holder, node))
         evaluator = self._evaluator(candidate)
+        if site.kind == RECORDED:  # the arguments of its function are not those of the holder
+            return evaluator.evaluate(expr, construction_calls.scope_of(node.live, 0) or {})
         try:
             return evaluator.evaluate(expr)
         except Unknown:

@@ -18,6 +18,8 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.code.facts import Submodule
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.model import construction_calls
+from slapo_rewrite.model.construction_calls import Call
 from slapo_rewrite.model.construction_sites import Site, find_later_sites, find_sites
 from slapo_rewrite.model.constructor_values import Frame
 from slapo_rewrite.model.fingerprints import Fingerprints
@@ -51,6 +53,7 @@ class Sources:
         self.submodules: dict[int, tuple[nn.Module, Submodule]] = {}
         self.fingerprints = Fingerprints()
         self._nodes: dict[int, tuple[Node, dict[int, list[Node]]]] = {}
+        self._made_at: dict[int, tuple[Node, dict[Call, dict[str, nn.Module]]]] = {}
 
     def file_of(self, cls: type) -> SourceFile | None:
         """The file that defines a class; None where it has none that can be read."""
@@ -101,11 +104,22 @@ class Sources:
     def regrown(self) -> None:
         """Forgets what it knows of nodes, since the tree has others now."""
         self._nodes.clear()
+        self._made_at.clear()
         self.known.clear()
         self.scopes.clear()
         self.followed.clear()
         self.submodules.clear()
         self.fingerprints = Fingerprints()
+
+    def made_at(self, root: Node, call: Call) -> dict[str, nn.Module]:
+        """The modules of a model that a call made, by their first paths; elements left out too."""
+        if id(root) not in self._made_at:
+            found: dict[Call, dict[str, nn.Module]] = {}
+            for path, live in root.live.named_modules():
+                for place in construction_calls.stack_of(live)[:1]:
+                    found.setdefault(place, {})[path] = live
+            self._made_at[id(root)] = root, found
+        return self._made_at[id(root)][1].get(call, {})
 
     def same_live(self, node: Node) -> list[Node]:
         """The other nodes that hold the same module."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.lowering import test_builders
 from tests.marks import long
 from tests.numbers import Case, compare, prepare
 from tests.processes import run
@@ -322,6 +323,7 @@ def schedule(s):
     s["two.blocks.1.steps.2"].checkpoint()
 """,
     ),
+    "built": Case(test_builders.BUILT, test_builders.SCHEDULE),
     "given": Case(
         HANDED,
         ONE
@@ -710,6 +712,14 @@ def test_a_function_that_does_not_know_the_size_of_a_head(tmp_path):
         ),
         (['s["plain.*.inner.0.up"].checkpoint()'], "Residual(ScheduledTwo(dim)) for _ in range(3)"),
         (['s["last.inner.0"].checkpoint()'], "CheckpointedLinear(dim, dim) if i == 0 else nn.Lin"),
+        (
+            ['s["blocks.*.one.inner.0"].checkpoint()', 's["blocks.*.one"].checkpoint()'],
+            "self.one = CheckpointedResidual(CheckpointedTwo(dim), nn.Linear(",
+        ),
+        (
+            ['s["blocks.*.one.inner.1"].replace(nn.Linear, args="dim, dim, True")'],
+            "Residual(Two(dim), nn.Linear(dim, dim, True))",
+        ),
         (['s["blocks.0.one.inner.0"].checkpoint()'], None),
         (['s["blocks.{1,2}.named.inner.0"].checkpoint()'], None),
         (  # a subclass would make the others anew, as they were
@@ -719,7 +729,8 @@ def test_a_function_that_does_not_know_the_size_of_a_head(tmp_path):
     ],
 )
 def test_modules_that_are_given_to_another_one(lines, made, tmp_path):
-    schedule = ONE + "def schedule(s):\n" + "".join(f"    {line}\n" for line in lines)
+    schedule = f"from torch import nn\n{ONE}def schedule(s):\n"
+    schedule += "".join(f"    {line}\n" for line in lines)
     if made is None:
         words = refused(tmp_path, HANDED, schedule, "SR103")
         assert "here a module that another one is given is scheduled too" in words

@@ -1,0 +1,272 @@
+"""Construction sites in functions that nobody follows: where Python was when it made a module.
+
+A builder is called by a schedule, by another builder or as a lambda, and what it makes is given to
+a class. Its text alone does not say which element of which list an expression makes. The calls that
+were noted while the model was built do, with what the counters of the loops around them were.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.dataflow import bound_in, names_in
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.syntax import counter_of
+from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.model import construction_calls
+from slapo_rewrite.model.construction_sites import RECORDED, Site
+from slapo_rewrite.model.constructor_values import Frame, Loop
+from slapo_rewrite.model.sources import Sources
+from slapo_rewrite.model.tree import Node, is_container
+
+_Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
+_Loop = ast.comprehension | ast.For | ast.While
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call, with what is around it.
+
+    Attributes:
+        node: The call.
+        function: The function that carries it out; a lambda as one that returns its value.
+        loops: The loops around it there, outermost first.
+        local: What is bound in the functions around it.
+        class_name: The class in whose body it stands; '' if in none.
+    """
+
+    node: ast.Call
+    function: ast.FunctionDef
+    loops: tuple[_Loop, ...]
+    local: frozenset[str]
+    class_name: str
+
+
+def recorded_site(sources: Sources, node: Node) -> Site | None:
+    """The call of a module's class that Python passed through when it made the module.
+
+    Its path begins at the nearest module above that has the function as a method, or else at the
+    root. Of the numbers in it those are a `*` that a loop around the call counts, in all of the
+    lists that the call fills.
+
+    Returns:
+        None where that was not noted, where what is called there is not named as a class, where it
+        stands in no function, or in a file that is not rewritten, and for all but the first path of
+        a module.
+    """
+    scope = construction_calls.scope_of(node.live, 0)
+    name = str(scope.get("__name__")) if scope is not None else ""
+    outside = name in sources.editable or name.partition(".")[0] in ("", "torch")
+    file = None if outside else sources.file_named(name)
+    call = _call_of(file, construction_calls.stack_of(node.live)) if file is not None else None
+    if scope is None or file is None or call is None:
+        return None
+    made = _Made.of(sources, node, file, call)
+    if node.parent is None or node.path not in made.modules:
+        return None
+    counted, frame = made.counted(), Frame(call.function)
+    site = Site(
+        file=file,
+        class_name=made.class_name,
+        function=call.function,
+        path=made.pattern(counted.values()),
+        kind=RECORDED,
+        statement=file.statement_of(call.node),
+        value=call.node,
+        steps=tuple(_step(loop, frame, loop in counted) for loop in call.loops),
+        frame=frame,
+        order=0,
+        container=node.is_container,
+    )
+    named = site.partial.args[0] if site.partial is not None else call.node.func
+    # Another module may stand in the place of what was made there, so its class does not matter.
+    is_class = isinstance(_value(named, scope), type)
+    return site if is_class and names_in(named).isdisjoint(call.local) else None
+
+
+def _value(named: ast.expr, scope: Mapping[str, Any]) -> object:
+    """What a dotted name means; None of other expressions."""
+    if isinstance(named, ast.Attribute):
+        return getattr(_value(named.value, scope), named.attr, None)
+    return scope.get(named.id) if isinstance(named, ast.Name) else None
+
+
+def _step(loop: _Loop, frame: Frame, is_counted: bool) -> Loop:
+    return Loop(loop, frame, _counter(loop), first=0 if is_counted else None)
+
+
+def _counter(loop: _Loop) -> str | None:
+    return None if isinstance(loop, ast.While) else counter_of(loop.target, loop.iter)
+
+
+class _Made:
+    """What a call made, in one model.
+
+    Args:
+        root: The model.
+        modules: The modules that the call made, by path.
+        file: The file of the call.
+        call: The call.
+        path: The path of the one that is looked at.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        modules: Mapping[str, nn.Module],
+        file: SourceFile,
+        call: _Call,
+        path: str,
+    ) -> None:
+        self.root, self.modules, self.file, self.call = root, modules, file, call
+        self.path = path
+        self.start, self.class_name = self._held(path)
+
+    @classmethod
+    def of(cls, sources: Sources, node: Node, file: SourceFile, call: _Call) -> _Made:
+        """What the call made that made a module."""
+        root = node
+        while root.parent is not None:
+            root = root.parent
+        modules = sources.made_at(root, construction_calls.stack_of(node.live)[0])
+        return cls(root.live, modules, file, call, node.path)
+
+    def _held(self, path: str) -> tuple[int, str]:
+        """How long the path of the holder of a module is, and the class that holds the call."""
+        segments = path.split(".")
+        for length in range(len(segments) - 1, -1, -1):
+            for cls in type(self.root.get_submodule(".".join(segments[:length]))).__mro__:
+                if (cls.__module__, cls.__name__) == (self.file.name, self.call.class_name):
+                    return length, cls.__name__
+        return 0, type(self.root).__name__
+
+    def pattern(self, counted: Collection[int]) -> str:
+        """The path of the module below its holder, with `*` for numbers that are counted."""
+        numbered = enumerate(self.path.split("."))
+        return ".".join("*" if n in counted else s for n, s in numbered if n >= self.start)
+
+    def counted(self) -> dict[_Loop, int]:
+        """The loops that count elements of lists, and which segment of the path each counts.
+
+        The same loops for all that the call made, wherever that is.
+        """
+        alike: dict[str, list[str]] = {}
+        for path in self.modules:
+            alike.setdefault(with_wildcards(path), []).append(path)
+        found: dict[_Loop, int] = {}
+        last = {shape: self._held(paths[0])[0] - 1 for shape, paths in alike.items()}
+        for loop in self.call.loops:
+            counts = {s: self._counts(_counter(loop), p, last[s] + 1) for s, p in alike.items()}
+            places = {shape: place for shape, place in counts.items() if place is not None}
+            if len(places) == len(alike):
+                last, found[loop] = places, places[with_wildcards(self.path)]
+        return found
+
+    def _counts(self, counter: str | None, paths: Sequence[str], start: int) -> int | None:
+        """The first number in some paths that is what a loop's counter was, for all of them."""
+        scopes = [construction_calls.scope_of(self.modules[path], 0) or {} for path in paths]
+        turns = [str(scope.get(counter)) if counter else "" for scope in scopes]
+        numbers = list(zip(*(path.split(".") for path in paths), strict=True))
+        fitting = (n for n in range(start, len(numbers)) if list(numbers[n]) == turns)
+        return next((n for n in fitting if self._is_list(paths[0], n)), None)
+
+    def _is_list(self, path: str, place: int) -> bool:
+        holder = ".".join(path.split(".")[:place])
+        return is_container(type(self.root.get_submodule(holder)))
+
+
+def _call_of(file: SourceFile, stack: construction_calls.Stack) -> _Call | None:
+    """The innermost call of a stack, where it is one of a file's, in a function."""
+    if file not in _indices:
+        _indices[file] = _Index(file).calls
+    found = _indices[file].get(stack[0][1][2:]) if stack else None
+    is_there = found is not None and construction_calls.depth(file, found.node, stack) == 0
+    return found if is_there else None
+
+
+_indices: WeakKeyDictionary[SourceFile, dict[tuple[int, int], _Call]] = WeakKeyDictionary()
+
+
+class _Index(ast.NodeVisitor):
+    """Finds the calls of a file that stand in functions, by where they end."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self.file = file
+        self.calls: dict[tuple[int, int], _Call] = {}
+        self._function: ast.FunctionDef | None = None
+        self._loops: tuple[_Loop, ...] = ()
+        self._local: frozenset[str] = frozenset()
+        self._class_name = ""
+        self.visit(file.tree)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if self._function is not None:
+            found = _Call(node, self._function, self._loops, self._local, self._class_name)
+            self.calls[node.end_lineno or 0, node.end_col_offset or 0] = found
+        self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        name = node.name if self.file.classes.get(node.name) is node else ""
+        self._inside(node.body, function=None, loops=(), class_name=name)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._outside(node)
+        self._in_function(node, node.body)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self._inside(node.body, function=None, loops=())
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self._outside(node)
+        value = ast.copy_location(ast.Return(node.body), node.body)
+        function = ast.FunctionDef("<lambda>", node.args, [value], [])
+        self._in_function(ast.copy_location(function, node), [node.body])
+
+    def visit_For(self, node: ast.For) -> None:
+        self._inside([node.iter, node.target, *node.orelse])
+        self._inside(node.body, loops=(*self._loops, node))
+
+    def visit_While(self, node: ast.While) -> None:
+        self._inside([node.test, *node.body], loops=(*self._loops, node))
+        self._inside(node.orelse)
+
+    def visit(self, node: ast.AST) -> None:
+        """Comprehensions of all kinds are alike."""
+        if isinstance(node, _Comprehension):
+            self._comprehension(node)
+        else:
+            super().visit(node)
+
+    def _comprehension(self, node: _Comprehension) -> None:
+        loops = self._loops
+        for turn in node.generators:
+            self._inside([turn.iter], loops=loops)
+            loops = (*loops, turn)
+            self._inside(turn.ifs, loops=loops)
+        made = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        self._inside(made, loops=loops)
+
+    def _outside(self, node: ast.FunctionDef | ast.Lambda) -> None:
+        """What is computed where a function is defined."""
+        decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
+        self._inside([node.args, *decorators])
+
+    def _in_function(self, function: ast.FunctionDef, body: Sequence[ast.AST]) -> None:
+        local = self._local | {*parameters(function), *bound_in(function)}
+        self._inside(body, function=function, loops=(), local=local)
+
+    def _inside(self, nodes: Iterable[ast.AST], **around: Any) -> None:
+        before = {name: getattr(self, f"_{name}") for name in around}
+        for name, value in around.items():
+            setattr(self, f"_{name}", value)
+        for node in nodes:
+            self.visit(node)
+        for name, value in before.items():
+            setattr(self, f"_{name}", value)
