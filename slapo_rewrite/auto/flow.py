@@ -9,7 +9,7 @@ found does not grow with a model's depth.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,10 +86,22 @@ def pattern_of(model: nn.Module, path: str, apart: Collection[str] = ()) -> str:
 
 
 def are_layers(lists: nn.Module) -> bool:
-    """Whether the elements of a list are lists of several modules that make a layer together."""
+    """Whether the elements of a list are lists of several modules that make a layer together.
+
+    Those are of several classes, or else of one that holds other things, the same in each layer.
+    """
     kinds = [[type(inner) for inner in each.children()] for each in lists.children()]
     alike = all(isinstance(each, nn.ModuleList) for each in lists.children())
-    return alike and len({*map(len, kinds)}) == 1 and any(len({*each}) > 1 for each in kinds)
+    if not alike or len({*map(len, kinds)}) != 1:
+        return False
+    held = [[_held(inner) for inner in each.children()] for each in lists.children()]
+    several = len({*held[0]}) > 1 and all(each == held[0] for each in held)
+    return several or any(len({*each}) > 1 for each in kinds)
+
+
+def _held(module: nn.Module) -> tuple[object, ...]:
+    shapes = (parameter.shape for parameter in module.parameters())
+    return (*map(type, module.modules()), *shapes)
 
 
 def flow_of(model: nn.Module, inputs: Mapping[str, Any], full: nn.Module) -> Flow:
@@ -274,6 +286,26 @@ def components(flow: Flow) -> list[tuple[frozenset[str], frozenset[str]]]:
         _in_turns(flow, given, taken) if given & taken else (given, taken) for given, taken in found
     )
     return [(frozenset(given), frozenset(taken)) for given, taken in turns]
+
+
+def together(
+    found: Iterable[tuple[frozenset[str], frozenset[str]]], maker: Callable[[str], object | None]
+) -> list[tuple[frozenset[str], frozenset[str]]]:
+    """The components, those as one of which layers have one maker: it makes them all alike.
+
+    Not where one layer would be a producer of one, and a consumer of the other.
+    """
+    merged: list[tuple[frozenset[str], frozenset[str], frozenset[object]]] = []
+    for given, taken in found:
+        makers = frozenset(m for p in (*given, *taken) if (m := maker(p)) is not None)
+        apart = []
+        for known in merged:
+            if known[2] & makers and not (known[0] | given) & (known[1] | taken):
+                given, taken, makers = known[0] | given, known[1] | taken, known[2] | makers
+            else:
+                apart.append(known)
+        merged = [*apart, (given, taken, makers)]
+    return [(given, taken) for given, taken, _ in merged]
 
 
 def _in_turns(flow: Flow, given: set[str], taken: set[str]) -> tuple[set[str], set[str]]:

@@ -10,6 +10,7 @@ collectives take; whether it is legal, sharding propagation says.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
 import re
@@ -19,9 +20,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from slapo_rewrite.auto.flow import Flow, components, is_column, is_row, pattern_of
+from slapo_rewrite import errors
+from slapo_rewrite.auto.flow import Flow, components, is_column, is_row, pattern_of, together
 from slapo_rewrite.auto.oracle import Oracle
+from slapo_rewrite.changes.change_set import stands_in_its_class
+from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.layers import Split, splits_of
+from slapo_rewrite.model.tree import Node
 from slapo_rewrite.simulate.hardware import hardware
 
 # What is assumed: ranks that share a layer, on which GPUs, and tokens in a micro-batch.
@@ -171,10 +176,11 @@ class Search:
         self.oracle, self.flow, self.has_loss = oracle, flow, has_loss
         self.modules: dict[str, list[nn.Module]] = {}
         tree = oracle.project.tree
+        self._first_of: dict[str, Node] = {}
         for path, node in tree.nodes.items():
-            self.modules.setdefault(pattern_of(tree.root.live, path, flow.apart), []).append(
-                node.live
-            )
+            pattern = pattern_of(tree.root.live, path, flow.apart)
+            self.modules.setdefault(pattern, []).append(node.live)
+            self._first_of.setdefault(pattern, node)
         self._keep_alike()
         self.total = sum(p.numel() for p in oracle.project.tree.root.live.parameters())
         most = max((p.rows // max(1, len(p.paths)) for p in flow.layers.values()), default=1)
@@ -256,13 +262,22 @@ class Search:
 
     def _components(self) -> list[tuple[frozenset[str], frozenset[str]]]:
         heads = self._heads()
-        return [
+        found = [
             (producers, consumers)
             for producers, consumers in components(self.flow)
             if not producers & consumers
             and {*producers, *consumers} <= self.modules.keys()
             and not consumers & heads
         ]
+        return together(found, self._function_of)
+
+    def _function_of(self, pattern: str) -> ast.expr | None:
+        """The call in a function that makes the layers of a pattern, and is changed for all."""
+        try:
+            site = find_site(self.oracle.project.sources, self._first_of[pattern])
+        except errors.UnfollowableConstruction:
+            return None
+        return None if stands_in_its_class(site) else site.value
 
     def _enough(self, groups: list[Group]) -> list[Group]:
         """Adds what does not pay, the largest first, while little of the model is split.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_rewrite.auto.flow import components, flow_of, pattern_of
+from slapo_rewrite.auto.flow import components, flow_of, pattern_of, together
 
 
 class Attention(nn.Module):
@@ -164,6 +164,29 @@ def test_a_list_of_lists_that_are_layers_is_one():
     model = nn.Module()
     model.layers = nn.ModuleList([pair(number) for number in range(3)])
     model.stages = nn.ModuleList([nn.ModuleList([MLP(), MLP()]) for _ in range(3)])
-    found = {pattern_of(model, path) for path, _ in model.named_modules()}
+    # Of one class, that holds other things; and of one that does so otherwise in each list.
+    inner = [nn.ModuleList([Stack(Attention()), Stack(MLP())]) for _ in range(2)]
+    model.wrapped = nn.ModuleList(inner)
+    model.growing = nn.ModuleList([inner[0], nn.ModuleList([Stack(MLP()), Stack(MLP())])])
+    found = {pattern_of(model, path) for path, _ in model.named_modules(remove_duplicate=False)}
     assert {"layers.*.0.q", "layers.*.1.up", "stages.0.*.up", "stages.2.*.up"} <= found
-    assert not any(path.startswith(("layers.0", "stages.*")) for path in found)
+    assert {"wrapped.*.0.layers.*", "wrapped.*.1.layers.*", "growing.0.*.layers.*"} <= found
+    assert not any(path.startswith(("layers.0", "stages.*", "growing.*")) for path in found)
+
+
+@pytest.mark.parametrize(
+    ("makers", "expected"),
+    [
+        ({}, ["a > b", "c > d", "d > e"]),
+        ({"b": "f", "d": "f"}, ["a c > b d", "d > e"]),
+        ({"a": "f", "c": "g", "d": "f"}, ["a c > b d", "d > e"]),
+        ({"b": "f", "e": "f", "c": "g", "d": "g"}, ["c > d", "a d > b e"]),
+        ({"d": "f", "e": "f"}, ["a > b", "c > d", "d > e"]),  # `d` would be both
+    ],
+)
+def test_what_one_function_makes_is_one_component(makers, expected):
+    pairs = [(frozenset(one), frozenset(two)) for one, two in ("ab", "cd", "de")]
+    found = together(pairs, makers.get)
+    assert sorted(" > ".join(" ".join(sorted(s)) for s in pair) for pair in found) == sorted(
+        expected
+    )
