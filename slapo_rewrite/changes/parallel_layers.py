@@ -73,8 +73,9 @@ def place_replacement(to: Placement, node: Node, layer: Layer | None) -> None:
 def _fitted(to: Placement, node: Node, layer: Layer) -> Layer:
     """The layer with what followed of how it may be split, and with the blocks of a packed axis."""
     key = layer_key(node)
-    if key in to.followed.replicated:
-        layer = replicated(layer, f"self.{to.followed.replicated[key]}") or layer
+    if (name := to.followed.replicated.get(key)) and node.owner is not None:
+        shared = Unit(f"self.{name}", int(getattr(node.owner.live, name)))
+        layer = replicated(layer, _unit(to, node, shared)) or layer
     elif (unit := to.followed.units.get(key)) and layer.name in IN_UNITS:
         layer = replace(layer, unit=_unit(to, node, unit))
     if "parts" not in dict(layer.keywords):

@@ -98,12 +98,12 @@ def scatters(layer: Layer) -> bool:
     return isinstance(dict(layer.keywords).get("reduce"), ReduceScatter)
 
 
-def replicated(layer: Layer, unit: str) -> Layer | None:
+def replicated(layer: Layer, unit: Unit) -> Layer | None:
     """The layer of which several ranks may hold the same units; None where there is none."""
     if layer.name not in _REPLICATED or {"parts", "gather_output"} & dict(layer.keywords).keys():
         return None
     module, name = _REPLICATED[layer.name]
-    return replace(layer, module=module, name=name, unit=Unit(unit))
+    return replace(layer, module=module, name=name, unit=unit)
 
 
 # The layers that multiply by a matrix and add a bias, and how the product is written.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_rewrite.model.calls import forward_as_call
-from slapo_rewrite.model.layers import Layer, replicated
+from slapo_rewrite.model.layers import Layer, Unit, replicated
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding.boundaries import (
@@ -187,7 +187,7 @@ def _know_tensors(run: Run, node: Node, layer: Layer, new: Any) -> None:
 
 def _make_replicated(run: Run, node: Node, layer: Layer, head: str) -> nn.Module:
     """The layer of which several ranks of the pretended group hold the same heads."""
-    other = replicated(layer, head)
+    other = replicated(layer, Unit(head))
     assert other is not None and node.owner is not None
     keywords = (*other.keywords, ("multiple_of", int(getattr(node.owner.live, head))))
     new: Any = _make(replace(other, keywords=keywords), node.live)

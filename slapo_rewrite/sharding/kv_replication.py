@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slapo_rewrite.model.layers import base_of, replicated
+from slapo_rewrite.model.layers import Unit, base_of, replicated
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.types import LayerKey, ShardingRequest, ShardingResult, layer_key
 
@@ -31,7 +31,7 @@ def fewer_heads(
         if node.owner is None or key not in followed.heads:
             continue
         heads = width(node.live) // int(getattr(node.owner.live, followed.heads[key]))
-        fits = base_of(node.cls) is node.cls and replicated(layer, "") is not None
+        fits = base_of(node.cls) is node.cls and replicated(layer, Unit("")) is not None
         by_owner.setdefault(node.owner.path, []).append((key, heads, fits))
     world = 0
     for layers in by_owner.values():

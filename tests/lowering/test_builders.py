@@ -146,6 +146,47 @@ def test_builders_in_another_file(tmp_path, monkeypatch):
     assert kinds == ["CheckpointedLayer", "Layer", "Layer"]
 
 
+GROUPED = """\
+
+
+class Grouped(nn.Module):
+    def __init__(self, *, heads, groups, size, q, k, o):
+        super().__init__()
+        self.heads, self.groups, self.size = heads, groups, size
+        self.q, self.k, self.o = q, k, o
+
+    def forward(self, x):
+        q = self.q(x).view(*x.shape[:2], self.heads, self.size).transpose(1, 2)
+        k = self.k(x).view(*x.shape[:2], self.groups, self.size).transpose(1, 2)
+        k = k.repeat_interleave(self.heads // self.groups, 1)
+        return self.o(F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2))
+
+
+def build(dim=16, heads=4, groups=2):
+    size = dim // heads
+    return Decoder(
+        layers=[
+            Grouped(
+                heads=heads,
+                groups=groups,
+                size=size,
+                q=nn.Linear(dim, heads * size),
+                k=nn.Linear(dim, groups * size),
+                o=nn.Linear(dim, dim),
+            )
+        ],
+        norm=nn.LayerNorm(dim),
+    )
+"""
+
+
+def test_ranks_that_share_heads_of_a_layer_that_is_given(tmp_path):
+    lines = SPLIT.partition('    s["**.mlp')[0].replace('"**.q"', '"**.{q,k}"')
+    schedule = HEAD.format("build()", 16) + lines + "    s.infer_sync()\n"
+    changed = changed_lines(rewritten(tmp_path, CLASSES + GROUPED, schedule))
+    assert "k=KeyValueParallelLinear(dim, groups * size, multiple_of=size)" in changed
+
+
 LOOKALIKES = """\
 import functools
 
