@@ -11,8 +11,8 @@ from torch import nn
 def same_weights(module: nn.Module) -> Iterator[None]:
     """Submodules that are made anew inside take the weights of those before them.
 
-    Random numbers go on as if none had been drawn inside, so that from the same seed
-    everything starts as in a model where nothing is made twice.
+    What is frozen stays so. Random numbers go on as if none had been drawn inside, so
+    that from the same seed everything starts as in a model where nothing is made twice.
     """
     before = dict(module.named_modules())
     uses_cuda = torch.get_default_device().type == "cuda"
@@ -31,4 +31,7 @@ def same_weights(module: nn.Module) -> Iterator[None]:
             # What is packed is drawn otherwise.
             if weights.keys() == made.state_dict(keep_vars=True).keys():
                 made.load_state_dict(weights)
+                frozen = {n for n, p in replaced.named_parameters() if not p.requires_grad}
+                for name, parameter in made.named_parameters():
+                    parameter.requires_grad_(name not in frozen)
                 taken = (*taken, f"{path}.")

@@ -352,3 +352,64 @@ def test_a_replaced_module_can_be_checkpointed(tmp_path):
     output = rewritten(tmp_path, source, schedule + lines)
     assert "+        self.mlp = CheckpointedNew(d=d)\n" in changed_lines(output)
     ast.parse(next(text for name, text in output.files.items() if name.startswith("source_")))
+
+
+KEPT = """\
+class Inner(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.scale = 1.0
+        self.norm = nn.LayerNorm(d)
+        self.up = nn.Linear(d, 4 * d)
+        self.down = nn.Linear(4 * d, d)
+
+    def forward(self, x):
+        return self.down(self.up(self.norm(x)).relu()) * self.scale
+
+
+class Outer(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.inner = Inner(d)
+        self.inner.AFTERWARDS
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+"""
+
+
+def outers(afterwards: str) -> str:
+    """A model of two modules that do something to what they hold, after it was made."""
+    return (
+        HEAD
+        + KEPT.replace("AFTERWARDS", afterwards)
+        + model_of(
+            "        self.outers = nn.ModuleList([Outer(d) for _ in range(2)])\n",
+            "        for outer in self.outers:\n            x = outer(x)\n        return x\n",
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("afterwards", "lost"),
+    [
+        ("scale = 2.0", "its `scale` is 1.0 there, and was 2.0"),
+        ("norm.eps = 0.5", "its `eps` is 1e-05 there, and was 0.5"),
+        ("norm.bias = None", "its `bias` is back there"),
+        ("norm = nn.Identity()", "`outers.0.inner.norm` is a `LayerNorm`, not a `Identity`"),
+        ("norm.register_forward_hook(print)", "it has not the hooks there"),
+        ("norm.bias = self.inner.norm.weight", "are no longer one parameter there"),
+    ],
+)
+def test_what_is_made_again_would_lose_what_was_done_to_it(afterwards, lost, tmp_path):
+    schedule = SCHEDULE + '    s["outers.0.inner"].checkpoint()\n'
+    assert lost in refused(tmp_path, outers(afterwards), schedule, "SR305")
+
+
+def test_what_is_made_again_stays_frozen(tmp_path):
+    schedule = SCHEDULE + '    split(s["outers.0.inner"])\n'
+    source = outers("requires_grad_(False)")
+    model = imported(written(tmp_path, rewritten(tmp_path, source, schedule))).Model()
+    assert not any(parameter.requires_grad for parameter in model.parameters())
