@@ -190,8 +190,8 @@ class ChangeArgument(Change):
             tensor = node.func.value
         if tensor is not None and _is_name(tensor):
             return written.replace("{own}", f"{text.file.segment(tensor)}.shape")
-        sizes = text.helper("tensor_parallel", "part_sizes")
-        rank = text.helper("tensor_parallel", "rank")
+        sizes = text.helper("shards", "part_sizes")
+        rank = text.helper("shards", "rank")
         return f"{sizes}({given})[{rank}()]"
 
     def _among_others(self) -> str:
