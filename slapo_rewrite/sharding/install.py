@@ -23,6 +23,7 @@ from slapo_rewrite.model.calls import forward_as_call
 from slapo_rewrite.model.layers import Layer, Unit, replicated
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.uncalled import HOOKS
 from slapo_rewrite.sharding.boundaries import (
     cross_value,
     enter_border,
@@ -130,7 +131,7 @@ def _install_layer(
 ) -> None:
     if not places:  # left out of a shortened list
         return
-    _check_hooks(node)
+    _check_plain(node)
     head = dict(run.wanted.replicated).get(layer_key(node))
     try:
         new = _make(layer, node.live) if head is None else _make_replicated(run, node, layer, head)
@@ -149,17 +150,21 @@ def _install_layer(
     _know_tensors(run, node, layer, new)
 
 
-def _check_hooks(node: Node) -> None:
-    """Raises `PlacementError` where a module has hooks, which would be given parts."""
+def _check_plain(node: Node) -> None:
+    """Raises `PlacementError` where a call of a module does more than its class's `forward`."""
     live: Any = node.live
-    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooked = [live, *live._parameters.values()]
-    if any(getattr(each, table, None) for each in hooked for table in tables):
-        raise PlacementError(
-            f"`{node.path}` has hooks, which would be given a rank's part of what it computes",
-            "do in `forward` what they do, or leave the layer whole",
-            node.path,
-        )
+    hooked = (live, *live._parameters.values())
+    if any(getattr(each, table, None) for each in hooked for table in HOOKS):
+        reason = "has hooks"
+    elif "forward" in vars(live):
+        reason = "has a `forward` of its own in the place of its class's"
+    else:
+        return
+    raise PlacementError(
+        f"`{node.path}` {reason}, which would be given a rank's part of what it computes",
+        "do in `forward` what they do, or leave the layer whole",
+        node.path,
+    )
 
 
 def _know_tensors(run: Run, node: Node, layer: Layer, new: Any) -> None:
