@@ -22,10 +22,9 @@ from slapo_rewrite.changes.border_syncs import place_syncs
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.changes.parallel_layers import place_layer, place_replacement
 from slapo_rewrite.changes.parameters import place_shard
-from slapo_rewrite.changes.placement import Placement, Requested, find_subgraph
+from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.pretrained import keep_all_treatments
 from slapo_rewrite.changes.reduced_gradients import place_gradients
-from slapo_rewrite.changes.regions import ForkRegion
 from slapo_rewrite.changes.sizes import place_full_sizes, place_sizes, place_statistic
 from slapo_rewrite.changes.state import ModuleRequests, Sync
 from slapo_rewrite.changes.value_syncs import at_statement, value_of
@@ -33,8 +32,8 @@ from slapo_rewrite.changes.vocab_parallel_loss import place_losses
 from slapo_rewrite.changes.whole_logits import place_tied_head
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import Edit
-from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
+from slapo_rewrite.lowering.forked_random import Forks
 from slapo_rewrite.lowering.inferred_syncs import Inference, named
 from slapo_rewrite.lowering.inner_layers import join_inner_layers
 from slapo_rewrite.lowering.layer_choice import choose_layer, done_inside
@@ -49,7 +48,6 @@ from slapo_rewrite.sharding import (
     CannotFollow,
     CannotRun,
     CannotStandIn,
-    Draw,
     LocalValue,
     ModuleBoundary,
     Records,
@@ -57,7 +55,6 @@ from slapo_rewrite.sharding import (
     ShardingRequest,
     ShardingResult,
     StandIn,
-    out_of_step,
     propagate,
 )
 
@@ -177,9 +174,10 @@ class _Lowering:
             asked = self._asked()
             shortened = alike.shortened if reduced == alike.reduced else nullcontext
             mixed = precision.follow(alike.siblings, shortened, step_inputs, small)
+            forks = Forks(self.tree, self.states, self.files)
+            forks.check(followed)
             self._place(asked, followed, mixed)
-            for draw, world in out_of_step(self.tree, asked, followed):
-                self._warn_of(draw, world)
+            self.warnings += forks.missing(asked, followed)
             for way, place in followed.unfollowed:
                 where = f"{self.files.at(place).file.display}:{place.line}: " if place else ""
                 self.warnings.append(f"{where}not followed: {way}")
@@ -412,33 +410,6 @@ class _Lowering:
             return []
         line = lines[-1]
         return [errors.Span.of_line(file.display, line, file.line(line), "it stops here")]
-
-    def _warn_of(self, draw: Draw, world: int) -> None:
-        """Says which random numbers bring the ranks out of step, unless they are forked."""
-        if any(self._in_forked_part(path, line) for path, line in draw.callers):
-            return
-        path, place = draw.callers[0][0], draw.place
-        where = f"{self.files.at(place).file.display}:{place.line}: " if place else ""
-        selected = f's["{with_wildcards(path)}"]' if path else "s"
-        whole = self.tree.nodes[path].cls.__module__.startswith("torch.nn.")
-        fork = ".fork_rng()" if whole else ".fork_rng(subgraph=...) of this line"
-        warning = (
-            f"{where}random numbers are drawn for a rank's part of `{with_wildcards(draw.source)}` "
-            f"here, and on {world} ranks these parts differ in size: later numbers for whole "
-            f"values would differ between the ranks; {selected}{fork} mends it"
-        )
-        if warning not in self.warnings:
-            self.warnings.append(warning)
-
-    def _in_forked_part(self, path: str, line: int) -> bool:
-        state, cls = self.states.get(path), self.tree.nodes[path].cls
-        home = self.files.of(cls)
-        for fork, cause in state.asks(ForkRegion) if state and home else ():
-            assert home is not None
-            run = find_subgraph(home.classes, cls.__name__, fork.part, cause).run
-            if run[0].lineno <= line <= (run[-1].end_lineno or line):
-                return True
-        return False
 
     def _sync_line(self, sync: tuple[str, int] | None) -> errors.Span | None:
         """The line that states a collective; one that was tried for a time has none."""

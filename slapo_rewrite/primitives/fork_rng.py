@@ -92,8 +92,8 @@ class ForkRng(Primitive):
         Unchanged.
 
     Raises:
-        SR305 a module list (select its elements), or a module that has it already; SR202 calls
-        that no method makes.
+        SR305 a module list (select its elements), a module that has it already, or, beside
+        shards, numbers for a value that every rank has; SR202 calls that no method makes.
 
     Source: Slapo, arXiv 2302.08005; Megatron-LM, arXiv 1909.08053, appendix B.2.
     """

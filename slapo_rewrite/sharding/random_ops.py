@@ -2,7 +2,7 @@
 
 Ranks are seeded alike, and dropout of a value that all of them have needs equal numbers. Whoever
 draws for a part that is larger on some ranks than on others draws more of them there, and all later
-numbers differ.
+numbers differ. Drawn by each rank for itself, numbers for a whole value make others of its copies.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ _CALLING = os.path.join("torch", "nn", "modules", "module.py")
 
 
 def note(run: Run, name: str, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-    """Notes an operation that draws random numbers for a part, outside of what is forked."""
+    """Notes an operation that draws random numbers: for a value that all ranks have, or a part."""
     if not _draws(name, args, kwargs):
         return
     for output in outputs:
         split = run.split_axes(output)
         source = run.source_of((args, kwargs))
+        callers = tuple(_callers(run))
+        if callers and not split:
+            run.followed.draws.add(Draw(callers, run.place(), source or "", ()))
         if len(split) != 1 or source is None or not _may_be_uneven(run.asked, source):
             continue
-        callers = tuple(_callers(run))
         if not callers or any(path in run.asked.forked for path, _ in callers):
             continue
         blocks = _blocks(run, (args, kwargs), split[0]) or (run.whole_shape(output)[split[0]],)
@@ -76,7 +78,8 @@ def out_of_step(
         ):
             even.add(width(node.live) // unit.size)
     common = math.gcd(*even)
-    for draw in sorted(followed.draws, key=lambda d: (d.callers, d.source)):
+    uneven = (draw for draw in followed.draws if draw.blocks)
+    for draw in sorted(uneven, key=lambda d: (d.callers, d.source)):
         for world in range(2, min(draw.blocks) + 1):
             if common % world == 0 and any(size % world for size in draw.blocks):
                 yield draw, world

@@ -174,7 +174,11 @@ class StandIn:
                 replace(h, owner=paths[h.owner], embedding=paths[h.embedding])
                 for h in found.tied_heads
             },
-            draws=set(),
+            draws={
+                replace(d, callers=tuple((paths[path], line) for path, line in d.callers))
+                for d in found.draws
+                if not d.blocks
+            },
             cuts={(paths[path], place, number) for path, place, number in found.cuts},
             even=set(),
         )

@@ -232,14 +232,14 @@ class TiedHead:
 
 @dataclass(frozen=True)
 class Draw:
-    """Random numbers that are drawn for a part, and by all ranks alike.
+    """Random numbers that are drawn for a part by all ranks alike, or for a whole value.
 
     Attributes:
         callers: The modules that are being called, the innermost first, each with the line that it
             has come to; one may be there several times.
         place: Where they are drawn, or what leads to it.
-        source: The layer whose part it is.
-        blocks: Full sizes of the blocks that the split axis packs.
+        source: The layer whose part it is, or from which a whole value comes.
+        blocks: Full sizes of the blocks that the split axis packs; none of a whole value.
     """
 
     callers: tuple[tuple[str, int], ...]
@@ -313,7 +313,7 @@ class ShardingResult:
         losses: Cross entropies of what stays split over the vocabulary, by place.
         statistics: Means and variances that are taken over all ranks.
         tied_heads: Products with the tables of split embeddings.
-        draws: Random numbers for parts that are drawn outside of what is forked.
+        draws: Random numbers for whole values, and for parts outside of what is forked.
         cuts: Where the parts that a module makes are taken apart by a list of sizes, or by slices:
             the module's path, the call or subscript, and the number of the slice in that.
         even: Sizes that every world size that fits divides.

@@ -161,13 +161,15 @@ def test_together_with_shards_of_some_instances(tmp_path):
     """A subclass that writes `forward` anew keeps the decorator."""
     schedule = """\
     s["layers.*"].fork_rng()
-    s["layers"][0]["up"].shard(["weight", "bias"], axis=0)
-    s["layers"][0]["down"].shard("weight", axis=1)
-    s["layers"][0]["drop"].sync("fwd_post", "all_reduce")
-    s["layers"][0].sync("bwd_post", "all_reduce")
+    s["layers.*.up"].shard(["weight", "bias"], axis=0)
+    s["layers.*.down"].shard("weight", axis=1)
+    s["layers.*.down"].sync("fwd_post", "all_reduce")
+    s["layers.*.up"].sync("bwd_post", "all_reduce")
+    s["layers"][0]["down"].decompose()
 """
-    text = rewritten(tmp_path, SOURCE, SCHEDULE + schedule).files["source_0.py"]
-    variant = text.partition("class TensorParallelMLP(MLP):")[2].partition("class Model")[0]
+    source = SOURCE.replace("self.drop(self.outer(self.down(x)))", "self.down(x)")
+    text = rewritten(tmp_path, source, SCHEDULE + schedule).files["source_0.py"]
+    variant = text.partition("class DecomposedMLP(MLP):")[2].partition("class Model")[0]
     assert "    @fork_rng()\n    def forward(self, x):\n" in variant
 
 
@@ -220,9 +222,14 @@ def test_without_need_nothing_is_warned_of(source, lines, tmp_path):
     assert rewritten(tmp_path, source, SCHEDULE + SPLIT + lines).warnings == []
 
 
-def test_a_fork_elsewhere_is_no_remedy(tmp_path):
-    lines = '    s["layers.*"].fork_rng(["drop"])\n    s["layers.*.outer"].fork_rng()\n'
-    assert rewritten(tmp_path, UNEVEN, SCHEDULE + SPLIT + lines).warnings
+@pytest.mark.parametrize(
+    "fork",
+    ['["layers.*"].fork_rng(["drop"])', '["layers.*.outer"].fork_rng()', '["layers.*"].fork_rng()'],
+)
+def test_numbers_for_whole_values_are_not_forked(fork, tmp_path):
+    """Each rank would have another copy of the value, and of all gradients behind it."""
+    text = refused(tmp_path, SOURCE, SCHEDULE + SPLIT + f"    s{fork}\n", "SR305")
+    assert "for a value that every rank has" in text
 
 
 @pytest.mark.processes

@@ -1,0 +1,82 @@
+"""Whether random numbers are each rank's own where parts are drawn for, and equal elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.around_forward import ForkRandom
+from slapo_rewrite.changes.output_files import OutputFiles
+from slapo_rewrite.changes.placement import find_subgraph
+from slapo_rewrite.changes.regions import ForkRegion
+from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.directive import Directive
+from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.sharding import Draw, ShardingRequest, ShardingResult, out_of_step
+
+
+@dataclass(frozen=True)
+class Forks:
+    """What a schedule forks.
+
+    Attributes:
+        tree: The model.
+        states: What was asked of each module path.
+        files: The files that may be rewritten.
+    """
+
+    tree: Tree
+    states: Mapping[str, ModuleRequests]
+    files: OutputFiles
+
+    def check(self, followed: ShardingResult) -> None:
+        """Refuses numbers of a rank's own for a value that all ranks have.
+
+        Raises:
+            Unsupported: Such numbers are drawn inside of what is forked.
+        """
+        for draw in sorted(followed.draws, key=lambda d: (d.callers, d.source)):
+            causes = [cause for path, line in draw.callers for cause in self._at(path, line)]
+            if causes and not draw.blocks:
+                raise errors.Unsupported(
+                    "random numbers are drawn here for a value that every rank has, and each rank "
+                    "would draw its own: what they have would no longer be equal",
+                    at=self.files.span(draw.place) if draw.place else None,
+                    cause=causes[:1],
+                    hint="fork what works on parts alone: a module inside, or calls of it by "
+                    "`fork_rng([...])`",
+                )
+
+    def missing(self, asked: ShardingRequest, followed: ShardingResult) -> list[str]:
+        """Warnings of what brings the ranks out of step, unless it is forked."""
+        found = out_of_step(self.tree, asked, followed)
+        uneven = ((d, n) for d, n in found if not any(self._at(*caller) for caller in d.callers))
+        return list(dict.fromkeys(self._warning(draw, world) for draw, world in uneven))
+
+    def _warning(self, draw: Draw, world: int) -> str:
+        path, place = draw.callers[0][0], draw.place
+        where = f"{self.files.at(place).file.display}:{place.line}: " if place else ""
+        selected = f's["{with_wildcards(path)}"]' if path else "s"
+        whole = self.tree.nodes[path].cls.__module__.startswith("torch.nn.")
+        fork = ".fork_rng()" if whole else ".fork_rng(subgraph=...) of this line"
+        return (
+            f"{where}random numbers are drawn for a rank's part of `{with_wildcards(draw.source)}` "
+            f"here, and on {world} ranks these parts differ in size: later numbers for whole "
+            f"values would differ between the ranks; {selected}{fork} mends it"
+        )
+
+    def _at(self, path: str, line: int) -> list[Directive]:
+        """Who forks the numbers that a module draws at a line."""
+        state, cls = self.states.get(path), self.tree.nodes[path].cls
+        if state is None:
+            return []
+        found = [cause for _, cause in state.asks(ForkRandom)]
+        home = self.files.of(cls)
+        for fork, cause in state.asks(ForkRegion) if home else ():
+            assert home is not None
+            run = find_subgraph(home.classes, cls.__name__, fork.part, cause).run
+            if run[0].lineno <= line <= (run[-1].end_lineno or line):
+                found.append(cause)
+        return found
