@@ -34,13 +34,18 @@ def check_classes(
     functions = {node.path for node, made, _ in made_in if not made.is_class}
     written = dict(meant.values())
     for path, node in tree.nodes.items():
-        if path not in built.nodes or path in functions:
+        state = states.get(path, EMPTY)
+        if path not in built.nodes or (path in functions and state.replacement is None):
             continue
         if built.nodes[path].cls is LeftOut:  # one that is made stands for it
             continue
-        have, was = built.nodes[path].cls.__name__, node.cls.__name__
+        kinds = [cls.__name__ for cls in built.nodes[path].cls.__mro__]
+        have, was = kinds[0], node.cls.__name__
         want, causes = meant.get(path, (was, written.get(have, ())))
-        is_own = path in meant or have in written or states.get(path, EMPTY).is_plain()
+        new = state.replacement
+        if path in functions and new and (was in kinds or was != new.target.name):
+            continue  # another class, which a function may have chosen
+        is_own = path in meant or have in written or state.is_plain() or state.replacement
         if have != want and is_own:
             raise errors.Unsupported(
                 f"of the modules that are a `{was}` some were to be made otherwise, by what makes "

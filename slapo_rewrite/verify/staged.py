@@ -176,6 +176,11 @@ class Staged(Original):
         rate = [self.engine.rate]
         dist.broadcast_object_list(rate)
         self.engine.rate = rate[0]
+        if rate[0] != RATES[0]:
+            self.note(
+                f"both were trained at a rate of {rate[0]:g}: at {RATES[0]:g} the original's "
+                "losses overflow, or rounding grows to be as large as they are"
+            )
 
     def train(self, model: nn.Module) -> Trained:
         """Trains the original, as the engine trains the stages."""

@@ -413,3 +413,16 @@ def test_what_is_made_again_stays_frozen(tmp_path):
     source = outers("requires_grad_(False)")
     model = imported(written(tmp_path, rewritten(tmp_path, source, schedule))).Model()
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_replacement_that_another_element_gets_is_refused(tmp_path):
+    constructor = (
+        "        layers = [MLP(d) for _ in range(3)]\n        layers.insert(0, MLP(d))\n"
+        "        self.layers = nn.ModuleList(layers)\n"
+    )
+    forward = "        for layer in self.layers:\n            x = layer(x)\n        return x\n"
+    new = MLP.replace("class MLP", "class Other")
+    schedule = SCHEDULE.replace("\n\n\ndef model", f"\n\n\n{new}def model")
+    schedule += '    s["layers.3"].replace(Other)\n'
+    source = HEAD + MLP + model_of(constructor, forward)
+    assert "`layers.3` is a `MLP`" in refused(tmp_path, source, schedule, "SR305")
