@@ -31,7 +31,6 @@ def same_weights(module: nn.Module) -> Iterator[None]:
             # What is packed is drawn otherwise.
             if weights.keys() == made.state_dict(keep_vars=True).keys():
                 made.load_state_dict(weights)
-                earlier = dict(replaced.named_parameters())
                 for name, parameter in made.named_parameters():
-                    parameter.requires_grad_(earlier[name].requires_grad)
+                    parameter.requires_grad_(weights[name].requires_grad)
                 taken = (*taken, f"{path}.")
